@@ -113,59 +113,76 @@ def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, wa
     }
 
 
-def cell(
-    opened: OpenedModel, budget: int | str, first_ids: Sequence[int], warm: int, by: str = "host"
-) -> dict[str, Any]:
-    """Texts with one size of drafts; 0: without, as the product generates then. by: who drafts, see `BY`."""
-    speculation = script = None
-    if budget != 0:
-        block: Any = opened.runner.load_mtp()
-        if by == "device":
-            from scripted_rounds import script_rounds  # it needs a GPU's packages
+class Cell:
+    """One size of drafts, by one of `BY`; what it learned of a text it knows in the next."""
 
-            script = script_rounds(block, opened.runner.context_length, MAX_DEPTH)
-        elif opened.runner.tier == "cuda":
-            block.rounds = None
-        drafter = StatedDrafter(block.new_sequence(), max_steps=MAX_DEPTH)
-        sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
-        speculation = Speculation(drafter, sizes)
-    found = []
-    for first_id in first_ids:
-        if script is not None:
-            write_script(script, first_id)
-        found.append(text(opened, speculation, first_id, warm))
-    result = {
-        "budget": budget,
-        "by": by if budget else None,
-        "tok_s": 1 / statistics.median(each["seconds"] for each in found),
-    }
-    result["texts"] = found
-    print(
-        budget,
-        result["by"],
-        f"{result['tok_s']:.1f} tok/s",
-        {k: v for k, v in found[-1].items() if k != "seconds"},
-        flush=True,
-    )
-    return result
+    def __init__(self, opened: OpenedModel, budget: int | str, blocks: "Blocks", by: str = "host") -> None:
+        """budget: nodes, or "auto"; 0: without drafts, as the product generates then."""
+        self.budget, self.by = budget, by if budget else None
+        self._opened, self._blocks = opened, blocks
+        self._speculation: Speculation | None = None
+        if self.by is not None:
+            drafter = StatedDrafter(blocks.block(self.by).new_sequence(), max_steps=MAX_DEPTH)
+            sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
+            self._speculation = Speculation(drafter, sizes)
+        self.texts: list[dict[str, Any]] = []
+
+    def run(self, first_id: int, warm: int) -> None:
+        """Adds a text."""
+        if self.by == "device":
+            write_script(self._blocks.script, first_id)
+        found = text(self._opened, self._speculation, first_id, warm)
+        self.texts.append(found)
+        print(self.budget, self.by, f"{1 / found['seconds']:.1f} tok/s", flush=True)
+
+    def result(self) -> dict[str, Any]:
+        """For the file."""
+        tok_s = 1 / statistics.median(each["seconds"] for each in self.texts)
+        return {"budget": self.budget, "by": self.by, "tok_s": tok_s, "texts": self.texts}
+
+
+class Blocks:
+    """The model's block for multi-token prediction, by who drafts with it."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self._opened = opened
+        self._blocks: dict[str, Any] = {}
+        self.script = torch.empty(0)  # of the one whose device drafts by itself
+
+    def block(self, by: str) -> Any:
+        """Loaded when it is first asked for."""
+        if by not in self._blocks:
+            runner = self._opened.runner
+            block: Any = runner.load_mtp()
+            if by == "device":
+                from scripted_rounds import script_rounds  # it needs a GPU's packages
+
+                self.script = script_rounds(block, runner.context_length, MAX_DEPTH)
+            elif runner.tier == "cuda":
+                block.rounds = None
+            self._blocks[by] = block
+        return self._blocks[by]
 
 
 def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
-    """All sizes with so much memory; texts that are new to the cache, without drafts first and last."""
+    """All sizes with so much memory, in turns that begin at another one for each text; every text is new to
+    the cache, and so long that those of its experts that have room are in before it is timed.
+    """
     ctx_size = SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS + 80
     settings = {"device": "cuda", "vram": vram, "ctx_size": ctx_size, "spec_type": "mtp"}
     with LLM(options.model, **settings) as llm:
-        opened, rows, next_id = llm.opened, [], FIRST_ID
+        opened = llm.opened
         placement = opened.planned.run.placement
         is_resident = placement.is_all_resident
         warm = 64 if is_resident else WARM_TOKENS
-        ways = options.by if is_resident else ["host"]
-        cells = [(budget, by) for budget in (*options.budgets, "auto") for by in ways]
-        for budget, by in ((0, ""), *cells, (0, "")):
-            first_ids = [next_id + i * TEXT_STEP for i in range(options.texts)]
-            next_id = (next_id + options.texts * TEXT_STEP) % (FULL_SHAPE.vocab - 100_000) + 17
-            rows.append(cell(opened, budget, [each % 200_000 + FIRST_ID for each in first_ids], warm, by))
-        resident_bytes = placement.resident_bytes
+        blocks, ways = Blocks(opened), options.by if is_resident else ["host"]
+        sizes = [(budget, by) for budget in (*options.budgets, "auto") for by in ways]
+        cells = [Cell(opened, budget, blocks, by) for budget, by in ((0, ""), *sizes, (0, ""))]
+        for number in range(options.texts * len(cells)):
+            turn, at = divmod(number, len(cells))
+            first_id = FIRST_ID + number * TEXT_STEP % (FULL_SHAPE.vocab - 100_000)
+            cells[(turn + at) % len(cells)].run(first_id, warm)
+        rows, resident_bytes = [each.result() for each in cells], placement.resident_bytes
     return {
         "vram": vram,
         "experts_gib": None if is_resident else resident_bytes / 2**30,

@@ -10,7 +10,7 @@ import pytest
 import gpu_speculation
 from coldstream.engine import LLM
 from full_size_model import FullSizeWriter
-from gpu_speculation import ACCEPTED, FIRST_ID, cell, chances
+from gpu_speculation import ACCEPTED, FIRST_ID, Blocks, Cell, chances
 from random_model import Shape
 
 SHAPE = Shape(
@@ -43,8 +43,9 @@ def test_tokens_are_accepted_as_often_as_stated(
     path = tmp_path / "small.gguf"
     FullSizeWriter(path, replace(SHAPE, layers=4), seed=3, threads=2).write()
     with LLM(path, device="cpu", threads=1, ctx_size=700, spec_type="mtp") as llm:
-        result = cell(llm.opened, budget, [FIRST_ID + 20], warm=8)
-    (text,) = result["texts"]
+        each = Cell(llm.opened, budget, Blocks(llm.opened))
+        each.run(FIRST_ID + 20, warm=8)
+    (text,) = each.result()["texts"]
     if budget in (1, 4):
         assert text["nodes_per_step"] == pytest.approx(budget, rel=0.05)
         expected = 1 + sum(accumulate(chances()[:budget], mul))
