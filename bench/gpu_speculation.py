@@ -165,8 +165,10 @@ class Blocks:
 
 
 def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
-    """All sizes with so much memory, in turns that begin at another one for each text; every text is new to
-    the cache, and so long that those of its experts that have room are in before it is timed.
+    """All sizes with so much memory, in turns that begin at another one for each text, as texts differ.
+
+    What is not timed of a text is so long that its experts are in as far as they go, and the first ones are
+    gone again at its end.
     """
     ctx_size = SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS + 80
     settings = {"device": "cuda", "vram": vram, "ctx_size": ctx_size, "spec_type": "mtp"}
@@ -178,10 +180,10 @@ def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
         blocks, ways = Blocks(opened), options.by if is_resident else ["host"]
         sizes = [(budget, by) for budget in (*options.budgets, "auto") for by in ways]
         cells = [Cell(opened, budget, blocks, by) for budget, by in ((0, ""), *sizes, (0, ""))]
-        for number in range(options.texts * len(cells)):
-            turn, at = divmod(number, len(cells))
-            first_id = FIRST_ID + number * TEXT_STEP % (FULL_SHAPE.vocab - 100_000)
-            cells[(turn + at) % len(cells)].run(first_id, warm)
+        for turn in range(options.texts):
+            first_id = FIRST_ID + turn * TEXT_STEP % (FULL_SHAPE.vocab - 100_000)
+            for each in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
+                each.run(first_id, warm)
         rows, resident_bytes = [each.result() for each in cells], placement.resident_bytes
     return {
         "vram": vram,

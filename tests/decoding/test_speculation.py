@@ -193,6 +193,28 @@ def test_deciding_the_size_is_part_of_the_time_that_a_draft_takes() -> None:
     assert told[0] > told[1]
 
 
+def test_steps_in_which_a_device_made_what_others_use_are_told_so() -> None:
+    told: list[bool] = []
+    captured = 0
+
+    class Noting(FixedSizes):
+        def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
+            told.append(is_usual)
+
+    class Capturing(Chains):
+        def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+            nonlocal captured
+            captured += context[0]
+            return super().propose(context, budget)
+
+    speculation = Speculation(Capturing(), Noting(3), num_captured=lambda: captured)
+    for in_draft, in_step in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        speculation.draft([in_draft], 9)
+        captured += in_step
+        speculation.verified((), PLAIN_S, CHOOSE_S, is_cut=False)
+    assert told == [True, False, False, True]
+
+
 def test_statistics_of_no_step() -> None:
     found = Speculation(Chains(), FixedSizes(4)).statistics()
     assert (found.steps, found.tokens_per_step, found.accepted_per_draft) == (0, 0.0, 0.0)

@@ -187,10 +187,12 @@ class Recorded(FixedSizes):
     """Keeps what came of drafts."""
 
     tried: ClassVar[list[Sequence[TriedDraft]]] = []
+    usual: ClassVar[list[bool]] = []
 
-    def record(self, drafts: Sequence[TriedDraft], seconds: float) -> None:
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         assert seconds > 0
         self.tried.append(drafts)
+        self.usual.append(is_usual)
 
 
 class Moody(Oracle):
@@ -214,6 +216,27 @@ def test_what_came_of_drafts_is_learned_once(opened: OpenedModel) -> None:
     assert sum(len(draft.accepted) for draft in tried) == statistics.accepted_tokens > 0
     assert any(len(draft.tree) == 0 for draft in tried)
     assert [len(step) for step in Recorded.tried] == [3] * len(Recorded.tried)
+
+
+def test_steps_in_which_a_device_made_what_others_use_are_told_so(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Capturing(Oracle):
+        def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+            captured.append(len(context) < len(texts[0]) - 3)
+            return super().propose(context, budget)
+
+    captured: list[bool] = []
+    texts = right_texts(opened, 1)
+    monkeypatch.setattr(type(opened.runner), "num_captured", property(lambda _: sum(captured)))
+    Recorded.usual.clear()
+    drafted = drafting(opened, lambda: Capturing("wrong", texts, opened.runner.spec.vocab_size), Recorded(2))
+    with engine_of(drafted) as client:
+        add_all(client, 1)
+        client.drain()
+    assert captured[0]
+    assert not captured[-1]
+    assert Recorded.usual[: len(captured)] == [not each for each in captured]
 
 
 def test_more_answers_than_have_room_for_a_node_decode_plainly(opened: OpenedModel) -> None:

@@ -67,7 +67,7 @@ class TreeSizes(Protocol):
         """What came of the drafts of each sequence of a step that `budget` was asked for, which took so long
         besides drafting.
 
-        is_usual: whether steps without drafts that follow each other take as long, if it had none.
+        is_usual: whether others with as many nodes take as long; without any, those that follow each other.
         """
 
     def went_on(

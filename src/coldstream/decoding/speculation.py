@@ -158,18 +158,21 @@ class Speculation:
         sizes: TreeSizes,
         more: Callable[[], Drafter] | None = None,
         expert_uses: Callable[[], ExpertUses | None] = lambda: None,
+        num_captured: Callable[[], int] = lambda: 0,
     ) -> None:
         """more: makes a drafter like the first one for a further sequence; None: there is only one.
         expert_uses: those of the model's steps so far whose tokens are known, if they are counted.
+        num_captured: how many steps so far made what later ones use: their time says nothing of those.
         """
         self.drafter, self.sizes, self.more = drafter, sizes, more
-        self._expert_uses = expert_uses
+        self._expert_uses, self._num_captured = expert_uses, num_captured
         self.rounds = sizes.rounds
         self.start()
 
     def start(self) -> None:
         """Begins the statistics of a request."""
         self._forget_draft()
+        self._captured_before = 0
         self._counts = DraftCounts(self.drafter.name)
 
     @property
@@ -195,7 +198,7 @@ class Speculation:
         budget = self.sizes.budget(min(most, MAX_TREE_NODES))
         if budget <= 0:
             return NO_DRAFT
-        self._was_asked = True
+        self._was_asked, self._captured_before = True, self._num_captured()
         start = time.perf_counter()
         tree = self.drafter.propose(context, budget)
         drafted = time.perf_counter()
@@ -230,6 +233,7 @@ class Speculation:
     def _record(self, tried: TriedDraft, costs: StepCosts, *, is_usual: bool = True) -> None:
         """What came of the last draft, which is over: a step that follows without one has none."""
         self._counts.count(len(tried.tree), len(tried.accepted), self.sizes.reason, costs)
+        is_usual = is_usual and self._num_captured() == self._captured_before
         self.sizes.record([tried], costs.verify_s + costs.size_s, is_usual=is_usual)
         self._forget_draft()
 

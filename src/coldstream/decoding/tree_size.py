@@ -16,6 +16,7 @@ Whether drafts pay is not a matter of estimates, which may be wrong together, bu
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
 caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
 So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
+A step with a draft says nothing if a device made in it what later ones use, which takes it thirty steps.
 
 How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
 So they need not be asked about nor told of one by one, and a drafter that is not told of them loses nothing.
@@ -44,9 +45,8 @@ _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
-_MOST_TOGETHER = (
-    16  # steps that are told of together: enough for this to take no time, few for a time to be new
-)
+# Steps that are told of together: many enough to take no time, few enough for times to be new.
+_MOST_TOGETHER = 16
 
 
 class SizeReason(Enum):
@@ -173,16 +173,16 @@ class SizePolicy:
     ) -> None:
         """A step with so many roots gave `tokens` and took `step_s` besides its draft.
 
-        size: what was chosen for it, None without a draft. is_usual: whether plain steps that follow each
-        other take as long, if it is one.
+        size: what was chosen for it, None without a draft. is_usual: whether others of its kind take as long;
+        without a draft, those that follow each other.
         """
         if size is None:
             self.went_on(1, step_s, num_roots, is_usual=is_usual)
             return
-        self._count(1, step_s, num_roots + size.num_nodes, says_more=size.num_nodes > 0)
+        self._count(1, step_s, num_roots + size.num_nodes, says_more=is_usual and size.num_nodes > 0)
         self._num_plain = 0
         taken_s = size.draft_s + step_s
-        if size.best_rate is not None:
+        if size.best_rate is not None and is_usual:
             if size.reason is SizeReason.PROBE:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0

@@ -30,7 +30,8 @@ def open_speculation(
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
     # Where a device drafts by itself, it has room for the rounds of one sequence.
     is_one = isinstance(drafter, MtpDrafter) and drafter.runs_rounds
-    return Speculation(drafter, sizes, None if is_one else new_drafter, lambda: runner.expert_uses)
+    more = None if is_one else new_drafter
+    return Speculation(drafter, sizes, more, lambda: runner.expert_uses, lambda: runner.num_captured)
 
 
 def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:

@@ -60,6 +60,7 @@ class JobDrafts:
         self._size_s = self._choose_s = 0.0  # of all trees together
         self._uses_before: ExpertUses | None = None
         self._uses: ExpertUses | None = None  # of the step
+        self._captured_before = 0
         self._first_rows: dict[Job, int] = {}  # in the step, of jobs with trees
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
@@ -94,7 +95,7 @@ class JobDrafts:
         jobs = jobs if self._most_nodes(len(jobs)) > 0 else ()
         self._draft_s, self._build_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}, {}
         self._size_s = self._choose_s = 0.0
-        self._uses = None
+        self._uses, self._captured_before = None, self._runner.num_captured
         budget = self._sizes.budget(most, len(jobs)) if jobs else 0
         trees = [self._propose(job, min(budget, job.num_left - 1)) for job in jobs]
         self._start = time.perf_counter()
@@ -173,7 +174,8 @@ class JobDrafts:
         drafted, self._drafted = self._drafted, {}
         if drafted:
             tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
-            self._sizes.record(tried, time.perf_counter() - self._start)
+            is_usual = self._runner.num_captured == self._captured_before
+            self._sizes.record(tried, time.perf_counter() - self._start, is_usual=is_usual)
 
     def close(self) -> None:
         """Gives back all memory of drafters, which others of them may need. Closing twice is allowed."""

@@ -50,9 +50,10 @@ def without_collection() -> Iterator[None]:
 
 
 class CapturedSteps:
-    """The graphs that were used last, MAX_GRAPHS at most."""
+    """The graphs that were used last, MAX_GRAPHS at most. num_captured: in all so far."""
 
     def __init__(self) -> None:
+        self.num_captured = 0
         self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
     def run(self, key: Key, step: Step, without_memory: WithoutMemory, make_room: Callable[[], bool]) -> Any:
@@ -68,6 +69,7 @@ class CapturedSteps:
             return captured.outputs
         # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
         outputs = step()
+        self.num_captured += 1
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         try:

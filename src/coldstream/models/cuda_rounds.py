@@ -24,8 +24,8 @@ from coldstream.kvcache.batch import rows_of
 from coldstream.kvcache.cache import num_blocks_of
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 from coldstream.models.captured_steps import CapturedSteps
-from coldstream.models.runner import WholeOrCleared
 from coldstream.models.step_inputs import StepShape
+from coldstream.models.whole_or_cleared import WholeOrCleared
 
 if TYPE_CHECKING:
     from coldstream.models.cuda_model import Loaded

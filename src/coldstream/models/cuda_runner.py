@@ -42,9 +42,10 @@ from coldstream.models.cuda_model import (
 )
 from coldstream.models.cuda_mtp import CudaMtp
 from coldstream.models.partial_model import PartialModel, partial_model
-from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress, WholeOrCleared
+from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
+from coldstream.models.whole_or_cleared import WholeOrCleared
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 

@@ -25,6 +25,7 @@ from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCach
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.sanity import check_logits
 from coldstream.models.spec import ModelSpec
+from coldstream.models.whole_or_cleared import WholeOrCleared
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
@@ -37,23 +38,6 @@ class MtpBlock(Protocol):
 
     def new_sequence(self) -> Any:
         """An empty sequence: a block as `decoding.drafters.mtp` has it."""
-
-
-class WholeOrCleared:
-    """A context that empties sequences if an exception interrupts the work inside."""
-
-    def __init__(self, cache: SequenceCache, sequences: Collection[Sequence]) -> None:
-        self._cache, self._sequences = cache, sequences
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            for sequence in self._sequences:
-                if not sequence.is_released:
-                    self._cache.clear(sequence)
 
 
 def no_progress(done: int, total: int) -> None:
@@ -77,6 +61,7 @@ class ModelRunner(ABC):
     taps: tuple[int, ...] = ()  # layers after which `features` has the residual stream
     _sequences: SequenceCache
     _limits: BatchLimits
+    _steps: Any = None  # the `CapturedSteps` of a device that captures them
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, context_length: int) -> None:
         self.file = file
@@ -138,6 +123,13 @@ class ModelRunner(ABC):
     def gpu_experts(self) -> GpuExpertStatistics | None:
         """Statistics of experts that the GPU does not hold; None if it holds all, or without a GPU."""
         return None
+
+    @property
+    def num_captured(self) -> int:
+        """How many steps so far, of a kind and a shape of their own, were first ones, in which a device makes
+        what later ones of the kind and shape use.
+        """
+        return 0 if self._steps is None else self._steps.num_captured
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:
