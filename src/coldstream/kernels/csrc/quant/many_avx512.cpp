@@ -59,20 +59,22 @@ struct kernel_vnni : kernel_512 {
   }
 
   static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       accumulators* p) {
+                       int num_blocks, accumulators* p) {
     int tile = 0;
-    for (; tile + 2 <= num_tiles(num_rows); tile += 2) multiply_tiles<4, 2>(w, x + tile * stride, stride, g, p + tile);
-    if (tile < num_tiles(num_rows)) multiply_tiles<8, 1>(w, x + tile * stride, stride, g, p + tile);
+    for (; tile + 2 <= num_tiles(num_rows); tile += 2)
+      multiply_tiles<4, 2>(w, x + tile * stride, stride, g, num_blocks, p + tile);
+    if (tile < num_tiles(num_rows)) multiply_tiles<8, 1>(w, x + tile * stride, stride, g, num_blocks, p + tile);
   }
 
   template <int ROWS, int TILES>
-  static void multiply_tiles(panel& w, const activation_tile* x, int64_t stride, int64_t g, accumulators* p) {
+  static void multiply_tiles(panel& w, const activation_tile* x, int64_t stride, int64_t g, int num_blocks,
+                             accumulators* p) {
     for (int i = 0; i < TILES; i++) fill_starts(w.starts[i], x[i * stride]);
     for (int n = 0; n < panel_rows; n += ROWS) {
       if constexpr (format::super_block) {
         multiply_super_blocks<ROWS, TILES>(w, x, stride, n, g, p);
       } else {
-        for (int b = 0; b < 8; b++) multiply_blocks<ROWS, TILES>(w, x, stride, n, b, g == 0, p);
+        for (int b = 0; b < num_blocks; b++) multiply_blocks<ROWS, TILES>(w, x, stride, n, b, g == 0, p);
       }
     }
   }
