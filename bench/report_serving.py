@@ -20,11 +20,15 @@ def serving() -> str:
     rows.append(["1.5 times what it answers", *(cell for each in opened for cell in _cells(each))])
     first = r["coldstream"]["first_token"]
     alone, beside = (f"{1e3 * first[name]:.0f} ms" for name in ("alone_p95_s", "beside_long_p95_s"))
+    most = r["coldstream"]["closed_loop"][max(r["coldstream"]["closed_loop"], key=int)]
     lost = sum(each["lost"] + each["refused"] for each in opened)
     return table(header, rows) + (
         f"\nLost or refused: {lost}. First token of a short stream, 95th percentile: {alone} alone, {beside} "
-        f"beside a long prompt. {r['slots']} slots, {r['new_tokens']} tokens an answer, {r['threads']} "
-        f"threads, {r['cpu']}, commit {r['commit']}: `{r['command']}`\n"
+        f"beside a long prompt. The clients run on the same cores, of which they took "
+        f"{most['client_cores']:.2f} where they were most, our server {most['server_cores']:.2f}. "
+        f"{r['slots']} slots, "
+        f"{r['new_tokens']} tokens an answer, {r['threads']} threads, {r['cpu']}, commit {r['commit']}: "
+        f"`{r['command']}`\n"
     )
 
 

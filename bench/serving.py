@@ -5,7 +5,7 @@
 Clients ask for completions of source code over HTTP. *Closed loop*: each of N clients sends its next request
 when the last one is answered. *Open loop*: requests arrive at random times, half as many again as the server
 answers in the closed loop; each is answered or refused (429). *First token*: short streams, alone and beside
-a long prompt.
+a long prompt. The clients run on the same cores: what these spend on them is told apart.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 
 from coldstream.assets import demo_model_path
 from coldstream.placement.hardware import Hardware
@@ -61,6 +62,8 @@ class Load:
     tok_s: float
     p50_s: float
     p95_s: float
+    server_cores: float  # that all processes of the server kept busy
+    client_cores: float  # that this benchmark did beside them
 
 
 class Texts:
@@ -79,7 +82,9 @@ class Texts:
 class Client:
     """Requests to one server."""
 
-    def __init__(self, url: str, texts: Texts) -> None:
+    def __init__(self, url: str, texts: Texts, pid: int) -> None:
+        """pid: of the server's first process, on this machine."""
+        self._process = psutil.Process(pid)
         limits = httpx2.Limits(max_connections=512, max_keepalive_connections=512)
         self.http = httpx2.AsyncClient(base_url=url, timeout=600, limits=limits)
         self.texts = texts
@@ -92,6 +97,12 @@ class Client:
             "ignore_eos": True,
             **more,
         }
+
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU seconds so far of the server's processes and of this one."""
+        processes = [self._process, *self._process.children(recursive=True)]
+        times = [process.cpu_times() for process in processes]
+        return sum(each.user + each.system for each in times), time.process_time()
 
     async def complete(self) -> tuple[int, float, int]:
         """Status, seconds and generated tokens of a completion; status 0 if the connection failed."""
@@ -115,43 +126,59 @@ class Client:
         return first
 
 
-def load_of(results: Sequence[tuple[int, float, int]], seconds: float) -> Load:
-    times = sorted(taken for status, taken, _ in results if status == 200) or [0.0]
-    return Load(
-        seconds=seconds,
-        answered=sum(status == 200 for status, _, _ in results),
-        refused=sum(status == 429 for status, _, _ in results),
-        lost=sum(status not in (200, 429) for status, _, _ in results),
-        tok_s=sum(tokens for _, _, tokens in results) / seconds,
-        p50_s=statistics.median(times),
-        p95_s=times[int(0.95 * (len(times) - 1))],
-    )
+class Meter:
+    """Requests to one server and what came of them, from its creation on."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._results: list[tuple[int, float, int]] = []
+        self._cpu_s = client.cpu_s()
+        self.start = time.perf_counter()
+
+    async def complete(self) -> None:
+        self._results.append(await self._client.complete())
+
+    def load(self) -> Load:
+        """What came of the requests, all of which have ended."""
+        results, seconds = self._results, time.perf_counter() - self.start
+        server_s, client_s = (
+            now - before for now, before in zip(self._client.cpu_s(), self._cpu_s, strict=True)
+        )
+        times = sorted(taken for status, taken, _ in results if status == 200) or [0.0]
+        return Load(
+            seconds=seconds,
+            answered=sum(status == 200 for status, _, _ in results),
+            refused=sum(status == 429 for status, _, _ in results),
+            lost=sum(status not in (200, 429) for status, _, _ in results),
+            tok_s=sum(tokens for _, _, tokens in results) / seconds,
+            p50_s=statistics.median(times),
+            p95_s=times[int(0.95 * (len(times) - 1))],
+            server_cores=server_s / seconds,
+            client_cores=client_s / seconds,
+        )
 
 
 async def closed_loop(client: Client, num_clients: int, seconds: float) -> Load:
-    results: list[tuple[int, float, int]] = []
-    end = time.perf_counter() + seconds
+    meter = Meter(client)
 
     async def one() -> None:
-        while time.perf_counter() < end:
-            results.append(await client.complete())
+        while time.perf_counter() < meter.start + seconds:
+            await meter.complete()
 
-    start = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(num_clients)))
-    return load_of(results, time.perf_counter() - start)
+    return meter.load()
 
 
 async def open_loop(client: Client, rate: float, seconds: float) -> Load:
     """Requests at `rate` a second, however many are unanswered."""
-    arrivals, tasks = random.Random(5), []
-    start = time.perf_counter()
-    at = start
-    while at < start + seconds:
+    meter, arrivals, tasks = Meter(client), random.Random(5), []
+    at = meter.start
+    while at < meter.start + seconds:
         at += arrivals.expovariate(rate)
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        tasks.append(asyncio.create_task(client.complete()))
-    results = await asyncio.gather(*tasks)
-    return load_of(results, time.perf_counter() - start)
+        tasks.append(asyncio.create_task(meter.complete()))
+    await asyncio.gather(*tasks)
+    return meter.load()
 
 
 async def first_tokens(client: Client, count: int) -> dict[str, float]:
@@ -168,8 +195,8 @@ async def first_tokens(client: Client, count: int) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def server(command: Sequence[str], url: str) -> AsyncIterator[str]:
-    """The URL of a server that a command starts. RuntimeError if it does not answer in START_S seconds."""
+async def server(command: Sequence[str], url: str) -> AsyncIterator[int]:
+    """The process of a server that a command starts. RuntimeError if it is not up in START_S seconds."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         async with httpx2.AsyncClient(base_url=url, timeout=5) as http:
@@ -182,15 +209,16 @@ async def server(command: Sequence[str], url: str) -> AsyncIterator[str]:
                     continue
             else:
                 raise RuntimeError(f"{command[0]} did not come up at {url}")
-        yield url
+        yield process.pid
     finally:
         process.terminate()
         process.wait()
 
 
 async def measure(command: Sequence[str], port: int, options: argparse.Namespace) -> dict[str, Any]:
-    async with server(command, f"http://127.0.0.1:{port}") as url:
-        client = Client(url, Texts(seed=1))
+    url = f"http://127.0.0.1:{port}"
+    async with server(command, url) as pid:
+        client = Client(url, Texts(seed=1), pid)
         await closed_loop(client, 2, 1)
         closed: dict[str, Any] = {}
         for count in options.clients:

@@ -294,6 +294,25 @@ def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel
         assert sum(steps[0]) > 400
 
 
+def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
+    """Also that of the last row of its prompt, which is computed apart, beside one that is long."""
+    clock = FakeClock(tick=0.0)
+    with engine_of(opened, EngineLimits(target_step_ms=240), clock) as client:
+        steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001)
+        once = replace(SAMPLED, max_tokens=1)
+        for token_id in range(10):
+            client.add([token_id] * 600, once)
+            client.drain()
+        client.add([20] * 600, once)
+        client.step()
+        del steps[:]
+        short = client.add([21] * 70, once)
+        while not client.pieces(short):
+            client.step()
+        assert any(1 in step for step in steps)
+        assert max(map(sum, steps)) <= 96, "a third of the target is 80 ms"
+
+
 def test_sc01_prompts_take_turns(opened: OpenedModel) -> None:
     """A short prompt is not kept waiting by long ones before it."""
     with engine_of(opened) as client:

@@ -110,6 +110,16 @@ def test_sp02_states_of_several_sequences_do_not_meet(runtimes: Runtimes, num_ro
     assert all(same_bits(a, b) for a, b in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 100, 128, 160])
+def test_sp02_single_tokens_beside_a_prompt(runtimes: Runtimes, head_dim: int) -> None:
+    prompt = one_state(5, 11)
+    case = Case(1, 2, head_dim, (4, 3, 2, *prompt, 10, 0, 1, 5, 6, 7, 8, 9))
+    together = run_everywhere(lambda runtime: run(runtime, case), runtimes)
+    check_values(case, together)
+    alone = run(runtimes[-1], case, list(range(len(case.state_ids) + 1)))
+    assert all(same_bits(a, b) for a, b in zip(together, alone, strict=True))
+
+
 @pytest.mark.parametrize(
     ("state_ids", "message"),
     [

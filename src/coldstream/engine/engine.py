@@ -243,9 +243,10 @@ class Engine:
         """Rows of prompts in a step with so many decoding ones."""
         if math.isinf(self._target_s):
             return self._runner.chunk_size
-        if num_decoding == 0:
-            return self._cost.prompt_rows_alone(self._target_s)
-        return self._cost.most_prompt_rows(num_decoding, self._target_s)
+        if any(len(job.token_ids) > job.num_prompt for job in self._served.running):
+            return self._cost.most_prompt_rows(num_decoding, self._target_s)
+        # A prompt's last row may be a step of its own, for which its first token must not wait long.
+        return self._cost.prompt_rows_alone(self._target_s) - num_decoding
 
     def _land(self, flying: Launched) -> None:
         """Tells the tokens of a step, once the next one is launched, if that needs no decision."""

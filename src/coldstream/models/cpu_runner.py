@@ -31,13 +31,15 @@ from coldstream.placement.plan import FixedPart
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
+_HEAD_ROWS = 16  # of a call of the head; more, where memory is not scarce, as long as its logits are few
+_MOST_HEAD_ROWS, _HEAD_LOGITS = 64, 1 << 22
+
 
 class CpuRunner(ModelRunner):
     """See `ModelRunner`."""
 
     # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
     chunk_size = 512
-    head_rows = 16
     gives_hidden = True
 
     def __init__(
@@ -87,6 +89,9 @@ class CpuRunner(ModelRunner):
         self._committed = None
         if self.cache_size.num_tree_rows:
             self._committed = ops.capture(MAX_TREE_ROWS, lambda: self._model.commit(self._path.path, caches))
+        self.head_rows = _HEAD_ROWS
+        if disk is None:
+            self.head_rows = min(max(_HEAD_LOGITS // spec.vocab_size, _HEAD_ROWS), _MOST_HEAD_ROWS)
         self._head_input = ops.zeros((self.head_rows, spec.hidden_size), "float32")
         self._head = ops.capture(self.head_rows, lambda: self._model.logits(self._head_input))
 

@@ -167,56 +167,78 @@ static inline void advance_token(const delta_block& block, int64_t row, vec16* p
 }
 
 // A single token. Its state is read from memory, not from the nearest cache, so whole rows of it pass by;
-// and as no other token follows, decaying it a second time is cheaper than keeping it.
+// and as no other token follows, decaying it a second time is cheaper than keeping it. WHOLE: the block has all
+// columns of VECTORS, so that no lane is masked.
+template <bool WHOLE>
+static inline vec16 load_columns(const float* p, int64_t left) {
+  return WHOLE ? load16(p) : load16(p, left);
+}
+
+template <bool WHOLE>
+static inline void store_columns(float* p, vec16 v, int64_t left) {
+  WHOLE ? store16(p, v) : store16(p, v, left);
+}
+
+template <bool WHOLE, int VECTORS>
 static inline void predict_key(const delta_block& block, int64_t i, vec16 decay, vec16* prediction) {
 #pragma GCC unroll 8
-  for (int v = 0; v < STEP_VECTORS; v++) {
-    const vec16 state = load16(block.state + i * block.state_stride + 16 * v, block.num_columns - 16 * v);
+  for (int v = 0; v < VECTORS; v++) {
+    const float* place = block.state + i * block.state_stride + 16 * v;
+    const vec16 state = load_columns<WHOLE>(place, block.num_columns - 16 * v);
     prediction[v] = fma16(splat16(block.k[i]), mul16(state, decay), prediction[v]);
   }
 }
 
+template <bool WHOLE, int VECTORS>
 static inline void update_key(const delta_block& block, int64_t i, vec16 decay, const vec16* change,
                               vec16* output) {
 #pragma GCC unroll 8
-  for (int v = 0; v < STEP_VECTORS; v++) {
+  for (int v = 0; v < VECTORS; v++) {
     float* place = block.state + i * block.state_stride + 16 * v;
-    const vec16 decayed = mul16(load16(place, block.num_columns - 16 * v), decay);
+    if (block.next_state != nullptr) __builtin_prefetch(block.next_state + i * block.state_stride + 16 * v, 0, 2);
+    const vec16 decayed = mul16(load_columns<WHOLE>(place, block.num_columns - 16 * v), decay);
     const vec16 state = fma16(splat16(block.k[i]), change[v], decayed);
     output[v] = fma16(splat16(block.q[i]), state, output[v]);
-    store16(place, state, block.num_columns - 16 * v);
+    store_columns<WHOLE>(place, state, block.num_columns - 16 * v);
+  }
+}
+
+template <bool WHOLE, int VECTORS>
+static void step_block(const delta_block& block) {
+  constexpr int CHAINS = 2;
+  const vec16 decay = splat16(block.decay[0]), beta = splat16(block.beta[0]);
+  vec16 sums[VECTORS], change[VECTORS];
+  clear_sums(sums, VECTORS);
+  for (int group = 0; group < NUM_CHAINS / CHAINS; group++) {
+    vec16 prediction[CHAINS][VECTORS];
+    clear_chains(prediction);
+    visit_group<CHAINS>(block.head_size, group, [&](int64_t i, int chain) {
+      predict_key<WHOLE, VECTORS>(block, i, decay, prediction[chain]);
+    });
+    add_chains(sums, prediction);
+  }
+  for (int v = 0; v < VECTORS; v++) {
+    const vec16 value = load_columns<WHOLE>(block.v + 16 * v, block.num_columns - 16 * v);
+    change[v] = mul16(beta, sub16(value, sums[v]));
+  }
+  clear_sums(sums, VECTORS);
+  for (int group = 0; group < NUM_CHAINS / CHAINS; group++) {
+    vec16 output[CHAINS][VECTORS];
+    clear_chains(output);
+    visit_group<CHAINS>(block.head_size, group, [&](int64_t i, int chain) {
+      update_key<WHOLE, VECTORS>(block, i, decay, change, output[chain]);
+    });
+    add_chains(sums, output);
+  }
+  for (int v = 0; v < VECTORS; v++) {
+    store_columns<WHOLE>(block.out + 16 * v, sums[v], block.num_columns - 16 * v);
   }
 }
 
 static void delta_step(const delta_block& block) {
-  constexpr int CHAINS = 2;
-  const vec16 decay = splat16(block.decay[0]), beta = splat16(block.beta[0]);
-  vec16 sums[STEP_VECTORS], change[STEP_VECTORS];
-  clear_sums(sums, STEP_VECTORS);
-  for (int group = 0; group < NUM_CHAINS / CHAINS; group++) {
-    vec16 prediction[CHAINS][STEP_VECTORS];
-    clear_chains(prediction);
-    visit_group<CHAINS>(block.head_size, group, [&](int64_t i, int chain) {
-      predict_key(block, i, decay, prediction[chain]);
-    });
-    add_chains(sums, prediction);
-  }
-  for (int v = 0; v < STEP_VECTORS; v++) {
-    const vec16 value = load16(block.v + 16 * v, block.num_columns - 16 * v);
-    change[v] = mul16(beta, sub16(value, sums[v]));
-  }
-  clear_sums(sums, STEP_VECTORS);
-  for (int group = 0; group < NUM_CHAINS / CHAINS; group++) {
-    vec16 output[CHAINS][STEP_VECTORS];
-    clear_chains(output);
-    visit_group<CHAINS>(block.head_size, group, [&](int64_t i, int chain) {
-      update_key(block, i, decay, change, output[chain]);
-    });
-    add_chains(sums, output);
-  }
-  for (int v = 0; v < STEP_VECTORS; v++) {
-    store16(block.out + 16 * v, sums[v], block.num_columns - 16 * v);
-  }
+  if (block.num_columns == 16 * STEP_VECTORS) return step_block<true, STEP_VECTORS>(block);
+  if (block.num_columns == 8 * STEP_VECTORS) return step_block<true, STEP_VECTORS / 2>(block);
+  step_block<false, STEP_VECTORS>(block);
 }
 
 static void delta_advance(const delta_block& block) {

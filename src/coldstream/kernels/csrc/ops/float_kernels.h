@@ -96,6 +96,7 @@ struct delta_block {
   float* out;
   int64_t out_stride;
   float* memory;  // head_size * delta_columns
+  const float* next_state;  // of the block that this worker is likely to take next, or null: read ahead by a step
 };
 
 struct float_kernels {

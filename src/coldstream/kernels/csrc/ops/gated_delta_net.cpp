@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t MAX_TAPS = 16;
 constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
+constexpr int64_t STEPS_PER_WORKER = 4;  // from which on a task is all of a step
 
 // The rows of one sequence: a chain, which advances its state, or a draft tree.
 struct state_run {
@@ -28,7 +29,8 @@ enum class state_use : uint8_t { none, read, advanced };
 class gated_delta_net_op : public op {
  public:
   gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
-      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states), slots_(a_.capacity), takes_over_(a_.capacity) {}
+      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states), slots_(a_.capacity), takes_over_(a_.capacity),
+        is_step_(a_.capacity) {}
 
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
@@ -44,8 +46,7 @@ class gated_delta_net_op : public op {
     if (stage == 0) return true;
     if (stage == 1) return rows * a_.num_channels() <= SMALL_WORK / 4;
     if (stage == 2) return false;
-    if (a_.replayed) return true;
-    return norms_in_step() || rows * a_.num_value_heads * a_.head_size <= SMALL_WORK / 4;
+    return a_.replayed || rows_to_norm(rows) * a_.num_value_heads * a_.head_size <= SMALL_WORK / 4;
   }
 
   void run(int stage, int rows, worker& w) override {
@@ -55,7 +56,7 @@ class gated_delta_net_op : public op {
       convolve_heads(rows, w);
     } else if (stage == 2) {
       advance_states(rows, w);
-    } else if (!a_.replayed && !norms_in_step()) {
+    } else if (!a_.replayed && rows_to_norm(rows) > 0) {
       norm_heads(rows, w);
     }
   }
@@ -75,18 +76,21 @@ class gated_delta_net_op : public op {
   }
 
   void plan_runs(int32_t rows, worker& w) {
-    num_runs_ = 0;
+    num_runs_ = num_steps_ = 0;
     std::fill(uses_.begin(), uses_.end(), state_use::none);
+    std::fill_n(is_step_.begin(), rows, 0);
     for (int32_t first = 0, end; first < rows; first = end) {
       end = a_.replayed ? rows : group_end(a_.layout, first, rows);
       const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
       if (run.is_tree) plan_copies(run);
+      is_step_[first] = run.num_rows == 1 && !run.is_tree && !a_.replayed;
+      num_steps_ += is_step_[first];
       runs_[num_runs_++] = run;
     }
-    single_ = rows == num_runs_ && !a_.replayed;
-    for (int64_t i = 0; i < num_runs_; i++) single_ = single_ && !runs_[i].is_tree;
+    std::stable_partition(runs_.begin(), runs_.begin() + num_runs_,
+                          [&](const state_run& run) { return !is_step_[run.first_row]; });
   }
 
   // Which copy of the state each row of a tree has: that of its parent if it is the parent's last child, which comes
@@ -104,8 +108,9 @@ class gated_delta_net_op : public op {
     }
   }
 
-  // Whether a task of the recurrence has whole heads, so that it norms them as well.
-  bool norms_in_step() const { return single_ && kernels_.step_columns >= a_.head_size; }
+  // Whether a task of a single token has whole heads, so that it norms them as well.
+  bool norms_in_step() const { return kernels_.step_columns >= a_.head_size; }
+  int64_t rows_to_norm(int64_t rows) const { return norms_in_step() ? rows - num_steps_ : rows; }
 
   // Null, or what is wrong with a run after those before it.
   const char* run_fault(const state_run& run) const {
@@ -130,22 +135,32 @@ class gated_delta_net_op : public op {
     return parents_fault(a_.layout, run.first_row, run.first_row + run.num_rows);
   }
 
+  // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in the
+  // order in which they lie there.
+  bool has_many_steps(const worker& w) const { return num_steps_ >= STEPS_PER_WORKER * w.count; }
+
   void convolve_heads(int rows, worker& w) {
     const int64_t num_heads = a_.num_channels() / a_.head_size;
-    const int64_t heads = std::max<int64_t>(1, SMALL_WORK / 8 / (rows * a_.head_size));  // of a task
-    const int64_t head_tasks = (num_heads + heads - 1) / heads;
-    const int64_t num_tasks = head_tasks + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
+    const int64_t num_apart = has_many_steps(w) ? num_steps_ : 0;  // the last runs, each a task
+    const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
+    const int64_t heads = std::max<int64_t>(1, SMALL_WORK / 8 / (num_rows * a_.head_size));  // of the others' tasks
+    const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads + heads - 1) / heads, conv_tasks = head_tasks + num_apart;
+    const int64_t num_tasks = conv_tasks + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
-      if (task >= head_tasks) {
-        open_gates(rows, (task - head_tasks) * GATE_ROWS_PER_TASK, w);
-        continue;
-      }
-      for (int64_t head = task * heads; head < std::min(task * heads + heads, num_heads); head++) {
-        for (int64_t i = 0; i < num_runs_; i++) {
-          runs_[i].is_tree ? convolve_tree(runs_[i], head, w) : convolve_chain(runs_[i], head, w);
+      if (task >= conv_tasks) {
+        open_gates(rows, (task - conv_tasks) * GATE_ROWS_PER_TASK, w);
+      } else if (task >= head_tasks) {
+        for (int64_t head = 0; head < num_heads; head++) convolve_run(runs_[num_runs + task - head_tasks], head, w);
+      } else {
+        for (int64_t head = task * heads; head < std::min(task * heads + heads, num_heads); head++) {
+          for (int64_t i = 0; i < num_runs; i++) convolve_run(runs_[i], head, w);
         }
       }
     }
+  }
+
+  void convolve_run(const state_run& run, int64_t head, worker& w) {
+    run.is_tree ? convolve_tree(run, head, w) : convolve_chain(run, head, w);
   }
 
   void open_gates(int rows, int64_t first, worker& w) {
@@ -219,20 +234,44 @@ class gated_delta_net_op : public op {
   }
 
   void advance_states(int rows, worker& w) {
-    const int64_t columns = single_ ? kernels_.step_columns : kernels_.delta_columns;
-    const int64_t blocks = (a_.head_size + columns - 1) / columns;
-    const int64_t tasks_per_run = a_.num_value_heads * blocks;
-    for (int64_t task = w.take(); task < num_runs_ * tasks_per_run; task = w.take()) {
-      const state_run& run = runs_[task / tasks_per_run];
-      const int64_t head = task % tasks_per_run / blocks, column = task % blocks * columns;
-      const delta_block block = block_of(rows, run, head, column, columns, w);
-      if (run.is_tree) {
-        walk_tree(block, run, columns, w);
-      } else {
-        single_ ? kernels_.delta_step(block) : kernels_.delta_advance(block);
+    const int64_t num_long = num_runs_ - num_steps_, long_tasks = num_long * blocks_per_run(kernels_.delta_columns);
+    const int64_t step_blocks = blocks_per_run(kernels_.step_columns), total = num_steps_ * step_blocks;
+    const int64_t size = has_many_steps(w) ? step_blocks : 1;  // of a task
+    for (int64_t task = w.take(); task < long_tasks + (total + size - 1) / size; task = w.take()) {
+      if (task < long_tasks) {
+        advance_block(rows, task, w);
+        continue;
       }
-      if (norms_in_step()) norm_head(run.first_row, head);
+      const int64_t first = (task - long_tasks) * size, following = first + w.count * size;
+      for (int64_t i = first; i < first + size; i++) step_block(rows, i, i + 1 < first + size ? i + 1 : following, w);
     }
+  }
+
+  int64_t blocks_per_head(int64_t columns) const { return (a_.head_size + columns - 1) / columns; }
+  int64_t blocks_per_run(int64_t columns) const { return a_.num_value_heads * blocks_per_head(columns); }
+
+  // Block `index` of those of all runs that are no single tokens.
+  void advance_block(int rows, int64_t index, worker& w) {
+    const int64_t columns = kernels_.delta_columns;
+    const state_run& run = runs_[index / blocks_per_run(columns)];
+    const delta_block block = block_of(rows, run, index % blocks_per_run(columns), columns, w);
+    run.is_tree ? walk_tree(block, run, columns, w) : kernels_.delta_advance(block);
+  }
+
+  // Block `index` of those of all single tokens. next: the one that this worker is likely to take after it.
+  void step_block(int rows, int64_t index, int64_t next, worker& w) {
+    const int64_t columns = kernels_.step_columns, per_run = blocks_per_run(columns);
+    const state_run* steps = runs_.data() + num_runs_ - num_steps_;
+    delta_block block = block_of(rows, steps[index / per_run], index % per_run, columns, w);
+    if (next < num_steps_ * per_run) block.next_state = state_of(steps[next / per_run], next % per_run, columns);
+    kernels_.delta_step(block);
+    if (norms_in_step()) norm_head(steps[index / per_run].first_row, index % per_run);
+  }
+
+  // Of a block of a run's: of all columns of all heads.
+  float* state_of(const state_run& run, int64_t block, int64_t columns) const {
+    const int64_t head = block / blocks_per_head(columns), column = block % blocks_per_head(columns) * columns;
+    return a_.state + (run.state_id * a_.num_value_heads + head) * a_.head_size * a_.head_size + column;
   }
 
   // block: of all rows of the run. Rows that follow each other in one copy of the state advance it together.
@@ -267,7 +306,8 @@ class gated_delta_net_op : public op {
     return reinterpret_cast<float*>(w.memory->data()) + (1 + slots_[row]) * block_floats();
   }
 
-  delta_block block_of(int rows, const state_run& run, int64_t head, int64_t column, int64_t columns, worker& w) {
+  delta_block block_of(int rows, const state_run& run, int64_t index, int64_t columns, worker& w) {
+    const int64_t head = index / blocks_per_head(columns), column = index % blocks_per_head(columns) * columns;
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
     const float* channels = convolved(w, run.first_row);
     return {
@@ -281,11 +321,12 @@ class gated_delta_net_op : public op {
         .decay = decay(w, rows, run.first_row) + head,
         .beta = beta(w, rows, run.first_row) + head,
         .gate_stride = a_.num_value_heads,
-        .state = a_.state + (run.state_id * a_.num_value_heads + head) * size * size + column,
+        .state = state_of(run, index, columns),
         .state_stride = size,
         .out = a_.out.row(run.first_row) + head * size + column,
         .out_stride = a_.out.stride,
         .memory = reinterpret_cast<float*>(w.memory->data()),
+        .next_state = nullptr,
     };
   }
 
@@ -293,6 +334,7 @@ class gated_delta_net_op : public op {
     const int64_t tasks_per_row = (a_.num_value_heads + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row, first = task % tasks_per_row * HEADS_PER_TASK;
+      if (is_step_[row] && norms_in_step()) continue;
       for (int64_t head = first; head < std::min(first + HEADS_PER_TASK, a_.num_value_heads); head++)
         norm_head(row, head);
     }
@@ -305,12 +347,12 @@ class gated_delta_net_op : public op {
 
   const float_kernels& kernels_;
   const delta_net_arguments a_;
-  std::vector<state_run> runs_;
+  std::vector<state_run> runs_;      // those of one token, as in decoding, behind all others
   std::vector<state_use> uses_;
   std::vector<int32_t> slots_;       // by row of a tree: its copy of the state, in the worker's memory
   std::vector<uint8_t> takes_over_;  // by row of a tree: whether that copy was its parent's
-  int64_t num_runs_ = 0;
-  bool single_ = false;  // decoding: one row for each state
+  std::vector<uint8_t> is_step_;     // by row: whether it is such a run of one token
+  int64_t num_runs_ = 0, num_steps_ = 0;
 };
 
 }  // namespace

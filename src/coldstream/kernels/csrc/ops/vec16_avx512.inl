@@ -39,8 +39,13 @@ static inline vec16 load16(const bfloat16* p, int64_t left) {
 
 static inline void store16(float* p, vec16 v) { _mm512_storeu_ps(p, v.all); }
 
+// Most vectors are whole, and what a masked store wrote is not forwarded to loads.
 static inline void store16(float* p, vec16 v, int64_t left) {
-  _mm512_mask_storeu_ps(p, first_lanes(left), v.all);
+  if (left >= 16) {
+    _mm512_storeu_ps(p, v.all);
+  } else {
+    _mm512_mask_storeu_ps(p, first_lanes(left), v.all);
+  }
 }
 
 static inline void store16(float16* p, vec16 v, int64_t left) {

@@ -73,7 +73,7 @@ struct kernel_k : kernel_512 {
   }
 
   static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       accumulators* p) {
+                       int /*num_blocks*/, accumulators* p) {
     const int last = num_tiles(num_rows) - 1, lane = static_cast<int>(g % 8);
     for (int tile = 0; tile <= last; tile++) {
       multiply_tile(w, x[tile * stride]);
@@ -162,7 +162,7 @@ struct kernel_32 : kernel_512 {
   }
 
   static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       accumulators* p) {
+                       int /*num_blocks*/, accumulators* p) {
     for (int tile = 0; tile < num_tiles(num_rows); tile++) {
       const activation_tile& from = x[tile * stride];
       for (int pair = 0; pair < 4; pair++) {

@@ -101,23 +101,23 @@ struct kernel_avx2 {
   }
 
   static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       accumulators* p) {
+                       int num_blocks, accumulators* p) {
     for (int first = 0, tile = 0; first < num_rows; first += tile_rows, tile++) {
       if (num_rows - first > unit_rows) {
-        multiply_tile<2>(w, x[tile * stride], g, p[tile]);
+        multiply_tile<2>(w, x[tile * stride], g, num_blocks, p[tile]);
       } else {
-        multiply_tile<1>(w, x[tile * stride], g, p[tile]);
+        multiply_tile<1>(w, x[tile * stride], g, num_blocks, p[tile]);
       }
     }
   }
 
   template <int UNITS>
-  static void multiply_tile(const panel& w, const activation_tile& x, int64_t g, accumulators& p) {
+  static void multiply_tile(const panel& w, const activation_tile& x, int64_t g, int num_blocks, accumulators& p) {
     for (int n = 0; n < panel_rows; n += rows_at_a_time) {
       if constexpr (format::super_block) {
         multiply_super_blocks<UNITS>(w, x, n, g, p);
       } else {
-        for (int b = 0; b < 8; b++) multiply_blocks<UNITS>(w, x, n, b, g == 0, p);
+        for (int b = 0; b < num_blocks; b++) multiply_blocks<UNITS>(w, x, n, b, g == 0, p);
       }
     }
   }

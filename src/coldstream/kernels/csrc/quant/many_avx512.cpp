@@ -9,10 +9,13 @@
 #if defined(__AVX512VNNI__)
 
 #include "quant/many_512.h"
+#include "quant/vnni_lanes.h"
 
 namespace coldstream {
 
 namespace {
+
+constexpr int half_tile_rows = tile_rows / 2;
 
 // Unsigned codes, and what scales the sums over sub-blocks of `span` inputs.
 struct alignas(64) panel_vnni {
@@ -59,106 +62,109 @@ struct kernel_vnni : kernel_512 {
   }
 
   static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       accumulators* p) {
+                       int num_blocks, accumulators* p) {
+    const int last = num_tiles(num_rows) - 1;
+    const bool ends_early = num_rows - last * tile_rows <= half_tile_rows;
     int tile = 0;
-    for (; tile + 2 <= num_tiles(num_rows); tile += 2) multiply_tiles<4, 2>(w, x + tile * stride, stride, g, p + tile);
-    if (tile < num_tiles(num_rows)) multiply_tiles<8, 1>(w, x + tile * stride, stride, g, p + tile);
+    for (; tile + 2 <= last + !ends_early; tile += 2)
+      multiply_tiles<lanes_16, 4, 2>(w, x + tile * stride, stride, g, num_blocks, p + tile);
+    if (tile < last + !ends_early) {
+      multiply_tiles<lanes_16, 8, 1>(w, x + tile * stride, stride, g, num_blocks, p + tile);
+    }
+    if (ends_early) multiply_tiles<lanes_8, 8, 1>(w, x + last * stride, stride, g, num_blocks, p + last);
   }
 
-  template <int ROWS, int TILES>
-  static void multiply_tiles(panel& w, const activation_tile* x, int64_t stride, int64_t g, accumulators* p) {
-    for (int i = 0; i < TILES; i++) fill_starts(w.starts[i], x[i * stride]);
+  template <typename L, int ROWS, int TILES>
+  static void multiply_tiles(panel& w, const activation_tile* x, int64_t stride, int64_t g, int num_blocks,
+                             accumulators* p) {
+    for (int i = 0; i < TILES; i++) fill_starts<L>(w.starts[i], x[i * stride]);
     for (int n = 0; n < panel_rows; n += ROWS) {
       if constexpr (format::super_block) {
-        multiply_super_blocks<ROWS, TILES>(w, x, stride, n, g, p);
+        multiply_super_blocks<L, ROWS, TILES>(w, x, stride, n, g, p);
       } else {
-        for (int b = 0; b < 8; b++) multiply_blocks<ROWS, TILES>(w, x, stride, n, b, g == 0, p);
+        for (int b = 0; b < num_blocks; b++) multiply_blocks<L, ROWS, TILES>(w, x, stride, n, b, g == 0, p);
       }
     }
   }
 
+  template <typename L>
   static void fill_starts(int32_t (*starts)[tile_rows], const activation_tile& x) {
-    const __m512i zero = _mm512_setzero_si512();
     for (int j = 0; j < num_spans; j++) {
-      __m512i start = zero;
+      auto start = L::zero();
       if constexpr (!format::has_mins) {
-        const __m512i pairs = _mm512_load_si512(span == 16 ? x.sums_16[j / 2] : x.sums_32[j / 2]);
-        const __m512i sums = _mm512_srai_epi32(j % 2 == 0 ? _mm512_slli_epi32(pairs, 16) : pairs, 16);
-        start = _mm512_sub_epi32(zero, _mm512_slli_epi32(sums, format::offset_bits));
+        const auto pairs = L::load(span == 16 ? x.sums_16[j / 2] : x.sums_32[j / 2]);
+        const auto sums = L::shift_right(j % 2 == 0 ? L::shift_left(pairs, 16) : pairs, 16);
+        start = L::sub(start, L::shift_left(sums, format::offset_bits));
       }
-      _mm512_store_si512(starts[j], start);
+      L::store(starts[j], start);
     }
   }
 
   // The integer dot products of one sub-block.
-  template <int ROWS, int TILES>
+  template <typename L, int ROWS, int TILES>
   static void dot_span(const panel& w, const activation_tile* x, int64_t stride, int n, int j,
-                       __m512i (&dot)[ROWS][TILES]) {
+                       typename L::ints (&dot)[ROWS][TILES]) {
     for (int i = 0; i < TILES; i++) {
-      const __m512i start = _mm512_load_si512(w.starts[i][j]);
+      const auto start = L::load(w.starts[i][j]);
       for (int r = 0; r < ROWS; r++) dot[r][i] = start;
     }
 #pragma GCC unroll 8
     for (int k = j * span / 4; k < (j + 1) * span / 4; k++) {
-      __m512i inputs[TILES];
-      for (int i = 0; i < TILES; i++) inputs[i] = _mm512_load_si512(x[i * stride].q[k]);
+      typename L::ints inputs[TILES];
+      for (int i = 0; i < TILES; i++) inputs[i] = L::load(x[i * stride].q[k]);
       for (int r = 0; r < ROWS; r++) {
-        const __m512i codes = _mm512_set1_epi32(static_cast<int>(load_u32(w.codes[n + r] + 4 * k)));
-        for (int i = 0; i < TILES; i++) dot[r][i] = _mm512_dpbusd_epi32(dot[r][i], codes, inputs[i]);
+        const auto codes = L::splat(static_cast<int>(load_u32(w.codes[n + r] + 4 * k)));
+        for (int i = 0; i < TILES; i++) dot[r][i] = L::dot_bytes(dot[r][i], codes, inputs[i]);
       }
     }
   }
 
-  template <int ROWS, int TILES>
+  template <typename L, int ROWS, int TILES>
   static void multiply_super_blocks(const panel& w, const activation_tile* x, int64_t stride, int n,
                                     int64_t g, accumulators* p) {
-    __m512i total[ROWS][TILES];
+    typename L::ints total[ROWS][TILES];
     for (int r = 0; r < ROWS; r++) {
-      for (int i = 0; i < TILES; i++) total[r][i] = _mm512_setzero_si512();
+      for (int i = 0; i < TILES; i++) total[r][i] = L::zero();
     }
     for (int j = 0; j < num_spans; j++) {
-      __m512i dot[ROWS][TILES];
-      dot_span<ROWS, TILES>(w, x, stride, n, j, dot);
+      typename L::ints dot[ROWS][TILES];
+      dot_span<L, ROWS, TILES>(w, x, stride, n, j, dot);
       for (int r = 0; r < ROWS; r++) {
-        const __m512i scale = _mm512_set1_epi32(w.scales[n + r][j]);
-        for (int i = 0; i < TILES; i++)
-          total[r][i] = _mm512_add_epi32(total[r][i], _mm512_mullo_epi32(dot[r][i], scale));
+        const auto scale = L::splat(w.scales[n + r][j]);
+        for (int i = 0; i < TILES; i++) total[r][i] = L::add(total[r][i], L::mul(dot[r][i], scale));
       }
     }
     for (int i = 0; i < TILES; i++) {
       const activation_tile& tile = x[i * stride];
-      const __m512 a = _mm512_load_ps(tile.scales);
+      const auto a = L::load_floats(tile.scales);
       for (int r = 0; r < ROWS; r++) {
         float* at = p[i].lane[g % 8][n + r];
-        __m512 sum = g < 8 ? _mm512_setzero_ps() : _mm512_load_ps(at);
-        sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.d[0][n + r]), a),
-                              _mm512_cvtepi32_ps(total[r][i]), sum);
+        auto sum = g < 8 ? L::zero_floats() : L::load_floats(at);
+        sum = L::fma(L::mul(L::splat_float(w.d[0][n + r]), a), L::to_floats(total[r][i]), sum);
         if constexpr (format::has_mins) {
-          __m512i min_dot = _mm512_setzero_si512();
+          auto min_dot = L::zero();
           for (int k = 0; k < 4; k++) {
-            const __m512i mins = _mm512_set1_epi32(w.mins[n + r][k]);
-            min_dot = _mm512_dpwssd_epi32(min_dot, _mm512_load_si512(tile.sums_32[k]), mins);
+            min_dot = L::dot_pairs(min_dot, L::load(tile.sums_32[k]), L::splat(w.mins[n + r][k]));
           }
-          sum = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.dmin[n + r]), a), _mm512_cvtepi32_ps(min_dot),
-                                 sum);
+          sum = L::minus_fma(L::mul(L::splat_float(w.dmin[n + r]), a), L::to_floats(min_dot), sum);
         }
-        _mm512_store_ps(at, sum);
+        L::store_floats(at, sum);
       }
     }
   }
 
-  template <int ROWS, int TILES>
+  template <typename L, int ROWS, int TILES>
   static void multiply_blocks(const panel& w, const activation_tile* x, int64_t stride, int n, int b,
                               bool first, accumulators* p) {
-    __m512i dot[ROWS][TILES];
-    dot_span<ROWS, TILES>(w, x, stride, n, b, dot);
+    typename L::ints dot[ROWS][TILES];
+    dot_span<L, ROWS, TILES>(w, x, stride, n, b, dot);
     for (int i = 0; i < TILES; i++) {
-      const __m512 a = _mm512_load_ps(x[i * stride].block_scales[b]);
+      const auto a = L::load_floats(x[i * stride].block_scales[b]);
       for (int r = 0; r < ROWS; r++) {
         float* at = p[i].lane[b][n + r];
-        const __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(at);
-        const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(w.d[b][n + r]), a);
-        _mm512_store_ps(at, _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(dot[r][i]), sum));
+        const auto sum = first ? L::zero_floats() : L::load_floats(at);
+        const auto scale = L::mul(L::splat_float(w.d[b][n + r]), a);
+        L::store_floats(at, L::fma(scale, L::to_floats(dot[r][i]), sum));
       }
     }
   }
@@ -177,7 +183,7 @@ constinit const quant_kernels quant_kernels_avx512 = {
     .few = few_avx512,
     .many = many,
     .many_bytes = panel_memory<panel_vnni>(),
-    .many_min_rows = 9,
+    .many_min_rows = 7,
     .pack = pack_avx512,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,

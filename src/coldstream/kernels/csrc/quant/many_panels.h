@@ -6,6 +6,7 @@
 // [tile][accumulator][weight row][activation row].
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "quant/integer_blocks.h"
@@ -33,8 +34,8 @@ static inline int present_rows(float* const* out, int num_rows) {
 }
 
 // `kernel` has a panel type, load(panel, row, blocks) for one weight row of one group, clear(panel, row),
-// multiply(panel, x, stride, num_rows, g, p), which adds group g of all tiles to p, and store(p, num_lanes, rows,
-// out, n), which sums the first `num_lanes` accumulators of a tile (the others are zero) in their order and stores
+// multiply(panel, x, stride, num_rows, g, num_blocks, p), which adds group g of all tiles to p, of which types of small
+// blocks have `num_blocks`, and store(p, num_lanes, rows, out, n), which sums the first `num_lanes` accumulators of a tile (the others are zero) in their order and stores
 // weight rows n … n + rows - 1.
 template <quant_type Q, typename kernel>
 void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
@@ -67,9 +68,10 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
           kernel::load(panel, i, padded);
         }
       }
-      kernel::multiply(panel, x + g, groups, num_rows, g, p);
+      const auto present = static_cast<int>(std::min<int64_t>(step_blocks, num_blocks - first));
+      kernel::multiply(panel, x + g, groups, num_rows, g, present, p);
     }
-    const int num_lanes = format::super_block && groups < 8 ? static_cast<int>(groups) : 8;
+    const auto num_lanes = static_cast<int>(std::min<int64_t>(8, num_blocks));
     for (int tile = 0; tile < num_tiles; tile++)
       kernel::store(p[tile], num_lanes, rows, out + tile * tile_rows, n);
   }
