@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from coldstream.placement import hardware
 from host_device import HostDevice
+from short_rates import SHORT
 
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
 # second thread spins: with several test processes this would take most of the time.
@@ -56,12 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
-    """In this process rates are measured with less memory and in less time. No test depends on how exact they
-    are, but those of a GPU, whose plans follow them."""
+    """In this process; `short_rates.py` is for others. Plans of a GPU follow its machine's rates."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(hardware, "_BUFFER_BYTES", 2**24)
-            patch.setattr(hardware, "_WINDOW_S", 0.01)
+            for name, value in SHORT.items():
+                patch.setattr(hardware, name, value)
         yield
 
 

@@ -217,6 +217,7 @@ def oldest_version(requirement: str) -> str:
 def pip(folder: Path, *arguments: str) -> int:
     """Run `pip install`: with progress bars on a terminal, else showing the lines that say how far it is."""
     command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
+    command.append("--no-compile")  # what is imported is compiled then; all of it would take half a minute
     if sys.stdout.isatty():
         return subprocess.run([*command, *arguments]).returncode
     command += ["--progress-bar", "off", *arguments]

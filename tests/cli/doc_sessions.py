@@ -16,6 +16,8 @@ from pathlib import Path
 
 from terminals import Terminal, without_controls
 
+from short_rates import PROGRAM
+
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = ">>> "
 _TYPED = re.compile(r"^(>>> |\.\.\. )(.*)$", re.MULTILINE)
@@ -64,7 +66,8 @@ def play(session: Session, environment: Mapping[str, str], home: Path) -> str:
         return _play_chat(session, environment, home)
     program = home / "bin" / "coldstream"
     program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m coldstream "$@"\n')
+    command = shlex.join([sys.executable, *PROGRAM])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
     done = subprocess.run(

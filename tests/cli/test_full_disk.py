@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from builders import write_gguf
-
-COLDSTREAM = [sys.executable, "-m", "coldstream"]
+from short_rates import PROGRAM
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def model(tmp_path: Path) -> str:
 def _with_limit(limit: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command where no file may be longer than `limit` bytes, as on a disk with so little room."""
     return subprocess.run(
-        [*COLDSTREAM, *arguments],
+        [sys.executable, *PROGRAM, *arguments],
         cwd=folder,
         # Without its own writing of bytecode, which the limit would cut.
         env={"HOME": str(folder), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},

@@ -9,8 +9,8 @@ import pytest
 
 from builders import write_gguf
 from coldstream.engine.machine import measured_hardware
+from short_rates import PROGRAM
 
-COLDSTREAM = [sys.executable, "-m", "coldstream"]
 # Of every verb but `pull`, which needs a hub; MODEL stands for a tiny one.
 COMMANDS = [
     *("--help", "--version", "run --help", "ls", "ls --json", "show MODEL", "show MODEL --json"),
@@ -36,10 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _arguments(command: str) -> list[str]:
+    """Of a process. Only `bench` measures, and so begins in another way than people begin it."""
+    verb, *options = command.replace("MODEL", "tiny.gguf").split()
+    return [sys.executable, *(PROGRAM if verb == "bench" else ("-m", "coldstream")), verb, *options]
+
+
 def _run(folder: Path, command: str, redirection: str) -> subprocess.CompletedProcess[str]:
-    arguments = [*COLDSTREAM, *command.replace("MODEL", "tiny.gguf").split()]
     return subprocess.run(
-        ["sh", "-c", f'"$@" {redirection}', "sh", *arguments],
+        ["sh", "-c", f'"$@" {redirection}', "sh", *_arguments(command)],
         cwd=folder,
         env={**os.environ, "HOME": str(folder), "HF_HUB_CACHE": str(folder / "cache")},
         stdin=subprocess.DEVNULL,
@@ -55,7 +60,7 @@ def _run_with_closed_pipes(folder: Path, command: str, *streams: str) -> tuple[i
     os.close(reader)
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(streams, closed)
     with subprocess.Popen(
-        [*COLDSTREAM, *command.replace("MODEL", "tiny.gguf").split()],
+        _arguments(command),
         cwd=folder,
         env={**os.environ, "HOME": str(folder), "HF_HUB_CACHE": str(folder / "cache")},
         stdin=subprocess.DEVNULL,
@@ -112,7 +117,7 @@ def test_the_errors_are_not_read(folder: Path, command: str, code: int) -> None:
 
 
 def test_a_first_line_is_enough(folder: Path) -> None:
-    command = " ".join([*COLDSTREAM, "run", "tiny.gguf", "-p", "def", "--ignore-eos", "--threads", "1"])
+    command = " ".join(_arguments("run MODEL -p def --ignore-eos --threads 1"))
     script = f"{{ {command} -q; echo $? >&2; }} | head -c 1"
     done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, check=False)
     assert (len(done.stdout), done.stderr) == (1, b"141\n")

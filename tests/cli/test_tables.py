@@ -11,6 +11,7 @@ from terminals import Terminal
 
 from builders import write_gguf
 from coldstream.cli.tables import pair_lines, table_lines, wrap
+from short_rates import PROGRAM
 
 CELLS = st.text(st.sampled_from("abc 汉é·"), min_size=1, max_size=12).map(str.strip)
 COLUMNS = ("model", "size", "test", "t/s")
@@ -131,7 +132,7 @@ def test_no_verb_writes_beyond_the_edge_of_a_terminal(
     path: Path, tmp_path: Path, verb: tuple[str, ...], names: list[str], columns: int
 ) -> None:
     name, *options = verb
-    command = [sys.executable, "-m", "coldstream", name, str(path), *options]
+    command = [sys.executable, *PROGRAM, name, str(path), *options]
     with Terminal(command, home=str(tmp_path), columns=columns) as terminal:
         lines = terminal.read_to_the_end().splitlines()
     # Without a sentence, which the terminal wraps, and bars, which are drawn over each other.

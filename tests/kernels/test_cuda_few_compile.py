@@ -1,6 +1,8 @@
 """The kernels for a few rows compile for every supported architecture, and keep their state in registers."""
 
 import ctypes
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,49 +24,58 @@ from coldstream.kernels.linear.few_layouts import Walk
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 
 MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
-INSTANCES = [
-    ("quantize/quantize.cu", "coldstream::quantize<256>"),
-    ("quantize/quantize.cu", "coldstream::quantize<32>"),
-    *(
-        (source, instance_for(f"coldstream::{name}", types, *numbers))
-        for types in (
-            FEW_TYPES,
-            {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
-            {QuantType.Q4_K},
-            {QuantType.Q6_K, QuantType.F32},
-            {QuantType.Q8_0},
-            {QuantType.F32},
-        )
-        for source, name, *numbers in (
-            ("linear/few.cu", "linear_one"),
-            ("linear/few.cu", "linear_rows"),
-            *(("linear/few.cu", "linear_few", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
-            ("experts/few.cu", "expert_gate_up"),
-            ("experts/few.cu", "expert_down"),
-        )
+ARCHS = ("sm_80", "sm_90", "sm_120")
+FEW_KERNELS = (
+    ("linear/few.cu", "linear_one"),
+    ("linear/few.cu", "linear_rows"),
+    *(("linear/few.cu", "linear_few", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
+    ("experts/few.cu", "expert_gate_up"),
+    ("experts/few.cu", "expert_down"),
+)
+PARTS_KERNELS = tuple(
+    ("linear/parts.cu", "linear_parts", *numbers) for numbers in LINEAR_INSTANCES[Walk.PARTS]
+)
+GROUPED_KERNELS = (("experts/grouped.cu", "grouped_gate_up"), ("experts/grouped.cu", "grouped_down"))
+# For each kernel all types that it can read, and then some of them, as models have.
+TYPES = {
+    FEW_KERNELS: (
+        FEW_TYPES,
+        {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
+        {QuantType.Q4_K},
+        {QuantType.Q6_K, QuantType.F32},
+        {QuantType.Q8_0},
+        {QuantType.F32},
     ),
-    *(
-        ("linear/parts.cu", instance_for("coldstream::linear_parts", types, *numbers))
-        for types in (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K})
-        for numbers in LINEAR_INSTANCES[Walk.PARTS]
+    PARTS_KERNELS: (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K}),
+    GROUPED_KERNELS: (
+        INTEGER_TYPES,
+        {QuantType.Q4_K},
+        {QuantType.Q5_K, QuantType.Q6_K},
+        {QuantType.Q6_K},
+        {QuantType.Q4_K, QuantType.Q8_0},
+        {QuantType.Q5_0},
     ),
-    *(
-        ("experts/grouped.cu", instance_for(f"coldstream::{name}", types))
-        for types in (
-            INTEGER_TYPES,
-            {QuantType.Q4_K},
-            {QuantType.Q5_K, QuantType.Q6_K},
-            {QuantType.Q6_K},
-            {QuantType.Q4_K, QuantType.Q8_0},
-            {QuantType.Q5_0},
-        )
-        for name in ("grouped_gate_up", "grouped_down")
-    ),
-]
+}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize(("source", "instance"), INSTANCES, ids=[name for _, name in INSTANCES])
+def _cases() -> Iterator[tuple[str, str, str]]:
+    """Source, instance and architecture.
+
+    The instance of all types has every line that the others have, and so is compiled for each architecture;
+    those of some types for one of them, by turns.
+    """
+    yield from (
+        ("quantize/quantize.cu", f"coldstream::quantize<{size}>", arch)
+        for size in (256, 32)
+        for arch in ARCHS
+    )
+    for kernels, sets in TYPES.items():
+        for (k, (source, name, *numbers)), (s, types) in product(enumerate(kernels), enumerate(sets)):
+            for arch in ARCHS if s == 0 else (ARCHS[(k + s) % len(ARCHS)],):
+                yield source, instance_for(f"coldstream::{name}", types, *numbers), arch
+
+
+@pytest.mark.parametrize(("source", "instance", "arch"), [*_cases()])
 def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch: str, tmp_path: Path) -> None:
     code = compile_instance(KERNELS / source, instance, arch, tmp_path)
     assert stack_bytes(code) <= MAX_STACK_BYTES
