@@ -201,7 +201,7 @@ def main() -> int:
     options.words = [
         word if not word.endswith(".gguf") else Path(word).name
         for word, before in zip(sys.argv[1:], ["", *sys.argv[1:]], strict=False)
-        if "--out" not in (word, before)
+        if not {"--out", "--commit"} & {word, before}
     ]
     result = run(options)
     write_result(result, options.out, options.commit)

@@ -37,7 +37,7 @@ from report_gpu import (
     guess_recall,
     same_bits,
 )
-from report_partial import gpu_desktop, gpu_layers, gpu_three_tiers
+from report_partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
 from report_residents import planned_residents
 from report_serving import serving
 from report_streaming import (
@@ -332,6 +332,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "gpu_dense": gpu_dense,
     "gpu_layers": gpu_layers,
     "gpu_desktop": gpu_desktop,
+    "gpu_desktop_rows": gpu_desktop_rows,
     "gpu_three_tiers": gpu_three_tiers,
     "gpu_dense_profile": gpu_dense_profile,
     "gpu_profile_rows": gpu_profile_rows,

@@ -126,3 +126,22 @@ def gpu_desktop() -> str:
         f"{r['machine']['gpu']}, {r['hardware']['num_logical_cpus']} cores, commit {r['commit']}: {notes[0]}"
     )
     return table(header, rows) + f"\n{note}\n"
+
+
+def gpu_desktop_rows() -> str:
+    """Steps of several rows and prompts without most experts, with the cores of a desktop and with all."""
+    few, all_ = load("gpu/desktop_cold_rows"), load("gpu/desktop_cold_rows_16")
+    rows = []
+    for row, other in zip(few["rows"], all_["rows"], strict=True):
+        times = (row["ms"], other["ms"], row["floor_ms"])
+        rows.append([f"{row['gib']:g} GiB", str(row["rows"]), *(f"{ms:.1f}" for ms in times)])
+    steps = table(["experts on the GPU", "rows", "6 cores, ms", "16 cores, ms", "floor of 6, ms"], rows)
+    slow, fast = load("gpu/desktop_streaming"), load("gpu/desktop_streaming_16")
+    pairs = [
+        [str(row["tokens"]), *(f"{each['tok_s']:,.0f}" for each in (row, other))]
+        for row, other in zip(slow["rows"], fast["rows"], strict=True)
+        if row["experts_gib"] == 0
+    ]
+    prompts = table(["prompt, no experts on the GPU", "6 cores, tok/s", "16 cores, tok/s"], pairs)
+    note = f"{few['machine']['gpu']}, commit {few['commit']}: `{few['command']}` and `{slow['command']}`"
+    return f"{steps}\n{prompts}\n{note}\n"
