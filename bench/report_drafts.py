@@ -1,6 +1,7 @@
 """The figures of drafts."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +15,7 @@ Way = Mapping[str, Any]
 EQUALITY = (
     *("draft_equality", "draft_equality_disk"),
     *(f"gpu/draft_equality{which}" for which in ("", "_partial", "_dflash", "_dflash_partial")),
+    *(f"gpu/draft_equality_random{which}" for which in ("", "_partial")),
 )
 
 
@@ -135,10 +137,11 @@ def draft_equality() -> str:
         for r in found:
             those = [pair for pair in r["pairs"] if pair["kind"] == kind]
             answers, equal = (sum(pair[name] for pair in those) for name in ("answers", "equal"))
-            row.append(f"{equal} of {answers}" if those else "")
+            row.append(f"{equal} of {answers}" if answers else "")
         rows.append(row)
     rows.append(["all", *(f"{r['equal']} of {r['answers']}" for r in found)])
-    header = ["drafts", *(" ".join(filter(None, (r["tier"], r.get("memory")))) for r in found)]
+    header = ["drafts"]
+    header += [" ".join(filter(None, (Path(r["model"]).stem, r["tier"], r.get("memory")))) for r in found]
     lines = [
         f"{r['model']}, {r['cpu']}, {r['tokens']} tokens an answer, commit {r['commit']}: `{r['command']}`"
         for r in found
