@@ -61,7 +61,7 @@ class TreeSizes(Protocol):
 
     @property
     def reason(self) -> SizeReason:
-        """Why the step has the sizes that `budget` and `sizes` said last."""
+        """Why the first step that is not recorded has the sizes that `budget` and `sizes` said."""
 
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         """What came of the drafts of each sequence of a step that `budget` was asked for, which took so long
@@ -164,6 +164,7 @@ class SizesByCost:
         tokens = len(drafts) + sum(len(draft.accepted) for draft in drafts)
         learned.policy.record(seconds, learned.chosen, float(tokens), len(drafts), is_usual=is_usual)
         learned.lose(1)
+        self.reason = SizeReason.NOT_ASKED
         for draft in drafts:
             if not draft.is_cut:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)

@@ -94,9 +94,9 @@ class DraftCounts:
         self._reasons[reason] += 1
         self._count(num_drafted, num_accepted, costs)
 
-    def count_plain(self, num_steps: int, seconds: float) -> None:
-        """So many steps, for which nothing was drafted, took so long together."""
-        self._reasons[SizeReason.NOT_ASKED] += num_steps
+    def count_plain(self, num_steps: int, reason: SizeReason, seconds: float) -> None:
+        """So many steps, for which nothing was drafted, for `reason`, took so long together."""
+        self._reasons[reason] += num_steps
         self._sizes[0] += num_steps
         self._verify_s += seconds
 
@@ -224,7 +224,7 @@ class Speculation:
             assert num_steps == 1, "a step whose draft came to nothing is told of by itself"
             self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds), is_usual=is_usual)
             return
-        self._counts.count_plain(num_steps, seconds)
+        self._counts.count_plain(num_steps, self.sizes.reason, seconds)
         self.sizes.went_on(num_steps, seconds, is_usual=is_usual)
 
     def _costs(self, verify_s: float, choose_s: float = 0.0, uses: ExpertUses | None = None) -> StepCosts:
