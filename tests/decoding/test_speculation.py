@@ -180,9 +180,7 @@ def test_deciding_the_size_is_part_of_the_time_that_a_draft_takes() -> None:
         def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
             told.append(seconds)
 
-        def went_on(
-            self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
-        ) -> None:
+        def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
             told.append(seconds)
 
     speculation = Speculation(Chains(), Noting(3))

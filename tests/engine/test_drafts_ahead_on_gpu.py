@@ -57,7 +57,7 @@ class EveryFourth:
     def budget(self, most: int, num_sequences: int = 1) -> int:
         return min(2, most) if not self.is_idle() and self.num_steps % 4 == 3 else 0
 
-    def num_together(self, num_sequences: int = 1) -> int:
+    def num_together(self) -> int:
         return 1
 
     def is_idle(self, num_sequences: int = 1) -> bool:
@@ -69,9 +69,7 @@ class EveryFourth:
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         self.num_steps += 1
 
-    def went_on(
-        self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
-    ) -> None:
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
         self.num_steps += num_steps
 
 

@@ -44,8 +44,8 @@ class TreeSizes(Protocol):
     def budget(self, most: int, num_sequences: int = 1) -> int:
         """Nodes that the drafter of each sequence is asked for, at most `most`; 0: the next step is plain."""
 
-    def num_together(self, num_sequences: int = 1) -> int:
-        """How many steps, the next one first, have no drafts and may be told of together."""
+    def num_together(self) -> int:
+        """How many steps of one sequence, the next one first, have no draft and may be told of together."""
 
     def is_idle(self, num_sequences: int = 1) -> bool:
         """Whether nothing will be drafted for long where so many run, so that drafters need not be told of
@@ -70,10 +70,8 @@ class TreeSizes(Protocol):
         is_usual: whether others with as many nodes take as long; without any, those that follow each other.
         """
 
-    def went_on(
-        self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
-    ) -> None:
-        """So many steps for which nothing was drafted took so long together; see `record`."""
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
+        """So many steps of one sequence, without a draft, took so long together; see `record`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class FixedSizes:
     def budget(self, most: int, num_sequences: int = 1) -> int:
         return min(self.num_nodes, most)
 
-    def num_together(self, num_sequences: int = 1) -> int:
+    def num_together(self) -> int:
         return 0
 
     def is_idle(self, num_sequences: int = 1) -> bool:
@@ -106,9 +104,7 @@ class FixedSizes:
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         pass
 
-    def went_on(
-        self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
-    ) -> None:
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
         pass
 
 
@@ -140,9 +136,9 @@ class SizesByCost:
         learned.chosen, self.reason = None, SizeReason.NOT_ASKED
         return min(most, round(learned.useful) + _MORE_NODES) if self.will_draft(most, num_sequences) else 0
 
-    def num_together(self, num_sequences: int = 1) -> int:
-        learned = self._of(num_sequences)
-        return min(learned.num_plain(num_sequences), learned.policy.num_together)
+    def num_together(self) -> int:
+        learned = self._of(1)
+        return min(learned.num_plain(1), learned.policy.num_together)
 
     def is_idle(self, num_sequences: int = 1) -> bool:
         return self._of(num_sequences).num_plain(num_sequences) > _TOLD_STEPS
@@ -169,11 +165,9 @@ class SizesByCost:
             if not draft.is_cut:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)
 
-    def went_on(
-        self, num_steps: int, seconds: float, num_sequences: int = 1, *, is_usual: bool = True
-    ) -> None:
-        learned = self._of(num_sequences)
-        learned.policy.went_on(num_steps, seconds, num_sequences, is_usual=is_usual)
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
+        learned = self._of(1)
+        learned.policy.went_on(num_steps, seconds, is_usual=is_usual)
         learned.lose(num_steps)
 
     def _of(self, num_sequences: int) -> "_Learned":

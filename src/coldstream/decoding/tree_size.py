@@ -19,7 +19,7 @@ So of every 256 steps 6 are plain ones, and the first 24; and an exploration pay
 A step with a draft says nothing if a device made in it what later ones use, which takes it thirty steps.
 
 How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
-So they need not be asked about nor told of one by one, and a drafter that is not told of them loses nothing.
+So they need not be asked about nor told of one by one, and a drafter can be told of the last of them only.
 
 Everything is a pure function of the calls so far: times are passed in.
 """

@@ -166,9 +166,7 @@ static inline void advance_token(const delta_block& block, int64_t row, vec16* p
   }
 }
 
-// A single token. Its state is read from memory, not from the nearest cache, so whole rows of it pass by;
-// and as no other token follows, decaying it a second time is cheaper than keeping it. WHOLE: the block has all
-// columns of VECTORS, so that no lane is masked.
+// WHOLE: the block has all columns of its vectors, so that no lane is masked.
 template <bool WHOLE>
 static inline vec16 load_columns(const float* p, int64_t left) {
   return WHOLE ? load16(p) : load16(p, left);
@@ -179,6 +177,8 @@ static inline void store_columns(float* p, vec16 v, int64_t left) {
   WHOLE ? store16(p, v) : store16(p, v, left);
 }
 
+// A single token. Its state is read from memory, not from the nearest cache, so whole rows of it pass by;
+// and as no other token follows, decaying it a second time is cheaper than keeping it.
 template <bool WHOLE, int VECTORS>
 static inline void predict_key(const delta_block& block, int64_t i, vec16 decay, vec16* prediction) {
 #pragma GCC unroll 8
