@@ -341,6 +341,9 @@ def gpu_first_token() -> str:
         ["one more, to the end of the program, of which:", f"{r['profiled_run_s']:.1f}"],
     ]
     rows += [[f"… {phase}", f"{seconds:.2f}"] for phase, seconds in r["phases_s"].items()]
+    if peer := r.get("llama_cpp"):
+        for name, key in (("llama.cpp", "starts_s"), ("llama.cpp, --no-warmup", "starts_without_warmup_s")):
+            rows.append([name, f"{min(peer[key]):.1f}–{max(peer[key]):.1f}"])
     machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
     note = f" ({r['note']})" if "note" in r else ""
     return table(["from the command to the first token", "s"], rows) + f"\n{machine}{note}\n"
