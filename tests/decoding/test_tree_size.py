@@ -1,4 +1,4 @@
-"""The size of a draft: the best of all, never slower than plain on purpose, and probes at a price."""
+"""The size of a draft: worth most of all, never slower than plain on purpose, and probes at a price."""
 
 import random
 from collections import Counter
@@ -40,19 +40,28 @@ def test_rates_are_tokens_over_seconds(nodes: list[float], seconds: list[float],
 
 
 @given(probabilities, step_times, milliseconds)
-def test_the_size_is_the_best_of_all_and_never_slower_than_plain(
+def test_the_size_is_worth_most_of_all_and_never_slower_than_plain(
     nodes: list[float], seconds: list[float], draft_s: float
 ) -> None:
+    """A second is worth the tokens of a plain step; what was drafted is spent."""
     times = _known(lambda rows: seconds[rows - 1])
-    policy = SizePolicy(times)
-    policy.choose((), draft_s)  # the first draft's time is left out
-    size = policy.choose(nodes, draft_s)
-    estimates = [times.seconds(rows) for rows in range(1, MAX_ROWS + 1)]
-    rates = expected_rates(nodes, lambda rows: estimates[rows - 1] or 0.0, draft_s)
-    best = max(range(len(rates)), key=lambda n: (rates[n], -n))
-    assert size.num_nodes == best
-    assert size.reason is (SizeReason.FASTEST if best else SizeReason.PLAIN)
-    assert size.rate == size.best_rate == rates[best] >= rates[0]
+    size = SizePolicy(times).choose(nodes, draft_s)
+    estimates = [times.seconds(rows) or 0.0 for rows in range(1, MAX_ROWS + 1)]
+    rates = expected_rates(nodes, lambda rows: estimates[rows - 1], 0.0)
+    worths = [(rate - rates[0]) * estimates[n] for n, rate in enumerate(rates)]
+    assert worths[size.num_nodes] == pytest.approx(max(worths), abs=1e-9)
+    assert rates[size.num_nodes] >= rates[0] * (1 - 1e-9)
+    assert size.reason is (SizeReason.FASTEST if size.num_nodes else SizeReason.PLAIN)
+    assert size.rate == size.best_rate
+
+
+def test_where_drafts_give_much_a_node_has_to_bring_more() -> None:
+    """The last two of seven bring more tokens than a plain step does in their time, and fewer than drafts."""
+    policy = SizePolicy(_known(lambda rows: 0.01 + 0.004 * (rows - 1)), probe_share=0.0)
+    assert policy.choose(_chain(0.9, 9), 0.0).num_nodes == 7
+    for _ in range(200):
+        policy.record(0.014, TreeSize(1, SizeReason.FASTEST, 2.0, 2.0), 2.0)
+    assert policy.choose(_chain(0.9, 9), 0.0).num_nodes == 5
 
 
 def test_several_local_maxima_are_no_reason_to_stop() -> None:
@@ -317,12 +326,13 @@ def test_the_best_size_is_no_probe_though_its_time_is_stale() -> None:
     assert policy.choose([0.9], 0.0).reason is SizeReason.FASTEST
 
 
-def test_probes_visit_every_range_of_rows_and_plain_steps() -> None:
+def test_probes_visit_every_range_of_rows() -> None:
+    """Plain steps are also measured without them."""
     run = _Run()
     run.go(20000, lambda rows: 0.01 + 0.002 * (rows - 1), _chain(0.7, 24), 0.001)
     probed = {size.num_nodes for size in run.sizes if size and size.reason is SizeReason.PROBE}
     best = Counter(size.num_nodes for size in run.sizes if size and size.reason is SizeReason.FASTEST)
-    visited = {*probed, best.most_common(1)[0][0]}
+    visited = {0, *probed, best.most_common(1)[0][0]}
     assert visited == {*range(8), 11, 15, 23, 24}, "of those that take equally long the one with most tokens"
 
 

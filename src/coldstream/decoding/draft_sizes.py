@@ -12,9 +12,6 @@ from coldstream.decoding.row_times import StepTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
 
-_FIRST_BUDGET: Final = 8
-_MORE_NODES: Final = 2  # than were useful lately, since a draft costs more the more nodes are asked for
-_USEFUL_KEPT: Final = 0.95
 # Steps before a draft from which on a drafter is told of tokens. With 64 rows of 2,600 the demo model's block
 # gives 3.24 tokens a step, with all of them 3.42.
 _TOLD_STEPS: Final = 64
@@ -134,7 +131,9 @@ class SizesByCost:
     def budget(self, most: int, num_sequences: int = 1) -> int:
         learned = self._of(num_sequences)
         learned.chosen, self.reason = None, SizeReason.NOT_ASKED
-        return min(most, round(learned.useful) + _MORE_NODES) if self.will_draft(most, num_sequences) else 0
+        if not self.will_draft(most, num_sequences):
+            return 0
+        return learned.policy.num_asked(most, num_sequences)
 
     def num_together(self) -> int:
         learned = self._of(1)
@@ -147,12 +146,9 @@ class SizesByCost:
         expected = [self._acceptance.expected(self._name, tree) for tree in trees]
         order = list(_likeliest_first(expected))
         learned = self._of(len(trees))
-        chosen = learned.policy.choose(
-            [expected[tree][node] for tree, node in order], draft_s, num_roots=len(trees)
-        )
+        chosen = learned.policy.choose([expected[tree][node] for tree, node in order], draft_s, len(trees))
         counts = Counter(tree for tree, _ in order[: chosen.num_nodes])
         learned.chosen, self.reason = chosen, chosen.reason
-        learned.useful = max(float(max(counts.values(), default=0)), learned.useful * _USEFUL_KEPT)
         return [counts[tree] for tree in range(len(trees))]
 
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
@@ -183,7 +179,6 @@ class _Learned:
     def __init__(self) -> None:
         self.policy = SizePolicy(StepTimes())
         self.chosen: TreeSize | None = None  # for the next step
-        self.useful = float(_FIRST_BUDGET)  # nodes of a tree, a maximum that decays
         self._num_lost = 0  # steps since drafts paid
 
     def num_plain(self, num_sequences: int) -> int:

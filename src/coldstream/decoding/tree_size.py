@@ -1,10 +1,12 @@
 """How many nodes of drafts a step verifies, and whether to draft at all: by expected tokens a second.
 
 A step with r roots, one of each sequence, and n nodes yields r + the sum of the nodes' probabilities to be
-accepted, and takes the time of the drafts and that of r + n rows. With mixtures of experts that time is
-neither convex nor smooth in n: rows share experts, kernels change and expert caches miss. So every size is
-looked at, and none is taken that is expected to be slower than a plain step without a draft. Times are those
-of the last steps with as many rows, and hold what the experts took that such steps missed.
+accepted, and takes the time of r + n rows. With mixtures of experts that time is neither convex nor smooth
+in n: rows share experts, kernels change and expert caches miss. So every size is looked at, and the one is
+taken whose tokens are worth most beside its time. A second is worth the tokens that it gave lately, with
+drafts or without them, whichever are more; the draft itself is spent when its size is chosen. Times are those
+of the last steps with as many rows, and hold what the experts took that such steps missed. How many nodes
+drafts are asked for is learned from drafts before (`asked_nodes.py`).
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -15,6 +17,8 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
 caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
+Texts that are easy to draft for a while and then hard are told from such as are always hard by how much
+the gain of a draft varies: drafts pay as long as their mean gain may be positive.
 So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
 A step with a draft says nothing if a device made in it what later ones use, which takes it thirty steps.
 
@@ -29,14 +33,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from math import ceil
+from math import ceil, sqrt
 
-from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, StepTimes, row_range
+from coldstream.decoding.asked_nodes import AskedNodes
+from coldstream.decoding.row_times import MAX_ROWS, StepTimes, row_range
 
-_GAIN_WEIGHT = 1 / 16  # of the newest draft in the mean gain of drafts
+_WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what a second with drafts gives
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that
 # counts of one draft, as something else may have slowed its step.
-_FIRST_GAIN, _LEAST_MEAN_GAIN, _LEAST_GAIN = 0.25, -0.5, -1.0
+_FIRST_GAIN, _LEAST_MEAN_GAIN, _LEAST_GAIN = 0.1, -0.5, -1.0
+_DOUBT = 2.0  # standard errors by which the gain may be better than its mean
 # How much faster than plain ones steps with drafts have to be. Steps of many rows leave a CPU's caches to
 # other weights: plain steps of the demo model between them take a sixth longer than without any drafts.
 _MARGIN = 1.1
@@ -52,8 +58,8 @@ _MOST_TOGETHER = 16
 class SizeReason(Enum):
     """Why a size was chosen."""
 
-    FASTEST = "the most expected tokens a second"
-    PLAIN = "no size is expected to be faster than a plain step"
+    FASTEST = "the most expected tokens for its time"
+    PLAIN = "no node is expected to be worth its time"
     PROBE = "measured again although another size is expected to be faster"
     UNMEASURED = "no plain step has been measured yet"
     NOT_ASKED = "nothing was drafted: drafts have not paid lately, or a plain step is measured"
@@ -67,7 +73,7 @@ class TreeSize:
     num_nodes: int
     reason: SizeReason
     rate: float | None = None  # expected tokens a second; of 0 nodes: those of a plain step without a draft
-    best_rate: float | None = None  # of the size that is expected to be the fastest
+    best_rate: float | None = None  # of the size that is worth most
     tokens: float = 1.0  # expected of the step
     draft_s: float = 0.0  # what the draft took
     is_exploration: bool = False  # the draft was made although drafts have not paid lately
@@ -106,9 +112,10 @@ class SizePolicy:
 
     def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
         self._times = times
-        self._draft_times = RecentMedian()
-        self._num_drafts = 0
-        self._gain = _FIRST_GAIN  # the mean gain of drafts, in plain steps
+        self._asked = AskedNodes()
+        self._num_asked = 0  # of the draft of each sequence that comes next
+        self._mean_tokens = self._mean_s = 0.0  # of steps with drafts
+        self._gain, self._gain_variance = _FIRST_GAIN, 0.0  # of drafts, in plain steps
         self._for_drafts = _Purse(probe_share / 2)
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
@@ -117,8 +124,9 @@ class SizePolicy:
 
     @property
     def pays(self) -> bool:
-        """Whether drafts have paid lately, by the tokens that they gave and the time that they took."""
-        return self._gain >= 0
+        """Whether drafts may have paid lately, by the tokens that they gave and the time that they took."""
+        standard_error = sqrt(self._gain_variance * _WEIGHT / 2)
+        return self._gain + _DOUBT * standard_error >= 0
 
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
@@ -134,7 +142,7 @@ class SizePolicy:
         planned = max(0, _PLAIN_STEPS - self._num_steps % _PLAIN_DISTANCE)
         if self.pays:
             return planned
-        return max(planned, self._for_drafts.num_steps_until(self._usual_draft_s, self._known_s(num_roots)))
+        return max(planned, self._for_drafts.num_steps_until(self._asked.draft_s, self._known_s(num_roots)))
 
     @property
     def num_together(self) -> int:
@@ -143,19 +151,33 @@ class SizePolicy:
         """
         return _MOST_TOGETHER if self._num_plain > 1 else 1
 
+    def num_asked(self, most: int, num_roots: int = 1) -> int:
+        """How many nodes the draft of each sequence that comes next is to have, at most `most`."""
+        tokens_s = self._tokens_s(num_roots) if self._times.has_any else 0.0
+        self._num_asked = self._asked.best(most, tokens_s)
+        return self._num_asked
+
     def choose(self, probabilities: Sequence[float], draft_s: float, num_roots: int = 1) -> TreeSize:
         """The size for drafts that took `draft_s`; see `expected_rates` for the rest.
 
-        Calculates with the usual time of a draft, not with that of this one.
+        Calculates with the usual time of drafts that were to have as many nodes, not with that of these.
         """
-        self._num_drafts += 1
-        self._draft_times.add(draft_s, self._num_drafts)
         if self._times.seconds(num_roots) is None:
             return TreeSize(0, SizeReason.UNMEASURED, draft_s=draft_s)
         is_exploration = not self.pays
         tokens = list(accumulate(probabilities, initial=float(num_roots)))
-        rates = expected_rates(probabilities, self._known_s, self._usual_draft_s, num_roots)
-        best = rates.index(max(rates))  # the smallest of equal ones
+        tokens_s = self._tokens_s(num_roots)
+        worths = [
+            expected - tokens_s * self._known_s(num_roots + n)
+            for n, expected in enumerate(tokens[: 1 + MAX_ROWS - num_roots])
+        ]
+        if self._num_asked:
+            among = list(accumulate(worths, max))  # the first so many nodes
+            last = len(among) - 1
+            each = [among[min(last, n * num_roots)] for n in range(1 + self._num_asked)]
+            self._asked.record(draft_s, each)
+        rates = expected_rates(probabilities, self._known_s, self._asked.draft_s, num_roots)
+        best = worths.index(max(worths))  # the smallest of equal ones
         probe = self._probe(rates, best, tokens, num_roots)
         n, reason = best, SizeReason.FASTEST if best else SizeReason.PLAIN
         if probe is not None:
@@ -224,14 +246,19 @@ class SizePolicy:
         Also that of one that was not used, whose step may be slow because of those before it.
         """
         plain_s = self._known_s(num_roots)
+        self._mean_tokens += _WEIGHT * (plain_steps * num_roots - self._mean_tokens)
+        self._mean_s += _WEIGHT * (taken_s - self._mean_s)
         gain_s = plain_steps * plain_s / (_MARGIN if num_nodes else 1.0) - taken_s
         newest = max(_LEAST_GAIN, gain_s / plain_s)
-        self._gain = max(_LEAST_MEAN_GAIN, self._gain + _GAIN_WEIGHT * (newest - self._gain))
+        off = newest - self._gain
+        self._gain = max(_LEAST_MEAN_GAIN, self._gain + _WEIGHT * off)
+        self._gain_variance += _WEIGHT * (off * off - self._gain_variance)
         return gain_s
 
-    @property
-    def _usual_draft_s(self) -> float:
-        return self._draft_times.value or 0.0
+    def _tokens_s(self, num_roots: int) -> float:
+        """What a second is worth."""
+        plain = num_roots / self._known_s(num_roots)
+        return max(plain, self._mean_tokens / self._mean_s) if self._mean_s else plain
 
     def _known_s(self, num_rows: int) -> float:
         seconds = self._times.seconds(num_rows)
@@ -254,7 +281,7 @@ class SizePolicy:
             age = self._times.age(num_roots + n)
             if each == row_range(num_roots + best) or age < _STALE:
                 continue
-            taken_s = tokens[n] / rates[n] + (0.0 if n else self._usual_draft_s)
+            taken_s = tokens[n] / rates[n] + (0.0 if n else self._asked.draft_s)
             expected_s = max(_LEAST_OVERHEAD_S, taken_s - tokens[n] / rates[best])
             if age / expected_s > urgency:
                 wanted, urgency, overhead_s = n, age / expected_s, expected_s

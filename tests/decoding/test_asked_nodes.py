@@ -1,0 +1,83 @@
+"""How many nodes are asked for: what the next one brings against what it takes to draft it."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldstream.decoding.asked_nodes import AskedNodes
+
+Seconds = Callable[[int], float]  # of a draft, by the nodes asked for
+
+
+def settle(
+    asked: AskedNodes, seconds: Seconds, brings: Sequence[float], most: int = 20, drafts: int = 100
+) -> int:
+    """What is asked for at last if each node brings so much, and the ones after these nothing."""
+    sums = list(accumulate(brings, initial=0.0))
+    for _ in range(drafts):
+        num_asked = asked.best(most, 100.0)
+        asked.record(seconds(num_asked), [sums[min(n, len(brings))] for n in range(1 + num_asked)])
+    return asked.best(most, 100.0)
+
+
+HALVES = [0.5**n for n in range(1, 21)]
+
+
+def test_nodes_that_cost_nothing_are_asked_for() -> None:
+    assert settle(AskedNodes(), lambda n: 0.001, [0.5] * 20) == 20
+
+
+def test_one_more_is_asked_for_than_is_worth_its_time() -> None:
+    """At 100 tokens a second the third node, which brings an eighth, costs a tenth, the fourth too much."""
+    assert settle(AskedNodes(), lambda n: 0.001 * n, HALVES) == 4
+
+
+def test_at_least_one_node_is_asked_for() -> None:
+    assert settle(AskedNodes(), lambda n: 1.0 * n, HALVES) == 2
+    assert AskedNodes().best(1, 100.0) == 1
+
+
+def test_of_drafts_that_end_early_no_more_is_asked_for() -> None:
+    assert settle(AskedNodes(), lambda n: 0.001 + 1e-4 * n, [0.5] * 3) == 4
+
+
+def test_more_is_asked_for_again_when_nodes_bring_more() -> None:
+    asked = AskedNodes()
+    assert settle(asked, lambda n: 0.001 * n, HALVES) == 4
+    assert settle(asked, lambda n: 0.001 * n, [0.8**n for n in range(1, 21)], drafts=300) >= 8
+
+
+def test_the_time_of_a_draft_is_that_of_as_many_nodes_as_the_last() -> None:
+    asked = AskedNodes()
+    for num_asked in (1, 1, 1, 8, 8, 8):
+        asked.record(0.001 * num_asked, [0.0] * (1 + num_asked))
+    assert asked.draft_s == 0.008
+    asked.record(0.001, [0.0, 0.0])
+    assert asked.draft_s == 0.001
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=70),
+    st.integers(1, 63),
+    st.floats(1.0, 1000.0),
+    st.floats(0.0, 1.0),
+)
+def test_never_more_than_may_be_asked_for(
+    brings: list[float], most: int, tokens_s: float, draft_s: float
+) -> None:
+    asked = AskedNodes()
+    for _ in range(3):
+        asked.record(draft_s, list(accumulate(brings, initial=0.0)))
+        assert 1 <= asked.best(most, tokens_s) <= most
+
+
+@pytest.mark.parametrize("num_known", [1, 2, 3])
+def test_what_no_draft_had_is_expected_to_bring_less_and_less(num_known: int) -> None:
+    """As little of it is known, drafts that cost little grow by what they bring, not without end."""
+    asked = AskedNodes()
+    for _ in range(3):
+        asked.record(0.0001 * num_known, [sum(HALVES[:n]) for n in range(1 + num_known)])
+    assert num_known < asked.best(63, 100.0) < 20
