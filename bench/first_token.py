@@ -8,8 +8,9 @@ measured rates lie in the user's directories, which are empty then), several tim
 of each kind under `sampled_start.py`, which says where the time goes.
 
 With --peer, that program of llama.cpp answers the same prompt in turns with the later starts, with the
-experts of as many layers on the GPU as leave it within the same memory; by default it runs the model once on
-tokens of its own before the prompt, and without that as well.
+experts of as many layers on the GPU as leave it within the same memory. By default it lays out anew the
+weights that the CPU multiplies, and runs the model once on tokens of its own before the prompt; it is timed
+without either as well.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from results import ROOT, write_result
 STARTS = 3
 # Of 40 layers: the experts of six others and the rest of the model fit beside its buffers into 6 GiB.
 PEER_CPU_LAYERS = 34
+PEER_BARE = ["--no-warmup", "--no-repack"]
 PROMPT = "def read_lines(path):"
 
 
@@ -45,7 +47,7 @@ def peer_command(program: str, model: Path, num_cpu_layers: int) -> list[str]:
     """llama.cpp's command line of one token, with the experts of so many layers on the CPU."""
     placed = ["-ngl", "99", "--n-cpu-moe", str(num_cpu_layers), "--fit", "off"]
     sampled = ["-n", "1", "--temp", "0", "--ignore-eos", "--special"]
-    bare = ["-no-cnv", "--no-display-prompt", "--simple-io"]
+    bare = ["-no-cnv", "--no-display-prompt", "--simple-io", "-lv", "4"]
     return [program, "-m", str(model), "-c", "4096", *placed, "-p", PROMPT, *sampled, *bare]
 
 
@@ -86,12 +88,12 @@ def sampled(argv: list[str], home: Path) -> dict[str, Any]:
 
 
 class Peer:
-    """Starts of llama.cpp, as it is by default and without its first run."""
+    """Starts of llama.cpp, as it is by default, and with nothing but the prompt."""
 
     def __init__(self, program: str, model: Path, num_cpu_layers: int) -> None:
         self._commands = {
             "starts_s": peer_command(program, model, num_cpu_layers),
-            "starts_without_warmup_s": [*peer_command(program, model, num_cpu_layers), "--no-warmup"],
+            "bare_starts_s": [*peer_command(program, model, num_cpu_layers), *PEER_BARE],
         }
         self._seconds: dict[str, list[float]] = {name: [] for name in self._commands}
         self._weights_mib: dict[str, float] = {}

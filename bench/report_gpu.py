@@ -342,7 +342,8 @@ def gpu_first_token() -> str:
     ]
     rows += [[f"… {phase}", f"{seconds:.2f}"] for phase, seconds in r["phases_s"].items()]
     if peer := r.get("llama_cpp"):
-        for name, key in (("llama.cpp", "starts_s"), ("llama.cpp, --no-warmup", "starts_without_warmup_s")):
+        ways = {"llama.cpp": "starts_s", "llama.cpp, --no-warmup --no-repack": "bare_starts_s"}
+        for name, key in ways.items():
             rows.append([name, f"{min(peer[key]):.1f}–{max(peer[key]):.1f}"])
     machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
     note = f" ({r['note']})" if "note" in r else ""

@@ -51,11 +51,11 @@ def test_a_peer_starts_in_both_ways_and_says_where_its_weights_are(tmp_path: Pat
     peer.start(tmp_path)
     found = peer.result()
     assert found["weights_mib"] == {"CUDA0": 12.5}
-    assert [len(found[key]) for key in ("starts_s", "starts_without_warmup_s")] == [2, 2]
+    assert [len(found[key]) for key in ("starts_s", "bare_starts_s")] == [2, 2]
     assert "-m full.gguf" in found["command"]
     assert "--n-cpu-moe 34" in found["command"]
     options = Path(f"{program}.options").read_text().splitlines()
-    assert ["--no-warmup" in line for line in options] == [False, True, False, True]
+    assert ["--no-warmup --no-repack" in line for line in options] == [False, True, False, True]
 
 
 def test_a_peer_without_a_token_is_an_error(tmp_path: Path) -> None:
