@@ -124,7 +124,10 @@ class Cell:
         if self.by is not None:
             drafter = StatedDrafter(blocks.block(self.by).new_sequence(), max_steps=MAX_DEPTH)
             sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
-            self._speculation = Speculation(drafter, sizes)
+            runner = opened.runner
+            self._speculation = Speculation(
+                drafter, sizes, None, lambda: runner.expert_uses, lambda: runner.num_captured
+            )
         self.texts: list[dict[str, Any]] = []
 
     def run(self, first_id: int, warm: int) -> None:

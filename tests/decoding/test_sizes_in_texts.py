@@ -100,7 +100,7 @@ def speeds(machine: Machine, text: Text) -> tuple[float, float]:
         (Machine(RESIDENT, BY_NODE, 0.35), Text(0.85), 0.96),
         (Machine(RESIDENT, BY_NODE, 0.35), Text(0.95, 0.4), 0.93),
         (Machine(RESIDENT, AT_ONCE, 0.35), Text(0.95, 0.4), 1.0),
-        (Machine(RESIDENT, (0.02, 0.0), 0.35), Text(0.95, 0.1), 1.2),
+        (Machine(RESIDENT, (0.02, 0.0), 0.35), Text(0.95, 0.1), 1.15),
         (Machine(MISSING, BY_NODE, 0.35, noise=0.15), Text(0.85), 0.95),
         (Machine(CPU, (0.1, 0.1)), Text(0.85), 0.95),
         (Machine(CPU, (0.02, 0.0)), Text(0.9, 0.1), 1.0),

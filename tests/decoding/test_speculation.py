@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree, TriedDraft
+from coldstream.kernels.rounds.reference import Accepted
 
 PLAIN_S, CHOOSE_S, BUILD_S = 0.01, 0.001, 0.0001
 
@@ -104,6 +105,38 @@ def test_statistics_are_those_of_a_request() -> None:
     assert found.draft_s > 0
     assert found.size_s > 0
     assert (found.experts, found.cold_experts, found.experts_per_draft) == (None, None, None)
+
+
+def test_drafts_that_are_not_used_do_not_pay_where_a_step_after_one_is_unusual() -> None:
+    """As on a device, where it is not launched while another one runs."""
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    _go(speculation, 40, accepted=0, row_s=1.0)
+    num_drafts = 0
+    for _ in range(400):
+        was_asked = speculation.will_draft(9)
+        num_drafts += was_asked
+        if tree := speculation.draft([1, 2, 3], 9):
+            speculation.verified((), PLAIN_S + 1.0 * len(tree), CHOOSE_S, is_cut=False)
+        else:
+            speculation.went_on(1, 2 * PLAIN_S, is_usual=not was_asked)
+    assert num_drafts < 40
+
+
+def test_rounds_in_which_anything_was_captured_say_nothing_of_their_time() -> None:
+    """The first of each size takes as long as a hundred others."""
+    captured: set[int] = set()
+    speculation = Speculation(Chains(), SizesByCost("chains"), None, lambda: None, lambda: len(captured))
+    speculation.begin_rounds()
+    sizes = []
+    for _ in range(300):
+        num_nodes = speculation.next_round()
+        first = num_nodes not in captured
+        captured.add(num_nodes)
+        tokens = tuple(range(1 + num_nodes))
+        seconds = PLAIN_S * (100 if first else 1.0 + 0.1 * num_nodes)
+        speculation.round_ended(Accepted(tokens, 0, num_nodes, is_last=False), seconds)
+        sizes.append(num_nodes)
+    assert sizes[-50:].count(8) > 40
 
 
 def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> None:

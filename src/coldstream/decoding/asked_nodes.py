@@ -8,17 +8,14 @@ says that asking for more brings nothing.
 Everything is a pure function of the calls so far. Times are seconds, and worth is counted in tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Final
 
 from coldstream.decoding.row_times import MAX_ROWS, StepTimes
 
 _FIRST: Final = 4  # nodes asked for before anything is known
-_MORE: Final = 1  # than are best, as what nodes bring is seen only of those that were asked for
+_MORE: Final = 1  # than are best of those that any draft was asked for, as of others nothing is known
 _WEIGHT: Final = 1 / 16  # of the newest draft
-# Of what a node brings, by the next one, if no draft had that one yet: at most, and where nothing tells.
-_MOST_KEPT, _FIRST_KEPT = 0.9, 0.5
 _LEAST_S: Final = 1e-9
 
 
@@ -52,25 +49,13 @@ class AskedNodes:
 
     def best(self, most: int, tokens_s: float) -> int:
         """How many to ask for, at most `most`, where a second is worth so many tokens."""
-        if not self._gains:
+        if not self._times.has_any:
             return min(most, _FIRST)
         worths = [
             gain - tokens_s * self._seconds(1 + each)
-            for each, gain in enumerate(islice(self._all_gains(), min(most, MAX_ROWS)))
+            for each, gain in enumerate(self._gains[: min(most, MAX_ROWS)])
         ]
         return min(most, 1 + worths.index(max(worths)) + _MORE)
 
     def _seconds(self, num_asked: int) -> float:
         return self._times.seconds(min(num_asked, MAX_ROWS)) or 0.0
-
-    def _all_gains(self) -> Iterator[float]:
-        """Also of more nodes than any draft was asked for: what a node brings goes on to shrink as it did."""
-        yield from self._gains
-        before, middle, last = [0.0, 0.0, *self._gains][-3:]
-        brought, kept = last - middle, _FIRST_KEPT
-        if middle > before:
-            kept = max(0.0, min(_MOST_KEPT, brought / (middle - before)))
-        while True:
-            brought *= kept
-            last += brought
-            yield last

@@ -33,8 +33,11 @@ class RoundSizes(Protocol):
     def next(self) -> int:
         """Tokens that the next round drafts."""
 
-    def record(self, accepted: Accepted, seconds: float) -> None:
-        """What came of the first round that was not recorded yet, and how long it took."""
+    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+        """What came of the first round that was not recorded yet, and how long it took.
+
+        is_usual: whether others of its size take as long.
+        """
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class FixedRounds:
         """See `RoundSizes`."""
         return self.most
 
-    def record(self, accepted: Accepted, seconds: float) -> None:
+    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
         """See `RoundSizes`."""
 
 
@@ -85,12 +88,12 @@ class RoundsByCost:
         self._launched.append(size)
         return size.num_nodes if size else 0
 
-    def record(self, accepted: Accepted, seconds: float) -> None:
+    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
         """See `RoundSizes`. The first one is begun with work that others do without."""
         size = self._launched.popleft()
         num_accepted = max(0, len(accepted.token_ids) - 1)
         if not self._is_first:
-            self._policy.record(seconds, size, 1.0 + num_accepted)
+            self._policy.record(seconds, size, 1.0 + num_accepted, is_usual=is_usual)
         self._is_first = False
         if not accepted.is_last:
             self._acceptance.record(_NAME, _chain(accepted.num_drafted), range(num_accepted))

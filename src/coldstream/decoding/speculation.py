@@ -182,6 +182,7 @@ class Speculation:
 
     def begin_rounds(self) -> None:
         """See `Drafts`."""
+        self._captured_before = self._num_captured()
         self.rounds.start()
 
     def next_round(self) -> int:
@@ -222,7 +223,7 @@ class Speculation:
         """See `Drafts`."""
         if self._was_asked:
             assert num_steps == 1, "a step whose draft came to nothing is told of by itself"
-            self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds), is_usual=is_usual)
+            self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds))
             return
         self._counts.count_plain(num_steps, self.sizes.reason, seconds)
         self.sizes.went_on(num_steps, seconds, is_usual=is_usual)
@@ -230,10 +231,10 @@ class Speculation:
     def _costs(self, verify_s: float, choose_s: float = 0.0, uses: ExpertUses | None = None) -> StepCosts:
         return StepCosts(verify_s, self._draft_s, self._build_s, self._size_s, choose_s, uses)
 
-    def _record(self, tried: TriedDraft, costs: StepCosts, *, is_usual: bool = True) -> None:
+    def _record(self, tried: TriedDraft, costs: StepCosts) -> None:
         """What came of the last draft, which is over: a step that follows without one has none."""
         self._counts.count(len(tried.tree), len(tried.accepted), self.sizes.reason, costs)
-        is_usual = is_usual and self._num_captured() == self._captured_before
+        is_usual = self._num_captured() == self._captured_before
         self.sizes.record([tried], costs.verify_s + costs.size_s, is_usual=is_usual)
         self._forget_draft()
 
@@ -243,7 +244,9 @@ class Speculation:
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None:
         """See `Drafts`."""
-        self.rounds.record(accepted, seconds)
+        num_captured = self._num_captured()
+        self.rounds.record(accepted, seconds, is_usual=num_captured == self._captured_before)
+        self._captured_before = num_captured
         self._counts.count_round(accepted, seconds)
 
     def statistics(self) -> SpeculationStatistics:
