@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree, TriedDraft
+from coldstream.decoding.round_sizes import FixedRounds
 from coldstream.kernels.rounds.reference import Accepted
 
 PLAIN_S, CHOOSE_S, BUILD_S = 0.01, 0.001, 0.0001
@@ -118,25 +119,30 @@ def test_drafts_that_are_not_used_do_not_pay_where_a_step_after_one_is_unusual()
         if tree := speculation.draft([1, 2, 3], 9):
             speculation.verified((), PLAIN_S + 1.0 * len(tree), CHOOSE_S, is_cut=False)
         else:
-            speculation.went_on(1, 2 * PLAIN_S, is_usual=not was_asked)
+            speculation.went_on(1, PLAIN_S * (1 + was_asked), is_usual=not was_asked)
     assert num_drafts < 40
 
 
+class ToldRounds(FixedRounds):
+    """Remembers which rounds took as long as others of their size."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.usual: list[bool] = []
+
+    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+        self.usual.append(is_usual)
+
+
 def test_rounds_in_which_anything_was_captured_say_nothing_of_their_time() -> None:
-    """The first of each size takes as long as a hundred others."""
-    captured: set[int] = set()
-    speculation = Speculation(Chains(), SizesByCost("chains"), None, lambda: None, lambda: len(captured))
+    """Also what was captured before the first round counts for none."""
+    captured = [1, 1, 2, 2, 3, 4, 4]  # when rounds begin, and when each has ended
+    speculation = Speculation(Chains(), SizesByCost("chains"), None, lambda: None, lambda: captured.pop(0))
+    speculation.rounds = told = ToldRounds()
     speculation.begin_rounds()
-    sizes = []
-    for _ in range(300):
-        num_nodes = speculation.next_round()
-        first = num_nodes not in captured
-        captured.add(num_nodes)
-        tokens = tuple(range(1 + num_nodes))
-        seconds = PLAIN_S * (100 if first else 1.0 + 0.1 * num_nodes)
-        speculation.round_ended(Accepted(tokens, 0, num_nodes, is_last=False), seconds)
-        sizes.append(num_nodes)
-    assert sizes[-50:].count(8) > 40
+    while captured:
+        speculation.round_ended(Accepted((7,), 0, 3, is_last=False), PLAIN_S)
+    assert told.usual == [True, False, True, False, False, True]
 
 
 def test_steps_that_follow_a_draft_without_being_asked_for_one_have_none() -> None:
