@@ -355,3 +355,15 @@ def test_it_is_a_pure_function_of_what_it_was_told(seed: int) -> None:
 def test_the_best_size_of_equal_ones_is_the_smallest() -> None:
     times = _known(lambda rows: 0.01 * rows, range(1, 9))
     assert SizePolicy(times).choose([1.0] * 7, 0.0).num_nodes == 0
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20), st.integers(1, 63))
+def test_as_many_nodes_are_asked_for_as_fill_the_rows_of_a_range(accepted: list[float], most: int) -> None:
+    """A step with more rows of it takes as long, and a device captures steps by their rows."""
+    policy = SizePolicy(_known(lambda rows: 0.01 + 0.001 * rows))
+    for chance in accepted:
+        num_asked = policy.num_asked(most)
+        assert num_asked == most or 1 + num_asked in {2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_ROWS}
+        assert num_asked <= most
+        size = policy.choose(_chain(chance, num_asked), 0.0001 * num_asked)
+        policy.record(0.01 + 0.001 * size.num_nodes, size, 1.0)

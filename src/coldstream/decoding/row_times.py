@@ -127,6 +127,11 @@ def row_range(num_rows: int) -> int:
     return bisect_left(_LAST_ROWS, num_rows)
 
 
+def last_rows(num_rows: int) -> int:
+    """The most rows of the range that a number of rows belongs to."""
+    return _LAST_ROWS[row_range(num_rows)]
+
+
 def _estimate(known: Mapping[int, float], rows: int) -> float:
     """See `StepTimes.seconds`. known: the measured seconds by rows, ascending; not empty."""
     if rows in known:

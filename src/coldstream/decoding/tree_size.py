@@ -6,7 +6,8 @@ in n: rows share experts, kernels change and expert caches miss. So every size i
 taken whose tokens are worth most beside its time. A second is worth the tokens that it gave lately, with
 drafts or without them, whichever are more; the draft itself is spent when its size is chosen. Times are those
 of the last steps with as many rows, and hold what the experts took that such steps missed. How many nodes
-drafts are asked for is learned from drafts before (`asked_nodes.py`).
+drafts are asked for is learned from drafts before (`asked_nodes.py`), and is as many as make all the rows of
+a range of `row_times.py`: where a device captures steps by their rows, each number costs it a capture.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -36,7 +37,7 @@ from itertools import accumulate
 from math import ceil, sqrt
 
 from coldstream.decoding.asked_nodes import AskedNodes
-from coldstream.decoding.row_times import MAX_ROWS, StepTimes, row_range
+from coldstream.decoding.row_times import MAX_ROWS, StepTimes, last_rows, row_range
 
 _WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what a second with drafts gives
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that
@@ -155,6 +156,8 @@ class SizePolicy:
         """How many nodes the draft of each sequence that comes next is to have, at most `most`."""
         tokens_s = self._tokens_s(num_roots) if self._times.has_any else 0.0
         self._num_asked = self._asked.best(most, tokens_s)
+        if num_roots == 1:
+            self._num_asked = min(most, last_rows(min(MAX_ROWS, 1 + self._num_asked)) - 1)
         return self._num_asked
 
     def choose(self, probabilities: Sequence[float], draft_s: float, num_roots: int = 1) -> TreeSize:
