@@ -310,6 +310,26 @@ def test_steps_that_make_what_others_use_neither_count_nor_are_paid_for() -> Non
     assert sum(each >= 3 for each in sizes[-60:]) > 50
 
 
+@pytest.mark.parametrize("acceptance", [0.1, 0.85], ids=["explorations", "probes"])
+def test_explorations_and_probes_pay_for_what_a_device_makes_in_them(acceptance: float) -> None:
+    """Each number of rows takes thirty steps' time when it comes first."""
+    policy, passed_s, made = SizePolicy(StepTimes()), 0.0, {1}
+    spent_s = 0.0
+    for step in range(6000):
+        size = policy.choose(_chain(acceptance, 12), 0.001) if policy.should_draft() else None
+        rows = 1 + (size.num_nodes if size else 0)
+        step_s = 0.01 + 0.002 * (rows - 1) + (0.0 if rows in made else 0.3)
+        if step > 200 and rows not in made:
+            assert size is not None
+            assert size.is_exploration or size.reason is SizeReason.PROBE
+            assert spent_s <= 0.005 * passed_s
+            spent_s += 0.3
+        policy.record(step_s, size, size.tokens if size and rows > 1 else 1.0, is_usual=rows in made)
+        made.add(rows)
+        passed_s += step_s
+    assert spent_s > 0 or acceptance < 0.5
+
+
 def test_stale_times_are_found_out() -> None:
     """Steps of many rows were slow for a while, with something else on the machine."""
     run = _Run()

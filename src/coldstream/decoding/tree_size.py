@@ -21,7 +21,8 @@ caches, on a CPU its other threads asleep, and on a GPU no step under way beside
 Texts that are easy to draft for a while and then hard are told from such as are always hard by how much
 the gain of a draft varies: drafts pay as long as their mean gain may be positive.
 So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
-A step with a draft says nothing if a device made in it what later ones use, which takes it thirty steps.
+A step with a draft in which a device made what later ones use, which takes it thirty steps, says nothing of
+whether drafts pay; but a probe or an exploration pays for that too.
 
 How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
 So they need not be asked about nor told of one by one, and a drafter can be told of the last of them only.
@@ -207,14 +208,16 @@ class SizePolicy:
         self._count(1, step_s, num_roots + size.num_nodes, says_more=is_usual and size.num_nodes > 0)
         self._num_plain = 0
         taken_s = size.draft_s + step_s
-        if size.best_rate is not None and is_usual:
+        if size.best_rate is not None:
             if size.reason is SizeReason.PROBE:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
                 self._num_since_probe = 0
             else:
-                gain_s = self._gain_of(size.num_nodes, tokens / num_roots, taken_s, num_roots)
+                gain_s = self._gain_s(size.num_nodes, tokens / num_roots, taken_s, num_roots)
                 if size.is_exploration:
                     self._for_drafts.spend(max(0.0, -gain_s))
+                if is_usual:
+                    self._learn_gain(gain_s / self._known_s(num_roots), tokens, taken_s)
         self._has_explored = size.is_exploration
         self._earn(1, taken_s)
 
@@ -243,20 +246,21 @@ class SizePolicy:
         self._for_drafts.earn(num_steps, seconds)
         self._for_probes.earn(num_steps, seconds)
 
-    def _gain_of(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
-        """Takes a draft's gain over so many plain steps, in seconds, into the mean.
+    def _gain_s(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
+        """A draft's gain over so many plain steps."""
+        margin = _MARGIN if num_nodes else 1.0
+        return plain_steps * self._known_s(num_roots) / margin - taken_s
+
+    def _learn_gain(self, gain: float, tokens: float, taken_s: float) -> None:
+        """Takes a draft's gain, in plain steps, into the mean.
 
         Also that of one that was not used, whose step may be slow because of those before it.
         """
-        plain_s = self._known_s(num_roots)
-        self._mean_tokens += _WEIGHT * (plain_steps * num_roots - self._mean_tokens)
-        self._mean_s += _WEIGHT * (taken_s - self._mean_s)
-        gain_s = plain_steps * plain_s / (_MARGIN if num_nodes else 1.0) - taken_s
-        newest = max(_LEAST_GAIN, gain_s / plain_s)
-        off = newest - self._gain
+        off = max(_LEAST_GAIN, gain) - self._gain
         self._gain = max(_LEAST_MEAN_GAIN, self._gain + _WEIGHT * off)
         self._gain_variance += _WEIGHT * (off * off - self._gain_variance)
-        return gain_s
+        self._mean_tokens += _WEIGHT * (tokens - self._mean_tokens)
+        self._mean_s += _WEIGHT * (taken_s - self._mean_s)
 
     def _tokens_s(self, num_roots: int) -> float:
         """What a second is worth."""
