@@ -81,3 +81,14 @@ def test_drafts_grow_node_by_node_from_what_is_known() -> None:
         sizes.append(asked.best(63, 100.0))
         asked.record(0.0, [0.9 * n for n in range(1 + sizes[-1])])
     assert sizes == [4, 4, 5, 6, 7, 8]
+
+
+def test_a_node_seen_first_in_a_hard_stretch_is_not_taken_for_a_bad_one() -> None:
+    """What it brings is told from the node before it in the same draft."""
+    asked = AskedNodes()
+    easy, hard = [0.9 * n for n in range(12)], [0.0] * 12
+    for draft in range(400):
+        is_hard = draft % 20 >= 10
+        num_asked = asked.best(11, 100.0)
+        asked.record(0.001, (hard if is_hard else easy)[: 1 + num_asked])
+    assert num_asked == 11
