@@ -52,8 +52,8 @@ class AskedNodes:
     def best(self, most: int, tokens_s: float) -> int:
         """How many to ask for, at most `most`, where a second is worth so many tokens.
 
-        Of every other draft one more than is best, and of all if no draft had that one: only of nodes that are
-        asked for is it seen what they bring.
+        Of every other draft one more than is best, and of all if none had that one: what nodes bring is seen
+        only where they are asked for.
         """
         if not self._times.has_any:
             return min(most, _FIRST)
