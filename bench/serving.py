@@ -3,7 +3,8 @@
     python bench/serving.py --out docs/results/serving.json
 
 Clients ask for completions of source code over HTTP. *Closed loop*: each of N clients sends its next request
-when the last one is answered. *Open loop*: requests arrive at random times, half as many again as the server
+when the last one is answered; all N take turns, as the machine is faster at some times than at others. *Open
+loop*: requests arrive at random times, half as many again as the server
 answers in the closed loop; each is answered or refused (429). *First token*: short streams, alone and beside
 a long prompt. The clients run on the same cores: what these spend on them is told apart.
 """
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import psutil
@@ -127,23 +128,33 @@ class Client:
 
 
 class Meter:
-    """Requests to one server and what came of them, from its creation on."""
+    """Requests to one server and what came of them, while it runs: in `with` blocks."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._results: list[tuple[int, float, int]] = []
-        self._cpu_s = client.cpu_s()
+        self._seconds, self._cpu_s = 0.0, (0.0, 0.0)
+        self.start = 0.0  # of the last block
+
+    def __enter__(self) -> Self:
+        self._before_s = self._client.cpu_s()
         self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """All requests of the block have ended."""
+        self._seconds += time.perf_counter() - self.start
+        all_s = zip(self._cpu_s, self._client.cpu_s(), self._before_s, strict=True)
+        server_s, client_s = (so_far + now - before for so_far, now, before in all_s)
+        self._cpu_s = server_s, client_s
 
     async def complete(self) -> None:
         self._results.append(await self._client.complete())
 
     def load(self) -> Load:
-        """What came of the requests, all of which have ended."""
-        results, seconds = self._results, time.perf_counter() - self.start
-        server_s, client_s = (
-            now - before for now, before in zip(self._client.cpu_s(), self._cpu_s, strict=True)
-        )
+        """What came of the requests of all blocks."""
+        results, seconds = self._results, self._seconds
+        server_s, client_s = self._cpu_s
         times = sorted(taken for status, taken, _ in results if status == 200) or [0.0]
         return Load(
             seconds=seconds,
@@ -158,26 +169,37 @@ class Meter:
         )
 
 
-async def closed_loop(client: Client, num_clients: int, seconds: float) -> Load:
-    meter = Meter(client)
+async def closed_loop(meter: Meter, num_clients: int, seconds: float) -> None:
+    """Adds so many seconds of requests."""
 
     async def one() -> None:
         while time.perf_counter() < meter.start + seconds:
             await meter.complete()
 
-    await asyncio.gather(*(one() for _ in range(num_clients)))
-    return meter.load()
+    with meter:
+        await asyncio.gather(*(one() for _ in range(num_clients)))
+
+
+async def closed_loops(client: Client, counts: Sequence[int], seconds: float, turns: int) -> dict[str, Any]:
+    """What came of so many clients, by number, in so many turns that begin at another number each."""
+    meters = {count: Meter(client) for count in counts}
+    for turn in range(turns):
+        first = turn % len(counts)
+        for count in (*counts[first:], *counts[:first]):
+            await closed_loop(meters[count], count, seconds / turns)
+    return {str(count): asdict(meter.load()) for count, meter in meters.items()}
 
 
 async def open_loop(client: Client, rate: float, seconds: float) -> Load:
     """Requests at `rate` a second, however many are unanswered."""
-    meter, arrivals, tasks = Meter(client), random.Random(5), []
-    at = meter.start
-    while at < meter.start + seconds:
-        at += arrivals.expovariate(rate)
-        await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        tasks.append(asyncio.create_task(meter.complete()))
-    await asyncio.gather(*tasks)
+    arrivals, tasks = random.Random(5), []
+    with Meter(client) as meter:
+        at = meter.start
+        while at < meter.start + seconds:
+            at += arrivals.expovariate(rate)
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            tasks.append(asyncio.create_task(meter.complete()))
+        await asyncio.gather(*tasks)
     return meter.load()
 
 
@@ -219,11 +241,9 @@ async def measure(command: Sequence[str], port: int, options: argparse.Namespace
     url = f"http://127.0.0.1:{port}"
     async with server(command, url) as pid:
         client = Client(url, Texts(seed=1), pid)
-        await closed_loop(client, 2, 1)
-        closed: dict[str, Any] = {}
-        for count in options.clients:
-            closed[str(count)] = asdict(await closed_loop(client, count, options.seconds))
-            print(command[0], command[1], count, closed[str(count)], flush=True)
+        await closed_loop(Meter(client), 2, 1)
+        closed = await closed_loops(client, options.clients, options.seconds, options.turns)
+        print(command[0], command[1], closed, flush=True)
         most = max(closed.values(), key=lambda load: float(load["tok_s"]))
         rate = 1.5 * most["tok_s"] / NEW_TOKENS
         opened = asdict(await open_loop(client, rate, options.seconds))
@@ -243,7 +263,8 @@ def main() -> int:
     parser.add_argument("model", type=Path, nargs="?", default=demo_model_path())
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--seconds", type=float, default=20, help="of each number of clients, in all turns")
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--first-tokens", type=int, default=20)
     parser.add_argument("--port", type=int, default=18100)
     parser.add_argument("--out", type=Path)

@@ -108,8 +108,8 @@ class SizePolicy:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
     the whole is neither.
 
-    For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`. Steps
-    without drafts may be told of together, see `num_together`.
+    For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`.
+    Steps without drafts may be told of together, see `num_together`.
     """
 
     def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
