@@ -89,6 +89,28 @@ def test_sp10_a_drafter_that_does_not_pay_rests_and_wakes() -> None:
     assert not speculation.is_idle
 
 
+def test_whether_it_is_idle_is_looked_up_once_a_step_and_is_what_the_sizes_say() -> None:
+    class Asked(SizesByCost):
+        num_asked = 0
+
+        def is_idle(self, num_sequences: int = 1) -> bool:
+            self.num_asked += 1
+            return super().is_idle(num_sequences)
+
+        def is_really_idle(self) -> bool:
+            return super().is_idle()
+
+    sizes = Asked("chains")
+    speculation, seen = Speculation(Chains(), sizes), set()
+    for step in range(1200):
+        found = {speculation.is_idle for _ in range(3)}
+        assert sizes.num_asked == 1 + step
+        assert found == {sizes.is_really_idle()}
+        seen |= found
+        _go(speculation, 1, accepted=0, row_s=0.005)
+    assert seen == {False, True}
+
+
 def test_statistics_are_those_of_a_request() -> None:
     speculation = Speculation(Chains(), FixedSizes(4))
     _go(speculation, 3, accepted=1, row_s=0.001)

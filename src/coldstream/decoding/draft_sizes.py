@@ -179,7 +179,7 @@ class _Learned:
     def __init__(self) -> None:
         self.policy = SizePolicy(StepTimes())
         self.chosen: TreeSize | None = None  # for the next step
-        self._num_lost = 0  # steps since drafts paid
+        self._num_lost = 0  # steps since drafts gained
 
     def num_plain(self, num_sequences: int) -> int:
         """How many steps, the next one first, have no draft."""
@@ -189,7 +189,7 @@ class _Learned:
 
     def lose(self, num_steps: int) -> None:
         """So many steps went by, and drafts may not have paid since."""
-        self._num_lost = 0 if self.policy.pays else self._num_lost + num_steps
+        self._num_lost = 0 if self.policy.has_gained else self._num_lost + num_steps
 
 
 def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:

@@ -167,18 +167,25 @@ class Speculation:
         self.drafter, self.sizes, self.more = drafter, sizes, more
         self._expert_uses, self._num_captured = expert_uses, num_captured
         self.rounds = sizes.rounds
+        self._is_idle: bool | None = None  # None: not known since the last step that was told of
         self.start()
 
     def start(self) -> None:
         """Begins the statistics of a request."""
+        self._is_idle = None
         self._forget_draft()
         self._captured_before = 0
         self._counts = DraftCounts(self.drafter.name)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing will be drafted for long, so that the drafter need not be told of tokens."""
-        return self.sizes.is_idle()
+        """Whether nothing will be drafted for long, so that the drafter need not be told of tokens.
+
+        Asked for every token, and the same until a step is told of.
+        """
+        if self._is_idle is None:
+            self._is_idle = self.sizes.is_idle()
+        return self._is_idle
 
     def begin_rounds(self) -> None:
         """See `Drafts`."""
@@ -221,6 +228,7 @@ class Speculation:
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
         """See `Drafts`."""
+        self._is_idle = None
         if self._was_asked:
             assert num_steps == 1, "a step whose draft came to nothing is told of by itself"
             self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds))
@@ -234,6 +242,7 @@ class Speculation:
     def _record(self, tried: TriedDraft, costs: StepCosts) -> None:
         """What came of the last draft, which is over: a step that follows without one has none."""
         self._counts.count(len(tried.tree), len(tried.accepted), self.sizes.reason, costs)
+        self._is_idle = None
         is_usual = self._num_captured() == self._captured_before
         self.sizes.record([tried], costs.verify_s + costs.size_s, is_usual=is_usual)
         self._forget_draft()

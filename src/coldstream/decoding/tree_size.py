@@ -130,6 +130,11 @@ class SizePolicy:
         standard_error = sqrt(self._gain_variance * _WEIGHT / 2)
         return self._gain + _DOUBT * standard_error >= 0
 
+    @property
+    def has_gained(self) -> bool:
+        """Whether they have paid in the mean, without any doubt in their favour."""
+        return self._gain >= 0
+
     def should_draft(self) -> bool:
         """Whether the next step should have a draft."""
         return self.num_plain() == 0
