@@ -128,8 +128,9 @@ class Traffic:
         """A whole stream: as many pieces as it says, and its end."""
         body = {"prompt": self._text(), "max_tokens": self._random.randint(1, 64), "ignore_eos": True}
         lines = await self._lines("/v1/completions", {**body, "stream": True}, None)
-        if lines[-1] != "[DONE]" or any('"error"' in line for line in lines):
-            raise Fault(f"a stream that ends with {lines[-1]}")
+        errors = [line for line in lines if '"error"' in line]
+        if errors or lines[-1] != "[DONE]":
+            raise Fault(f"a stream with {(errors or lines)[-1]}")
 
     async def give_up(self) -> None:
         """A stream whose reader leaves after some pieces."""
