@@ -134,7 +134,7 @@ class Meter:
         self._client = client
         self._results: list[tuple[int, float, int]] = []
         self._seconds, self._cpu_s = 0.0, (0.0, 0.0)
-        self.start = 0.0  # of the last block
+        self.start, self._before_s = 0.0, (0.0, 0.0)  # of the last block
 
     def __enter__(self) -> Self:
         self._before_s = self._client.cpu_s()

@@ -128,8 +128,10 @@ class Traffic:
         """A whole stream: as many pieces as it says, and its end."""
         body = {"prompt": self._text(), "max_tokens": self._random.randint(1, 64), "ignore_eos": True}
         lines = await self._lines("/v1/completions", {**body, "stream": True}, None)
-        errors = [line for line in lines if '"error"' in line]
-        if errors or lines[-1] != "[DONE]":
+        *pieces, last = lines
+        # The text of a piece may be the word "error", so that its line has it in quotes.
+        errors = [piece for piece in pieces if "error" in json.loads(piece)]
+        if errors or last != "[DONE]":
             raise Fault(f"a stream with {(errors or lines)[-1]}")
 
     async def give_up(self) -> None:

@@ -51,7 +51,7 @@ def test_more_is_asked_for_again_when_nodes_bring_more() -> None:
 
 def test_the_time_of_a_draft_is_that_of_as_many_nodes_as_the_last() -> None:
     asked = AskedNodes()
-    for num_asked in (1, 1, 1, 8, 8, 8):
+    for num_asked in (1,) * 6 + (8,) * 3:
         asked.record(0.001 * num_asked, [0.0] * (1 + num_asked))
     assert asked.draft_s == 0.008
     asked.record(0.001, [0.0, 0.0])
@@ -87,8 +87,8 @@ def test_a_node_seen_first_in_a_hard_stretch_is_not_taken_for_a_bad_one() -> Non
     """What it brings is told from the node before it in the same draft."""
     asked = AskedNodes()
     easy, hard = [0.9 * n for n in range(12)], [0.0] * 12
-    for draft in range(400):
-        is_hard = draft % 20 >= 10
+    for draft in range(60):
+        is_hard = draft % 20 < 10
         num_asked = asked.best(11, 100.0)
         asked.record(0.001, (hard if is_hard else easy)[: 1 + num_asked])
     assert num_asked == 11

@@ -116,3 +116,16 @@ def test_a_step_whose_texts_end_says_nothing_of_what_follows() -> None:
         for _ in range(40):
             sizes.record([TriedDraft(chain(4), (), is_cut)], 0.01)
     assert ended._acceptance.expected("chains", chain(1)) > tried._acceptance.expected("chains", chain(1))
+
+
+def test_drafts_that_are_free_and_not_used_do_not_keep_a_drafter_awake() -> None:
+    """Steps vary so much that they may have paid, though in the mean they have not."""
+    sizes = SizesByCost("test")
+    for step in range(700):
+        step_s = 0.0081 if step % 2 else 0.012
+        if sizes.budget(9):
+            sizes.sizes([NO_DRAFT], 1e-6)
+            sizes.record([TriedDraft(NO_DRAFT, ())], step_s)
+        else:
+            sizes.went_on(1, 0.01)
+    assert sizes.is_idle()

@@ -106,8 +106,8 @@ class FixedSizes:
 
 
 class SizesByCost:
-    """Trees of as many nodes as give the most expected tokens a second, by what was accepted and what steps
-    took so far; see `tree_size.py` and `acceptance.py`.
+    """Trees of as many nodes as are expected to be worth most for their time, by what was accepted and what
+    steps took so far; see `tree_size.py` and `acceptance.py`.
 
     Of several sequences' trees the likeliest nodes come first, whichever tree they are in. What pays is
     learned apart for one sequence, two, three and so on, by the ranges of `row_times.py`.

@@ -159,7 +159,10 @@ class SizePolicy:
         return _MOST_TOGETHER if self._num_plain > 1 else 1
 
     def num_asked(self, most: int, num_roots: int = 1) -> int:
-        """How many nodes the draft of each sequence that comes next is to have, at most `most`."""
+        """How many nodes the draft of each sequence that comes next is to have, at most `most`.
+
+        For one sequence as many as make all the rows of a range, unless there is no room for them.
+        """
         tokens_s = self._tokens_s(num_roots) if self._times.has_any else 0.0
         self._num_asked = self._asked.best(most, tokens_s)
         if num_roots == 1:
