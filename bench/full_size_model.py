@@ -162,8 +162,10 @@ def head_blocks(levels: np.ndarray) -> np.ndarray:
 class FullSizeWriter:
     """Plans the tensors of a model of `shape`, then writes them with `threads` threads."""
 
-    def __init__(self, path: Path, shape: Shape, seed: int, threads: int) -> None:
-        self.path, self.shape, self.threads = path, shape, threads
+    def __init__(
+        self, path: Path, shape: Shape, seed: int, threads: int, chat_template: str | None = None
+    ) -> None:
+        self.path, self.shape, self.threads, self.chat_template = path, shape, threads, chat_template
         self.rng = np.random.default_rng(seed)
         self.levels = token_levels(self.rng, shape.vocab)
         self.pools: dict[tuple[gguf.GGMLQuantizationType, float], Pool] = {}
@@ -318,6 +320,8 @@ class FullSizeWriter:
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)
         add_tokenizer(out, [*tokens, "<|endoftext|>"], [1] * end_id + [3], end_id)
+        if self.chat_template is not None:
+            out.add_chat_template(self.chat_template)
         for tensor in self.tensors:
             shape = gguf.quants.quant_shape_to_byte_shape(tensor.dims, tensor.qtype)
             is_float = tensor.qtype == F32
@@ -376,6 +380,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="35B-A3B")
     parser.add_argument("--layers", type=int, help="instead of the shape's")
     parser.add_argument("--nextn", action="store_true", help="with a block for multi-token prediction")
+    parser.add_argument("--chat-template", type=Path, help="to put into the file")
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -384,7 +389,9 @@ def main() -> int:
     shape = replace(
         shape, layers=options.layers or shape.layers, vocab=options.vocab, has_nextn=options.nextn
     )
-    seconds = FullSizeWriter(options.path, shape, options.seed, options.threads).write()
+    template = options.chat_template and options.chat_template.read_text()
+    writer = FullSizeWriter(options.path, shape, options.seed, options.threads, template)
+    seconds = writer.write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
     return 0
 

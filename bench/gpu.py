@@ -112,11 +112,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_model(path: Path, layers: int, vocab: int) -> None:
+def write_model(path: Path, layers: int, vocab: int, chat_template: str | None = None) -> None:
     """The model file, if it isn't there."""
     if not path.exists():
         shape = replace(FULL_SHAPE, layers=layers, vocab=vocab)
-        seconds = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0))).write()
+        seconds = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), chat_template).write()
         print(f"wrote {path.stat().st_size / 1e9:.1f} GB in {seconds:.1f} s", flush=True)
 
 

@@ -36,13 +36,13 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, log: Path, *options: str) -> Iterator[Served]:
-    """A server on the CPU with `options`, ready, which is asked to stop at the end of the block.
+def served(model: Path, log: Path, *options: str, device: str = "cpu") -> Iterator[Served]:
+    """A server on a device with `options`, ready, which is asked to stop at the end of the block.
 
     Raises RuntimeError if it is not ready within START_S seconds, and subprocess.TimeoutExpired, with the
     server killed, if it does not stop within END_S.
     """
-    command = [*SERVE, str(model), "--device", "cpu", *options]
+    command = [*SERVE, str(model), "--device", device, *options]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     server: Served | None = None
