@@ -47,7 +47,7 @@ def served(model: Path, log: Path, *options: str, device: str = "cpu") -> Iterat
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     server: Served | None = None
     try:
-        url = wait_for_url(log)
+        url = wait_for_url(process, log)
         server = Served(url, psutil.Process(process.pid), load_time(log.read_text()))
         yield server
     finally:
@@ -62,10 +62,13 @@ def served(model: Path, log: Path, *options: str, device: str = "cpu") -> Iterat
             server.exit_code = code
 
 
-def wait_for_url(log: Path) -> str:
-    """What a server's log says once it is ready. RuntimeError if that takes longer than START_S seconds."""
+def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """What a server's log says once it is ready.
+
+    RuntimeError with the end of the log if the process ends before, or takes longer than START_S seconds.
+    """
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
         if found := re.search(r'"url": ?"([^"]+)"', log.read_text()):
             return found[1]
         time.sleep(0.1)

@@ -16,7 +16,7 @@ from coldstream.assets import demo_model_path
 from failure_answers import Outcome, is_beginning, judged, judged_stream, merged, questions
 from failure_kills import Kill, check_folder
 from failure_turns import Turn, with_changed_line
-from served import load_time
+from served import load_time, served
 
 PIECES = [("de", [-0.5]), ("f", [-0.25]), (" ma", [-1.5, -0.125]), ("in", [-2.0])]
 ERROR = {"error": {"message": "the engine ended", "code": "service_unavailable"}}
@@ -201,3 +201,12 @@ def test_a_conversation_finds_what_it_had(tmp_path: Path) -> None:
     assert kinds["next turn"]["reused_tokens"] > 300
     assert kinds["changed header"]["reused_tokens"] > 300
     assert kinds["changed line at 0%"]["reused_tokens"] < 100
+
+
+def test_a_server_that_ends_at_its_start_is_not_waited_for(tmp_path: Path) -> None:
+    """Its log says why."""
+    with (
+        pytest.raises(RuntimeError, match="ready: (.|\n)*missing.gguf"),
+        served(tmp_path / "missing.gguf", tmp_path / "log"),
+    ):
+        pass
