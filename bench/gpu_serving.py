@@ -33,6 +33,7 @@ from walking_clients import conversation, first_ids, load, run_in_turn
 
 LOAD_PROMPT, LOAD_TOKENS, LOAD_CONTEXT = 512, 128, 1024
 EQUALITY_CONTEXT, LONGEST_PROMPT, REQUESTS = 2048, 1000, 32
+PROMPT_CACHE: Final = "16G"  # of RAM: a recurrent state every 2,048 tokens takes 2.5 GB of a conversation
 ROOM: Final = 1024  # tokens of a conversation beyond its first prompt
 MAX_NEXT_S: Final = 1.0
 REQUESTS_SEED: Final = 5
@@ -74,7 +75,7 @@ def loads(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict[st
 
 def turns(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict[str, Any]:
     """Figures of long conversations, each with another text."""
-    settings = ("--parallel", "2", "--ctx-size", str(options.tokens + ROOM))
+    settings = ("--parallel", "2", "--ctx-size", str(options.tokens + ROOM), "--prompt-cache", PROMPT_CACHE)
     found: list[Turn] = []
     with served(options.model, folder / "turns.log", *settings, device=options.device) as server:
         for number in range(options.conversations):

@@ -206,7 +206,7 @@ def test_a_conversation_finds_what_it_had(tmp_path: Path) -> None:
 def test_a_server_that_ends_at_its_start_is_not_waited_for(tmp_path: Path) -> None:
     """Its log says why."""
     with (
-        pytest.raises(RuntimeError, match="ready: (.|\n)*missing.gguf"),
+        pytest.raises(RuntimeError, match=r"missing.gguf"),
         served(tmp_path / "missing.gguf", tmp_path / "log"),
     ):
         pass

@@ -1,5 +1,6 @@
 """Who takes part in a step: everybody some time, nobody beyond what there is, and short prompts first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 
@@ -28,7 +29,7 @@ def always(key: int) -> bool:
     return True
 
 
-def every_row(num_decoding: int) -> int:
+def every_row(num_decoding: int, wanted: object) -> int:
     return NUM_ROWS
 
 
@@ -44,11 +45,24 @@ def filled(wanted: dict[int, int], max_running: int = 64, num_rows: int = NUM_RO
 wants = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(lambda each: dict(enumerate(each)))
 
 
+def test_what_prompts_want_is_told_to_who_says_how_many_rows_they_get() -> None:
+    asked = []
+
+    def most(num_decoding: int, wanted: Sequence[int]) -> int:
+        asked.append((num_decoding, sorted(wanted)))
+        return 7
+
+    wanted = {0: 1, 1: 40, 2: 1, 3: 900}
+    shares = filled(wanted).share(wanted, most)
+    assert asked == [(2, [40, 900])]
+    assert sum(shares.values()) == 2 + 7
+
+
 @given(wants, st.integers(1, 200), st.integers(0, 300))
 def test_a_step_has_no_more_rows_than_it_takes_nor_than_are_wanted(
     wanted: dict[int, int], num_rows: int, most: int
 ) -> None:
-    shares = filled(wanted, num_rows=num_rows).share(wanted, lambda num_decoding: most)
+    shares = filled(wanted, num_rows=num_rows).share(wanted, lambda num_decoding, rows: most)
     assert shares
     assert all(1 <= shares[key] <= wanted[key] for key in shares)
     assert sum(shares.values()) <= num_rows
@@ -97,7 +111,7 @@ def test_sc01_no_running_answer_is_left_out_for_long(
     scheduler = filled(wanted, max_running=200, num_rows=num_rows)
     last = dict.fromkeys(wanted, 0)
     for step in range(1, 300):
-        shares = scheduler.share(wanted, lambda num_decoding: 1)
+        shares = scheduler.share(wanted, lambda num_decoding, rows: 1)
         scheduler.served(shares)
         last |= dict.fromkeys(shares, step)
         assert all(step - at <= 2 * len(wanted) + 1 for at in last.values())
@@ -122,7 +136,7 @@ def test_sc01_short_prompts_beside_one_of_32k_rows_are_done_in_the_step_that_the
         while (admitted := scheduler.candidate(always)) is not None:
             scheduler.admit(admitted)
         wanted = {key: left[key] or 1 for key in scheduler.running}
-        shares = scheduler.share(wanted, lambda num_decoding: num_rows - num_decoding)
+        shares = scheduler.share(wanted, lambda num_decoding, rows: num_rows - num_decoding)
         scheduler.served(shares)
         assert shares.keys() == wanted.keys()
         assert all(shares[key] == left[key] for key in new)
@@ -168,7 +182,7 @@ def test_sc01_nobody_starves_in_ten_thousand_steps_of_any_arrivals(
             moved[key] = step
         running = scheduler.running
         wanted = {key: answers[key].prompt_left or 1 for key in running}
-        shares = scheduler.share(wanted, lambda num_decoding: 20) if wanted else {}
+        shares = scheduler.share(wanted, lambda num_decoding, rows: 20) if wanted else {}
         scheduler.served(shares)
         for key, count in shares.items():
             moved[key] = step
@@ -281,7 +295,7 @@ class Served(RuleBasedStateMachine):
         assert bool(wanted) == bool(self.answers), "there is a step as long as there are answers"
         if not wanted:
             return
-        shares = self.scheduler.share(wanted, lambda num_decoding: 20)
+        shares = self.scheduler.share(wanted, lambda num_decoding, rows: 20)
         self.scheduler.served(shares)
         assert shares
         for key, count in shares.items():

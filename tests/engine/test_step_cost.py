@@ -1,6 +1,7 @@
 """How many rows of prompts fit into a step, from what steps took: no clock, no model."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 from coldstream.engine.step_cost import StepCost
 
 NUM_ROWS = 512
+MANY = 8192  # rows of a prompt
 
 
 def settled(seconds_of_row: float, constant_s: float, num_decoding: int, target_s: float) -> list[float]:
     """The seconds of 200 steps on a machine where a step takes `constant_s` and so much for each row."""
     cost, taken = StepCost(NUM_ROWS), []
     for _ in range(200):
-        rows = min(NUM_ROWS, num_decoding + cost.most_prompt_rows(num_decoding, target_s))
+        rows = min(NUM_ROWS, num_decoding + cost.most_prompt_rows(num_decoding, [MANY], target_s))
         seconds = constant_s + rows * seconds_of_row
         cost.record(rows, seconds)
         taken.append(seconds)
@@ -34,6 +36,81 @@ def test_steps_keep_to_the_target_and_use_it(row_s: float, constant_s: float, nu
 def test_prompts_get_on_where_decoding_alone_misses_the_target() -> None:
     taken = settled(0.01, 0.1, num_decoding=4, target_s=0.05)
     assert 0.15 < taken[-1] <= 2 * 0.14 + 1e-9
+
+
+def streamed_s(rows: int) -> float:
+    """Of a step where experts are missing: few rows read few of them, many rows all, again in every step."""
+    return 0.004 + 0.25 * (1 - math.exp(-rows / 100)) + 4e-5 * rows
+
+
+def served(
+    seconds_of: Callable[[int], float], prompts: list[int], num_decoding: int, most_rows: Callable[..., int]
+) -> tuple[float, list[float], list[float]]:
+    """Prompts that come while others decode, first come first served: until when they take, their ends, and
+    the seconds of the steps."""
+    left, now, ends, taken = list(prompts), 0.0, [], []
+    while left:
+        rows = min(sum(left), NUM_ROWS - num_decoding, most_rows(num_decoding, left))
+        taken.append(seconds_of(num_decoding + rows))
+        now += taken[-1]
+        while left and rows >= left[0]:
+            rows -= left.pop(0)
+            ends.append(now)
+        if rows:
+            left[0] -= rows
+    return now, ends, taken
+
+
+def learned(seconds_of: Callable[[int], float]) -> StepCost:
+    """What decoding and prompts alone have told."""
+    cost = StepCost(NUM_ROWS)
+    for rows in (1, 2, 4, 8, 16, 32, 48, 64, NUM_ROWS):
+        for _ in range(9):
+            cost.record(rows, seconds_of(rows))
+    return cost
+
+
+@pytest.mark.parametrize("num_decoding", [1, 4, 16])
+@pytest.mark.parametrize("prompts", [[400], [500] * 8, [100] * 6, [5000]])
+def test_prompts_take_longer_steps_where_every_step_reads_all_experts(
+    num_decoding: int, prompts: list[int]
+) -> None:
+    """Those that decode and those that wait are both served sooner."""
+    cost, target_s = learned(streamed_s), 0.05
+
+    def most(num_decoding: int, wanted: list[int]) -> int:
+        return cost.most_prompt_rows(num_decoding, wanted, target_s)
+
+    fits = max(r for r in range(1, NUM_ROWS) if streamed_s(r) <= max(0.05, 2 * streamed_s(num_decoding)))
+    until, ends, taken = served(streamed_s, prompts, num_decoding, most)
+    short_until, short_ends, short_taken = served(
+        streamed_s, prompts, num_decoding, lambda *_: max(1, fits - num_decoding)
+    )
+    assert max(taken) <= 20 * target_s
+    stalled = until - len(taken) * streamed_s(num_decoding)
+    assert sum(ends) < 0.7 * sum(short_ends)
+    assert stalled < short_until - len(short_taken) * streamed_s(num_decoding)
+
+
+def test_a_step_is_never_longer_than_twenty_targets() -> None:
+    cost = learned(lambda rows: 10 * streamed_s(rows))
+    rows = cost.most_prompt_rows(4, [5000], 0.05)
+    assert 10 * streamed_s(4 + rows) <= 1.5 * 20 * 0.05, "as far as a straight line tells it"
+    for _ in range(50):
+        rows = cost.most_prompt_rows(4, [5000], 0.05)
+        cost.record(4 + rows, 10 * streamed_s(4 + rows))
+    assert 10 * streamed_s(4 + rows) <= 20 * 0.05
+
+
+@given(st.floats(1e-5, 1e-3), st.floats(0, 0.005), st.lists(st.integers(2, 9000), min_size=1, max_size=9))
+def test_the_target_holds_where_rows_cost_the_same_in_any_step(
+    row_s: float, constant_s: float, prompts: list[int]
+) -> None:
+    cost = learned(lambda rows: constant_s + row_s * rows)
+    for num_decoding in (4, 16):
+        rows = cost.most_prompt_rows(num_decoding, prompts, 0.05)
+        decoding_s = constant_s + row_s * num_decoding
+        assert constant_s + row_s * (num_decoding + rows) <= max(0.05, 2 * decoding_s) + 1e-9 or rows == 1
 
 
 def settled_alone(cost: StepCost, seconds_of: Callable[[int], float], target_s: float) -> list[int]:
@@ -103,12 +180,12 @@ def test_a_slow_step_changes_nothing_but_slow_ones_do() -> None:
     cost = StepCost(NUM_ROWS)
     for _ in range(9):
         cost.record(64, 0.01)
-    before = cost.most_prompt_rows(1, 0.05)
+    before = cost.most_prompt_rows(1, [MANY], 0.05)
     cost.record(64, 5.0)
-    assert cost.most_prompt_rows(1, 0.05) == before > 64
+    assert cost.most_prompt_rows(1, [MANY], 0.05) == before > 64
     for _ in range(9):
         cost.record(64, 5.0)
-    assert cost.most_prompt_rows(1, 0.05) < 8
+    assert cost.most_prompt_rows(1, [MANY], 0.05) < 8
 
 
 def test_what_was_slow_long_ago_is_tried_again() -> None:
@@ -116,10 +193,10 @@ def test_what_was_slow_long_ago_is_tried_again() -> None:
     for _ in range(9):
         cost.record(64, 5.0)
         cost.record(1, 0.001)
-    assert cost.most_prompt_rows(1, 0.05) < 8
+    assert cost.most_prompt_rows(1, [MANY], 0.05) < 8
     for _ in range(1024):
         cost.record(48, 0.001)
-    assert cost.most_prompt_rows(1, 0.05) >= 63
+    assert cost.most_prompt_rows(1, [MANY], 0.05) >= 63
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 512, 8192])
@@ -127,4 +204,4 @@ def test_every_number_of_rows_is_in_a_range(num_rows: int) -> None:
     cost = StepCost(num_rows)
     for rows in range(1, num_rows + 1):
         cost.record(rows, 0.001)
-    assert 1 <= cost.most_prompt_rows(1, 1e9) <= max(16, num_rows)
+    assert 1 <= cost.most_prompt_rows(1, [MANY], 1e9) <= max(16, num_rows)

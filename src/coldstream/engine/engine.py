@@ -239,12 +239,12 @@ class Engine:
                 self._served.fail(running, error)
         return {}
 
-    def _most_prompt_rows(self, num_decoding: int) -> int:
-        """Rows of prompts in a step with so many decoding ones."""
+    def _most_prompt_rows(self, num_decoding: int, wanted: Sequence[int]) -> int:
+        """Rows of prompts that want so many each, in a step with so many decoding ones."""
         if math.isinf(self._target_s):
             return self._runner.chunk_size
         if any(len(job.token_ids) > job.num_prompt for job in self._served.running):
-            return self._cost.most_prompt_rows(num_decoding, self._target_s)
+            return self._cost.most_prompt_rows(num_decoding, wanted, self._target_s)
         # A prompt's last row may be a step of its own, for which its first token must not wait long.
         return self._cost.prompt_rows_alone(self._target_s) - num_decoding
 

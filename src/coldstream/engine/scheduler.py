@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+MostRows = Callable[[int, Sequence[int]], int]
+
 QUANTUM: Final = 32  # rows that a prompt gets at least, where so many are wanted and allowed
 _STEPS_PER_PRIORITY: Final = 256
 
@@ -89,11 +91,11 @@ class Scheduler:
         self._waiting[last.key] = self._running.pop(last.key)
         return last.key
 
-    def share(self, wanted: Mapping[int, int], most_prompt_rows: Callable[[int], int]) -> dict[int, int]:
+    def share(self, wanted: Mapping[int, int], most_prompt_rows: MostRows) -> dict[int, int]:
         """Rows of each running answer in the next step, at least one each for those that take part.
 
         wanted: rows that each could use, ≥ 1; 1: it decodes. most_prompt_rows: of all prompts in a step with
-        so many decoding rows, or none; at least one prompt gets a row anyway.
+        so many decoding rows, or none, and prompts that want so many; at least one gets a row anyway.
         """
         entries = sorted(self._running.values(), key=lambda entry: (entry.last_served, entry.rank))
         prompts = [entry for entry in entries if wanted[entry.key] > 1]
@@ -103,7 +105,8 @@ class Scheduler:
         shares = {entry.key: 1 for entry in decoding}
         left = self._num_rows - len(decoding)
         if prompts:
-            left = min(left, max(1, most_prompt_rows(len(decoding))))
+            rows_of_each = [wanted[entry.key] for entry in prompts]
+            left = min(left, max(1, most_prompt_rows(len(decoding), rows_of_each)))
         least = accumulate(min(wanted[entry.key], QUANTUM) for entry in prompts)
         served = prompts[: max(min(left, 1), sum(rows <= left for rows in least))]
         rows = _shortest_first([wanted[entry.key] for entry in served], left)

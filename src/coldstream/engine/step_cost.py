@@ -1,6 +1,7 @@
 """What a step costs by its number of rows, and how many rows of prompts it has therefore.
 
-Learned from the steps that were taken. Rows are counted in ranges, each of which begins a third or a half
+Learned from the steps that were taken: as many rows as keep to a target, or more where short steps would make
+all wait longer. Rows are counted in ranges, each of which begins a third or a half
 later than the one before; an estimate is a median of what steps of the range took lately. A range that was
 not measured for `_FORGOTTEN` steps counts as never measured; those of more rows than answers usually decode
 grow old by such steps alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times
@@ -9,6 +10,7 @@ are seconds.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Final
 
 from coldstream.decoding.row_times import RecentMedian
@@ -20,6 +22,8 @@ _FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
 _DEARER: Final = 1.15  # a row of such a step against one of a whole step
+_LONGEST: Final = 20.0  # targets that a step takes at most where that makes all wait less
+_LESS: Final = 2 / 3  # of what all wait with steps that keep to the target: then longer ones are taken
 
 
 class StepCost:
@@ -42,20 +46,38 @@ class StepCost:
         self._medians[each].add(seconds, now)
         self._newest[each] = now
 
-    def most_prompt_rows(self, num_decoding: int, target_s: float) -> int:
-        """How many rows of prompts, at least one, keep a step with so many decoding rows within the target.
+    def most_prompt_rows(self, num_decoding: int, wanted: Sequence[int], target_s: float) -> int:
+        """How many rows of prompts, at least one, a step with so many decoding rows has.
 
-        Where decoding alone takes more than half of it, they may about double the step. Beyond what was
-        measured, up to twice as many rows are tried if they keep to the target at the same cost of a row.
+        wanted: rows that each prompt needs, of which there is at least one. As many rows as keep the step
+        within the target; where decoding alone takes more than half of it, they may about double the step.
+        Beyond what was measured, up to twice as many rows are tried if they keep to the target at the same
+        cost of a row. More, and a step of up to `_LONGEST` targets, if all that wait then wait much less:
+        where any number of rows reads all missing experts, many short steps would read them again and again.
         """
         known = self._known()
         if not known:
             return _FIRST_ROWS
         allowed_s = max(target_s, _SLOWDOWN * _seconds(known, num_decoding))
         tried = max(max(known), num_decoding + _FIRST_ROWS)
-        end = bisect_left(self._rows, tried) + _RANGES_BEYOND
-        fitting = [rows for rows in self._rows[:end] if _seconds(known, rows) <= allowed_s]
-        return max(1, max(fitting, default=0) - num_decoding)
+        some = self._rows[: bisect_left(self._rows, tried) + _RANGES_BEYOND]
+        fitting = [rows for rows in some if _seconds(known, rows) <= allowed_s]
+        rows = max(1, max(fitting, default=0) - num_decoding)
+        most = min(sum(wanted), some[-1] - num_decoding)
+        if most <= rows or len(known) < 2:
+            return rows
+
+        def wait_s(rows: int) -> float:
+            """Of all, until the prompts are computed in steps of so many of their rows."""
+            step_s = _expected_s(known, num_decoding + rows)
+            beyond_s = step_s - _expected_s(known, num_decoding)
+            return ceil(sum(wanted) / rows) * (num_decoding * beyond_s + len(wanted) * step_s)
+
+        longer = [each - num_decoding for each in some if rows < each - num_decoding < most] + [most]
+        longest_s = _LONGEST * target_s
+        longer = [each for each in longer if _expected_s(known, num_decoding + each) <= longest_s]
+        best = min(longer, key=wait_s, default=rows)
+        return best if wait_s(best) <= _LESS * wait_s(rows) else rows
 
     def prompt_rows_alone(self, target_s: float) -> int:
         """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
@@ -110,3 +132,13 @@ def _seconds(known: Mapping[int, float], rows: int) -> float:
     low, high = fewer[-1], more[0]
     share = 0.0 if low == high else (rows - low) / (high - low)
     return known[low] + share * (known[high] - known[low])
+
+
+def _expected_s(known: Mapping[int, float], rows: int) -> float:
+    """The same, but outside of what is known on the line through the nearest two, if that rises."""
+    if len(known) < 2 or min(known) <= rows <= max(known):
+        return _seconds(known, rows)
+    first, second = list(known)[:2] if rows < min(known) else list(known)[-2:]
+    slope = max(0.0, (known[second] - known[first]) / (second - first))
+    nearest = first if rows < first else second
+    return max(0.0, known[nearest] + slope * (rows - nearest))
