@@ -96,17 +96,21 @@ async def load(
     count: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Closed loop of so many clients, each with texts of its own; a quarter of the time is not counted."""
+    """Closed loop of so many clients, each with texts of its own; a quarter of the time is not counted.
+
+    Their first answers are of different lengths, so that they do not all begin again at once for ever.
+    """
     answers: list[Streamed] = []
     begin = time.perf_counter()
     start, end = begin + seconds / 4, begin + seconds
 
-    async def client() -> None:
+    async def client(num_tokens: int) -> None:
         while time.perf_counter() < end:
             first = next(firsts)
-            answers.append(await stream(http, range(first, first + num_prompt), count))
+            answers.append(await stream(http, range(first, first + num_prompt), num_tokens))
+            num_tokens = count
 
-    await asyncio.gather(*(client() for _ in range(num_clients)))
+    await asyncio.gather(*(client(-(-count * place // num_clients)) for place in range(1, num_clients + 1)))
     return {"clients": num_clients, **load_figures(answers, start, end)}
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from gpu_serving import command, parser
 from serving_equality import KINDS, SHARED_TOKENS, Wish, alone, together, wishes
-from walking_clients import Streamed, WrongTextError, conversation, first_ids, load_figures, stream
+from walking_clients import Streamed, WrongTextError, conversation, first_ids, load, load_figures, stream
 
 VOCAB = 4000
-Handler = Callable[[httpx2.Request], httpx2.Response]
+Handler = Callable[[httpx2.Request], Any]
 
 
 def over(handler: Handler, wanted: Callable[[httpx2.AsyncClient], Awaitable[Any]]) -> Any:
@@ -80,6 +80,20 @@ def test_a_load_counts_what_came_between_two_moments() -> None:
     assert found["between_ms"]["p50"] == pytest.approx(200)  # of 100, 200 and 250
     with pytest.raises(RuntimeError, match="longer"):
         load_figures([early], start=1.0, end=2.0)
+
+
+def test_clients_of_a_load_do_not_all_begin_again_at_once() -> None:
+    counts: list[int] = []
+
+    async def noting(request: httpx2.Request) -> httpx2.Response:
+        counts.append(json.loads(request.content)["max_tokens"])
+        await asyncio.sleep(0)
+        return walking(request)
+
+    found = over(noting, lambda http: load(http, first_ids(VOCAB, 40), 4, 32, 8, 0.2))
+    assert found["clients"] == 4
+    assert sorted(counts[:4]) == [2, 4, 6, 8]
+    assert set(counts[4:]) == {8}
 
 
 def test_texts_begin_at_ids_of_their_own() -> None:

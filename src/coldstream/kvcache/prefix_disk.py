@@ -16,6 +16,7 @@ from pathlib import Path
 
 from coldstream.errors import StorageError
 from coldstream.files import write_file
+from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix_file import (
     DamagedFileError,
     PageContent,
@@ -84,8 +85,8 @@ class PrefixDisk:
         found = self._index.longest(self._keys(namespace), ids, limit)
         if found is None:
             return None
-        blocks: list[bytes] = []
-        state = b""
+        blocks: list[Content] = []
+        state: Content = b""
         for each in found.places[first_block:]:
             try:
                 with opened(each.file.path) as (read_at, _):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix_pages import Page, PageKeys, sha256
 from coldstream.kvcache.prefix_tier import PrefixSource, page_bytes
 
@@ -39,8 +40,8 @@ class PageContent:
     """A page with its bytes; those of the state are of an end."""
 
     page: Page
-    content: bytes
-    state: bytes
+    content: Content
+    state: Content
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class FileHeader:
 
 def encode(identity: bytes, root: bytes, pages: Sequence[PageContent]) -> tuple[bytes, tuple[PagePlace, ...]]:
     """The bytes of a file, and where its pages are. identity: a hash of the model and the cache's types."""
-    digests = [sha256(each.content + each.state) for each in pages]
+    digests = [sha256(b"".join((each.content, each.state))) for each in pages]
     parts = [_HEADER.pack(identity, root, len(pages))]
     for each, digest in zip(pages, digests, strict=True):
         page, sizes = each.page, (len(each.content), len(each.state))

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix_pages import Array, Digest, Page, PageIndex, PageKeys, sha256
 from coldstream.kvcache.prefix_tier import PrefixSource, SavedPrefix, TierStatistics, page_bytes
 
@@ -16,7 +17,7 @@ class PrefixRam:
     def __init__(self, budget_bytes: int, digest: Digest = sha256) -> None:
         self._budget_bytes = budget_bytes
         self._digest = digest
-        self._index: PageIndex[tuple[Page, bytes, bytes]] = PageIndex()  # content, state of an end
+        self._index: PageIndex[tuple[Page, Content, Content]] = PageIndex()  # content, state of an end
         self._used: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # namespace and bytes, latest last
         self._num_bytes = 0
         self._saved = self._loaded = self._evicted = 0

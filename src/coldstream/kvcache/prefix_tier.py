@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix_pages import Array, Page
 
 
@@ -13,10 +14,10 @@ class PrefixSource(Protocol):
     position_bytes: int
     state_bytes: int
 
-    def read_block(self, index: int) -> bytes:
+    def read_block(self, index: int) -> Content:
         """Block number `index`; of the last, the positions of the prefix."""
 
-    def read_state(self) -> bytes: ...
+    def read_state(self) -> Content: ...
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class SavedPrefix:
     """The bytes of a prefix, as `SequenceCache.written` takes them."""
 
     length: int
-    blocks: Sequence[bytes]  # from some block on
-    state: bytes
+    blocks: Sequence[Content]  # from some block on
+    state: Content
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.cache_bytes import block_bytes, state_bytes_of
+from coldstream.kvcache.cache_bytes import Content, block_bytes, state_bytes_of
 from coldstream.kvcache.prefix_pages import Array
 from coldstream.kvcache.prefix_tier import PrefixTier, TierStatistics
 from coldstream.kvcache.sequence import Sequence
@@ -26,10 +26,10 @@ class _Source:
         self.position_bytes = block_bytes(cache.tensors, 1)
         self.state_bytes = state_bytes_of(cache.tensors)
 
-    def read_block(self, index: int) -> bytes:
+    def read_block(self, index: int) -> Content:
         return self._cache.read_block(self._sequence, index)
 
-    def read_state(self) -> bytes:
+    def read_state(self) -> Content:
         return self._cache.read_state(self._sequence)
 
 

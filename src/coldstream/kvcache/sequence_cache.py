@@ -14,6 +14,7 @@ from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
 from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
 from coldstream.kvcache.cache_bytes import (
+    Content,
     block_bytes,
     read_block,
     read_state,
@@ -98,20 +99,20 @@ class SequenceCache:
         self.states.share(_states_of(copy.state))
         return copy
 
-    def read_block(self, sequence: Sequence, index: int) -> bytes:
+    def read_block(self, sequence: Sequence, index: int) -> Content:
         """Keys and values of the committed positions in the sequence's block number `index`."""
         self._check_settled(sequence)
         positions = min(BLOCK_POSITIONS, sequence.length - index * BLOCK_POSITIONS)
         return read_block(self.tensors, sequence.blocks[index], positions)
 
-    def read_state(self, sequence: Sequence) -> bytes:
+    def read_state(self, sequence: Sequence) -> Content:
         """The recurrent state of a sequence that is not empty."""
         self._check_settled(sequence)
         assert sequence.state is not None, "an empty sequence has no state"
         return read_state(self.tensors, sequence.state)
 
     def written(
-        self, length: int, blocks: Listed[bytes], state: bytes, base: Sequence | None = None
+        self, length: int, blocks: Listed[Content], state: Content, base: Sequence | None = None
     ) -> Sequence:
         """A new sequence with what `read_block`, from some block on, and `read_state` gave.
 
