@@ -26,7 +26,7 @@ from device import describe
 from failure_turns import Turn, figures
 from full_size_model import FULL_SHAPE
 from gpu import numbers, write_model
-from results import ROOT, write_result
+from results import ROOT, commit, write_result
 from served import TEMPLATE, Served, served
 from serving_equality import alone, together, wishes
 from walking_clients import conversation, first_ids, load, run_in_turn
@@ -172,11 +172,12 @@ def main() -> int:
     write_model(options.model, options.layers, options.vocab, TEMPLATE.read_text())
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     parts = {name: known[name] for name in PARTS if name in known}
-    about = {"command": command(options), "machine": describe(options.device)}
+    about = {"commit": options.commit or commit(), "machine": describe(options.device)}
     for name in options.parts:
         with TemporaryDirectory() as folder:
-            parts[name] = PARTS[name](options, Path(folder), options.vocab)
-        write_result({**about, **parts}, options.out, options.commit)
+            parts[name] = {**about, **PARTS[name](options, Path(folder), options.vocab)}
+        ordered = {name: parts[name] for name in PARTS if name in parts}
+        write_result({"command": command(options), **ordered}, options.out, options.commit)
     return 1 if any(parts[name].get("faults") or parts[name].get("missed") for name in options.parts) else 0
 
 

@@ -258,17 +258,33 @@ async def measure(command: Sequence[str], port: int, options: argparse.Namespace
         return {"closed_loop": closed, "open_loop": {"requests_s": rate, **opened}, "first_token": first}
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("model", type=Path, nargs="?", default=demo_model_path())
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    found.add_argument("--seconds", type=float, default=20, help="of each number of clients, in all turns")
+    found.add_argument("--turns", type=int, default=4)
+    found.add_argument("--first-tokens", type=int, default=20)
+    found.add_argument("--port", type=int, default=18100)
+    found.add_argument("--out", type=Path)
+    return found
+
+
+def command(options: argparse.Namespace) -> str:
+    """What measures this again."""
+    words = ["python", "bench/serving.py"]
+    words += [options.model.name] if options.model != demo_model_path() else []
+    for name, value in vars(options).items():
+        if name not in ("model", "port", "out") and value != parser().get_default(name):
+            values = value if isinstance(value, list) else [value]
+            words += ["--" + name.replace("_", "-"), *(f"{each:g}" for each in values)]
+    return shlex.join(words)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?", default=demo_model_path())
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=20, help="of each number of clients, in all turns")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--first-tokens", type=int, default=20)
-    parser.add_argument("--port", type=int, default=18100)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     slots, threads, port = str(max(options.clients)), str(options.threads), options.port
     ours = [sys.executable, "-m", "coldstream", "serve", str(options.model), "--port", str(port)]
     ours += ["--threads", threads, "--parallel", slots]
@@ -276,7 +292,7 @@ def main() -> int:
     peer = [sys.executable, "-c", PEER, str(options.model), slots, threads, context, str(port + 1)]
     run: Callable[[Coroutine[Any, Any, dict[str, Any]]], dict[str, Any]] = asyncio.run
     result = {
-        "command": shlex.join(["python", "bench/serving.py"]),
+        "command": command(options),
         "cpu": Hardware.measure().cpu_name,
         "threads": options.threads,
         "slots": int(slots),
