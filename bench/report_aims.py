@@ -233,6 +233,29 @@ def _serving() -> Iterator[Aim]:
             ratio = row["tok_s"] * steps[str(row["streams"])] / (1e3 * row["streams"])
             what = f"{row['streams']} texts side by side, {where}, over llama.cpp"
             yield Aim(what, 2, ratio, "gpu/streams.json", 1, "×")
+    yield from _long_lived()
+
+
+def _long_lived() -> Iterator[Aim]:
+    """What a server is to keep up for long: conversations, equal answers, its memory."""
+    soak = load("soak")
+    yield Aim("minutes of mixed traffic", 30, soak["seconds"] / 60, "soak.json")
+    wrong = len(soak["faults"]) + len(soak["grown_too_much"])
+    yield Aim("wrong answers in them, and what grew", 0, wrong, "soak.json", is_most=True)
+    turns = load("failures")["turns"]
+    ratio = turns["next_turn_ratio"]
+    what = "a next turn behind 8,000 tokens on two cores, sooner than the first"
+    yield Aim(what, 20, ratio, "failures.json", unit="×")
+    on_gpu, source = load("gpu/serving"), "gpu/serving.json"
+    next_s = on_gpu["turns"]["kinds"]["next turn"]["first_s"]
+    yield Aim("a next turn behind 80,000 tokens on a GPU, s", 1, next_s, source, 2, is_most=True)
+    for where, found in (("two cores", turns), ("a GPU", on_gpu["turns"])):
+        what = f"known tokens that a changed line makes {where} compute again"
+        name = "failures.json" if found is turns else source
+        yield Aim(what, 2048, found["most_replayed_tokens"], name, is_most=True)
+    different = len(on_gpu["equality"]["different"])
+    what = "answers that 31 others and a part of the experts change on a GPU"
+    yield Aim(what, 0, different, source, is_most=True)
 
 
 BLOCKS: Final[dict[str, Callable[[], str]]] = {

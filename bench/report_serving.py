@@ -1,6 +1,7 @@
-"""The figures of a server under load."""
+"""The figures of a server under load, on a CPU and on a GPU."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from report_tables import Row, load, table
 
@@ -29,6 +30,55 @@ def serving() -> str:
         f"{r['slots']} slots, "
         f"{r['new_tokens']} tokens an answer, {r['threads']} threads, {r['cpu']}, commit {r['commit']}: "
         f"`{r['command']}`\n"
+    )
+
+
+def gpu_serving() -> str:
+    """A server on a GPU: its load, what long conversations cost, and answers side by side."""
+    r = load("gpu/serving")
+    return "\n".join((_gpu_load(r["load"]), _gpu_turns(r["turns"]), _gpu_equality(r["equality"]))) + (
+        f"\n{r['load']['machine']['gpu']}, {r['load']['machine']['cores']} cores, commits "
+        f"{' and '.join(dict.fromkeys(r[part]['commit'] for part in ('load', 'turns', 'equality')))}: "
+        f"`{r['command']}`\n"
+    )
+
+
+def _gpu_load(found: Mapping[str, Any]) -> str:
+    percentiles = [f"{what}, ms: p50 | p95" for what in ("first token", "between tokens")]
+    header = ["experts on the GPU", "clients", "tok/s of all", *" | ".join(percentiles).split(" | ")]
+    rows: list[Row] = []
+    for budget in found["budgets"]:
+        for row in budget["rows"]:
+            first, between = row["first_token_ms"], row["between_ms"]
+            cells = [f"{first['p50']:.0f}", f"{first['p95']:.0f}", f"{between['p50']:.1f}", f"{between['p95']:.1f}"]
+            rows.append([f"{budget['experts_share']:.0%}", str(row["clients"]), f"{row['tok_s']:,.0f}", *cells])
+    return table(header, rows)
+
+
+def _gpu_turns(found: Mapping[str, Any]) -> str:
+    rows: list[Row] = [
+        [
+            what,
+            f"{each['first_s']:.2f}",
+            f"{each['prompt_tokens']:,.0f}",
+            f"{each['reused_tokens']:,.0f}",
+            f"{each['most_replayed_tokens']:,}",
+        ]
+        for what, each in found["kinds"].items()
+    ]
+    return table(["prompt", "first token, s", "tokens", "found", "known, computed again"], rows)
+
+
+def _gpu_equality(found: Mapping[str, Any]) -> str:
+    counts = found["statistics"]
+    answers = found["rounds"] * found["requests"]
+    return (
+        f"{answers - len(found['different'])} of {answers} answers, {found['requests']} at a time in "
+        f"{found['rounds']} rounds with {found['experts_share']:.0%} of the experts on the GPU, are those of a "
+        f"server that has each alone, all experts on the GPU and no drafts. Beside them "
+        f"{counts['cancelled_requests']} requests were given up, {counts['reused_tokens']:,} tokens of prompts "
+        f"were found in the cache, and {counts['accepted_tokens']:,} of {counts['drafted_tokens']:,} drafted "
+        f"tokens were accepted.\n"
     )
 
 

@@ -134,16 +134,19 @@ def alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[Answe
 
 
 def rows_of_steps(
-    runner: ModelRunner, clock: FakeClock | None = None, seconds_of_row: float = 0.0
+    runner: ModelRunner, clock: FakeClock | None = None, seconds_of_row: float = 0.0, dearer: float = 1.0
 ) -> list[list[int]]:
-    """Rows of each segment of every step from now on, each of which takes so long by `clock`."""
+    """Rows of each segment of every step from now on, each of which takes so long by `clock`.
+
+    dearer: so many times as long in steps of several segments.
+    """
     steps: list[list[int]] = []
     step = runner.step
 
     def counted(batch: Batch) -> tuple[Logits, ...]:
         steps.append([len(segment.token_ids) for segment in batch.segments])
         if clock is not None:
-            clock.now += seconds_of_row * sum(steps[-1])
+            clock.now += seconds_of_row * sum(steps[-1]) * (dearer if len(steps[-1]) > 1 else 1)
         return step(batch)
 
     runner.step = counted  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from coldstream.decoding import Logits
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.engine.events import Delta, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
+from coldstream.engine.scheduler import QUANTUM
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache import CacheSize
 from hash_runner import opened_with
@@ -300,7 +301,7 @@ def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
     with engine_of(opened, EngineLimits(target_step_ms=240), clock) as client:
         steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001)
         once = replace(SAMPLED, max_tokens=1)
-        for token_id in range(10):
+        for token_id in range(20):
             client.add([token_id] * 600, once)
             client.drain()
         client.add([20] * 600, once)
@@ -309,8 +310,26 @@ def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
         short = client.add([21] * 70, once)
         while not client.pieces(short):
             client.step()
-        assert any(1 in step for step in steps)
-        assert max(map(sum, steps)) <= 96, "a third of the target is 80 ms"
+        assert sorted(steps[0]) == [QUANTUM, 69], "all but its last row, and the least of the long one"
+        assert 1 in steps[-1]
+        assert sum(steps[-1]) <= 80, "a third of the target is 80 ms"
+
+
+def test_what_rows_cost_beside_others_leaves_the_steps_of_a_prompt_alone_short(opened: OpenedModel) -> None:
+    """There more is done for a row, whatever the size of the step; a lone prompt's steps tell of sizes."""
+    clock = FakeClock(tick=0.0)
+    with engine_of(opened, EngineLimits(target_step_ms=240), clock) as client:
+        steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001, dearer=3.0)
+        once = replace(SAMPLED, max_tokens=1)
+        for token_id in range(20):
+            client.add([token_id] * 600, once)
+            client.step()
+            client.add([token_id + 100] * 90, once)
+            client.drain()
+        del steps[:]
+        client.add([20] * 600, once)
+        client.step()
+        assert sum(steps[0]) <= 96, "a third of the target is 80 ms"
 
 
 def test_sc01_prompts_take_turns(opened: OpenedModel) -> None:

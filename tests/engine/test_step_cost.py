@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coldstream.engine.scheduler import QUANTUM
 from coldstream.engine.step_cost import StepCost
 
 NUM_ROWS = 512
@@ -113,6 +114,11 @@ def test_the_target_holds_where_rows_cost_the_same_in_any_step(
         assert constant_s + row_s * (num_decoding + rows) <= max(0.05, 2 * decoding_s) + 1e-9 or rows == 1
 
 
+def cost_ranges() -> list[int]:
+    """Of at least 16 rows."""
+    return [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, NUM_ROWS]
+
+
 def settled_alone(cost: StepCost, seconds_of: Callable[[int], float], target_s: float) -> list[int]:
     """The rows of 50 steps of a long prompt that is alone."""
     taken = []
@@ -205,3 +211,51 @@ def test_every_number_of_rows_is_in_a_range(num_rows: int) -> None:
     for rows in range(1, num_rows + 1):
         cost.record(rows, 0.001)
     assert 1 <= cost.most_prompt_rows(1, [MANY], 1e9) <= max(16, num_rows)
+
+
+def test_a_short_prompt_goes_on_nearly_alone_beside_long_ones() -> None:
+    cost = learned(lambda rows: 0.0001 * rows)
+    assert cost.prompt_rows_together(0, [2000, 100, 700], 0.05) == 100 + 2 * QUANTUM
+    assert cost.prompt_rows_together(0, [2000, 400], 0.05) == 2400, "little would be won"
+    assert cost.prompt_rows_together(0, [100], 0.05) == 100, "there is no other"
+
+
+def test_where_all_rows_take_about_as_long_no_prompt_waits_for_a_short_one() -> None:
+    cost = learned(streamed_s)
+    assert cost.prompt_rows_together(0, [2000, 100], 0.05) == 2100
+
+
+@pytest.mark.parametrize("num_last", [1, 3])
+def test_a_step_with_a_prompts_last_row_is_short(num_last: int) -> None:
+    """Its first token comes with that step."""
+    cost = learned(lambda rows: 0.0001 * rows)
+    rows = cost.prompt_rows_together(num_last, [2000, 100], 0.05)
+    assert 0.012 < 0.0001 * (rows + num_last) <= 0.05 / 3
+    assert learned(lambda rows: 0.1).prompt_rows_together(num_last, [2000], 0.05) == 1
+    assert StepCost(NUM_ROWS).prompt_rows_together(num_last, [2000], 0.05) == 2000, "nothing is known"
+
+
+@pytest.mark.parametrize("stale", [64, 1024])
+def test_what_was_dear_in_a_bad_moment_is_tried_again_once_it_is_stale(stale: int) -> None:
+    cost = StepCost(NUM_ROWS, stale=stale)
+    for rows in cost_ranges():
+        for _ in range(9):
+            cost.record(rows, 0.0004 * rows if rows < NUM_ROWS else 0.0001 * rows)
+    taken = [rows for _ in range(5) for rows in settled_alone(cost, lambda rows: 0.0001 * rows, 0.05)]
+    assert set(taken[:50]) == {NUM_ROWS} if stale > 64 else min(taken[:50]) < NUM_ROWS
+    assert (min(taken) < 384) == (stale == 64)
+
+
+def test_what_is_dear_takes_few_steps_to_know_it_again() -> None:
+    cost = StepCost(NUM_ROWS, stale=64)
+    taken = [rows for _ in range(20) for rows in settled_alone(cost, lambda rows: 0.4, 0.05)]
+    assert taken.count(NUM_ROWS) > 0.7 * len(taken)
+
+
+def test_longer_steps_than_those_that_are_cheap_are_not_tried_again() -> None:
+    cost = StepCost(NUM_ROWS, stale=64)
+    settled_alone(cost, lambda rows: 0.0001 * rows, 0.05)
+    for _ in range(9):
+        cost.record(384, 5.0)
+    taken = [rows for _ in range(4) for rows in settled_alone(cost, lambda rows: 0.0001 * rows, 0.05)]
+    assert 384 not in taken

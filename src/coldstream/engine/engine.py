@@ -56,6 +56,9 @@ class Engine:
         limits = replace(limits, max_running=self._max_running)
         self._served = ServedRequests(opened, limits, tiers)
         self._cost = StepCost(chunk_size)
+        # Of steps of one prompt that goes on behind them: in others more is done, whatever their size.
+        # What was dear once is tried again soon, as longer steps may have been measured in a better moment.
+        self._lone_cost = StepCost(chunk_size, stale=64)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
         self._is_closed = False
@@ -168,6 +171,7 @@ class Engine:
         counts = self._rows_of_all()
         if not counts:
             return
+        goes_on = len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
         trees = self._trees(counts)
         launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:
@@ -182,7 +186,9 @@ class Engine:
         self._take(launched, None)
         seconds = self._clock() - start
         self._served.counts.step_s += seconds
-        self._cost.record(sum(launched.counts.values()), seconds)
+        num_rows = sum(launched.counts.values())
+        for cost in (self._cost, self._lone_cost) if goes_on else (self._cost,):
+            cost.record(num_rows, seconds)
 
     def _alone(self) -> Job | None:
         """The only answer there is, if there may be drafts for it."""
@@ -245,8 +251,9 @@ class Engine:
             return self._runner.chunk_size
         if any(len(job.token_ids) > job.num_prompt for job in self._served.running):
             return self._cost.most_prompt_rows(num_decoding, wanted, self._target_s)
-        # A prompt's last row may be a step of its own, for which its first token must not wait long.
-        return self._cost.prompt_rows_alone(self._target_s) - num_decoding
+        if num_decoding or len(wanted) > 1:
+            return self._cost.prompt_rows_together(num_decoding, wanted, self._target_s)
+        return self._lone_cost.prompt_rows_alone(self._target_s)
 
     def _land(self, flying: Launched) -> None:
         """Tells the tokens of a step, once the next one is launched, if that needs no decision."""

@@ -1,11 +1,10 @@
 """What a step costs by its number of rows, and how many rows of prompts it has therefore.
 
 Learned from the steps that were taken: as many rows as keep to a target, or more where short steps would make
-all wait longer. Rows are counted in ranges, each of which begins a third or a half
-later than the one before; an estimate is a median of what steps of the range took lately. A range that was
-not measured for `_FORGOTTEN` steps counts as never measured; those of more rows than answers usually decode
-grow old by such steps alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times
-are seconds.
+all wait longer. Rows are counted in ranges, each of which begins a third or a half later than the one before;
+an estimate is a median of what steps of the range took lately. A range that was not measured for
+`_FORGOTTEN` steps counts as never measured; those of more rows than answers usually decode grow old by such
+steps alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times are seconds.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,6 +13,7 @@ from math import ceil
 from typing import Final
 
 from coldstream.decoding.row_times import RecentMedian
+from coldstream.engine.scheduler import QUANTUM
 
 _FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
 _RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
@@ -29,8 +29,9 @@ _LESS: Final = 2 / 3  # of what all wait with steps that keep to the target: the
 class StepCost:
     """The seconds of a step by its number of rows, up to `num_rows`."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._rows = _ranges(num_rows)
+    def __init__(self, num_rows: int, stale: int = _FORGOTTEN) -> None:
+        """stale: steps after which what a range took is not added to any more, but measured anew."""
+        self._rows, self._stale = _ranges(num_rows), stale
         self._medians = [RecentMedian() for _ in self._rows]
         self._newest = [0] * len(self._rows)  # of each range, `_now` at its last step
         self._num_steps = self._num_long_steps = 0
@@ -41,7 +42,7 @@ class StepCost:
         self._num_long_steps += num_rows > _FEW_ROWS
         each = bisect_right(self._rows, num_rows) - 1
         now = self._now(self._rows[each])
-        if now - self._newest[each] >= _FORGOTTEN:
+        if now - self._newest[each] >= self._stale:
             self._medians[each] = RecentMedian()
         self._medians[each].add(seconds, now)
         self._newest[each] = now
@@ -79,27 +80,46 @@ class StepCost:
         best = min(longer, key=wait_s, default=rows)
         return best if wait_s(best) <= _LESS * wait_s(rows) else rows
 
+    def prompt_rows_together(self, num_last: int, wanted: Sequence[int], target_s: float) -> int:
+        """How many rows several prompts have in a step while nothing decodes yet.
+
+        num_last: prompts whose last row is in the step; they wait for their first token, so the others get
+        what keeps the step to a third of the target. Otherwise the shortest prompt goes on with few rows of
+        the others if that at least halves the step: it is done sooner, and they lose little.
+        """
+        known, most = self._known(), sum(wanted)
+        if not known or len(wanted) + num_last < 2:
+            return most
+        if num_last:
+            fitting = [rows for rows in self._rows if _expected_s(known, rows) <= _ALONE * target_s]
+            return max(1, max(fitting, default=0) - num_last)
+        shortest = min(wanted) + QUANTUM * (len(wanted) - 1)
+        whole_s = _expected_s(known, min(most, self._rows[-1]))
+        return shortest if _expected_s(known, shortest) <= whole_s / 2 else most
+
     def prompt_rows_alone(self, target_s: float) -> int:
         """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
         meanwhile waits little, but not so few that a row gets much dearer or the step much shorter than
         the target.
 
-        All, as long as it is not known what they cost; then fewer are tried, a range at a time.
+        All, as long as it is not known what they cost; then fewer are tried, a range at a time. What seemed
+        dear is tried again once it is stale, as it may have been measured in a bad moment.
         """
         known, most_rows = self._known(), self._rows[-1]
         if most_rows not in known:
             return most_rows
-        whole_s, best = known[most_rows] / most_rows, most_rows
+        whole_s, best, again = known[most_rows] / most_rows, most_rows, 0
         for rows in reversed(self._rows[:-1]):
             seconds = _seconds(known, rows)
             if seconds < _ALONE * target_s:
                 break
-            # Fewer may be cheap although these seem dear: they may have been measured in a bad moment.
             if seconds <= _DEARER * whole_s * rows:
-                best = rows
+                best, again = rows, 0
                 if rows not in known:
                     break
-        return best
+            elif self._age(rows) >= self._stale:
+                again = again or rows
+        return again or best
 
     def _known(self) -> dict[int, float]:
         """Medians by the first number of rows of their range, ascending."""
@@ -109,6 +129,10 @@ class StepCost:
             for rows, median, newest in medians
             if median.value is not None and self._now(rows) - newest < _FORGOTTEN
         }
+
+    def _age(self, rows: int) -> int:
+        """Steps since the last one of the range that begins with so many rows."""
+        return self._now(rows) - self._newest[self._rows.index(rows)]
 
     def _now(self, rows: int) -> int:
         """What the age of a range that begins with so many rows is counted in."""
