@@ -39,7 +39,7 @@ from report_gpu import (
 )
 from report_partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
 from report_residents import planned_residents
-from report_serving import serving
+from report_serving import gpu_serving, serving
 from report_streaming import (
     gpu_ahead,
     gpu_cold_rows,
@@ -303,6 +303,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "gpu_drafts": gpu_drafts,
     "draft_equality": draft_equality,
     "serving": serving,
+    "gpu_serving": gpu_serving,
     "kills": kills,
     "cancel_storm": cancel_storm,
     "conversations": conversations,

@@ -50,8 +50,15 @@ def _gpu_load(found: Mapping[str, Any]) -> str:
     for budget in found["budgets"]:
         for row in budget["rows"]:
             first, between = row["first_token_ms"], row["between_ms"]
-            cells = [f"{first['p50']:.0f}", f"{first['p95']:.0f}", f"{between['p50']:.1f}", f"{between['p95']:.1f}"]
-            rows.append([f"{budget['experts_share']:.0%}", str(row["clients"]), f"{row['tok_s']:,.0f}", *cells])
+            cells = [
+                f"{first['p50']:.0f}",
+                f"{first['p95']:.0f}",
+                f"{between['p50']:.1f}",
+                f"{between['p95']:.1f}",
+            ]
+            rows.append(
+                [f"{budget['experts_share']:.0%}", str(row["clients"]), f"{row['tok_s']:,.0f}", *cells]
+            )
     return table(header, rows)
 
 
@@ -72,13 +79,13 @@ def _gpu_turns(found: Mapping[str, Any]) -> str:
 def _gpu_equality(found: Mapping[str, Any]) -> str:
     counts = found["statistics"]
     answers = found["rounds"] * found["requests"]
+    same = answers - len(found["different"])
     return (
-        f"{answers - len(found['different'])} of {answers} answers, {found['requests']} at a time in "
-        f"{found['rounds']} rounds with {found['experts_share']:.0%} of the experts on the GPU, are those of a "
-        f"server that has each alone, all experts on the GPU and no drafts. Beside them "
-        f"{counts['cancelled_requests']} requests were given up, {counts['reused_tokens']:,} tokens of prompts "
-        f"were found in the cache, and {counts['accepted_tokens']:,} of {counts['drafted_tokens']:,} drafted "
-        f"tokens were accepted.\n"
+        f"{same} of {answers} answers are those of a server that has each alone, all experts on the GPU and "
+        f"no drafts: {found['requests']} at a time in {found['rounds']} rounds, with "
+        f"{found['experts_share']:.0%} of the experts on the GPU. Beside them {counts['cancelled_requests']} "
+        f"requests were given up, {counts['reused_tokens']:,} tokens of prompts were found in the cache, and "
+        f"{counts['accepted_tokens']:,} of {counts['drafted_tokens']:,} drafted tokens were accepted.\n"
     )
 
 
