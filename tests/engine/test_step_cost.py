@@ -215,24 +215,37 @@ def test_every_number_of_rows_is_in_a_range(num_rows: int) -> None:
 
 def test_a_short_prompt_goes_on_nearly_alone_beside_long_ones() -> None:
     cost = learned(lambda rows: 0.0001 * rows)
-    assert cost.prompt_rows_together(0, [2000, 100, 700], 0.05) == 100 + 2 * QUANTUM
-    assert cost.prompt_rows_together(0, [2000, 400], 0.05) == 2400, "little would be won"
-    assert cost.prompt_rows_together(0, [100], 0.05) == 100, "there is no other"
+    assert cost.prompt_rows_together(0, [2000, 100, 700], NUM_ROWS, 0.05) == 100 + 2 * QUANTUM
+    assert cost.prompt_rows_together(0, [2000, 400], NUM_ROWS, 0.05) == NUM_ROWS, "little would be won"
+    assert cost.prompt_rows_together(0, [100], NUM_ROWS, 0.05) == 100, "there is no other"
+
+
+@given(st.integers(0, 3), st.lists(st.integers(2, 3000), min_size=1, max_size=6), st.integers(1, NUM_ROWS))
+def test_several_prompts_have_no_more_rows_than_one_alone(
+    num_last: int, wanted: list[int], most: int
+) -> None:
+    """So one that comes meanwhile waits as little, unless the shortest of them is done by that."""
+    shortest = min(wanted) + QUANTUM * (len(wanted) - 1)
+    for cost in (learned(lambda rows: 0.0001 * rows), learned(streamed_s), StepCost(NUM_ROWS)):
+        rows = cost.prompt_rows_together(num_last, wanted, most, 0.05)
+        assert 1 <= rows <= min(most, sum(wanted)) or (rows == shortest and not num_last)
 
 
 def test_where_all_rows_take_about_as_long_no_prompt_waits_for_a_short_one() -> None:
     cost = learned(streamed_s)
-    assert cost.prompt_rows_together(0, [2000, 100], 0.05) == 2100
+    assert cost.prompt_rows_together(0, [2000, 100], NUM_ROWS, 0.05) == NUM_ROWS
 
 
 @pytest.mark.parametrize("num_last", [1, 3])
 def test_a_step_with_a_prompts_last_row_is_short(num_last: int) -> None:
     """Its first token comes with that step."""
     cost = learned(lambda rows: 0.0001 * rows)
-    rows = cost.prompt_rows_together(num_last, [2000, 100], 0.05)
+    rows = cost.prompt_rows_together(num_last, [2000, 100], NUM_ROWS, 0.05)
     assert 0.012 < 0.0001 * (rows + num_last) <= 0.05 / 3
-    assert learned(lambda rows: 0.1).prompt_rows_together(num_last, [2000], 0.05) == 1
-    assert StepCost(NUM_ROWS).prompt_rows_together(num_last, [2000], 0.05) == 2000, "nothing is known"
+    assert learned(lambda rows: 0.1).prompt_rows_together(num_last, [2000], NUM_ROWS, 0.05) == 1
+    assert StepCost(NUM_ROWS).prompt_rows_together(num_last, [2000], NUM_ROWS, 0.05) == NUM_ROWS, (
+        "nothing is known"
+    )
 
 
 @pytest.mark.parametrize("stale", [64, 1024])

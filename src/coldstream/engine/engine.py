@@ -251,9 +251,8 @@ class Engine:
             return self._runner.chunk_size
         if any(len(job.token_ids) > job.num_prompt for job in self._served.running):
             return self._cost.most_prompt_rows(num_decoding, wanted, self._target_s)
-        if num_decoding or len(wanted) > 1:
-            return self._cost.prompt_rows_together(num_decoding, wanted, self._target_s)
-        return self._lone_cost.prompt_rows_alone(self._target_s)
+        most = self._lone_cost.prompt_rows_alone(self._target_s)
+        return self._cost.prompt_rows_together(num_decoding, wanted, most, self._target_s)
 
     def _land(self, flying: Launched) -> None:
         """Tells the tokens of a step, once the next one is launched, if that needs no decision."""

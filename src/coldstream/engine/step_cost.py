@@ -80,22 +80,21 @@ class StepCost:
         best = min(longer, key=wait_s, default=rows)
         return best if wait_s(best) <= _LESS * wait_s(rows) else rows
 
-    def prompt_rows_together(self, num_last: int, wanted: Sequence[int], target_s: float) -> int:
-        """How many rows several prompts have in a step while nothing decodes yet.
+    def prompt_rows_together(self, num_last: int, wanted: Sequence[int], most: int, target_s: float) -> int:
+        """How many rows several prompts have in a step while nothing decodes yet: `most`, or less or more.
 
         num_last: prompts whose last row is in the step; they wait for their first token, so the others get
-        what keeps the step to a third of the target. Otherwise the shortest prompt goes on with few rows of
-        the others if that at least halves the step: it is done sooner, and they lose little.
+        what keeps the step to a third of the target. Otherwise the shortest prompt is done, with few rows of
+        the others, if that takes at most half as long as a whole step: they lose little.
         """
-        known, most = self._known(), sum(wanted)
+        known, most, whole = self._known(), min(most, sum(wanted)), min(sum(wanted), self._rows[-1])
         if not known or len(wanted) + num_last < 2:
             return most
         if num_last:
             fitting = [rows for rows in self._rows if _expected_s(known, rows) <= _ALONE * target_s]
-            return max(1, max(fitting, default=0) - num_last)
+            return max(1, min(most, max(fitting, default=0) - num_last))
         shortest = min(wanted) + QUANTUM * (len(wanted) - 1)
-        whole_s = _expected_s(known, min(most, self._rows[-1]))
-        return shortest if _expected_s(known, shortest) <= whole_s / 2 else most
+        return shortest if _expected_s(known, shortest) <= _expected_s(known, whole) / 2 else most
 
     def prompt_rows_alone(self, target_s: float) -> int:
         """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
