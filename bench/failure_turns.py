@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,13 @@ async def repeated(http: httpx2.AsyncClient) -> int:
     return int(props["cache"]["prefixes"]["repeated_tokens"])
 
 
+async def streamed_events(response: httpx2.Response) -> AsyncIterator[Fields]:
+    """The JSON objects of a stream, without its comments and its end."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
 async def turn(http: httpx2.AsyncClient, what: str, messages: Sequence[Fields]) -> tuple[Turn, str]:
     """A streamed answer, and its text. RuntimeError for one that has none, or ends in an error."""
     body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -75,10 +82,7 @@ async def turn(http: httpx2.AsyncClient, what: str, messages: Sequence[Fields]) 
     start, first_s, texts, usage = time.perf_counter(), None, [], None
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        async for event in streamed_events(response):
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
                 if text := choice["delta"].get("content"):

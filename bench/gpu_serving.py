@@ -29,7 +29,7 @@ from gpu import numbers, write_model
 from results import ROOT, commit, write_result
 from served import TEMPLATE, Served, served
 from serving_equality import alone, together, wishes
-from walking_clients import conversation, first_ids, load, run_in_turn
+from walking_clients import conversation, first_ids, load, run_client
 
 LOAD_PROMPT, LOAD_TOKENS, LOAD_CONTEXT = 512, 128, 1024
 EQUALITY_CONTEXT, LONGEST_PROMPT, REQUESTS = 2048, 1000, 32
@@ -67,7 +67,7 @@ def loads(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict[st
                     count=LOAD_TOKENS,
                     seconds=options.seconds,
                 )
-                rows.append(run_in_turn(server.url, clients))
+                rows.append(run_client(server.url, clients))
                 print(vram, rows[-1], file=sys.stderr, flush=True)
             found.append({"vram": vram, "experts_share": share(server), "rows": rows})
     return {"prompt_tokens": LOAD_PROMPT, "new_tokens": LOAD_TOKENS, "budgets": found}
@@ -81,7 +81,7 @@ def turns(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict[st
         for number in range(options.conversations):
             first = 2000 + number * (vocab_size // (2 * options.conversations))
             talk = partial(conversation, first=first, num_tokens=options.tokens, vocab_size=vocab_size)
-            found += run_in_turn(server.url, talk)
+            found += run_client(server.url, talk)
             print(*found[-8:], sep="\n", file=sys.stderr, flush=True)
     result = figures(found)
     next_s = result["kinds"]["next turn"]["first_s"]
@@ -100,12 +100,12 @@ def equality(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict
     context = ("--ctx-size", str(EQUALITY_CONTEXT))
     settings = ("--parallel", "1", *context)
     with served(options.model, folder / "alone.log", *settings, device=options.device) as server:
-        expected = run_in_turn(server.url, lambda http: alone(http, asked))
+        expected = run_client(server.url, lambda http: alone(http, asked))
         shares = {"alone_experts_share": share(server)}
     settings = ("--parallel", str(REQUESTS), *context, "--vram", options.vram[-1])
     settings += ("--spec-type", options.spec_type, "--tree-budget", str(options.tree_budget))
     with served(options.model, folder / "shared.log", *settings, device=options.device) as server:
-        differs = run_in_turn(
+        differs = run_client(
             server.url, lambda http: together(http, asked, expected, options.rounds, REQUESTS_SEED)
         )
         counts = props(server)["statistics"]

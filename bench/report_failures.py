@@ -63,6 +63,13 @@ def cancel_storm() -> str:
 def conversations() -> str:
     """Time to the first token by kind of turn."""
     r, found = _result("turns")
+    words = f"\nThe next turn begins {found['next_turn_ratio']:.0f} times as soon as the first. Medians of "
+    words += f"{found['conversations']} conversations; of the last column the most. "
+    return turns_table(found) + words + _source(r, found).lstrip("\n")
+
+
+def turns_table(found: dict[str, Any]) -> str:
+    """Kinds of turns, of the figures of `failure_turns.py`."""
     rows: list[Row] = [
         [
             what,
@@ -73,10 +80,7 @@ def conversations() -> str:
         ]
         for what, each in found["kinds"].items()
     ]
-    header = ["prompt", "first token, s", "tokens", "found", "known, computed again"]
-    words = f"\nThe next turn begins {found['next_turn_ratio']:.0f} times as soon as the first. Medians of "
-    words += f"{found['conversations']} conversations; of the last column the most. "
-    return table(header, rows) + words + _source(r, found).lstrip("\n")
+    return table(["prompt", "first token, s", "tokens", "found", "known, computed again"], rows)
 
 
 def _result(part: str) -> tuple[dict[str, Any], dict[str, Any]]:

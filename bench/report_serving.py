@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from report_failures import turns_table
 from report_tables import Row, load, table
 
 NAMES = {"coldstream": "coldstream", "llama_cpp": "llama.cpp's server"}
@@ -36,7 +37,7 @@ def serving() -> str:
 def gpu_serving() -> str:
     """A server on a GPU: its load, what long conversations cost, and answers side by side."""
     r = load("gpu/serving")
-    return "\n".join((_gpu_load(r["load"]), _gpu_turns(r["turns"]), _gpu_equality(r["equality"]))) + (
+    return "\n".join((_gpu_load(r["load"]), turns_table(r["turns"]), _gpu_equality(r["equality"]))) + (
         f"\n{r['load']['machine']['gpu']}, {r['load']['machine']['cores']} cores, commits "
         f"{' and '.join(dict.fromkeys(r[part]['commit'] for part in ('load', 'turns', 'equality')))}: "
         f"`{r['command']}`\n"
@@ -60,20 +61,6 @@ def _gpu_load(found: Mapping[str, Any]) -> str:
                 [f"{budget['experts_share']:.0%}", str(row["clients"]), f"{row['tok_s']:,.0f}", *cells]
             )
     return table(header, rows)
-
-
-def _gpu_turns(found: Mapping[str, Any]) -> str:
-    rows: list[Row] = [
-        [
-            what,
-            f"{each['first_s']:.2f}",
-            f"{each['prompt_tokens']:,.0f}",
-            f"{each['reused_tokens']:,.0f}",
-            f"{each['most_replayed_tokens']:,}",
-        ]
-        for what, each in found["kinds"].items()
-    ]
-    return table(["prompt", "first token, s", "tokens", "found", "known, computed again"], rows)
 
 
 def _gpu_equality(found: Mapping[str, Any]) -> str:

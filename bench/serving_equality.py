@@ -17,18 +17,14 @@ from typing import Any, Final
 
 import httpx2
 
+from soak import SCHEMA
+
 Fields = dict[str, Any]
 
 SHARED_TOKENS: Final = 640  # that half of the prompts begin with
 REPEATED_TOKENS, REPEATED_AGAIN = 64, 8  # a prompt that repeats itself ends so far in its second time
 GIVEN_UP_SHARE: Final = 0.5  # neighbours, for each request
 SPREAD_S: Final = 2.0  # in which a round's requests arrive
-SCHEMA: Final = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2, 3]}},
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
 KINDS: Final[Sequence[Fields]] = (
     {"temperature": 0},
     {"temperature": 3, "top_k": 0, "logprobs": 2},

@@ -6,16 +6,15 @@ Prompts are consecutive token ids, which these files continue with the next ones
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx2
 import numpy as np
 
-from failure_turns import DEPTHS, Turn, repeated
+from failure_turns import DEPTHS, Turn, repeated, streamed_events
 
 FIRST_ID: Final = 1000  # the ids before are pieces of text
 TEXT_STEP: Final = 7919  # ids between the beginnings of two texts
@@ -45,10 +44,7 @@ async def stream(http: httpx2.AsyncClient, prompt: Sequence[int], count: int) ->
     times, texts, usage, sent_s = [], [], {}, time.perf_counter()
     async with http.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        async for event in streamed_events(response):
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
                 if choice["text"]:
@@ -145,7 +141,7 @@ async def conversation(http: httpx2.AsyncClient, first: int, num_tokens: int, vo
     return turns
 
 
-def run_in_turn(url: str, wanted: Callable[[httpx2.AsyncClient], Any]) -> Any:
+def run_client(url: str, wanted: Callable[[httpx2.AsyncClient], Any]) -> Any:
     """What a coroutine over a client of the server gives."""
 
     async def run() -> Any:
@@ -154,7 +150,3 @@ def run_in_turn(url: str, wanted: Callable[[httpx2.AsyncClient], Any]) -> Any:
             return await wanted(http)
 
     return asyncio.run(run())
-
-
-def as_fields(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in turns]

@@ -120,10 +120,8 @@ class SequenceCache:
         OutOfMemoryError, and InvalidRequestError for bytes of other sizes, with nothing changed.
         """
         first = num_blocks_of(length) - len(blocks)
-        sizes = [
-            min(BLOCK_POSITIONS, length - index * BLOCK_POSITIONS)
-            for index in range(first, first + len(blocks))
-        ]
+        indices = range(first, first + len(blocks))
+        sizes = [min(BLOCK_POSITIONS, length - index * BLOCK_POSITIONS) for index in indices]
         if (
             length < 1
             or first < 0
