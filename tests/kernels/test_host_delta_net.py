@@ -16,7 +16,7 @@ from coldstream.kernels.gated_delta_net import cuda
 from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import MAX_TREE_ROWS, BatchRows, CommittedPath, KeptInputs, Rows
+from coldstream.kernels.ops import MAX_TREE_ROWS, BatchRows, CommittedPath, KeptInputs, RecurrentLayer, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from host_device import HostDevice
 
@@ -150,11 +150,12 @@ def check_commits(
             committed = CommittedPath(
                 *map(ints, ([part.state_id], [len(path)], [0], path + fill, places + fill, [0]))
             )
-            ReferenceOps(exact=True).commit_delta_net(weights, *expected_states, kept, committed)
+            layer = RecurrentLayer(weights, *expected_states, kept)
+            ReferenceOps(exact=True).commit_delta_net([layer], committed)
             there = CommittedPath(*(tensor.to(device) for tensor in vars(committed).values()))
-            readers = torch.zeros(case.num_key_heads, dtype=torch.int32, device=device)
-            weights_there = weights_on(weights, torch.device(device))
-            cuda.delta_net_replay_cuda(weights_there, *found_states, found_kept, there, readers)
+            readers = torch.zeros(1, case.num_key_heads, dtype=torch.int32, device=device)
+            layer = RecurrentLayer(weights_on(weights, torch.device(device)), *found_states, found_kept)
+            cuda.delta_net_replay_cuda([layer], there, readers)
             assert not readers.any()
         start += part.num_rows
     for one, other in zip(found_states, expected_states, strict=True):
@@ -295,12 +296,33 @@ def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
     if count:
         rows = Rows(torch.zeros(count, dtype=torch.int32), case.state_ids_tensor())
         gated_delta_net_exact(*case.inputs(), case.weights(), *expected, rows)
-    readers = torch.zeros(2, dtype=torch.int32)
+    readers = torch.zeros(1, 2, dtype=torch.int32)
     for path in (committed_path(-1, count, places), committed_path(1, count, places)):
-        cuda.delta_net_replay_cuda(case.weights(), *states, kept, path, readers)
+        cuda.delta_net_replay_cuda([RecurrentLayer(case.weights(), *states, kept)], path, readers)
     assert not readers.any()
     for found, wanted in zip(states, expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.parametrize("num_layers", [2, cuda.MOST_REPLAYED + 2])
+def test_a_commit_advances_every_layer_by_its_own_inputs(num_layers: int) -> None:
+    case, path = case_of((2, 4, 32, 4), [Part(1, 2)]), committed_path(1, 2, [7, 3])
+    layers, alone = [], []
+    for seed in range(num_layers):
+        torch.manual_seed(seed)
+        kept = KeptInputs(*(torch.randn_like(values) for values in vars(kept_inputs(case)).values()))
+        weights = replace(case.weights(), a=-torch.rand(case.num_value_heads))
+        states = [torch.randn_like(state) for state in case.states()]
+        layers.append(RecurrentLayer(weights, *states, kept))
+        alone.append(RecurrentLayer(weights, *(state.clone() for state in states), kept))
+    readers = torch.zeros(num_layers, case.num_key_heads, dtype=torch.int32)
+    cuda.delta_net_replay_cuda(layers, path, readers)
+    ReferenceOps(exact=True).commit_delta_net(alone, path)
+    assert not readers.any()
+    for found, wanted in zip(layers, alone, strict=True):
+        assert torch.equal(found.state, wanted.state)
+        assert torch.equal(found.conv_state, wanted.conv_state)
 
 
 def test_a_launch_without_anything_to_compute_is_refused() -> None:
@@ -321,14 +343,15 @@ def test_a_launch_without_anything_to_compute_is_refused() -> None:
         ("qkv", r"kept qkv must be \[200, 128\], not \[200, 127\]"),
         ("beta", r"kept beta has strides"),
         ("kept", r"kept must be \[64\], not \[63\]"),
-        ("readers", r"readers must be \[1\], not \[0\]"),
+        ("readers", r"readers must be \[2, 1\], not \[1, 1\]"),
     ],
 )
 def test_a_commit_refuses_other_shapes(changed: str, message: str) -> None:
     case = case_of((1, 2, 32, 4), [Part(0, 1)])
     conv_state, state = case.states()
     kept, path = kept_inputs(case), committed_path(0, 0, [])
-    readers = torch.zeros(0 if changed == "readers" else 1, dtype=torch.int32)
+    readers = torch.zeros(1 if changed == "readers" else 2, 1, dtype=torch.int32)
+    right = RecurrentLayer(case.weights(), *case.states(), kept)
     if changed == "conv_state":
         conv_state = conv_state[:, 1:]
     if changed == "qkv":
@@ -338,4 +361,6 @@ def test_a_commit_refuses_other_shapes(changed: str, message: str) -> None:
     if changed == "kept":
         path = replace(path, kept=path.kept[1:])
     with pytest.raises(ValueError, match=message):
-        cuda.delta_net_replay_cuda(case.weights(), conv_state, state, kept, path, readers)
+        cuda.delta_net_replay_cuda(
+            [right, RecurrentLayer(case.weights(), conv_state, state, kept)], path, readers
+        )

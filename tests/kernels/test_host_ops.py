@@ -41,12 +41,13 @@ def on_host(ops: CudaOps, x: torch.Tensor) -> Activations:
     return rows
 
 
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_two_norms_side_by_side(tokens: int) -> None:
-    """What products read of them, in both forms."""
+@pytest.mark.parametrize("size", [HIDDEN, HIDDEN + 96])
+@pytest.mark.parametrize("tokens", [1, 20, 70])
+def test_two_norms_side_by_side(tokens: int, size: int) -> None:
+    """What products read of them, in both forms; a group of codes may have values of both."""
     ops, exact = host_ops(), ReferenceOps(exact=True)
-    x, y = activations(1, tokens, HIDDEN), activations(2, tokens, HIDDEN)
-    weights = [torch.rand(HIDDEN) for _ in range(2)]
+    x, y = activations(1, tokens, size), activations(2, tokens, size)
+    weights = [torch.rand(size) for _ in range(2)]
     pair = ops.rms_norm_pair(x, weights[0], y, weights[1], 1e-6)
     expected = exact.rms_norm_pair(x, weights[0], y, weights[1], 1e-6)
     assert_same(pair.values, expected)

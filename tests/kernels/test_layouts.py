@@ -23,7 +23,7 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
-from coldstream.kernels.cuda import few_shapes, many_tiles
+from coldstream.kernels.cuda import copy_rows, few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
@@ -91,9 +91,11 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "attention/integers.cu": {"integers_arguments": integers.IntegersArguments},
     "attention/move_rows.cu": {
         "moved_path": move_rows.MovedPath,
+        "moved_caches": move_rows.MovedCaches,
         "cache_strides": CacheStrides,
     },
     "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
+    "cuda/copy_rows.cu": {"CopiedPart": copy_rows._Part, "CopiedParts": copy_rows._Parts},
     "experts/few.cu": {
         "ExpertMatrix": experts_few.ExpertMatrix,
         "GateUp": experts_few.GateUp,
@@ -124,6 +126,8 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "DeltaStates": delta_net._States,
         "DeltaKept": delta_net._Kept,
         "DeltaPath": delta_net._Path,
+        "ReplayedLayer": delta_net._Replayed,
+        "ReplayedLayers": delta_net._ReplayedLayers,
     },
     "linear/few.cu": {
         "LinearMatrix": linear_few.LinearMatrix,
@@ -255,6 +259,8 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "block_columns": delta_net.COLUMNS_PER_BLOCK,
         "group_blocks": delta_net.BLOCKS_PER_GROUP,
     },
+    "gated_delta_net/replay.cu": {"most_layers": delta_net.MOST_REPLAYED},
+    "attention/move_rows.cu": {"most_caches": move_rows.MOST_CACHES},
     "gated_delta_net/prefill.cu": {
         "walk_threads": delta_net.WALK_THREADS,
         "tile_rows": delta_net.TILE_ROWS,

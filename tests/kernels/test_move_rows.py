@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.attention.move_rows import move_rows_cuda
+from coldstream.kernels.attention.move_rows import MOST_CACHES, move_rows_cuda
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, CommittedPath
 from coldstream.kernels.reference_ops import ReferenceOps
 from host_device import HostDevice
@@ -26,17 +26,16 @@ def a_path(first: int, rows: list[int], seed: int) -> CommittedPath:
     return CommittedPath(ints(0), ints(len(rows)), ints(first), sources, sources, ints(*order))
 
 
-def check(first: int, rows: list[int], row_bytes: int, device: str) -> None:
+def check(first: int, rows: list[int], row_bytes: int, device: str, num_layers: int = 2) -> None:
     generator = torch.Generator().manual_seed(first)
-    shape = (NUM_BLOCKS, BLOCK_POSITIONS, 2, row_bytes)
-    caches = [torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for _ in "kv"]
+    shape = (num_layers, 2, NUM_BLOCKS, BLOCK_POSITIONS, 2, row_bytes)
+    caches = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
     path = a_path(first, rows, seed=first)
-    expected = [cache.clone() for cache in caches]
-    ReferenceOps().commit_attention(expected[0], expected[1], path)
-    found = [cache.to(device) for cache in caches]
-    move_rows_cuda(*found, CommittedPath(*(tensor.to(device) for tensor in vars(path).values())))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.cpu(), other)
+    expected, found = caches.clone(), caches.to(device)
+    ReferenceOps().commit_attention([(k, v) for k, v in expected], path)
+    there = CommittedPath(*(tensor.to(device) for tensor in vars(path).values()))
+    move_rows_cuda([(k, v) for k, v in found], there)
+    assert torch.equal(found.cpu(), expected)
 
 
 paths = st.lists(st.integers(0, MAX_TREE_ROWS - 1), unique=True, max_size=MAX_TREE_ROWS).map(sorted)
@@ -54,6 +53,11 @@ def test_rows_of_a_path_move_as_the_reference_moves_them(host: HostDevice) -> No
     check_all(host)
 
 
+@pytest.mark.usefixtures("host")
+def test_more_layers_than_a_launch_has_move_too() -> None:
+    check(254, [1, 3], 80, "cpu", num_layers=MOST_CACHES // 2 + 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 254, 500])
 @pytest.mark.parametrize("rows", [[], [0], [3], [0, 1, 2], [0, 2, 5, 63], list(range(1, 64, 2))])
@@ -64,6 +68,7 @@ def test_a_gpu_moves_them_so_too(first: int, rows: list[int]) -> None:
 def test_caches_that_are_laid_out_otherwise_are_refused() -> None:
     k = torch.zeros(2, BLOCK_POSITIONS, 1, 24, dtype=torch.int8)
     with pytest.raises(ValueError, match="pieces of 16"):
-        move_rows_cuda(k, k, a_path(0, [0], 0))
-    with pytest.raises(ValueError, match="alike"):
-        move_rows_cuda(k, k.float(), a_path(0, [0], 0))
+        move_rows_cuda([(k, k)], a_path(0, [0], 0))
+    for others in ((k, k.float()), (k[:, ::2], k[:, ::2])):
+        with pytest.raises(ValueError, match="alike"):
+            move_rows_cuda([(k, k), others], a_path(0, [0], 0))

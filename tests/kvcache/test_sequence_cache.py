@@ -147,7 +147,7 @@ class Sequences(RuleBasedStateMachine):
         assert accepted.kept == tuple(kept[row] for row in path)
         arrays = PathArrays(np.zeros(PathArrays.num_values(SIZE.num_blocks), np.int32), SIZE.num_blocks)
         arrays.write(accepted)
-        self.ops.commit_attention(self.attention.k, self.attention.v, arrays.path)
+        self.ops.commit_attention([(self.attention.k, self.attention.v)], arrays.path)
         tree = self.trees.pop(sequence)
         tokens = [tree[row] for row in path]
         if path:

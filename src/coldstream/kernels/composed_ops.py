@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -13,7 +14,7 @@ from coldstream.kernels.ops import (
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
-    KeptInputs,
+    RecurrentLayer,
     Routing,
     Rows,
     Weight,
@@ -142,22 +143,22 @@ class ComposedOps(ABC):
         shared = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
         return ffn_of_products(self, x, shared)
 
-    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
         count, first = int(path.count[0]), int(path.first[0])
         old = first + path.sources[:count]
         new = self.int_vector(range(first, first + count))
-        for cache in (k_cache, v_cache):
+        for cache in chain.from_iterable(caches):
             blocks, positions = path.table[new // BLOCK_POSITIONS], new % BLOCK_POSITIONS
             cache[blocks, positions] = cache[path.table[old // BLOCK_POSITIONS], old % BLOCK_POSITIONS]
 
-    def commit_delta_net(
-        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
-    ) -> None:
+    def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:
         count, state_id = int(path.count[0]), int(path.state_id[0])
         if not count:
             return
-        qkv, alpha, beta = (values[path.kept[:count]] for values in (kept.qkv, kept.alpha, kept.beta))
-        # The replay computes only states: its output, and so z, does not matter.
-        z = self.zeros((count, state.shape[1] * state.shape[-1]), "float32")
         rows = Rows(self.int_vector(range(count)), self.int_vector([state_id] * count))
-        self.gated_delta_net(qkv, z, alpha, beta, weights, conv_state, state, rows)
+        for layer in layers:
+            kept = (layer.kept.qkv, layer.kept.alpha, layer.kept.beta)
+            qkv, alpha, beta = (values[path.kept[:count]] for values in kept)
+            # The replay computes only states: its output, and so z, does not matter.
+            z = self.zeros((count, layer.state.shape[1] * layer.state.shape[-1]), "float32")
+            self.gated_delta_net(qkv, z, alpha, beta, layer.weights, layer.conv_state, layer.state, rows)

@@ -18,7 +18,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
-from coldstream.kernels.ops import BatchRows, CommittedPath, DeltaNetWeights, KeptInputs, RopeSpec, Rows
+from coldstream.kernels.ops import BatchRows, CommittedPath, DeltaNetWeights, RecurrentLayer, RopeSpec, Rows
 
 Array = np.ndarray[Any, Any]
 Outputs = TypeVar("Outputs")
@@ -242,20 +242,21 @@ class CpuOps(ComposedOps):
         )  # fmt: skip
         return out
 
-    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
         sources = path.sources[: self._num_rows_of(path)]
-        _csrc.commit_attention(self._runtime, k_cache, v_cache, path.first, sources, path.table)
+        for k_cache, v_cache in caches:
+            _csrc.commit_attention(self._runtime, k_cache, v_cache, path.first, sources, path.table)
 
-    def commit_delta_net(
-        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
-    ) -> None:
+    def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:
         kept_ids = path.kept[: self._num_rows_of(path)]
-        out = self._empty(len(kept_ids), state.shape[1] * state.shape[-1])
-        _csrc.commit_delta_net(
-            self._runtime, kept.qkv, kept.alpha, kept.beta, weights.conv_taps, weights.a, weights.dt_bias,
-            weights.norm, weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state,
-            path.state_id, kept_ids, out,
-        )  # fmt: skip
+        for layer in layers:
+            weights, kept, state = layer.weights, layer.kept, layer.state
+            out = self._empty(len(kept_ids), state.shape[1] * state.shape[-1])
+            _csrc.commit_delta_net(
+                self._runtime, kept.qkv, kept.alpha, kept.beta, weights.conv_taps, weights.a, weights.dt_bias,
+                weights.norm, weights.key_head_ids, weights.num_key_heads, weights.eps, layer.conv_state,
+                state, path.state_id, kept_ids, out,
+            )  # fmt: skip
 
     def _num_rows_of(self, path: CommittedPath) -> int:
         """A captured commit is run with the rows of each path."""

@@ -5,12 +5,13 @@ current stream and can be captured into a CUDA graph.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE
 from coldstream.kernels.attention.arguments import (
     AttentionInputs,
     AttentionShape,
@@ -49,14 +50,14 @@ from coldstream.kernels.ops import (
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
-    KeptInputs,
+    RecurrentLayer,
     RopeSpec,
     Routing,
     Rows,
 )
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
+from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda, rms_norm_pair_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import NormBefore
@@ -122,6 +123,10 @@ class CudaOps(CudaProducts):
     ) -> Activations:
         size = x.shape[1]
         out = self.activations(x.shape[0], 2 * size)
+        if size % GROUP_SIZE == 0:
+            self.launch(rms_norm_pair_cuda, x, x_weight, y, y_weight, eps, out.values, out.quantised)
+            return out
+        # A group has values of both, so that neither norm can quantise it.
         halves = out.values[:, :size], out.values[:, size:]
         for half, rows, weight in zip(halves, (x, y), (x_weight, y_weight), strict=True):
             normed = self.empty(*x.shape)  # the kernel writes whole rows
@@ -226,19 +231,14 @@ class CudaOps(CudaProducts):
             self.launch(delta_net_decode_cuda, *operands, few, computes_chains=not rows.batch.has_prompts)
         return out
 
-    def commit_attention(self, k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
-        self.launch(move_rows_cuda, k_cache, v_cache, path)
-
-    def commit_delta_net(
-        self,
-        weights: DeltaNetWeights,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
-        kept: KeptInputs,
-        path: CommittedPath,
+    def commit_attention(
+        self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: CommittedPath
     ) -> None:
-        readers = self.zeroed("delta net replay", weights.num_key_heads)
-        self.launch(delta_net_replay_cuda, weights, conv_state, state, kept, path, readers)
+        self.launch(move_rows_cuda, caches, path)
+
+    def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:
+        readers = self.zeroed("delta net replay", len(layers), layers[0].weights.num_key_heads)
+        self.launch(delta_net_replay_cuda, layers, path, readers)
 
     def router(
         self,
@@ -269,12 +269,17 @@ class CudaOps(CudaProducts):
 
     def top_log_probs(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `top_log_probs_cuda`: int32 ids and float32 log-probabilities [T, k]."""
-        rows, vocab = logits.shape
+        rows = logits.shape[0]
         ids, log_probs = self.empty(rows, k, dtype=torch.int32), self.empty(rows, k)
+        self.top_log_probs_into(logits, ids, log_probs)
+        return ids, log_probs
+
+    def top_log_probs_into(self, logits: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
+        """As `top_log_probs`, into contiguous int32 ids and float32 log_probs [T, k]."""
+        rows, vocab = logits.shape
         parts = self.empty(workspace_bytes(rows, vocab), dtype=torch.uint8)
         arrivals = self.zeroed("top log probs", rows)
         self.launch(top_log_probs_cuda, logits, parts, arrivals, ids, log_probs)
-        return ids, log_probs
 
     def start_step(self, rows: Rows) -> None:
         """Call before the first operation of a step of `rows`, of which those of no sequence come last."""

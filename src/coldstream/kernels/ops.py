@@ -80,6 +80,16 @@ class CommittedPath:
 
 
 @dataclass(frozen=True)
+class RecurrentLayer:
+    """A gated DeltaNet as a commit reads and changes it; see `Ops.gated_delta_net` for the states."""
+
+    weights: "DeltaNetWeights"
+    conv_state: Array
+    state: Array
+    kept: KeptInputs
+
+
+@dataclass(frozen=True)
 class Rows:
     """The sequence and position of each row; rows of a sequence are adjacent and in order."""
 
@@ -286,17 +296,15 @@ class Ops(Protocol):
         states after its parent. Formula: docs of `kernels/gated_delta_net/reference.py`.
         """
 
-    def commit_attention(self, k_cache: Array, v_cache: Array, path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
         """Copies keys and values of the path's rows to the positions after the committed ones.
 
-        Mutates both caches, [blocks, BLOCK_POSITIONS, G, row].
+        Mutates each layer's two caches, [blocks, BLOCK_POSITIONS, G, row].
         """
 
-    def commit_delta_net(
-        self, weights: DeltaNetWeights, conv_state: Array, state: Array, kept: KeptInputs, path: CommittedPath
-    ) -> None:
-        """Advances the states at `path.state_id` over the kept inputs of the path's rows, with the bits of a
-        chain of them.
+    def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:
+        """Advances each layer's states at `path.state_id` over its kept inputs of the path's rows, with the
+        bits of a chain of them.
         """
 
     def ffn(self, x: Array, weights: FfnWeights) -> Array | ExpertOutputs:

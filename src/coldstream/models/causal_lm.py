@@ -13,7 +13,7 @@ from typing import Self
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, CommittedPath, ExpertOutputs, Ops, Rows, Weight
+from coldstream.kernels.ops import Array, CommittedPath, ExpertOutputs, Ops, RecurrentLayer, Rows, Weight
 from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
@@ -106,13 +106,18 @@ class CausalLM:
 
     def commit(self, path: CommittedPath, cache: ModelCache) -> None:
         """Advances keys, values and recurrent states as a chain of the path's rows would have done."""
+        caches, recurrent = [], []
         for block, state in zip(self.blocks, cache.layers, strict=True):
             if isinstance(state, AttentionState):
-                self.ops.commit_attention(state.k, state.v, path)
+                caches.append((state.k, state.v))
                 continue
             assert isinstance(block.mixer, GatedDeltaNetWeights)
             assert state.kept is not None, "a cache for draft trees keeps their inputs"
-            self.ops.commit_delta_net(block.mixer.rule, state.conv_state, state.state, state.kept, path)
+            recurrent.append(RecurrentLayer(block.mixer.rule, state.conv_state, state.state, state.kept))
+        if caches:
+            self.ops.commit_attention(caches, path)
+        if recurrent:
+            self.ops.commit_delta_net(recurrent, path)
 
     def logits(self, hidden: Array) -> Array:
         """Logits of hidden states that `forward` returned, or of some rows: [T, E] → [T, vocab]."""

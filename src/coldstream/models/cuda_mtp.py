@@ -16,6 +16,7 @@ import torch
 from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
@@ -83,16 +84,21 @@ class LoadedMtp:
     def run_rows(self, shape: StepShape) -> None:
         """Rows of the inputs after `states`, with the results in `outputs`."""
         token_ids, rows = self.inputs.take(shape)
-        self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
+        found = self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
+        self.ops.launch(copy_rows_cuda, found, self.outputs.rows(0, shape.num_rows))
 
-    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> None:
-        """Rows after `states`, with the results in `outputs`."""
+    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> Activations:
+        """The results of rows after `states`, valid until the next step."""
         self.ops.start_step(rows)
         try:
-            found = self.model.forward(token_ids, states, rows, self.sequences.tensors)
-            self.outputs.rows(0, len(token_ids)).copy_(found)
+            found: Activations = self.model.forward(token_ids, states, rows, self.sequences.tensors)
+            return found
         finally:
             self.ops.finish_step()
+
+    def follow(self, outputs: Activations, row: torch.Tensor) -> None:
+        """Makes a row of `outputs` the one that candidates follow; row: int32 [1], on the device."""
+        self.ops.launch(copy_rows_cuda, outputs, self.last, row)
 
     def run_head(self) -> None:
         """The likeliest tokens after `last`, into `candidates`."""
@@ -111,16 +117,16 @@ class LoadedMtp:
         """A row after `last`, which is replaced; then as `run_head`."""
         self.ops.start_step(rows)
         try:
-            self.last.copy_(self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors))
+            found = self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors)
+            self.ops.launch(copy_rows_cuda, found, self.last)
             self._run_head()
         finally:
             self.ops.finish_step()
 
     def _run_head(self) -> None:
         (logits,) = self.ops.linear(self.last, (self.head,))
-        token_ids, log_probs = self.ops.top_log_probs(logits, BRANCHING)
-        self.candidates[0].copy_(token_ids[0])
-        self.candidates[1].copy_(log_probs[0].view(torch.int32))
+        ids, log_probs = self.candidates[:1], self.candidates[1:].view(torch.float32)
+        self.ops.top_log_probs_into(logits, ids, log_probs)
 
     def run_all(self) -> None:
         """Every kind of step, with runs of all sizes: to count memory and find kernels."""
@@ -184,7 +190,7 @@ class CudaMtp:
                     torch.stack(list(states[part]), out=loaded.states[:count])
                     self._run_rows(sequence, token_ids[part])
                     loaded.sequences.append(sequence, count)
-                loaded.last.copy_(loaded.outputs.rows(count - 1, 1))
+                loaded.ops.launch(copy_rows_cuda, loaded.outputs.rows(count - 1, 1), loaded.last)
         except BaseException:
             # Only keys and values behind the end have changed.
             loaded.sequences.cut(sequence, first)

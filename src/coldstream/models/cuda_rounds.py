@@ -121,7 +121,7 @@ class CudaRounds:
         num_rows = shape.num_rows
         kernels = RoundKernels(arrays, num_rows, mtp.candidates[0, :1])
         if num_rows > 1:
-            self._draft(kernels, shape)
+            self.draft(kernels, shape)
         kernels.write_model_rows()
         columns = arrays.model_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
@@ -133,22 +133,17 @@ class CudaRounds:
         columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
         token_ids, rows = _rows_of(columns, arrays.block_table, step)
-        mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows)
-        mtp.outputs.take_into(arrays.last_row, mtp.last)
+        mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
 
-    def _draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
+    def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
         """The chain of likeliest tokens after the block's last output, into the model's rows."""
         arrays, step = self.memory.arrays, StepShape(1, is_deep=shape.is_deep)
         columns = arrays.link_columns.view(NUM_COLUMNS, 1)
         self.mtp.run_head()
-        self.extend_draft(kernels, 0)
+        kernels.extend_draft(0)
         for depth in range(1, shape.num_rows - 1):
             self.mtp.compute_link(*_rows_of(columns, arrays.block_table, step))
-            self.extend_draft(kernels, depth)
-
-    def extend_draft(self, kernels: RoundKernels, depth: int) -> None:
-        """The likeliest token becomes number `depth` of the draft."""
-        kernels.extend_draft(depth)
+            kernels.extend_draft(depth)
 
 
 def _rows_of(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tuple[torch.Tensor, Rows]:

@@ -9,15 +9,23 @@ struct moved_path {
   const int32_t *sources, *table;  // [count]; the blocks of the sequence
 };
 
-// grid (pieces of 16 bytes of a position / 128, 2), 128 threads: a piece of keys or values a thread. Sources ascend and
+constexpr int most_caches = 64;
+
+// Of keys and of values of several layers, all laid out alike. A launch has as many as its parameters hold.
+struct moved_caches {
+  uint8_t* at[most_caches];
+};
+
+// grid (pieces of 16 bytes of a position / 128, caches), 128 threads: a piece of a cache a thread. Sources ascend and
 // are never before their targets, so that nothing is overwritten before it has been read.
 __global__ void __launch_bounds__(128)
-    move_rows(uint8_t* k_cache, uint8_t* v_cache, const moved_path path, const cache_strides strides) {
+    move_rows(const __grid_constant__ moved_caches caches, const __grid_constant__ moved_path path,
+              const cache_strides strides) {
   wait_for_previous_grid();
   release_next_grid();
   const int64_t piece = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (piece * 16 >= strides.position_bytes) return;
-  uint8_t* const cache = (blockIdx.y ? v_cache : k_cache) + piece * 16;
+  uint8_t* const cache = caches.at[blockIdx.y] + piece * 16;
   const int count = *path.count, first = *path.first;
   auto place = [&](int index) {
     return reinterpret_cast<uint4*>(cache + path.table[index / chunk_positions] * strides.block_bytes +

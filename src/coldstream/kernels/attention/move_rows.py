@@ -1,6 +1,7 @@
 """Moves keys and values of a committed path of a draft tree to their positions: `move_rows.cu`."""
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from coldstream.kernels.ops import CommittedPath
 
 PROGRAM = CudaProgram(Path(__file__).with_name("move_rows.cu"), ("coldstream::move_rows",))
 THREADS, PIECE_BYTES = 128, 16
+MOST_CACHES = 64  # of a launch, as in move_rows.cu
 
 
 class MovedPath(ctypes.Structure):
@@ -19,26 +21,36 @@ class MovedPath(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("count", "first", "sources", "table"))
 
 
-def move_rows_cuda(k_cache: torch.Tensor, v_cache: torch.Tensor, path: CommittedPath) -> None:
-    """`Ops.commit_attention`: one launch, whatever the path, over caches [blocks, 256, G, row] of any type.
+class MovedCaches(ctypes.Structure):
+    """`moved_caches` of move_rows.cu."""
 
-    ValueError unless a position's bytes are contiguous, a multiple of 16, and keys and values laid out alike.
+    _fields_ = (("at", ctypes.c_void_p * MOST_CACHES),)
+
+
+def move_rows_cuda(caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: CommittedPath) -> None:
+    """`Ops.commit_attention`: a launch for every 32 layers, whatever the path, over caches [blocks, 256, G,
+    row] of any type.
+
+    ValueError unless a position's bytes are contiguous, a multiple of 16, and all caches laid out alike.
     """
-    size = k_cache.itemsize
-    block_bytes, position_bytes = k_cache.stride(0) * size, k_cache.stride(1) * size
-    if v_cache.stride() != k_cache.stride() or v_cache.dtype != k_cache.dtype:
-        raise ValueError("keys and values must be laid out alike")
-    if not k_cache[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:
+    every, one = [cache for pair in caches for cache in pair], caches[0][0]
+    block_bytes, position_bytes = one.stride(0) * one.itemsize, one.stride(1) * one.itemsize
+    if any(cache.stride() != one.stride() or cache.dtype != one.dtype for cache in every):
+        raise ValueError("keys and values of all layers must be laid out alike")
+    if not one[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:
         raise ValueError(f"positions of {position_bytes} bytes cannot be moved in pieces of {PIECE_BYTES}")
     addresses = (path.count, path.first, path.sources, path.table)
-    PROGRAM.kernel(PROGRAM.instances[0]).launch(
-        (-(-position_bytes // (PIECE_BYTES * THREADS)), 2, 1),
-        THREADS,
-        (
-            k_cache,
-            v_cache,
-            MovedPath(*(tensor.data_ptr() for tensor in addresses)),
-            CacheStrides(block_bytes, position_bytes),
-        ),
-        overlap=True,
-    )
+    for first in range(0, len(every), MOST_CACHES):
+        part = every[first : first + MOST_CACHES]
+        moved = MovedCaches()
+        moved.at[: len(part)] = [cache.data_ptr() for cache in part]
+        PROGRAM.kernel(PROGRAM.instances[0]).launch(
+            (-(-position_bytes // (PIECE_BYTES * THREADS)), len(part), 1),
+            THREADS,
+            (
+                moved,
+                MovedPath(*(tensor.data_ptr() for tensor in addresses)),
+                CacheStrides(block_bytes, position_bytes),
+            ),
+            overlap=True,
+        )

@@ -35,12 +35,6 @@ class Activations:
         parts = (part.index_select(0, indices) for part in vars(self.quantised).values())
         return Activations(self.values.index_select(0, indices), QuantActivations(*parts))
 
-    def take_into(self, indices: torch.Tensor, target: "Activations") -> None:
-        """Copies the rows `indices`, int32 [n], into the n rows of `target`."""
-        parts = zip(vars(self.quantised).values(), vars(target.quantised).values(), strict=True)
-        for source, into in ((self.values, target.values), *parts):
-            torch.index_select(source, 0, indices, out=into)
-
     def copy_(self, other: "Activations") -> None:
         """Copies others of the same shape into these."""
         self.values.copy_(other.values)

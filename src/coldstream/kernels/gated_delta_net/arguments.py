@@ -1,12 +1,12 @@
 """What the launchers of the gated DeltaNet's GPU kernels share: arguments, workspaces, checks."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
-from coldstream.kernels.ops import MAX_TREE_ROWS, CommittedPath, DeltaNetWeights, KeptInputs, Rows
+from coldstream.kernels.ops import MAX_TREE_ROWS, CommittedPath, DeltaNetWeights, RecurrentLayer, Rows
 
 HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
 
@@ -77,30 +77,31 @@ def check_arguments(
         raise ValueError("rows of z must start on 16 bytes")
 
 
-def check_replay(
-    weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    kept: KeptInputs,
-    path: CommittedPath,
-    readers: torch.Tensor,
-) -> None:
-    """ValueError if shapes or strides are not those of `Ops.commit_delta_net`, or no kernel has them."""
-    num_states, num_heads, size = state.shape[:3]
-    (channels, taps), num_kept = weights.conv_taps.shape, kept.qkv.shape[0]
+def check_replay(layers: Sequence[RecurrentLayer], path: CommittedPath, readers: torch.Tensor) -> None:
+    """ValueError if shapes or strides are not those of `Ops.commit_delta_net`, differ between layers, or no
+    kernel has them.
+    """
+    num_states, num_heads, size = layers[0].state.shape[:3]
+    num_key_heads, taps = layers[0].weights.num_key_heads, layers[0].weights.conv_taps.shape[-1]
+    channels, num_kept = (2 * num_key_heads + num_heads) * size, layers[0].kept.qkv.shape[0]
     _check_kernel(size, taps)
+    for layer in layers:
+        _check_tensors(
+            {
+                "conv_taps": (layer.weights.conv_taps, (channels, taps)),
+                "conv_state": (layer.conv_state, (num_states, taps - 1, channels)),
+                "state": (layer.state, (num_states, num_heads, size, size)),
+                "kept qkv": (layer.kept.qkv, (num_kept, channels)),
+                "kept alpha": (layer.kept.alpha, (num_kept, num_heads)),
+                "kept beta": (layer.kept.beta, (num_kept, num_heads)),
+            }
+        )
     _check_tensors(
         {
-            "conv_taps": (weights.conv_taps, ((2 * weights.num_key_heads + num_heads) * size, taps)),
-            "conv_state": (conv_state, (num_states, taps - 1, channels)),
-            "state": (state, (num_states, num_heads, size, size)),
-            "kept qkv": (kept.qkv, (num_kept, channels)),
-            "kept alpha": (kept.alpha, (num_kept, num_heads)),
-            "kept beta": (kept.beta, (num_kept, num_heads)),
             "state_id": (path.state_id, (1,)),
             "count": (path.count, (1,)),
             "kept": (path.kept, (MAX_TREE_ROWS,)),
-            "readers": (readers, (weights.num_key_heads,)),
+            "readers": (readers, (len(layers), num_key_heads)),
         }
     )
 

@@ -5,6 +5,7 @@ sizes 32, 64 and 128, 2 to 8 taps, and every key head read by some value head.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from coldstream.kernels.gated_delta_net.arguments import (
     has_trees,
     sizes,
 )
-from coldstream.kernels.ops import CommittedPath, DeltaNetWeights, KeptInputs
+from coldstream.kernels.ops import CommittedPath, DeltaNetWeights, RecurrentLayer
 
 DECODE = CudaProgram(
     Path(__file__).with_name("decode.cu"),
@@ -36,6 +37,7 @@ DECODE = CudaProgram(
 REPLAY = CudaProgram(
     Path(__file__).with_name("replay.cu"), [f"delta_replay<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS]
 )
+MOST_REPLAYED = 32  # layers of a launch, as in replay.cu
 PREFILL = CudaProgram(
     Path(__file__).with_name("prefill.cu"),
     [
@@ -107,6 +109,14 @@ class _Path(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("state_id", "count", "kept"))
 
 
+class _Replayed(ctypes.Structure):
+    _fields_ = (("layer", _Layer), ("kept", _Kept), ("states", _States))
+
+
+class _ReplayedLayers(ctypes.Structure):
+    _fields_ = (("at", _Replayed * MOST_REPLAYED),)
+
+
 class _Workspace(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans")),
@@ -153,33 +163,30 @@ def delta_net_decode_cuda(
 
 
 def delta_net_replay_cuda(
-    weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    kept: KeptInputs,
-    path: CommittedPath,
-    readers: torch.Tensor,
+    layers: Sequence[RecurrentLayer], path: CommittedPath, readers: torch.Tensor
 ) -> None:
-    """`Ops.commit_delta_net`: one launch, whatever the path. readers: int32 [NK], zero before and after.
+    """`Ops.commit_delta_net`: a launch for every `MOST_REPLAYED` layers, which are alike, whatever the path.
 
-    What the path says must lie within the states and what is kept. ValueError if shapes disagree or are not
-    supported.
+    readers: int32 [layers, NK], zero before and after. What the path says must lie within the states and what
+    is kept. ValueError if shapes disagree or are not supported.
     """
-    check_replay(weights, conv_state, state, kept, path, readers)
-    num_heads, size, taps = state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
-    layer, states = _layer(weights, num_heads), _States(conv_state.data_ptr(), state.data_ptr())
-    REPLAY.kernel(f"delta_replay<{size}, {taps}>").launch(
-        (num_heads * size // COLUMNS_PER_BLOCK, 1, 1),
-        THREADS,
-        (
-            layer,
-            _Kept(kept.qkv.data_ptr(), kept.alpha.data_ptr(), kept.beta.data_ptr()),
-            states,
-            _Path(path.state_id.data_ptr(), path.count.data_ptr(), path.kept.data_ptr()),
-            readers,
-        ),
-        overlap=True,
-    )
+    check_replay(layers, path, readers)
+    num_heads, size = layers[0].state.shape[1], layers[0].state.shape[-1]
+    kernel = REPLAY.kernel(f"delta_replay<{size}, {layers[0].weights.conv_taps.shape[-1]}>")
+    addresses = _Path(path.state_id.data_ptr(), path.count.data_ptr(), path.kept.data_ptr())
+    for first in range(0, len(layers), MOST_REPLAYED):
+        part = layers[first : first + MOST_REPLAYED]
+        replayed = _ReplayedLayers()
+        for place, layer in enumerate(part):
+            kept = (layer.kept.qkv.data_ptr(), layer.kept.alpha.data_ptr(), layer.kept.beta.data_ptr())
+            states = _States(layer.conv_state.data_ptr(), layer.state.data_ptr())
+            replayed.at[place] = _Replayed(_layer(layer.weights, num_heads), _Kept(*kept), states)
+        kernel.launch(
+            (num_heads * size // COLUMNS_PER_BLOCK, len(part), 1),
+            THREADS,
+            (replayed, addresses, readers[first:]),
+            overlap=True,
+        )
 
 
 def delta_net_prefill_cuda(

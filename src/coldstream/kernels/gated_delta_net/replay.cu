@@ -14,11 +14,29 @@ struct DeltaKept {
   const float *qkv, *alpha, *beta;  // [kept rows, channels], [kept rows, NV] twice
 };
 
-// grid (NV · D / 32), 128 threads: as `delta_decode`, without outputs. `readers` [NK] is zero between
+struct ReplayedLayer {
+  DeltaLayer layer;
+  DeltaKept kept;
+  DeltaStates states;
+};
+
+constexpr int most_layers = 32;
+
+// As many as the parameters of a launch hold. They do not depend on each other.
+struct ReplayedLayers {
+  ReplayedLayer at[most_layers];
+};
+
+// grid (NV · D / 32, layers), 128 threads: as `delta_decode`, without outputs. `readers` [layers, NK] is zero between
 // launches.
 template <int D, int TAPS>
 __global__ void __launch_bounds__(delta_threads)
-    delta_replay(DeltaLayer layer, DeltaKept kept, DeltaStates states, DeltaPath path, uint32_t* readers) {
+    delta_replay(const __grid_constant__ ReplayedLayers layers, const __grid_constant__ DeltaPath path,
+                 uint32_t* readers) {
+  const DeltaLayer& layer = layers.at[blockIdx.y].layer;
+  const DeltaKept& kept = layers.at[blockIdx.y].kept;
+  const DeltaStates& states = layers.at[blockIdx.y].states;
+  readers += int64_t(blockIdx.y) * layer.num_key_heads;
   __shared__ Vectors<D> vectors;
   __shared__ bool stores_key_head;
   constexpr int blocks_per_head = D / block_columns;

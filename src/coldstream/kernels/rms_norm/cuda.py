@@ -5,20 +5,24 @@ from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.ops import ExpertOutputs
 
 # Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
+PAIR = "rms_norm_pair_rows"  # of aligned rows only
 COMBINE_SHARED, COMBINE = "combine_rms_norm_rows<{}, true>", "combine_rms_norm_rows<{}, false>"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),
-    tuple(
-        kernel.format(aligned)
-        for kernel in (NORM, ADD, COMBINE_SHARED, COMBINE)
-        for aligned in ("true", "false")
+    (
+        PAIR,
+        *(
+            kernel.format(aligned)
+            for kernel in (NORM, ADD, COMBINE_SHARED, COMBINE)
+            for aligned in ("true", "false")
+        ),
     ),
 )
 FEW_ROWS = 132  # up to here each row has its own multiprocessor
@@ -39,6 +43,39 @@ def rms_norm_cuda(
     """
     args: list[Argument] = [x, x.stride(0)]
     _launch(NORM, args, (x,), x.stride(0), weight, eps, out, quantized)
+
+
+def rms_norm_pair_cuda(
+    x: torch.Tensor,
+    x_weight: torch.Tensor,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    quantized: QuantActivations,
+) -> None:
+    """`Ops.rms_norm_pair` of contiguous float32 x and y [T, E], into float32 `out` [T, 2·E] and `quantized`.
+
+    ValueError if shapes disagree, rows are not whole groups, or they do not start on 16 bytes.
+    """
+    rows, cols = x.shape
+    tensors = (x, y, x_weight, y_weight, out)
+    if y.shape != x.shape or tuple(out.shape) != (rows, 2 * cols) or tuple(quantized.q.shape) != out.shape:
+        raise ValueError(f"norms of rows {tuple(x.shape)} and {tuple(y.shape)} into {tuple(out.shape)}")
+    if cols % GROUP_SIZE or any(t.data_ptr() % 16 or not t.is_contiguous() for t in tensors):
+        raise ValueError(f"rows of {cols} values must be contiguous whole groups, and start on 16 bytes")
+    if x_weight.numel() != cols or y_weight.numel() != cols:
+        raise ValueError(f"rows of {cols} values have {x_weight.numel()} and {y_weight.numel()} weights")
+    outputs = NormOutputs(
+        out.data_ptr(), quantized.q.data_ptr(), quantized.scales.data_ptr(), quantized.sums.data_ptr()
+    )
+    PROGRAM.kernel(PAIR).launch(
+        (2 * rows, 1, 1),
+        THREADS_FEW if 2 * rows <= FEW_ROWS else THREADS_MANY,
+        (x, y, Norm(x_weight.data_ptr(), cols, cols, eps), y_weight, outputs),
+        shared_bytes=4 * cols,
+        overlap=overlaps(rows),
+    )
 
 
 def add_rms_norm_cuda(

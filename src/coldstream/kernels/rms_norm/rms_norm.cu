@@ -95,20 +95,35 @@ __device__ __forceinline__ void norm_row(const Norm& norm, Eight first_weights, 
   scale_row<aligned>(norm, s, first_weights, out);
 }
 
-// grid (rows); dynamic shared memory: 4 · padded bytes.
+// The norm of a row that earlier launches may still write; its results are those of row blockIdx.x.
 template <bool aligned>
-__global__ void __launch_bounds__(max_threads)
-    rms_norm_rows(const float* x, int x_stride, Norm norm, NormOutputs out) {
+__device__ __forceinline__ void norm_of(const float* x, const Norm& norm, const NormOutputs& out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   wait_for_previous_grid();
   release_next_grid();
-  x += int64_t(blockIdx.x) * x_stride;
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) v = load_four<aligned>(x, i, norm.cols);
     dynamic_shared[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
+}
+
+// grid (rows); dynamic shared memory: 4 · padded bytes.
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    rms_norm_rows(const float* x, int x_stride, Norm norm, NormOutputs out) {
+  norm_of<aligned>(x + int64_t(blockIdx.x) * x_stride, norm, out);
+}
+
+// Two norms side by side, of whole groups: row t of x is row 2t of the results, and that of y row 2t + 1.
+// grid (2 · rows); dynamic shared memory: 4 · cols bytes.
+__global__ void __launch_bounds__(max_threads)
+    rms_norm_pair_rows(const float* x, const float* y, Norm x_norm, const float* y_weight, NormOutputs out) {
+  const bool is_second = blockIdx.x % 2 != 0;
+  Norm norm = x_norm;
+  if (is_second) norm.weight = y_weight;
+  norm_of<true>((is_second ? y : x) + int64_t(blockIdx.x / 2) * norm.cols, norm, out);
 }
 
 // The same of x + update, which is also written: `sum` may be x.

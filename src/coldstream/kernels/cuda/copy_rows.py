@@ -1,0 +1,44 @@
+"""Copies rows of activations, floats and codes in one launch: `copy_rows.cu`."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.program import CudaProgram
+
+PROGRAM = CudaProgram(Path(__file__).with_name("copy_rows.cu"), ("copy_rows",))
+THREADS = 512
+WORD_BYTES = 4
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("row_words", ctypes.c_int32))
+
+
+class _Parts(ctypes.Structure):
+    """`CopiedParts` of copy_rows.cu."""
+
+    _fields_ = (("at", _Part * 4),)
+
+
+def copy_rows_cuda(source: Activations, target: Activations, first: torch.Tensor | None = None) -> None:
+    """Copies as many rows as `target` has, those of `source` from number `first` on.
+
+    first: int32 [1] on the device, by default 0; the rows must exist. ValueError if rows are not alike, or
+    `source` has too few.
+    """
+    parts = _Parts()
+    pairs = (
+        (source.values, target.values),
+        *zip(vars(source.quantised).values(), vars(target.quantised).values(), strict=True),
+    )
+    for place, (here, there) in enumerate(pairs):
+        row_bytes = here.shape[1] * here.itemsize
+        is_like = here.shape[1] == there.shape[1] and here.dtype == there.dtype and len(there) <= len(here)
+        if not is_like or row_bytes % WORD_BYTES or not (here.is_contiguous() and there.is_contiguous()):
+            raise ValueError(f"rows {tuple(there.shape)} of {there.dtype} from {tuple(here.shape)}")
+        parts.at[place] = _Part(here.data_ptr(), there.data_ptr(), row_bytes // WORD_BYTES)
+    grid = (len(target.values), len(pairs), 1)
+    PROGRAM.kernel("copy_rows").launch(grid, THREADS, (parts, first), overlap=True)
