@@ -4,7 +4,7 @@ import torch
 
 from coldstream.kernels.rounds.cuda import RoundKernels
 from coldstream.models.cuda_mtp import CudaMtp
-from coldstream.models.cuda_rounds import CudaRounds
+from coldstream.models.cuda_rounds import CudaRounds, RoundShape
 
 
 class ScriptedRounds(CudaRounds):
@@ -19,12 +19,12 @@ class ScriptedRounds(CudaRounds):
         super().__init__(rounds.loaded, rounds._steps, rounds._begin, rounds._make_room)
         self.script = script
 
-    def extend_draft(self, kernels: RoundKernels, depth: int) -> None:
+    def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
         """See `CudaRounds`."""
-        super().extend_draft(kernels, depth)
+        super().draft(kernels, shape)
         arrays = self.memory.arrays
-        token = self.script[:, depth].index_select(0, arrays.state[:1])  # the root's position
-        arrays.model_columns[1 + depth : 2 + depth].copy_(token)
+        token_ids = self.script.index_select(0, arrays.state[:1])[0]  # of the root's position
+        arrays.model_columns[1 : shape.num_rows].copy_(token_ids[: shape.num_rows - 1])
 
 
 def script_rounds(block: CudaMtp, num_positions: int, num_depths: int) -> torch.Tensor:
