@@ -4,8 +4,8 @@ Only `plan_model` chooses how a model runs; `coldstream plan` prints its choices
 them out.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +13,27 @@ import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
-from coldstream.engine.config import (
-    EngineConfig,
-    cache_bytes_per_token,
-    resolve,
-    tree_rows_of,
-    with_contexts,
-)
+from coldstream.engine.config import EngineConfig, resolve
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.draft_file import DraftNeeds, open_draft
 from coldstream.engine.machine import measured_hardware
+from coldstream.engine.model_to_plan import ModelToPlan, all_sizes
 from coldstream.engine.planned import Planned
 from coldstream.engine.workers import with_places, with_workers
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.draft_room import DraftRoom
-from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
-from coldstream.models.footprint import model_sizes, routed_model
-from coldstream.models.host_part import host_part, mapped_bytes
-from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
+from coldstream.models.footprint import routed_model
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.layer_plan import plan_layers
-from coldstream.placement.plan import (
-    BudgetTooSmallError,
-    FixedPart,
-    PlacementPlan,
-    PlanOptions,
-    Tier,
-    plan_placement,
-)
+from coldstream.placement.plan import BudgetTooSmallError, PlanOptions, Tier
 from coldstream.placement.plan_file import load_plan
-from coldstream.placement.pool_plan import PoolPlan, plan_pool
+from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
-from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
 
@@ -81,7 +62,7 @@ def plan_model(
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
-    model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
+    model = ModelToPlan(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
     asked, budget = config, budget_bytes(config, hardware)
@@ -122,7 +103,7 @@ def plan_model(
     return _with_more_ram(planned, model, more_bytes)
 
 
-def _with_more_ram(planned: Planned, model: "_Model", more_bytes: int) -> Planned:
+def _with_more_ram(planned: Planned, model: ModelToPlan, more_bytes: int) -> Planned:
     """Adds the plan with more RAM beside a GPU, if experts are on the disk."""
     run = planned.run
     if run.pool is None or not more_bytes:
@@ -146,121 +127,20 @@ def _check_layers(options: PlanOptions, num_layers: int) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Model:
-    """An open model, and the parts of planning that do not depend on a budget."""
-
-    file: GGUFFile
-    spec: ModelSpec
-    options: PlanOptions
-    uses: Array | None
-    num_cores: int
-    draft: DraftNeeds | None
-
-    @property
-    def uses_as_data(self) -> tuple[tuple[float, ...], ...] | None:
-        return None if self.uses is None else tuple(map(tuple, self.uses.tolist()))
-
-    def sizes(self, config: EngineConfig) -> ModelSizes:
-        """The sizes with experts in a GPU's slots."""
-        return _sizes(config, self.file, self.spec)
-
-    def ram_needs(self, config: EngineConfig) -> RamNeeds:
-        """The needs with the context and the threads of `config`."""
-        assert isinstance(config.threads, int)
-        assert config.ctx_size
-        return CpuRunner.needs(
-            self.file,
-            self.spec,
-            config.threads,
-            config.tier,
-            config.ctx_size,
-            config.cache_type_k,
-            cache_bytes_per_token(config, self.spec),
-            draft=self._draft_room(config),
-            num_contexts=_contexts(config),
-        )
-
-    def _draft_room(self, config: EngineConfig) -> DraftRoom:
-        num_contexts = _contexts(config)
-        room = DraftRoom(tree_rows_of(config, num_contexts), has_mtp=config.spec_type == "mtp")
-        if config.spec_type != "dflash":
-            return room
-        assert self.draft is not None, "a drafter is open where one is planned"
-        num_bytes = self.draft.num_bytes(config.ctx_size or 1, num_contexts)
-        return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
-
-    def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        """`config` with threads, a context and how many. A requested context is not reduced: planning then
-        fails with the bytes that are needed.
-        """
-        return with_contexts(self._with_one_context(config, budget), self.spec, budget)
-
-    def _with_one_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        if config.ctx_size:
-            return resolve(config, self.spec, self.num_cores, ALL_BYTES)
-        if config.device == "cuda":
-            least = least_bytes(self.spec, self.sizes(config))
-        else:
-            shortest = resolve(replace(config, ctx_size=1), self.spec, self.num_cores, ALL_BYTES)
-            least = self.ram_needs(shortest).least_bytes(self.options)
-        return resolve(config, self.spec, self.num_cores, max(0, budget - least))
-
-    def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[tuple[PlacementPlan, ModelSizes]]:
-        """The placement for each budget, and the sizes on which it is based."""
-        assert config.ctx_size
-        if config.device != "cuda":
-            needs = self.ram_needs(config)
-            plans = [needs.place(budget, self.uses, self.options) for budget in budgets]
-            return [(plan, needs.parts_for(plan)[0]) for plan in plans]
-        sizes = self.sizes(config)
-        memory = (config.ctx_size, config.cache_type_k)
-        room = self._draft_room(config)
-        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room, _contexts(config))
-        return [(self._placed(sizes, *each), sizes) for each in zip(parts, budgets, strict=True)]
-
-    def _placed(self, sizes: ModelSizes, fixed: FixedPart, budget: int) -> PlacementPlan:
-        """In `budget` bytes of a GPU's memory."""
-        if sizes.is_dense:
-            return plan_layers(sizes, fixed, budget, self.options)
-        return plan_placement(sizes, fixed, budget, uses=self.uses, options=self.options)
-
-    def pool(self, placement: PlacementPlan, ram: int, threads: int, max_cpu_rows: int) -> PoolPlan | None:
-        """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there."""
-        fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows)
-        parts = {"what runs beside": fixed.total}
-        parts["the mapped file"] = mapped_bytes(self.file, self.spec, placement)
-        if sum(parts.values()) <= ram:
-            return None
-        if not self.spec.is_moe:
-            raise BudgetTooSmallError("ram", ram, parts)  # a dense layer is never on the disk
-        in_slots = sizes_in_ram(self.file, self.spec, 0)[1].expert_bytes
-        return plan_pool(placement, in_slots, fixed, ram, uses=self.uses)
-
-    def try_budget(self, config: EngineConfig, budget: int) -> None:
-        """Raises as `place` if `budget` is not enough."""
-        self.place(self.with_context(config, budget), [budget])
-
-
-def _contexts(config: EngineConfig) -> int:
-    """Whole contexts of a configuration that may not be resolved."""
-    return 1 if config.parallel == "auto" else config.parallel
-
-
 def expected_uses(trace: RoutingTrace | None) -> Array | None:
     """Uses a step of each expert, float64 [layers, experts]; None if there is no trace."""
     return trace.counts() / trace.num_steps if trace else None
 
 
 def _given_plan(
-    config: EngineConfig, model: _Model, hardware: Hardware, trace: RoutingTrace | None, more_bytes: int
+    config: EngineConfig, model: ModelToPlan, hardware: Hardware, trace: RoutingTrace | None, more_bytes: int
 ) -> Planned:
     """The plan that `config` names. Threads and prefetching in `config` take precedence."""
     assert config.plan is not None
     name, spec = config.plan, model.spec
     again = "make another with `coldstream plan`"
     is_asked = config.prefetch != "auto"
-    run = load_plan(Path(name), _all_sizes(config, model.file, spec))
+    run = load_plan(Path(name), all_sizes(config, model.file, spec))
     model = replace(model, spec=spec.with_window(run.attention_window))
     plan = run.placement
     tier: Tier = "vram" if config.device == "cuda" else "ram"
@@ -312,16 +192,6 @@ def _given_plan(
     return _with_more_ram(planned, replace(model, uses=run.expected_uses), more_bytes)
 
 
-def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
-    kv_token_bytes = cache_bytes_per_token(config, spec)
-    return model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes, places_layers=True)
-
-
-def _all_sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> tuple[ModelSizes, ...]:
-    """Sizes with experts in a GPU's slots, mapped, and in slots in RAM."""
-    return (_sizes(config, file, spec), *sizes_in_ram(file, spec, cache_bytes_per_token(config, spec)))
-
-
 def plan_by_name(
     config: EngineConfig,
     options: PlanOptions | None = None,
@@ -368,7 +238,7 @@ def load_plan_by_name(config: EngineConfig, path: Path, progress: OpenProgress |
     model = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(model) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        return load_plan(path, _all_sizes(config, file, spec))
+        return load_plan(path, all_sizes(config, file, spec))
 
 
 def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:
