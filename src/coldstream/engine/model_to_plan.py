@@ -28,6 +28,7 @@ from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.layer_plan import plan_layers
 from coldstream.placement.plan import (
+    PROMPT_CACHE,
     BudgetTooSmallError,
     FixedPart,
     PlacementPlan,
@@ -50,6 +51,7 @@ class ModelToPlan:
     uses: Array | None
     num_cores: int
     draft: DraftNeeds | None
+    prompt_cache_bytes: int = 0  # of RAM for kept prefixes
 
     @property
     def uses_as_data(self) -> tuple[tuple[float, ...], ...] | None:
@@ -73,7 +75,7 @@ class ModelToPlan:
             cache_bytes_per_token(config, self.spec),
             draft=self._draft_room(config),
             num_contexts=_contexts(config),
-        )
+        ).with_prompt_cache(self.prompt_cache_bytes)
 
     def _draft_room(self, config: EngineConfig) -> DraftRoom:
         num_contexts = _contexts(config)
@@ -88,7 +90,8 @@ class ModelToPlan:
         """`config` with threads, a context and how many. A requested context is not reduced: planning then
         fails with the bytes that are needed.
         """
-        return with_contexts(self._with_one_context(config, budget), self.spec, budget)
+        left = budget if config.device == "cuda" else max(0, budget - self.prompt_cache_bytes)
+        return with_contexts(self._with_one_context(config, budget), self.spec, left)
 
     def _with_one_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         if config.ctx_size:
@@ -120,13 +123,18 @@ class ModelToPlan:
         return plan_placement(sizes, fixed, budget, uses=self.uses, options=self.options)
 
     def pool(self, placement: PlacementPlan, ram: int, threads: int, max_cpu_rows: int) -> PoolPlan | None:
-        """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there."""
-        fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows)
-        parts = {"what runs beside": fixed.total}
-        parts["the mapped file"] = mapped_bytes(self.file, self.spec, placement)
+        """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there, or if the GPU
+        lacks nothing of it.
+        """
+        is_whole, kept = placement.is_all_resident, self.prompt_cache_bytes
+        if is_whole and not kept:
+            return None
+        fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows, kept)
+        parts = {"what runs beside": fixed.total - kept, PROMPT_CACHE: kept}
+        parts["the mapped file"] = 0 if is_whole else mapped_bytes(self.file, self.spec, placement)
         if sum(parts.values()) <= ram:
             return None
-        if not self.spec.is_moe:
+        if is_whole or not self.spec.is_moe:
             raise BudgetTooSmallError("ram", ram, parts)  # a dense layer is never on the disk
         in_slots = sizes_in_ram(self.file, self.spec, 0)[1].expert_bytes
         return plan_pool(placement, in_slots, fixed, ram, uses=self.uses)

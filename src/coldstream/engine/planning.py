@@ -6,6 +6,7 @@ them out.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from coldstream.engine.draft_file import DraftNeeds, open_draft
 from coldstream.engine.machine import measured_hardware
 from coldstream.engine.model_to_plan import ModelToPlan, all_sizes
 from coldstream.engine.planned import Planned
-from coldstream.engine.workers import with_places, with_workers
+from coldstream.engine.workers import MakePool, with_places, with_workers
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
@@ -29,13 +30,15 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.plan import BudgetTooSmallError, PlanOptions, Tier
+from coldstream.placement.plan import BudgetTooSmallError, PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import load_plan
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 
 Array = np.ndarray[Any, Any]
+
+_AGAIN = "make another with `coldstream plan`"
 
 
 def plan_model(
@@ -49,20 +52,23 @@ def plan_model(
     more_bytes: int = 0,
     measured: Callable[[], Hardware] | None = None,
     draft: DraftNeeds | None = None,
+    prompt_cache_bytes: int = 0,
 ) -> Planned:
     """Plans an open model on the device of `config`, which is cpu or cuda.
 
     Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
     uses of experts. more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
-    rates; called only if a choice depends on them. draft: the drafter for spec_type dflash. Raises
-    ConfigError and OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as
-    `load_plan`; and ConfigError for a plan for the other device, for pinned or weighted layers that do not
-    exist, and for prefetched experts that were asked for and have no place.
+    rates; called only if a choice depends on them. draft: the drafter for spec_type dflash.
+    prompt_cache_bytes: of RAM, within its budget, for kept prefixes of prompts. Raises ConfigError and
+    OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as `load_plan`;
+    and ConfigError for a plan for the other device, for pinned or weighted layers that do not exist, for
+    prefetched experts that were asked for and have no place, and for kept prefixes beside a plan.
     """
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
-    model = ModelToPlan(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
+    uses, num_cores = expected_uses(trace), hardware.num_physical_cores
+    model = ModelToPlan(file, spec, options, uses, num_cores, draft, prompt_cache_bytes)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
     asked, budget = config, budget_bytes(config, hardware)
@@ -72,7 +78,8 @@ def plan_model(
         if more_bytes and not places[0][0].is_all_resident:
             places = model.place(config, [budget, budget + more_bytes])
     except BudgetTooSmallError as error:
-        raise advised(error, asked, spec, lambda bytes_: model.try_budget(asked, bytes_)) from None
+        attempt = partial(model.try_budget, asked)
+        raise advised(error, asked, spec, attempt, prompt_cache_bytes) from None
     (placement, sizes), *larger = places
     planned = Planned(
         RunPlan(
@@ -82,6 +89,7 @@ def plan_model(
             attention_window=config.attention_window,
             spec_type=config.spec_type,
             tree_budget=0 if config.tree_budget == "auto" else config.tree_budget,
+            prompt_cache_bytes=prompt_cache_bytes,
         ),
         larger[0][0] if larger else None,
         sizes,
@@ -89,18 +97,24 @@ def plan_model(
         hardware,
         trace,
     )
-    ram = ram_bytes(config, hardware)
-
-    def make_pool(threads: int, max_cpu_rows: int) -> PoolPlan | None:
-        try:
-            return model.pool(placement, ram, threads, max_cpu_rows)
-        except BudgetTooSmallError as error:
-            raise advised(
-                error, asked, spec, lambda bytes_: model.pool(placement, bytes_, threads, max_cpu_rows)
-            ) from None
-
+    make_pool = _pool_maker(model, placement, asked, ram_bytes(config, hardware))
     planned = with_workers(planned, asked, measured, make_pool)
     return _with_more_ram(planned, model, more_bytes)
+
+
+def _pool_maker(model: ModelToPlan, placement: PlacementPlan, asked: EngineConfig, ram: int) -> MakePool:
+    """Plans the pool in `ram` bytes beside the slots of `placement`."""
+
+    def make_pool(threads: int, max_cpu_rows: int) -> PoolPlan | None:
+        def attempt(budget: int) -> PoolPlan | None:
+            return model.pool(placement, budget, threads, max_cpu_rows)
+
+        try:
+            return attempt(ram)
+        except BudgetTooSmallError as error:
+            raise advised(error, asked, model.spec, attempt, model.prompt_cache_bytes) from None
+
+    return make_pool
 
 
 def _with_more_ram(planned: Planned, model: ModelToPlan, more_bytes: int) -> Planned:
@@ -138,22 +152,16 @@ def _given_plan(
     """The plan that `config` names. Threads and prefetching in `config` take precedence."""
     assert config.plan is not None
     name, spec = config.plan, model.spec
-    again = "make another with `coldstream plan`"
+    if model.prompt_cache_bytes:
+        raise ConfigError("prompt_cache (--prompt-cache SIZE) is part of the plan: leave it out, or --plan")
     is_asked = config.prefetch != "auto"
     run = load_plan(Path(name), all_sizes(config, model.file, spec))
-    model = replace(model, spec=spec.with_window(run.attention_window))
+    model = replace(
+        model, spec=spec.with_window(run.attention_window), prompt_cache_bytes=run.prompt_cache_bytes
+    )
     plan = run.placement
-    tier: Tier = "vram" if config.device == "cuda" else "ram"
-    if plan.tier != tier:
-        raise ConfigError(
-            f"{name} is a plan for {'a GPU' if plan.tier == 'vram' else 'the CPU'}, the device is "
-            f"{config.device}: {again}, or choose the other --device"
-        )
-    if plan.fixed.kv_type not in CACHE_LAYOUTS or not 0 < plan.fixed.ctx_size <= spec.context_length:
-        raise ConfigError(
-            f"{name} is for {plan.fixed.ctx_size} tokens of {plan.fixed.kv_type}, which this model "
-            f"cannot have: {again}"
-        )
+    _check_given(name, plan, config, spec)
+    tier = plan.tier
     said: dict[str, Any] = {
         "plan": None,
         tier: plan.budget_bytes,
@@ -181,15 +189,29 @@ def _given_plan(
             run = replace(run, placement=replace(plan, fixed=fixed))
         except ValueError as error:
             raise ConfigError(
-                f"{name} does not fit its budget with {config.threads} threads: {error}; {again}"
+                f"{name} does not fit its budget with {config.threads} threads: {error}; {_AGAIN}"
             ) from None
     if plan.expert_bytes != sizes.expert_bytes:
-        raise ConfigError(f"{name} has experts of other sizes than they have on this device: {again}")
+        raise ConfigError(f"{name} has experts of other sizes than they have on this device: {_AGAIN}")
     larger = None
     if more_bytes and not run.placement.is_all_resident:
         larger = replace(model, uses=run.expected_uses).place(config, [plan.budget_bytes + more_bytes])[0][0]
     planned = Planned(run, larger, sizes, config, hardware, trace)
     return _with_more_ram(planned, replace(model, uses=run.expected_uses), more_bytes)
+
+
+def _check_given(name: str, plan: PlacementPlan, config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for a plan for another device, or for a context that the model cannot have."""
+    if plan.tier != ("vram" if config.device == "cuda" else "ram"):
+        raise ConfigError(
+            f"{name} is a plan for {'a GPU' if plan.tier == 'vram' else 'the CPU'}, the device is "
+            f"{config.device}: {_AGAIN}, or choose the other --device"
+        )
+    if plan.fixed.kv_type not in CACHE_LAYOUTS or not 0 < plan.fixed.ctx_size <= spec.context_length:
+        raise ConfigError(
+            f"{name} is for {plan.fixed.ctx_size} tokens of {plan.fixed.kv_type}, which this model "
+            f"cannot have: {_AGAIN}"
+        )
 
 
 def plan_by_name(
@@ -199,12 +221,14 @@ def plan_by_name(
     progress: OpenProgress | None = None,
     *,
     measure: bool = False,
+    prompt_cache_bytes: int = 0,
 ) -> Planned:
     """`plan_model` for the model that `config` names, on this machine, which is measured if needed.
 
     Reads only the header and small tensors of the model. With a budget of GPU memory the plan is for a GPU,
     even if there is none. profile: the path of a trace; None: the bundled one, for the demo model. measure:
-    whether to measure the machine again. Raises also as `open_model` and `RoutingTrace.load`.
+    whether to measure the machine again. prompt_cache_bytes as for `plan_model`. Raises also as `open_model`
+    and `RoutingTrace.load`.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
@@ -224,6 +248,7 @@ def plan_by_name(
                 options=options,
                 more_bytes=NEXT_BYTES,
                 draft=draft.needs,
+                prompt_cache_bytes=prompt_cache_bytes,
             )
             warnings += draft.warnings
     planned = replace(planned, warnings=warnings + planned.warnings)
