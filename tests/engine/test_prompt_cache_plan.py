@@ -222,6 +222,8 @@ def test_advice_is_in_whole_mib_and_gives_what_is_missing(
     if found[2]:
         assert 0 < int(found[2]) * MIB < kept
         attempt(budget, int(found[2]) * MIB)
+        with pytest.raises(BudgetTooSmallError):
+            attempt(budget, int(found[2]) * MIB + 2 * MIB)
     else:
         with pytest.raises(BudgetTooSmallError):
             attempt(budget - 2 * MIB, 1)
