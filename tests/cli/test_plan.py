@@ -84,6 +84,42 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
     assert "hit rates: published" in error
 
 
+def test_kept_prefixes_of_prompts_are_a_row_of_ram(run: Run, model: Path) -> None:
+    *arguments, budget = in_ram(run, model)
+    more = (*arguments, str(int(budget) + 3 * 2**20), "--prompt-cache", "3M")
+    code, shown, _ = run("plan", str(model), *more, "--out", "my.plan")
+    assert code == 0
+    assert re.search(r"\n *kept prefixes of prompts +RAM +3\.00 MiB *\n", shown), shown
+    kept, alone = as_json(run, str(model), *more), as_json(run, str(model), *arguments, budget)
+    assert kept["plan"]["prompt_cache_bytes"] == kept["plan"]["fixed"]["prompt_cache"] == 3 * 2**20
+    assert kept["plan"]["resident"] == alone["plan"]["resident"]
+    assert kept["forecast"]["hit_rate"] == alone["forecast"]["hit_rate"]
+    assert "kept prefixes" not in run("plan", str(model), *arguments, budget)[1]
+    assert as_json(run, str(model), "--device", "cpu", "--plan", "my.plan")["plan"] == kept["plan"]
+    code, _, error = run("plan", str(model), *arguments, budget, "--prompt-cache", "1G")
+    assert code == 71
+    found = re.search(r"the prompt cache 1\.00, .*; try --ram (\d+)M, or --prompt-cache (\d+)M", error)
+    assert found, error
+    assert run("plan", str(model), *arguments, f"{found[1]}M", "--prompt-cache", "1G")[0] == 0
+    assert run("plan", str(model), *arguments, budget, "--prompt-cache", f"{found[2]}M")[0] == 0
+    assert run("plan", str(model), "--prompt-cache", "folder")[0] == 2
+
+
+@no_gpu
+def test_kept_prefixes_of_prompts_are_a_row_of_ram_beside_a_gpu(run: Run, model: Path) -> None:
+    code, shown, _ = run("plan", str(model), "--vram", "500M", "--prompt-cache", "3M")
+    assert code == 0
+    assert re.search(r"together +GPU memory .*\n *kept prefixes of prompts +RAM +3\.00 MiB *\n", shown), shown
+    arguments = ("-c", "64", "--vram")
+    half = (*arguments, str(least(run, model, *arguments) + 2**20), "--prompt-cache", "3M")
+    found = re.search(r"try --ram (\d+M)", run("plan", str(model), *half, "--ram", "1M")[2])
+    assert found
+    code, shown, _ = run("plan", str(model), *half, "--ram", found[1])
+    assert code == 0
+    assert re.search(r"kept prefixes of prompts +RAM +3\.00 MiB *\n *\d+ experts of", shown), shown
+    assert shown.count("kept prefixes") == 1
+
+
 @no_gpu
 def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, model: Path) -> None:
     code, shown, error = run("plan", str(model), "--vram", "500M")

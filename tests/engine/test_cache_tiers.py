@@ -14,11 +14,13 @@ from coldstream.engine.cache_tiers import CacheTiers, cache_identity, open_tiers
 from coldstream.engine.opened_model import open_model
 from coldstream.errors import ConfigError, StorageError
 from coldstream.kvcache import PrefixCache
+from coldstream.placement.plan_file import save_plan
 
 
-def opened(path: Path | None = None, **settings: object) -> OpenedModel:
+def opened(path: Path | None = None, kept: int = 0, **settings: object) -> OpenedModel:
+    """kept: bytes of RAM for prefixes."""
     config = EngineConfig(str(path or demo_model_path()), ctx_size=2048, threads=2, device="cpu")
-    return open_model(replace(config, **settings))  # type: ignore[arg-type]
+    return open_model(replace(config, **settings), prompt_cache_bytes=kept)  # type: ignore[arg-type]
 
 
 def identity(path: Path | None = None, **settings: object) -> bytes:
@@ -61,7 +63,7 @@ def test_a_restarted_model_goes_on_from_its_folder_with_the_same_bits(tmp_path: 
     settings = CacheTiers(ram_bytes=1 << 26, disk_folder=tmp_path, disk_bytes=1 << 28)
     held, logits = [], []
     for _ in range(2):
-        model = opened()
+        model = opened(kept=settings.ram_bytes)
         runner = model.runner
         ids = np.random.default_rng(3).integers(0, runner.spec.vocab_size, 900).tolist()
         cache = PrefixCache(runner, max_states=4, tiers=open_tiers(settings, model))
@@ -86,6 +88,21 @@ def test_without_settings_there_are_no_tiers(tmp_path: Path) -> None:
     tmp_path.joinpath("file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):
         open_tiers(CacheTiers(disk_folder=tmp_path / "file"), model)
+    model.close()
+
+
+def test_the_tier_in_ram_is_as_large_as_the_plan_says(tmp_path: Path) -> None:
+    """Of a plan that is given, too."""
+    model = opened(kept=5 << 20, ram=60 << 20)
+    assert model.plan.placement.fixed.prompt_cache == 5 << 20
+    save_plan(model.plan, tmp_path / "my.plan")
+    for settings in (CacheTiers(), CacheTiers(ram_bytes=5 << 20)):
+        assert [tier.statistics().budget_bytes for tier in open_tiers(settings, model)] == [5 << 20]
+    with pytest.raises(AssertionError, match="opened with the RAM of its tier"):
+        open_tiers(CacheTiers(ram_bytes=6 << 20), model)
+    model.close()
+    model = opened(plan=str(tmp_path / "my.plan"), ctx_size=None)
+    assert [tier.statistics().budget_bytes for tier in open_tiers(CacheTiers(), model)] == [5 << 20]
     model.close()
 
 

@@ -74,6 +74,9 @@ def test_files(tmp_path: Path) -> None:
     assert load_plan(path, [MODEL]) == PLAN
     save_plan(POOLED, path)
     assert load_plan(path, [MODEL, POOL_SIZES]) == POOLED
+    kept = replace(POOL, fixed=replace(POOL.fixed, prompt_cache=9))
+    save_plan(replace(POOLED, pool=kept, prompt_cache_bytes=9), path)
+    assert load_plan(path, [MODEL, POOL_SIZES]).prompt_cache_bytes == 9
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(StorageError, match="No such file"):
         save_plan(PLAN, tmp_path / "no" / "plan.json")
@@ -87,7 +90,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 10"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 11"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -125,6 +128,12 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
             "max_cpu_rows: 9999, a step asks the CPU for at most 8",
         ),
         (change(copy_bytes_per_step=None), InconsistentError, "copy_bytes_per_step is None"),
+        (change(prompt_cache_bytes=-1), InconsistentError, "prompt_cache_bytes is -1"),
+        (
+            lambda document: document.update(fixed=document["fixed"] | {"prompt_cache": 1}, budget_bytes=999),
+            InconsistentError,
+            "prompt_cache: 1 bytes are counted for 0",
+        ),
         (change(attention_window=0), InconsistentError, "attention_window: 0 positions"),
         (change(attention_window=1.5), InconsistentError, "attention_window is 1.5"),
         (change(miss_times=[0, 2]), InconsistentError, "miss_times has other fields"),
@@ -156,7 +165,9 @@ def test_a_plan_that_is_none_is_refused(
     [
         (lambda pool: pool.pop("fixed"), "pool has other fields"),
         (change(fixed={"buffers": 1}), "fixed of the pool has other fields"),
-        (change(fixed={"buffers": 1, "workspace": 1.5, "reserve": 1}), "a size of the pool is 1.5"),
+        (lambda pool: pool["fixed"].update(workspace=1.5), "a size of the pool is 1.5"),
+        (lambda pool: pool["fixed"].update(prompt_cache=-1), "a size of the pool is -1"),
+        (lambda pool: pool["fixed"].update(prompt_cache=1), "prompt_cache: 1 bytes are counted for 0"),
         (change(budget_bytes="1"), "a size of the pool is '1'"),
         (change(budget_bytes=9), "bytes of a budget of 9 of RAM"),
         (change(expert_bytes=[0, 48, 17]), "pool: experts of other sizes than the model has"),

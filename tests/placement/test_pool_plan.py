@@ -99,6 +99,9 @@ def test_an_error_names_what_the_least_is_for() -> None:
     parts = "buffers 1.00, workspace 2.00, reserve 3.00, experts that must find room 0.00"
     with pytest.raises(BudgetTooSmallError, match=f"--ram: 1.00 MiB of RAM are below .* 6.00 MiB: {parts}"):
         plan_pool(placement, (10, 10), HostPart(2**20, 2 * 2**20, 3 * 2**20), 2**20)
+    parts = "buffers 1.00, the prompt cache 4.00, experts that must find room 0.00"
+    with pytest.raises(BudgetTooSmallError, match=f"minimum of 5.00 MiB: {parts}"):
+        plan_pool(placement, (10, 10), HostPart(2**20, 0, 0, 4 * 2**20), 2**20)
 
 
 def test_a_pool_that_contradicts_itself_is_refused() -> None:

@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_cases import fixed, sizes
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import MissTimes
-from coldstream.placement.plan import plan_placement
+from coldstream.placement.plan import PlanOptions, Tier, plan_placement
+from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.run_plan import RunPlan
 
 TIMES = MissTimes(30, tuple(range(20, 20 + MAX_MAILBOX_ROWS)))
@@ -35,3 +38,23 @@ def test_prompts_are_shared_out_by_the_device_where_the_bus_has_places(plan: Run
 def test_a_dense_model_has_no_experts_to_share_out() -> None:
     placement = replace(plan_placement(sizes(500, 700, num_experts=1), fixed(), 3000), ring_bytes=900)
     assert RunPlan(placement, 3, miss_times=TIMES).shared_rows == MAX_MAILBOX_ROWS
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+@pytest.mark.parametrize("tier", ["ram", "vram"])
+@given(prompt_cache=st.integers(0, 2), in_placement=st.integers(0, 2), in_pool=st.integers(0, 2))
+def test_kept_prefixes_are_counted_in_ram_and_nowhere_else(
+    tier: Tier, has_pool: bool, prompt_cache: int, in_placement: int, in_pool: int
+) -> None:
+    if has_pool and tier == "ram":
+        return
+    part = replace(fixed(), prompt_cache=in_placement)
+    placement = plan_placement(MODEL, part, 3000, tier=tier, options=PlanOptions(has_ring=False))
+    pool = PoolPlan(9, HostPart(1, 1, 1, in_pool), MODEL.expert_bytes, ((), (), ())) if has_pool else None
+    is_right = in_placement == (prompt_cache if tier == "ram" else 0)
+    if is_right and (not has_pool or in_pool == prompt_cache):
+        plan = RunPlan(placement, 3, pool=pool, prompt_cache_bytes=prompt_cache)
+        assert plan.prompt_cache_bytes == prompt_cache
+        return
+    with pytest.raises(ValueError, match=r"^prompt_cache: \d bytes are counted for \d$"):
+        RunPlan(placement, 3, pool=pool, prompt_cache_bytes=prompt_cache)

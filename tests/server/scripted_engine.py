@@ -115,6 +115,7 @@ def open_scripted(
             budget_bytes=0,
             resident_experts=0,
             num_experts=0,
+            prompt_cache_bytes=0,
         )
     yield ScriptedEngine(), facts
 

@@ -1,5 +1,6 @@
 """What clients are told of a model, by its plan."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,4 +36,6 @@ def test_layers_that_are_placed_like_experts_are_none(
     )
     facts = EngineFacts.of(opened)
     assert (facts.resident_experts, facts.num_experts) == counts
+    opened.plan = replace(plan, prompt_cache_bytes=7)
+    assert (facts.prompt_cache_bytes, EngineFacts.of(opened).prompt_cache_bytes) == (0, 7)
     file.close()

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -23,7 +25,7 @@ from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Start
 from coldstream.engine.generation import completion
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
-from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
 from coldstream.server import engine_process
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.codec import decode
@@ -294,6 +296,21 @@ async def test_pr10_malformed_frames_end_the_process_with_an_error_that_is_told(
     last, code = told(*frames)
     assert isinstance(last, Died)
     assert code == last.error.exit_code != 0
+
+
+async def test_kept_prefixes_in_ram_are_a_part_of_the_plan_or_refused() -> None:
+    config = replace(CONFIG, ram=60 << 20)
+    message = Open(config, EngineLimits(), PromptCache(ram_bytes=1 << 20))
+    with engine_process.open_real(message, lambda what, done, total: None) as (engine, facts):
+        assert facts.prompt_cache_bytes == engine.live().statistics.prefixes.tiers[0].budget_bytes == 1 << 20
+    last, code = told(framed(replace(message, cache=PromptCache(ram_bytes=1 << 30)), ToEngine))
+    assert isinstance(last, Died)
+    assert isinstance(last.error, OutOfMemoryError)
+    assert re.search(
+        r"^--ram: 0\.06 GiB .*, the prompt cache 1\.00, .*; try --ram \d+M, or --prompt-cache \d+M",
+        str(last.error),
+    )
+    assert code == last.error.exit_code
 
 
 async def test_pr03_the_engine_leaves_when_its_socket_closes() -> None:

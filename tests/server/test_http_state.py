@@ -145,6 +145,7 @@ async def test_props_say_where_the_model_lies_and_what_is_cached_and_drafted(
     facts = local_client.model.facts
     assert props["model_alias"] == "demo"
     assert props["placement"]["resident_experts"] == facts.resident_experts
+    assert props["placement"]["prompt_cache_bytes"] == facts.prompt_cache_bytes == 0
     assert props["cache"]["type"] == facts.cache_type
     assert props["cache"]["prefixes"]["kept"] >= 0
     assert props["speculation"]["type"] == facts.spec_type

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from coldstream.cli.options import (
     engine_config,
     engine_options,
     parse_layer_weights,
+    parse_size,
 )
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
@@ -28,11 +29,15 @@ from coldstream.placement.plan_file import plan_to_json, save_plan
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.run_plan import RunPlan
 
+if TYPE_CHECKING:
+    from coldstream.engine.planned import Planned
+
 _PART_NAMES = {
     "weights": "weights of every token",
     "caches": "keys, values, states",
     "workspace": "workspace",
     "drafter": "draft model",
+    "prompt_cache": "kept prefixes of prompts",
     "graphs": "captured steps",
     "reserve": "the driver's reserve",
 }
@@ -71,6 +76,14 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
 @click.option(
     "--measure", is_flag=True, help="Measure this machine again, instead of taking the rates that were kept."
 )
+@click.option(
+    "--prompt-cache",
+    "prompt_cache_bytes",
+    type=parse_size,
+    default="0",
+    metavar="SIZE",
+    help="RAM that `coldstream serve` keeps prefixes of prompts in, of --ram.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the tables.")
 @engine_options
 @common_options
@@ -81,6 +94,7 @@ def command(
     layer_weights: tuple[tuple[int, float], ...] | None,
     out: Path | None,
     measure: bool,
+    prompt_cache_bytes: int,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -96,7 +110,9 @@ def command(
     chosen = PlanOptions(num_pinned_layers=pin_layers, layer_weights=layer_weights or ())
     check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
-        planned = plan_by_name(config, chosen, profile, line.update, measure=measure)
+        planned = plan_by_name(
+            config, chosen, profile, line.update, measure=measure, prompt_cache_bytes=prompt_cache_bytes
+        )
     for warning in planned.warnings:
         note(f"warning: {warning}")
     plan, known = planned.plan, planned.known
@@ -107,16 +123,7 @@ def command(
     if out is not None:
         save_plan(planned.run, out)
     if as_json:
-        document = {
-            "plan": json.loads(plan_to_json(planned.run)),
-            "hardware": asdict(planned.hardware),
-            "rates": asdict(known.rates),
-            "hit_rates_from": known.curve.source,
-            "forecast": asdict(expected),
-            "forecast_with_next_gib": asdict(richer) if richer else None,
-            "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,
-        }
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(_document(planned, expected, richer, more_ram)))
         return
     _print_places(planned.run, is_dense=known.model.is_dense)
     if pool is None:
@@ -134,6 +141,21 @@ def command(
         note(f"measured {planned.hardware.measured_at}: {measured}; --measure does it again")
     if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
         note(f"not measured on this machine but assumed: {assumed}")
+
+
+def _document(
+    planned: "Planned", expected: Forecast, richer: Forecast | None, more_ram: Forecast | None
+) -> dict[str, Any]:
+    """What --json prints. The last two: with more fast memory, and with more RAM beside a GPU."""
+    return {
+        "plan": json.loads(plan_to_json(planned.run)),
+        "hardware": asdict(planned.hardware),
+        "rates": asdict(planned.known.rates),
+        "hit_rates_from": planned.known.curve.source,
+        "forecast": asdict(expected),
+        "forecast_with_next_gib": asdict(richer) if richer else None,
+        "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,
+    }
 
 
 def _print_places(run: RunPlan, *, is_dense: bool) -> None:
@@ -163,6 +185,8 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
             rows.append((what, fast, format_bytes(count * size)))
     rows.append(("free", fast, format_bytes(plan.budget_bytes - plan.total_bytes)))
     rows.append(("together", fast, format_bytes(plan.budget_bytes)))
+    if plan.tier == "vram" and run.pool is None and run.prompt_cache_bytes:
+        rows.append((_PART_NAMES["prompt_cache"], "RAM", format_bytes(run.prompt_cache_bytes)))
     if run.pool is not None:
         rows += _rows_of_pool(plan, run.pool)
     elif num_cold := plan.num_all - plan.num_resident:
@@ -176,8 +200,10 @@ def _rows_of_pool(plan: PlacementPlan, pool: PoolPlan) -> list[tuple[str, str, s
         "buffers": "requests to the CPU, experts on their way",
         "workspace": "workspace of the CPU's threads",
         "reserve": "reserve of the driver and the program",
+        "prompt_cache": _PART_NAMES["prompt_cache"],
     }
-    rows = [(names[name], "RAM", format_bytes(size)) for name, size in asdict(pool.fixed).items()]
+    parts = asdict(pool.fixed)
+    rows = [(names[name], "RAM", format_bytes(size)) for name, size in parts.items() if size]
     for size, count in pool.slots.items():
         rows.append((f"{count} experts of {size / 2**20:.2f} MiB", "RAM", format_bytes(count * size)))
     rows.append(("free", "RAM", format_bytes(pool.budget_bytes - pool.total_bytes)))

@@ -87,8 +87,8 @@ def parse_parallel(text: str) -> int:
     "kept",
     multiple=True,
     metavar="SIZE|FOLDER",
-    help="Keep prefixes of prompts that have no room in the model's memory: in RAM up to SIZE, or in FOLDER, "
-    "from where they are used after a restart too; may be given once for each.",
+    help="Keep prefixes of prompts that have no room in the model's memory: in RAM up to SIZE, which counts "
+    "towards --ram, or in FOLDER, from where they are used after a restart too; may be given once for each.",
 )
 @click.option(
     "--drop-volatile",

@@ -31,20 +31,28 @@ def ram_bytes(config: EngineConfig, hardware: Hardware) -> int:
 
 
 def advised(
-    error: BudgetTooSmallError, config: EngineConfig, spec: ModelSpec, attempt: Callable[[int], object]
+    error: BudgetTooSmallError,
+    config: EngineConfig,
+    spec: ModelSpec,
+    attempt: Callable[[int], object],
+    prompt_cache_bytes: int = 0,
 ) -> OutOfMemoryError:
     """`error` with advice. `attempt` plans with another budget of its memory, and raises like `error` if that
     is too small.
 
-    If `config` has a budget, the advice is one in whole MiB with which `attempt` succeeds.
+    If `config` has a budget, the advice is one in whole MiB with which `attempt` succeeds; or so large a
+    prompt cache, of the `prompt_cache_bytes` that a budget of RAM contains, as leaves what that adds.
     """
     has_caches = (error.tier == "vram") == (config.device == "cuda")
+    kept = prompt_cache_bytes if error.tier == "ram" else 0
     if not isinstance(getattr(config, error.tier), int):
-        smaller = "smaller --ctx-size" if has_caches else "larger --vram"
         other = (
             ", or --device cpu" if error.tier == "vram" else "; more of it is free when other programs end"
         )
-        return OutOfMemoryError(f"{error}. Choose a {smaller} or a smaller quantisation{other}")
+        smaller = f"{'smaller --ctx-size' if has_caches else 'larger --vram'} or a smaller quantisation"
+        if kept and error.least_bytes - kept <= error.budget_bytes:
+            smaller = "smaller --prompt-cache"
+        return OutOfMemoryError(f"{error}. Choose a {smaller}{other}")
     least = error.least_bytes
     if has_caches and not config.ctx_size:
         ctx_size = min(_WORTHWHILE_CTX_SIZE, spec.context_length)
@@ -52,8 +60,13 @@ def advised(
     budget = -(-least // _UNIT)
     while (problem := _problem(attempt, budget * _UNIT)) is not None:
         budget = max(budget + 1, -(-problem.least_bytes // _UNIT))
-    other = ", or a smaller --ctx-size" if has_caches and config.ctx_size else ""
-    return OutOfMemoryError(f"{error}; try --{error.tier} {budget}M{other}")
+    others = [f"try --{error.tier} {budget}M"]
+    smaller_cache = (kept + error.budget_bytes) // _UNIT - budget
+    if smaller_cache > 0:
+        others.append(f"--prompt-cache {smaller_cache}M")
+    if has_caches and config.ctx_size:
+        others.append("a smaller --ctx-size")
+    return OutOfMemoryError(f"{error}; {', or '.join(others)}")
 
 
 def _problem(attempt: Callable[[int], object], budget: int) -> BudgetTooSmallError | None:

@@ -18,7 +18,7 @@ _SAMPLE_BYTES = 4096  # of each tensor, which tell two models with the same head
 class CacheTiers:
     """Checked on creation: ConfigError names the setting and its range."""
 
-    ram_bytes: int = 0  # for a model whose own memory is a GPU's; 0: none
+    ram_bytes: int = 0  # that the model is opened with, as its plan counts them; 0: none, or the plan's
     disk_folder: Path | None = None  # None: prefixes do not survive a restart
     disk_bytes: int = 16 << 30  # of files of this model in that folder
 
@@ -31,11 +31,14 @@ class CacheTiers:
 def open_tiers(settings: CacheTiers, opened: OpenedModel) -> tuple[PrefixTier, ...]:
     """The tiers for a `PrefixCache` of the opened model, the fastest first.
 
-    Raises StorageError if the folder cannot be used; nothing stays open then.
+    That in RAM is as large as the plan says. Raises StorageError if the folder cannot be used; nothing stays
+    open then.
     """
+    ram_bytes = opened.plan.prompt_cache_bytes
+    assert settings.ram_bytes in (0, ram_bytes), "a model is opened with the RAM of its tier"
     tiers: list[PrefixTier] = []
-    if settings.ram_bytes:
-        tiers.append(PrefixRam(settings.ram_bytes))
+    if ram_bytes:
+        tiers.append(PrefixRam(ram_bytes))
     if settings.disk_folder is not None:
         tiers.append(PrefixDisk(settings.disk_folder, cache_identity(opened), settings.disk_bytes))
     return tuple(tiers)

@@ -106,9 +106,15 @@ class OpenedModel:
 
 @host_memory_errors()
 def open_model(
-    config: EngineConfig, progress: OpenProgress | None = None, own: OwnParts | None = None
+    config: EngineConfig,
+    progress: OpenProgress | None = None,
+    own: OwnParts | None = None,
+    prompt_cache_bytes: int = 0,
 ) -> OpenedModel:
-    """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then."""
+    """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
+
+    prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes.
+    """
     own = own or OwnParts()
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
@@ -125,6 +131,7 @@ def open_model(
                 trace=bundled_profile(file, spec),
                 measured=partial(with_rates, hardware, progress),
                 draft=draft.needs,
+                prompt_cache_bytes=prompt_cache_bytes,
             )
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config, planned.run)

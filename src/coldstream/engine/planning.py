@@ -4,8 +4,9 @@ Only `plan_model` chooses how a model runs; `coldstream plan` prints its choices
 them out.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +14,31 @@ import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
-from coldstream.engine.config import (
-    EngineConfig,
-    cache_bytes_per_token,
-    resolve,
-    tree_rows_of,
-    with_contexts,
-)
+from coldstream.engine.config import EngineConfig, resolve
 from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
 from coldstream.engine.draft_file import DraftNeeds, open_draft
 from coldstream.engine.machine import measured_hardware
+from coldstream.engine.model_to_plan import ModelToPlan, all_sizes
 from coldstream.engine.planned import Planned
-from coldstream.engine.workers import with_places, with_workers
+from coldstream.engine.workers import MakePool, with_places, with_workers
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.draft_room import DraftRoom
-from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
-from coldstream.models.footprint import model_sizes, routed_model
-from coldstream.models.host_part import host_part, mapped_bytes
-from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
+from coldstream.models.footprint import routed_model
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.layer_plan import plan_layers
-from coldstream.placement.plan import (
-    BudgetTooSmallError,
-    FixedPart,
-    PlacementPlan,
-    PlanOptions,
-    Tier,
-    plan_placement,
-)
+from coldstream.placement.plan import BudgetTooSmallError, PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import load_plan
-from coldstream.placement.pool_plan import PoolPlan, plan_pool
+from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
-from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
+
+_AGAIN = "make another with `coldstream plan`"
 
 
 def plan_model(
@@ -68,20 +52,23 @@ def plan_model(
     more_bytes: int = 0,
     measured: Callable[[], Hardware] | None = None,
     draft: DraftNeeds | None = None,
+    prompt_cache_bytes: int = 0,
 ) -> Planned:
     """Plans an open model on the device of `config`, which is cpu or cuda.
 
     Follows the plan that `config` names, or its budgets, or else free memory. A trace of the model gives the
     uses of experts. more_bytes: further fast memory, for `larger_plan`. measured: returns `hardware` with
-    rates; called only if a choice depends on them. draft: the drafter for spec_type dflash. Raises
-    ConfigError and OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as
-    `load_plan`; and ConfigError for a plan for the other device, for pinned or weighted layers that do not
-    exist, and for prefetched experts that were asked for and have no place.
+    rates; called only if a choice depends on them. draft: the drafter for spec_type dflash.
+    prompt_cache_bytes: of RAM, within its budget, for kept prefixes of prompts. Raises ConfigError and
+    OutOfMemoryError as `resolve` and `plan_placement`, with a sufficient budget as advice; as `load_plan`;
+    and ConfigError for a plan for the other device, for pinned or weighted layers that do not exist, for
+    prefetched experts that were asked for and have no place, and for kept prefixes beside a plan.
     """
     options = options or PlanOptions()
     _check_layers(options, spec.num_layers)
     spec = spec.with_window(config.attention_window)
-    model = _Model(file, spec, options, expected_uses(trace), hardware.num_physical_cores, draft)
+    uses, num_cores = expected_uses(trace), hardware.num_physical_cores
+    model = ModelToPlan(file, spec, options, uses, num_cores, draft, prompt_cache_bytes)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
     asked, budget = config, budget_bytes(config, hardware)
@@ -91,7 +78,8 @@ def plan_model(
         if more_bytes and not places[0][0].is_all_resident:
             places = model.place(config, [budget, budget + more_bytes])
     except BudgetTooSmallError as error:
-        raise advised(error, asked, spec, lambda bytes_: model.try_budget(asked, bytes_)) from None
+        attempt = partial(model.try_budget, asked)
+        raise advised(error, asked, spec, attempt, prompt_cache_bytes) from None
     (placement, sizes), *larger = places
     planned = Planned(
         RunPlan(
@@ -101,6 +89,7 @@ def plan_model(
             attention_window=config.attention_window,
             spec_type=config.spec_type,
             tree_budget=0 if config.tree_budget == "auto" else config.tree_budget,
+            prompt_cache_bytes=prompt_cache_bytes,
         ),
         larger[0][0] if larger else None,
         sizes,
@@ -108,21 +97,27 @@ def plan_model(
         hardware,
         trace,
     )
-    ram = ram_bytes(config, hardware)
-
-    def make_pool(threads: int, max_cpu_rows: int) -> PoolPlan | None:
-        try:
-            return model.pool(placement, ram, threads, max_cpu_rows)
-        except BudgetTooSmallError as error:
-            raise advised(
-                error, asked, spec, lambda bytes_: model.pool(placement, bytes_, threads, max_cpu_rows)
-            ) from None
-
+    make_pool = _pool_maker(model, placement, asked, ram_bytes(config, hardware))
     planned = with_workers(planned, asked, measured, make_pool)
     return _with_more_ram(planned, model, more_bytes)
 
 
-def _with_more_ram(planned: Planned, model: "_Model", more_bytes: int) -> Planned:
+def _pool_maker(model: ModelToPlan, placement: PlacementPlan, asked: EngineConfig, ram: int) -> MakePool:
+    """Plans the pool in `ram` bytes beside the slots of `placement`."""
+
+    def make_pool(threads: int, max_cpu_rows: int) -> PoolPlan | None:
+        def attempt(budget: int) -> PoolPlan | None:
+            return model.pool(placement, budget, threads, max_cpu_rows)
+
+        try:
+            return attempt(ram)
+        except BudgetTooSmallError as error:
+            raise advised(error, asked, model.spec, attempt, model.prompt_cache_bytes) from None
+
+    return make_pool
+
+
+def _with_more_ram(planned: Planned, model: ModelToPlan, more_bytes: int) -> Planned:
     """Adds the plan with more RAM beside a GPU, if experts are on the disk."""
     run = planned.run
     if run.pool is None or not more_bytes:
@@ -146,134 +141,27 @@ def _check_layers(options: PlanOptions, num_layers: int) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Model:
-    """An open model, and the parts of planning that do not depend on a budget."""
-
-    file: GGUFFile
-    spec: ModelSpec
-    options: PlanOptions
-    uses: Array | None
-    num_cores: int
-    draft: DraftNeeds | None
-
-    @property
-    def uses_as_data(self) -> tuple[tuple[float, ...], ...] | None:
-        return None if self.uses is None else tuple(map(tuple, self.uses.tolist()))
-
-    def sizes(self, config: EngineConfig) -> ModelSizes:
-        """The sizes with experts in a GPU's slots."""
-        return _sizes(config, self.file, self.spec)
-
-    def ram_needs(self, config: EngineConfig) -> RamNeeds:
-        """The needs with the context and the threads of `config`."""
-        assert isinstance(config.threads, int)
-        assert config.ctx_size
-        return CpuRunner.needs(
-            self.file,
-            self.spec,
-            config.threads,
-            config.tier,
-            config.ctx_size,
-            config.cache_type_k,
-            cache_bytes_per_token(config, self.spec),
-            draft=self._draft_room(config),
-            num_contexts=_contexts(config),
-        )
-
-    def _draft_room(self, config: EngineConfig) -> DraftRoom:
-        num_contexts = _contexts(config)
-        room = DraftRoom(tree_rows_of(config, num_contexts), has_mtp=config.spec_type == "mtp")
-        if config.spec_type != "dflash":
-            return room
-        assert self.draft is not None, "a drafter is open where one is planned"
-        num_bytes = self.draft.num_bytes(config.ctx_size or 1, num_contexts)
-        return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
-
-    def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        """`config` with threads, a context and how many. A requested context is not reduced: planning then
-        fails with the bytes that are needed.
-        """
-        return with_contexts(self._with_one_context(config, budget), self.spec, budget)
-
-    def _with_one_context(self, config: EngineConfig, budget: int) -> EngineConfig:
-        if config.ctx_size:
-            return resolve(config, self.spec, self.num_cores, ALL_BYTES)
-        if config.device == "cuda":
-            least = least_bytes(self.spec, self.sizes(config))
-        else:
-            shortest = resolve(replace(config, ctx_size=1), self.spec, self.num_cores, ALL_BYTES)
-            least = self.ram_needs(shortest).least_bytes(self.options)
-        return resolve(config, self.spec, self.num_cores, max(0, budget - least))
-
-    def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[tuple[PlacementPlan, ModelSizes]]:
-        """The placement for each budget, and the sizes on which it is based."""
-        assert config.ctx_size
-        if config.device != "cuda":
-            needs = self.ram_needs(config)
-            plans = [needs.place(budget, self.uses, self.options) for budget in budgets]
-            return [(plan, needs.parts_for(plan)[0]) for plan in plans]
-        sizes = self.sizes(config)
-        memory = (config.ctx_size, config.cache_type_k)
-        room = self._draft_room(config)
-        parts = fixed_parts_on_gpu(self.file, self.spec, sizes, *memory, budgets, room, _contexts(config))
-        return [(self._placed(sizes, *each), sizes) for each in zip(parts, budgets, strict=True)]
-
-    def _placed(self, sizes: ModelSizes, fixed: FixedPart, budget: int) -> PlacementPlan:
-        """In `budget` bytes of a GPU's memory."""
-        if sizes.is_dense:
-            return plan_layers(sizes, fixed, budget, self.options)
-        return plan_placement(sizes, fixed, budget, uses=self.uses, options=self.options)
-
-    def pool(self, placement: PlacementPlan, ram: int, threads: int, max_cpu_rows: int) -> PoolPlan | None:
-        """The pool in `ram` bytes of RAM beside a GPU; None if the whole file finds room there."""
-        fixed = host_part(self.file, self.spec, placement, threads, max_cpu_rows)
-        parts = {"what runs beside": fixed.total}
-        parts["the mapped file"] = mapped_bytes(self.file, self.spec, placement)
-        if sum(parts.values()) <= ram:
-            return None
-        if not self.spec.is_moe:
-            raise BudgetTooSmallError("ram", ram, parts)  # a dense layer is never on the disk
-        in_slots = sizes_in_ram(self.file, self.spec, 0)[1].expert_bytes
-        return plan_pool(placement, in_slots, fixed, ram, uses=self.uses)
-
-    def try_budget(self, config: EngineConfig, budget: int) -> None:
-        """Raises as `place` if `budget` is not enough."""
-        self.place(self.with_context(config, budget), [budget])
-
-
-def _contexts(config: EngineConfig) -> int:
-    """Whole contexts of a configuration that may not be resolved."""
-    return 1 if config.parallel == "auto" else config.parallel
-
-
 def expected_uses(trace: RoutingTrace | None) -> Array | None:
     """Uses a step of each expert, float64 [layers, experts]; None if there is no trace."""
     return trace.counts() / trace.num_steps if trace else None
 
 
 def _given_plan(
-    config: EngineConfig, model: _Model, hardware: Hardware, trace: RoutingTrace | None, more_bytes: int
+    config: EngineConfig, model: ModelToPlan, hardware: Hardware, trace: RoutingTrace | None, more_bytes: int
 ) -> Planned:
     """The plan that `config` names. Threads and prefetching in `config` take precedence."""
     assert config.plan is not None
     name, spec = config.plan, model.spec
-    again = "make another with `coldstream plan`"
+    if model.prompt_cache_bytes:
+        raise ConfigError("prompt_cache (--prompt-cache SIZE) is part of the plan: leave it out, or --plan")
     is_asked = config.prefetch != "auto"
-    run = load_plan(Path(name), _all_sizes(config, model.file, spec))
-    model = replace(model, spec=spec.with_window(run.attention_window))
+    run = load_plan(Path(name), all_sizes(config, model.file, spec))
+    model = replace(
+        model, spec=spec.with_window(run.attention_window), prompt_cache_bytes=run.prompt_cache_bytes
+    )
     plan = run.placement
-    tier: Tier = "vram" if config.device == "cuda" else "ram"
-    if plan.tier != tier:
-        raise ConfigError(
-            f"{name} is a plan for {'a GPU' if plan.tier == 'vram' else 'the CPU'}, the device is "
-            f"{config.device}: {again}, or choose the other --device"
-        )
-    if plan.fixed.kv_type not in CACHE_LAYOUTS or not 0 < plan.fixed.ctx_size <= spec.context_length:
-        raise ConfigError(
-            f"{name} is for {plan.fixed.ctx_size} tokens of {plan.fixed.kv_type}, which this model "
-            f"cannot have: {again}"
-        )
+    _check_given(name, plan, config, spec)
+    tier = plan.tier
     said: dict[str, Any] = {
         "plan": None,
         tier: plan.budget_bytes,
@@ -301,10 +189,10 @@ def _given_plan(
             run = replace(run, placement=replace(plan, fixed=fixed))
         except ValueError as error:
             raise ConfigError(
-                f"{name} does not fit its budget with {config.threads} threads: {error}; {again}"
+                f"{name} does not fit its budget with {config.threads} threads: {error}; {_AGAIN}"
             ) from None
     if plan.expert_bytes != sizes.expert_bytes:
-        raise ConfigError(f"{name} has experts of other sizes than they have on this device: {again}")
+        raise ConfigError(f"{name} has experts of other sizes than they have on this device: {_AGAIN}")
     larger = None
     if more_bytes and not run.placement.is_all_resident:
         larger = replace(model, uses=run.expected_uses).place(config, [plan.budget_bytes + more_bytes])[0][0]
@@ -312,14 +200,18 @@ def _given_plan(
     return _with_more_ram(planned, replace(model, uses=run.expected_uses), more_bytes)
 
 
-def _sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> ModelSizes:
-    kv_token_bytes = cache_bytes_per_token(config, spec)
-    return model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes, places_layers=True)
-
-
-def _all_sizes(config: EngineConfig, file: GGUFFile, spec: ModelSpec) -> tuple[ModelSizes, ...]:
-    """Sizes with experts in a GPU's slots, mapped, and in slots in RAM."""
-    return (_sizes(config, file, spec), *sizes_in_ram(file, spec, cache_bytes_per_token(config, spec)))
+def _check_given(name: str, plan: PlacementPlan, config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for a plan for another device, or for a context that the model cannot have."""
+    if plan.tier != ("vram" if config.device == "cuda" else "ram"):
+        raise ConfigError(
+            f"{name} is a plan for {'a GPU' if plan.tier == 'vram' else 'the CPU'}, the device is "
+            f"{config.device}: {_AGAIN}, or choose the other --device"
+        )
+    if plan.fixed.kv_type not in CACHE_LAYOUTS or not 0 < plan.fixed.ctx_size <= spec.context_length:
+        raise ConfigError(
+            f"{name} is for {plan.fixed.ctx_size} tokens of {plan.fixed.kv_type}, which this model "
+            f"cannot have: {_AGAIN}"
+        )
 
 
 def plan_by_name(
@@ -329,12 +221,14 @@ def plan_by_name(
     progress: OpenProgress | None = None,
     *,
     measure: bool = False,
+    prompt_cache_bytes: int = 0,
 ) -> Planned:
     """`plan_model` for the model that `config` names, on this machine, which is measured if needed.
 
     Reads only the header and small tensors of the model. With a budget of GPU memory the plan is for a GPU,
     even if there is none. profile: the path of a trace; None: the bundled one, for the demo model. measure:
-    whether to measure the machine again. Raises also as `open_model` and `RoutingTrace.load`.
+    whether to measure the machine again. prompt_cache_bytes as for `plan_model`. Raises also as `open_model`
+    and `RoutingTrace.load`.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
@@ -354,6 +248,7 @@ def plan_by_name(
                 options=options,
                 more_bytes=NEXT_BYTES,
                 draft=draft.needs,
+                prompt_cache_bytes=prompt_cache_bytes,
             )
             warnings += draft.warnings
     planned = replace(planned, warnings=warnings + planned.warnings)
@@ -368,7 +263,7 @@ def load_plan_by_name(config: EngineConfig, path: Path, progress: OpenProgress |
     model = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(model) as file:
         spec = ModelSpec.from_gguf(file.metadata, file.tensors)
-        return load_plan(path, _all_sizes(config, file, spec))
+        return load_plan(path, all_sizes(config, file, spec))
 
 
 def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:

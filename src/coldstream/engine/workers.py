@@ -41,6 +41,7 @@ def with_workers(
             planned, run=replace(planned.run, threads=config.threads), config=with_prefetch(config, 0)
         )
     if plan.is_all_resident:
+        make_pool(0, 0)  # raises if RAM has no room for kept prefixes
         return replace(planned, config=with_prefetch(config, 0))
     if measured is not None:
         planned = replace(planned, hardware=measured())

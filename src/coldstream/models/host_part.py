@@ -32,13 +32,24 @@ def mapped_bytes(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan) -> i
 
 
 def host_part(
-    file: GGUFFile, spec: ModelSpec, placement: PlacementPlan, threads: int, max_cpu_rows: int
+    file: GGUFFile,
+    spec: ModelSpec,
+    placement: PlacementPlan,
+    threads: int,
+    max_cpu_rows: int,
+    prompt_cache: int = 0,
 ) -> HostPart:
-    """What RAM holds beside experts, by the sizes of what the runner allocates."""
+    """What RAM holds beside experts, by the sizes of what the runner allocates.
+
+    prompt_cache: bytes of kept prefixes. Where the GPU holds all experts, the CPU is asked for none.
+    """
+    if placement.is_all_resident:
+        return HostPart(0, 0, HOST_RESERVE_BYTES, prompt_cache)
     return HostPart(
         buffers=_buffer_bytes(spec, placement, max_cpu_rows),
         workspace=_workspace_bytes(file, spec, threads, max(max_cpu_rows, MAX_MAILBOX_ROWS)),
         reserve=HOST_RESERVE_BYTES,
+        prompt_cache=prompt_cache,
     )
 
 

@@ -68,6 +68,12 @@ class RamNeeds:
         in_slots = least_budget(self.in_slots, self.fixed_in_slots, self._slot_options(options))
         return min(self._whole_bytes, in_slots)
 
+    def with_prompt_cache(self, num_bytes: int) -> "RamNeeds":
+        """The needs of the model beside so many bytes of kept prefixes of prompts."""
+        in_slots = self.fixed_in_slots and replace(self.fixed_in_slots, prompt_cache=num_bytes)
+        mapped = replace(self.fixed_mapped, prompt_cache=num_bytes)
+        return replace(self, fixed_mapped=mapped, fixed_in_slots=in_slots)
+
     def parts_for(self, placement: PlacementPlan) -> tuple[ModelSizes, FixedPart]:
         """The sizes and the fixed part that `placement`, a plan of this model, must have."""
         if placement.is_all_resident or self.fixed_in_slots is None:

@@ -29,6 +29,7 @@ Tier = Literal["vram", "ram"]
 _RING_SHARE: Final = 8  # the ring takes at most one eighth of the memory left for experts
 _GOOD_RING_BYTES: Final = 256 * 2**20  # smaller ones cost prompts up to half of their speed (docs/log.md)
 RING_LAYERS: Final = 2  # one is computed while the next is copied
+PROMPT_CACHE: Final = "the prompt cache"  # a part of a budget of RAM, for people
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
 
 
@@ -48,6 +49,7 @@ class FixedPart:
     num_contexts: int = 1  # whole contexts that the caches hold together
     num_sequences: int = 1  # recurrent states in the caches
     num_tree_rows: int = 0  # rows of draft trees in the caches
+    prompt_cache: int = 0  # kept prefixes of prompts that have no room in the caches, in RAM
 
     def __post_init__(self) -> None:
         for name, num_bytes in self.parts.items():
@@ -57,7 +59,7 @@ class FixedPart:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by name."""
-        names = ("weights", "caches", "workspace", "drafter", "graphs", "reserve")
+        names = ("weights", "caches", "workspace", "drafter", "prompt_cache", "graphs", "reserve")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -80,7 +82,7 @@ class BudgetTooSmallError(OutOfMemoryError):
     """A budget of a memory below `least_bytes`, the smallest sufficient one, which `parts` add up to."""
 
     def __init__(self, tier: Tier, budget: int, parts: Mapping[str, int]) -> None:
-        self.tier, self.least_bytes = tier, sum(parts.values())
+        self.tier, self.budget_bytes, self.least_bytes = tier, budget, sum(parts.values())
         unit, name = (2**30, "GiB") if self.least_bytes >= 2**30 else (2**20, "MiB")
         listed = ", ".join(f"{part} {num_bytes / unit:.2f}" for part, num_bytes in parts.items() if num_bytes)
         super().__init__(
@@ -240,7 +242,11 @@ def least_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> i
 
 def least_parts(fixed: FixedPart, ring: int, first: int, what: str = "experts") -> dict[str, int]:
     """The bytes of the smallest budget, by name for people. first: of `what` must be resident."""
-    names = {"weights": "weights of every token", "caches": f"caches of {fixed.ctx_size} tokens"}
+    names = {
+        "weights": "weights of every token",
+        "caches": f"caches of {fixed.ctx_size} tokens",
+        "prompt_cache": PROMPT_CACHE,
+    }
     parts = {names.get(name, name): num_bytes for name, num_bytes in fixed.parts.items()}
     return parts | {"ring": ring, f"{what} that must be resident": first}
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.placement.plan import BudgetTooSmallError, PlacementPlan
+from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError, PlacementPlan
 from coldstream.placement.ranking import assumed_uses, ranked, take_fitting
 
 Array = np.ndarray[Any, Any]
@@ -29,10 +29,16 @@ class HostPart:
     buffers: int  # page-locked: what is asked of the CPU and its answers, experts on their way, logits
     workspace: int  # activations of the CPU's experts
     reserve: int  # the driver's, the program's, and buffers through which weights are loaded
+    prompt_cache: int = 0  # kept prefixes of prompts that have no room in the GPU's memory
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name for people."""
+        return {PROMPT_CACHE if name == "prompt_cache" else name: size for name, size in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def plan_pool(
         first += order[sizes[order] == size][: LEAST_TOKENS * model.num_experts_per_tok].tolist()
     left = budget_bytes - fixed.total - int(sizes[first].sum())
     if left < 0:
-        parts = asdict(fixed) | {"experts that must find room": int(sizes[first].sum())}
+        parts = fixed.parts | {"experts that must find room": int(sizes[first].sum())}
         raise BudgetTooSmallError("ram", budget_bytes, parts)
     chosen = set(first)
     rest = [number for number in order.tolist() if number not in chosen]

@@ -25,6 +25,7 @@ COUNTS: Final = (
     "max_cpu_rows",
     "copy_bytes_per_step",
     "tree_budget",
+    "prompt_cache_bytes",
 )
 SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
@@ -54,6 +55,7 @@ class RunPlan:
     tree_budget: int = 0  # nodes of a draft tree; 0: as many as pay in each step
     # Experts in RAM beside a GPU, with others on the disk; None: all experts that the GPU lacks are mapped.
     pool: PoolPlan | None = None
+    prompt_cache_bytes: int = 0  # RAM for kept prefixes of prompts, which the placement or the pool counts
 
     def __post_init__(self) -> None:
         model = self.placement.model
@@ -77,6 +79,7 @@ class RunPlan:
             raise ValueError(f"tree_budget: no room for the rows of {self.tree_budget or 1} nodes and a root")
         if self.pool is not None:
             self._check_pool(self.pool)
+        self._check_prompt_cache()
         if self.uses is not None:
             shape = [len(row) for row in self.uses]
             if shape != [model.num_experts] * model.num_layers:
@@ -95,6 +98,15 @@ class RunPlan:
             raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
         if self.prefetch or self.miss_times is not None:
             raise ValueError("experts over the bus from memory that a pool does not keep in place")
+
+    def _check_prompt_cache(self) -> None:
+        placement = self.placement
+        counts = [(placement.fixed.prompt_cache, self.prompt_cache_bytes if placement.tier == "ram" else 0)]
+        if self.pool is not None:
+            counts.append((self.pool.fixed.prompt_cache, self.prompt_cache_bytes))
+        for counted, expected in counts:
+            if counted != expected:
+                raise ValueError(f"prompt_cache: {counted} bytes are counted for {expected}")
 
     @property
     def shared_rows(self) -> int:

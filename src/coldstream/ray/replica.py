@@ -33,7 +33,7 @@ class EngineReplica:
     def __init__(self, options: ServiceOptions, name: str) -> None:
         """name: of this replica, in Ray Serve."""
         self._name = name
-        self._opened = open_model(options.config)
+        self._opened = open_model(options.config, prompt_cache_bytes=options.tiers.ram_bytes)
         self._opened.grammars.prepare()
         tiers = open_tiers(options.tiers, self._opened)
         self._client = LocalClient(self._opened, options.name, options.limits, tiers)

@@ -266,7 +266,7 @@ def open_real(message: Open, progress: OpenProgress) -> Iterator[tuple[Computes,
 
         cache = message.cache
         settings = CacheTiers(cache.ram_bytes, None if cache.folder is None else Path(cache.folder))
-        opened = open_model(message.config, progress=progress)
+        opened = open_model(message.config, progress=progress, prompt_cache_bytes=settings.ram_bytes)
     with (
         closing(opened),
         closing(Engine(opened, message.limits, tiers=open_tiers(settings, opened))) as engine,

@@ -37,6 +37,7 @@ class EngineFacts:
     budget_bytes: int  # of that memory
     resident_experts: int  # that begin there
     num_experts: int  # of all layers
+    prompt_cache_bytes: int  # of RAM for kept prefixes
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -59,6 +60,7 @@ class EngineFacts:
             budget_bytes=placement.budget_bytes,
             resident_experts=placement.num_resident if is_moe else 0,
             num_experts=placement.num_all if is_moe else 0,
+            prompt_cache_bytes=opened.plan.prompt_cache_bytes,
             warnings=opened.warnings,
         )
 

@@ -134,6 +134,7 @@ def _props(served: ServedModel, health: Health, statistics: EngineStatistics | N
             "tier": facts.tier,
             "fast_memory": facts.fast_tier,
             "budget_bytes": facts.budget_bytes,
+            "prompt_cache_bytes": facts.prompt_cache_bytes,
             "resident_experts": facts.resident_experts,
             "experts": facts.num_experts,
             "expert_hits": None if statistics is None else statistics.expert_hits,
