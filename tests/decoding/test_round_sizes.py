@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 
+from coldstream.decoding.rest import AWAKE_STEPS, TOLD_STEPS, WAKE_DISTANCE
 from coldstream.decoding.round_sizes import SIZES, FixedRounds, RoundsByCost
 from coldstream.kernels.rounds.reference import Accepted
 
@@ -52,6 +53,35 @@ def test_drafts_that_do_not_pay_are_rare() -> None:
     chosen, tokens, seconds = generate(sizes, 0.05, 3000)
     assert sum(n > 0 for n in chosen) < 0.1 * len(chosen)
     assert tokens / seconds * STEP_S > 0.97
+
+
+def test_rounds_rest_once_they_have_not_paid_for_long() -> None:
+    """And a drafter is told of the last tokens before they are tried again."""
+    sizes = RoundsByCost()
+    for _ in range(3):  # the first drafts are believed in
+        generate(sizes, 0.0, 100)
+    assert not sizes.rests()
+    generate(sizes, 0.0, AWAKE_STEPS)
+    assert sizes.rests()
+    assert sizes.is_idle()
+    num_rested = 0
+    while sizes.is_idle():
+        sizes.went_on(1, STEP_S)
+        num_rested += 1
+    assert sizes.rests()
+    assert WAKE_DISTANCE - 2 * AWAKE_STEPS < num_rested < WAKE_DISTANCE - AWAKE_STEPS
+    sizes.went_on(TOLD_STEPS, TOLD_STEPS * STEP_S)
+    assert not sizes.rests()
+    generate(sizes, 0.95, 400)
+    assert not sizes.rests()
+
+
+def test_rounds_that_pay_never_rest() -> None:
+    sizes = RoundsByCost()
+    for _ in range(20):
+        generate(sizes, 0.9, 100)
+        assert not sizes.rests()
+    assert not FixedRounds(3).rests()
 
 
 def test_only_sizes_that_have_graphs_are_chosen() -> None:

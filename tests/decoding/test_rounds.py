@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding import Continuation, SamplingParams, TokenChooser, generate_in_rounds
+from coldstream.decoding import (
+    Continuation,
+    SamplingParams,
+    TokenChooser,
+    TokenTree,
+    generate_in_rounds,
+    generate_tokens_speculatively,
+)
+from coldstream.decoding.speculative import begin_picks
 from coldstream.errors import GenerationFault
 from coldstream.kernels.rounds.reference import Accepted, RoundState, accept
 
@@ -83,6 +92,9 @@ class Sizes:
 
     def begin_rounds(self) -> None:
         assert self.num_launched == 0
+
+    def rests(self) -> bool:
+        return False
 
     def next_round(self) -> int:
         self.num_launched += 1
@@ -183,3 +195,86 @@ def test_a_few_rounds_lose_nothing(prompt: list[int], sizes: list[int], seed: in
         assert drafts.num_launched == most or tokens.has_ended
         assert rounds.held == tokens.ids[:-1]
     assert tokens.ids == [*prompt, *expected]
+
+
+@dataclass
+class HashModel:
+    """The model of `HashRounds` as the loop without rounds has it."""
+
+    held: list[int]
+
+    def append(self, token_ids: Sequence[int]) -> np.ndarray:
+        self.held += token_ids
+        return logits_after(self.held, None)
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[np.ndarray]:
+        raise AssertionError("the host drafts nothing where a device does")
+
+    commit = append_chosen = settle = verify
+
+
+@dataclass
+class RestingDrafts(Sizes):
+    """So many rounds, then so many steps without."""
+
+    awake: int = 2
+    asleep: int = 3
+    num_steps: int = 0  # rounds that ended, and steps without them
+    num_rested: int = 0
+    num_texts: int = 0  # how often rounds began
+
+    def begin_rounds(self) -> None:
+        self.num_texts += 1
+
+    def rests(self) -> bool:
+        return self.num_steps % (self.awake + self.asleep) >= self.awake
+
+    def round_ended(self, accepted: Accepted, seconds: float) -> None:
+        self.num_steps += 1
+
+    def will_draft(self, most: int) -> bool:
+        return not self.rests()
+
+    def draft(self, context: Sequence[int], most: int) -> TokenTree:
+        raise AssertionError("the host drafts nothing where a device does")
+
+    def num_together(self) -> int:
+        return 1
+
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
+        assert self.rests()
+        self.num_steps += num_steps
+        self.num_rested += num_steps
+
+    verified = draft
+
+
+@given(prompts, sizes, st.integers(0, 9), st.integers(1, 4), st.integers(1, 4))
+def test_a_text_with_rests_is_that_of_the_plain_loop(
+    prompt: list[int], sizes: list[int], seed: int, awake: int, asleep: int
+) -> None:
+    expected, _ = plain(prompt, 40, None)
+    model, drafts = HashModel(list(prompt)), RestingDrafts(sizes, awake=awake, asleep=asleep)
+    chooser = TokenChooser(PARAMS, 7, 1, ())
+
+    def begin_rounds(context: Sequence[int], num_left: int) -> HashRounds | None:
+        assert not drafts.rests()
+        assert model.held == list(context[:-1])
+        return None if num_left < 2 else HashRounds(model.held, context[-1], num_left, seed)
+
+    found = generate_tokens_speculatively(
+        model,
+        logits_after(prompt, None),
+        prompt,
+        partial(begin_picks, chooser),
+        drafts,
+        end_ids=ENDS,
+        max_tokens=40,
+        begin_rounds=begin_rounds,
+    )
+    assert [chosen.token_id for chosen in found] == expected
+    assert model.held == [*prompt, *expected[:-1]]
+    # Two rounds may be in flight when a rest begins, which then is shorter by one.
+    if drafts.num_steps > 2 * (awake + asleep):
+        assert drafts.num_texts > 1
+        assert drafts.num_rested > 0 or asleep == 1

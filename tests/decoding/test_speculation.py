@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.decoding import NO_DRAFT, FixedSizes, SizesByCost, Speculation, TokenTree, TriedDraft
-from coldstream.decoding.round_sizes import FixedRounds
+from coldstream.decoding.rest import TOLD_STEPS
+from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost
 from coldstream.kernels.rounds.reference import Accepted
 
 PLAIN_S, CHOOSE_S, BUILD_S = 0.01, 0.001, 0.0001
@@ -154,6 +155,34 @@ class ToldRounds(FixedRounds):
 
     def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
         self.usual.append(is_usual)
+
+
+def test_steps_while_rounds_rest_are_told_to_rounds_alone() -> None:
+    speculation = Speculation(Chains(), SizesByCost("chains"))
+    speculation.rounds = rounds = RoundsByCost()
+    assert not speculation.rests()
+    while not rounds.rests():
+        rounds.start()
+        rounds.next()
+        rounds.record(Accepted((7,), 0, 0, is_last=False), PLAIN_S)
+        rounds.next()
+        rounds.record(Accepted((7,), 0, 1, is_last=False), 9 * PLAIN_S)
+    assert speculation.rests()
+    assert speculation.is_idle
+    assert not speculation.will_draft(9)
+    assert speculation.num_together() == 1
+    while speculation.is_idle:
+        speculation.went_on(1, PLAIN_S, is_usual=True)
+    assert not speculation.will_draft(9)
+    for _ in range(TOLD_STEPS):
+        assert speculation.rests()
+        speculation.went_on(1, PLAIN_S, is_usual=True)
+    assert speculation.will_draft(9)
+    assert not speculation.rests()
+    assert speculation.sizes.num_together() == SizesByCost("chains").num_together()  # was told of none
+    found = speculation.statistics()
+    assert found.steps == found.sizes[0][1] > 3000
+    assert (found.rounds, found.drafted) == (0, 0)
 
 
 def test_rounds_in_which_anything_was_captured_say_nothing_of_their_time() -> None:

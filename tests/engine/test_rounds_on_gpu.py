@@ -26,6 +26,7 @@ from coldstream.decoding.round_sizes import FixedRounds
 from coldstream.decoding.speculation import TreeSizes
 from coldstream.engine import LLM, SamplingParams, job_drafts
 from coldstream.engine.opened_model import OpenedModel
+from coldstream.kernels.rounds.reference import Accepted
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -220,6 +221,68 @@ def test_rounds_of_changing_sizes_leave_the_answers(models: Models) -> None:
     check_sizes(models, SizesInTurn(3), [[1, 2, 3, 1, 2]], replace(SEEDED, max_tokens=9))
 
 
+class Resting(FixedRounds):
+    """Two rounds, and then three steps without any, of the last of which the drafter is told."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        object.__setattr__(self, "told", [])
+
+    @property
+    def place(self) -> int:
+        return sum(self.told) % 5
+
+    def rests(self) -> bool:
+        return self.place >= 2
+
+    def is_idle(self) -> bool:
+        return 2 <= self.place < 4
+
+    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+        self.told.append(1)
+
+    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
+        self.told.append(num_steps)
+
+
+class RestingSizes(FixedSizes):
+    @property
+    def rounds(self) -> Resting:
+        return Resting(self.num_nodes)
+
+
+def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
+    """Alone, and served."""
+    speculation = models.drafting.opened.speculation
+    assert speculation is not None
+    resting = Speculation(speculation.drafter, RestingSizes(1))
+    opened = replace(models.drafting.opened, speculation=resting)
+    (expected,) = models.plain.generate(prompt, params)
+    drafter = scripted("mostly_right", models.plain, [prompt], params, wants_hidden=True)
+    models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
+    llm = LLM.from_opened(opened)
+    (found,) = llm.generate(prompt, params)
+    check_same(expected, found)
+    once = found.statistics.speculation
+    assert 2 < once.rounds < once.steps - 2
+    llm.forget()
+    wanted = alone(models.plain, prompt, params)
+    with engine_of(opened) as client:
+        first = client.add(prompt, params)
+        client.drain()
+        assert client.answers(first) == wanted
+        statistics = client.outputs(first)[0].statistics
+        assert statistics is not None
+        assert statistics.speculation is not None
+        assert 2 < statistics.speculation.rounds < statistics.speculation.steps - 2
+
+
+def test_rounds_that_rest_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 4)  # of a few rounds
+    for params in (replace(GREEDY, max_tokens=18, seed=1), replace(SEEDED, max_tokens=18)):
+        check_rests(models, [1, 2, 3, 1, 2], params)
+
+
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Models]:
     with models_of(demo_model_path()) as models:
@@ -247,6 +310,13 @@ def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) 
     for _ in range(4):
         check_sizes(demo, SizesByCost("mtp"), PROMPTS, params)
     check_sizes(demo, SizesInTurn(5), PROMPTS, params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS[:2], ids=["greedy", "seeded"])
+def test_rounds_that_rest_leave_the_answers_on_a_gpu(demo: Models, params: SamplingParams) -> None:
+    (prompt,) = {output.prompt_token_ids for output in demo.plain.generate(PROMPTS[:1], params)}
+    check_rests(demo, list(prompt), replace(params, max_tokens=40, seed=3, ignore_eos=True))
 
 
 @pytest.mark.gpu

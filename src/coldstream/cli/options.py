@@ -159,7 +159,7 @@ def engine_options(command: Command) -> Command:
             "--spec-type",
             metavar="|".join(SPEC_TYPES),
             help="What drafts tokens for the model to verify, which changes none [default: auto, the "
-            "drafter of --model-draft, or none].",
+            "drafter of --model-draft, the model's own block on a GPU that holds all of it, or none].",
         ),
         option(
             "--model-draft",

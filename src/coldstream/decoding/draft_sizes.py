@@ -4,19 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
+from coldstream.decoding.rest import TOLD_STEPS, Rest
 from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
 from coldstream.decoding.row_times import StepTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
-
-# Steps before a draft from which on a drafter is told of tokens. With 64 rows of 2,600 the demo model's block
-# gives 3.24 tokens a step, with all of them 3.42.
-_TOLD_STEPS: Final = 64
-_AWAKE_STEPS: Final = 512  # of _WAKE_DISTANCE steps in which drafts do not pay
-_WAKE_DISTANCE: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class SizesByCost:
         return min(learned.num_plain(1), learned.policy.num_together)
 
     def is_idle(self, num_sequences: int = 1) -> bool:
-        return self._of(num_sequences).num_plain(num_sequences) > _TOLD_STEPS
+        return self._of(num_sequences).num_plain(num_sequences) > TOLD_STEPS
 
     def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
         expected = [self._acceptance.expected(self._name, tree) for tree in trees]
@@ -179,17 +174,15 @@ class _Learned:
     def __init__(self) -> None:
         self.policy = SizePolicy(StepTimes())
         self.chosen: TreeSize | None = None  # for the next step
-        self._num_lost = 0  # steps since drafts gained
+        self._rest = Rest()
 
     def num_plain(self, num_sequences: int) -> int:
         """How many steps, the next one first, have no draft."""
-        is_at = self._num_lost % _WAKE_DISTANCE
-        asleep = _WAKE_DISTANCE - is_at if is_at >= _AWAKE_STEPS else 0
-        return max(asleep, self.policy.num_plain(num_sequences))
+        return max(self._rest.num_steps, self.policy.num_plain(num_sequences))
 
     def lose(self, num_steps: int) -> None:
         """So many steps went by, and drafts may not have paid since."""
-        self._num_lost = 0 if self.policy.has_gained else self._num_lost + num_steps
+        self._rest.went_by(num_steps, has_gained=self.policy.has_gained)
 
 
 def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:

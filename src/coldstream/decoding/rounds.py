@@ -45,6 +45,8 @@ class RoundDrafts(Protocol):
 
     def begin_rounds(self) -> None: ...
 
+    def rests(self) -> bool: ...
+
     def next_round(self) -> int: ...
 
     def round_ended(self, accepted: Accepted, seconds: float) -> None: ...
@@ -58,8 +60,8 @@ def generate_in_rounds(
     *,
     most_rounds: int | None = None,
 ) -> Generator[Chosen]:
-    """Yield the tokens that follow `tokens`, which are appended to it, until generation ends, or for so many
-    rounds.
+    """Yield the tokens that follow `tokens`, which are appended to it, until generation ends, for so many
+    rounds, or until `drafts` rest.
 
     The model holds all tokens but the last, now and when this iterator ends or is closed; if the token after
     a row cannot be chosen, not that row either. Raises as `generate_tokens`.
@@ -69,7 +71,7 @@ def generate_in_rounds(
     try:
         rounds.launch(drafts.next_round())
         while not tokens.has_ended and num_taken < num_launched:
-            if tokens.num_left > 1 and num_launched != most_rounds:
+            if tokens.num_left > 1 and num_launched != most_rounds and not drafts.rests():
                 rounds.launch(drafts.next_round())
                 num_launched += 1
             accepted = rounds.take()

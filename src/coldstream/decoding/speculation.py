@@ -172,7 +172,7 @@ class Speculation:
 
     def start(self) -> None:
         """Begins the statistics of a request."""
-        self._is_idle = None
+        self._is_idle, self._is_resting = None, False
         self._forget_draft()
         self._captured_before = 0
         self._counts = DraftCounts(self.drafter.name)
@@ -184,8 +184,13 @@ class Speculation:
         Asked for every token, and the same until a step is told of.
         """
         if self._is_idle is None:
-            self._is_idle = self.sizes.is_idle()
+            self._is_idle = self.rounds.is_idle() if self._is_resting else self.sizes.is_idle()
         return self._is_idle
+
+    def rests(self) -> bool:
+        """See `Drafts`."""
+        self._is_resting, self._is_idle = self.rounds.rests(), None
+        return self._is_resting
 
     def begin_rounds(self) -> None:
         """See `Drafts`."""
@@ -198,7 +203,7 @@ class Speculation:
 
     def will_draft(self, most: int) -> bool:
         """See `Drafts`."""
-        return self.sizes.will_draft(most)
+        return not self.rounds.rests() if self._is_resting else self.sizes.will_draft(most)
 
     def draft(self, context: Sequence[int], most: int) -> TokenTree:
         """A tree of at most `most` nodes after `context`, perhaps an empty one."""
@@ -224,11 +229,15 @@ class Speculation:
 
     def num_together(self) -> int:
         """See `Drafts`."""
-        return 1 if self._was_asked else self.sizes.num_together()
+        return 1 if self._was_asked or self._is_resting else self.sizes.num_together()
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool) -> None:
         """See `Drafts`."""
         self._is_idle = None
+        if self._is_resting:
+            self._counts.count_plain(num_steps, SizeReason.NOT_ASKED, seconds)
+            self.rounds.went_on(num_steps, seconds, is_usual=is_usual)
+            return
         if self._was_asked:
             assert num_steps == 1, "a step whose draft came to nothing is told of by itself"
             self._record(TriedDraft(NO_DRAFT, ()), self._costs(seconds))

@@ -74,6 +74,11 @@ class Drafts(TriedDrafts, Protocol):
         is_usual: whether steps without drafts that follow each other take as long.
         """
 
+    def rests(self) -> bool:
+        """Whether a device that drafts by itself is not to for now. What is said and told after a True is of
+        steps without drafts, until `will_draft` says that it may again.
+        """
+
     def begin_rounds(self) -> None:
         """A device begins to draft by itself. Rounds before that were not told are none of these."""
 
@@ -108,7 +113,8 @@ def generate_tokens_speculatively(
     """Yield the tokens that `generate_tokens` yields, with their log-probabilities.
 
     begin_ahead: where the device makes all choices; then steps are launched ahead while nothing is drafted.
-    begin_rounds: called once, after the first token; if there are rounds, the others come from them.
+    begin_rounds: called after the first token, and again where drafts have rested; if there are rounds, the
+    other tokens come from them.
 
     The model holds the prompt, and `logits` [vocab] follow it. No row is computed that would exceed the
     positions of `max_tokens` tokens.
@@ -122,12 +128,15 @@ def generate_tokens_speculatively(
     chosen = begin([logits], NO_DRAFT, tokens.ids)(ROOT, tokens.ids)
     tokens.append(chosen.token_id, vocab_size)
     yield chosen
-    rounds = begin_rounds(tokens.ids, tokens.num_left) if begin_rounds and not tokens.has_ended else None
-    if rounds is not None:
-        yield from generate_in_rounds(rounds, tokens, drafts, vocab_size)
-        return
     while not tokens.has_ended:
-        tree = drafts.draft(tokens.ids, tokens.num_left - 1)
+        rests = begin_rounds is not None and drafts.rests()
+        if begin_rounds is not None and not rests:
+            rounds = begin_rounds(tokens.ids, tokens.num_left)
+            if rounds is not None:
+                yield from generate_in_rounds(rounds, tokens, drafts, vocab_size)
+                continue
+            begin_rounds = None  # this text has none
+        tree = NO_DRAFT if rests else drafts.draft(tokens.ids, tokens.num_left - 1)
         if tree:
             yield from verify_draft(model, tokens, tree, begin, drafts, vocab_size)
             continue

@@ -200,7 +200,7 @@ class Engine:
     def _in_rounds(self) -> bool:
         """A few steps that a device drafts and verifies by itself. False, with none taken, if it does not."""
         drafts, served, job = self._drafts, self._served, self._alone()
-        if drafts is None or not drafts.has_rounds or job is None or not job.is_trusted:
+        if drafts is None or not drafts.has_rounds or drafts.rests or job is None or not job.is_trusted:
             return False
         # They take a state to go back to.
         if not served.memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states=1):

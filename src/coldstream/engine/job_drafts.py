@@ -65,16 +65,18 @@ class JobDrafts:
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
         self._reason = SizeReason.NOT_ASKED
+        self._rested = False  # whether the step is of an answer whose device might draft
 
     def may_draft(self, num_jobs: int) -> bool:
         """Whether something may be drafted soon where so many jobs run."""
-        return self._most_nodes(num_jobs) > 0 and not self._sizes.is_idle(num_jobs)
+        is_idle = self._speculation.rounds.is_idle() if self.rests else self._sizes.is_idle(num_jobs)
+        return self._most_nodes(num_jobs) > 0 and not is_idle
 
     def will_draft(self, num_jobs: int) -> bool:
         """Whether something is to be drafted before the next step of so many jobs, or by a device in it."""
         most = self._most_nodes(num_jobs)
         if most == 0 or self.has_rounds:
-            return self.may_draft(num_jobs)
+            return not self.rests and self.may_draft(num_jobs)
         return self._sizes.will_draft(most, num_jobs)
 
     def most_nodes(self, num_jobs: int, num_prompts: int, num_free: int) -> int:
@@ -92,7 +94,8 @@ class JobDrafts:
 
         Of more jobs than can have drafts, nothing is learned either.
         """
-        jobs = jobs if self._most_nodes(len(jobs)) > 0 else ()
+        self._rested = self.rests and len(jobs) == 1
+        jobs = jobs if self._most_nodes(len(jobs)) > 0 and not self._rested else ()
         self._draft_s, self._build_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}, {}
         self._size_s = self._choose_s = 0.0
         self._uses, self._captured_before = None, self._runner.num_captured
@@ -172,6 +175,9 @@ class JobDrafts:
     def end_step(self) -> None:
         """All tokens of the step are known, and all trees committed or given up."""
         drafted, self._drafted = self._drafted, {}
+        if self._rested:
+            seconds, self._rested = time.perf_counter() - self._start, False
+            self._speculation.rounds.went_on(1, seconds, is_usual=False)  # it may have begun before
         if drafted:
             tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
             is_usual = self._runner.num_captured == self._captured_before
@@ -187,6 +193,11 @@ class JobDrafts:
         """Whether a device may draft by itself."""
         drafter = self._speculation.drafter
         return isinstance(drafter, MtpDrafter) and drafter.runs_rounds
+
+    @property
+    def rests(self) -> bool:
+        """Whether a device that may draft by itself is not to for now, nor the host."""
+        return self.has_rounds and self._speculation.rounds.rests()
 
     def in_rounds(self, job: Job, on_round: Callable[[Accepted], None]) -> Generator[Chosen] | None:
         """A few rounds that the device drafts by itself, as `verified` has one step; None if it does not.
@@ -268,6 +279,7 @@ class _JobRounds:
 
     def __init__(self, speculation: Speculation, job: Job, on_round: Callable[[Accepted], None]) -> None:
         self.begin_rounds, self.next_round = speculation.rounds.start, speculation.rounds.next
+        self.rests = speculation.rounds.rests
         self._rounds, self._counts = speculation.rounds, _counts_of(job, speculation)
         self._on_round = on_round
 

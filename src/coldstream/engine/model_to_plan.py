@@ -17,7 +17,8 @@ from coldstream.engine.config import (
     tree_rows_of,
     with_contexts,
 )
-from coldstream.engine.draft_file import DraftNeeds
+from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, DraftNeeds
+from coldstream.errors import ModelFormatError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.draft_room import DraftRoom
@@ -85,6 +86,26 @@ class ModelToPlan:
         assert self.draft is not None, "a drafter is open where one is planned"
         num_bytes = self.draft.num_bytes(config.ctx_size or 1, num_contexts)
         return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
+
+    def with_drafts(self, config: EngineConfig, budget: int) -> tuple[EngineConfig, tuple[str, ...]]:
+        """`config` with what drafts made concrete, and warnings.
+
+        auto: the file's block for multi-token prediction, if a GPU has room for it beside all weights and the
+        same contexts, and so drafts, verifies and accepts by itself. Otherwise nothing: where experts are
+        missing, or on a CPU, drafts of most texts gain nothing.
+        """
+        if config.spec_type != "auto":
+            return config, ()
+        without, drafting = (replace(config, spec_type=name) for name in ("none", "mtp"))
+        if config.device != "cuda" or self.spec.num_nextn_layers != 1:
+            return without, ()
+        try:
+            ((placement, _),) = self.place(self.with_context(drafting, budget), [budget])
+        except (BudgetTooSmallError, OutOfMemoryError):
+            return without, ()
+        except ModelFormatError as error:  # of the block, or of the rest, which then is refused as well
+            return without, (NOTHING_IS_DRAFTED.format(error),)
+        return (drafting if placement.is_all_resident else without), ()
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         """`config` with threads, a context and how many. A requested context is not reduced: planning then

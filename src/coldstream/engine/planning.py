@@ -71,7 +71,8 @@ def plan_model(
     model = ModelToPlan(file, spec, options, uses, num_cores, draft, prompt_cache_bytes)
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
-    asked, budget = config, budget_bytes(config, hardware)
+    budget = budget_bytes(config, hardware)
+    asked, warnings = model.with_drafts(config, budget)
     try:
         config = model.with_context(asked, budget)
         places = model.place(config, [budget])
@@ -98,7 +99,7 @@ def plan_model(
         trace,
     )
     make_pool = _pool_maker(model, placement, asked, ram_bytes(config, hardware))
-    planned = with_workers(planned, asked, measured, make_pool)
+    planned = with_workers(replace(planned, warnings=warnings), asked, measured, make_pool)
     return _with_more_ram(planned, model, more_bytes)
 
 
