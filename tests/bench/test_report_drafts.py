@@ -9,7 +9,7 @@ import pytest
 
 import report_tables
 from coldstream.assets import demo_model_path
-from report_drafts import DRAFTERS, cpu_drafts, demo_drafter
+from report_drafts import DRAFTERS, cpu_drafts, demo_drafter, speeds
 from speculation import NUM_TEXTS, _given
 
 
@@ -62,3 +62,14 @@ def test_the_command_that_is_written_down_has_what_was_given() -> None:
         model=demo_model_path(), model_draft=Path("drafter.gguf"), texts=NUM_TEXTS, budgets=[1, 2], kinds=None
     )
     assert _given(options) == " --model-draft drafter.gguf --budgets 1 2"
+
+
+def test_speeds_compare_each_text_with_itself() -> None:
+    """The second text and the machine at its time are twice as slow, which says nothing of drafts."""
+
+    def row(budget: int | str, *seconds: float) -> dict[str, Any]:
+        return {"budget": budget, "texts": [{"seconds": each} for each in seconds]}
+
+    rows = [row(0, 0.9, 1.8, 1.0), row("auto", 0.5, 1.0, 0.25), row(0, 1.1, 2.2, 1.0)]
+    assert speeds(rows)[1] == pytest.approx(2.0)
+    assert speeds(rows)[0] == pytest.approx(1 / 0.9)
