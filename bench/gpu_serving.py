@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("model", type=Path)
     found.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     found.add_argument(
-        "--vram", nargs="+", default=["auto", "8G"], help="the last one has a part of the experts"
+        "--vram", nargs="+", default=["auto", "11G"], help="the last one has a part of the experts"
     )
     found.add_argument("--clients", type=numbers, default=[1, 4, 16, 32])
     found.add_argument("--seconds", type=float, default=12, help="of each number of clients")
