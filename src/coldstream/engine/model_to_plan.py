@@ -40,6 +40,7 @@ from coldstream.placement.pool_plan import PoolPlan, plan_pool
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
+Place = tuple[PlacementPlan, ModelSizes]  # a placement, and the sizes on which it is based
 
 
 @dataclass(frozen=True)
@@ -87,25 +88,30 @@ class ModelToPlan:
         num_bytes = self.draft.num_bytes(config.ctx_size or 1, num_contexts)
         return replace(room, drafter_bytes=num_bytes, taps=self.draft.taps)
 
-    def with_drafts(self, config: EngineConfig, budget: int) -> tuple[EngineConfig, tuple[str, ...]]:
-        """`config` with what drafts made concrete, and warnings.
+    def with_drafts(
+        self, config: EngineConfig, budget: int
+    ) -> tuple[EngineConfig, list[Place] | None, tuple[str, ...]]:
+        """`config` with what drafts made concrete, its places in the budget if they are known, and warnings.
 
         auto: the file's block for multi-token prediction, if a GPU has room for it beside all weights and the
         same contexts, and so drafts, verifies and accepts by itself. Otherwise nothing: where experts are
         missing, or on a CPU, drafts of most texts gain nothing.
         """
         if config.spec_type != "auto":
-            return config, ()
+            return config, None, ()
         without, drafting = (replace(config, spec_type=name) for name in ("none", "mtp"))
         if config.device != "cuda" or self.spec.num_nextn_layers != 1:
-            return without, ()
+            return without, None, ()
+        sizes = self.sizes(config)
+        if least_bytes(self.spec, sizes) + sizes.all_expert_bytes > budget:
+            return without, None, ()  # known before anything is counted, which takes a part of a start
         try:
-            ((placement, _),) = self.place(self.with_context(drafting, budget), [budget])
-        except (BudgetTooSmallError, OutOfMemoryError):
-            return without, ()
+            places = self.place(self.with_context(drafting, budget), [budget])
+        except OutOfMemoryError:
+            return without, None, ()
         except ModelFormatError as error:  # of the block, or of the rest, which then is refused as well
-            return without, (NOTHING_IS_DRAFTED.format(error),)
-        return (drafting if placement.is_all_resident else without), ()
+            return without, None, (NOTHING_IS_DRAFTED.format(error),)
+        return (drafting, places, ()) if places[0][0].is_all_resident else (without, None, ())
 
     def with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         """`config` with threads, a context and how many. A requested context is not reduced: planning then
@@ -124,7 +130,7 @@ class ModelToPlan:
             least = self.ram_needs(shortest).least_bytes(self.options)
         return resolve(config, self.spec, self.num_cores, max(0, budget - least))
 
-    def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[tuple[PlacementPlan, ModelSizes]]:
+    def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[Place]:
         """The placement for each budget, and the sizes on which it is based."""
         assert config.ctx_size
         if config.device != "cuda":

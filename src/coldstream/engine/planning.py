@@ -72,10 +72,10 @@ def plan_model(
     if config.plan is not None:
         return _given_plan(config, model, hardware, trace, more_bytes)
     budget = budget_bytes(config, hardware)
-    asked, warnings = model.with_drafts(config, budget)
+    asked, known_places, warnings = model.with_drafts(config, budget)
     try:
         config = model.with_context(asked, budget)
-        places = model.place(config, [budget])
+        places = known_places or model.place(config, [budget])
         if more_bytes and not places[0][0].is_all_resident:
             places = model.place(config, [budget, budget + more_bytes])
     except BudgetTooSmallError as error:
