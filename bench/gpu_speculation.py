@@ -1,10 +1,12 @@
 """Drafts of the full-size model on a GPU: tokens per second, by size of the draft and memory for experts.
 
     python bench/gpu_speculation.py full-nextn.gguf      writes the model file first if it isn't there (22 GB)
+    python bench/gpu_speculation.py full.gguf --drafter dflash --model-draft drafter.gguf      and the drafter
 
-The file's weights are random, and so is what its block for multi-token prediction predicts. The block runs
-as in the product, with all that it costs; its tokens are then replaced: by the right ones, which are known as
-the greedy text walks through the vocabulary, as often as published for each depth, otherwise by wrong ones.
+The file's weights are random, and so is what its block for multi-token prediction or a drafter predicts. They
+run as in the product, with all that it costs; their tokens are then replaced: by the right ones, which are
+known as the greedy text walks through the vocabulary, as often as published for each depth, otherwise by
+wrong ones.
 """
 
 import argparse
@@ -15,24 +17,26 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
-from coldstream.decoding.drafters import MtpDrafter
+from coldstream.decoding.drafters import DflashDrafter, MtpDrafter
 from coldstream.engine import LLM, OpenedModel
+from coldstream.models.dflash_file import DflashFile
 from device import describe
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from gpu import numbers
+from random_drafter import write as write_drafter
 from results import ROOT, write_result
 
-# The share of positions whose token is right, at depths 1, 2, 3: llama.cpp's of the 35B at temperature 0.6.
-# Each further one is right as often as the third, given the one before.
-ACCEPTED = (0.80, 0.70, 0.63)
+# The share of positions whose token is right, by depth. MTP: llama.cpp's of the 35B at temperature 0.6.
+# DFlash 2: over drafts of 3, 4, 5 and 7 tokens 70, 60, 54 and 41 % are right there, as many as of these.
+ACCEPTED: Final = {"mtp": (0.80, 0.70, 0.63), "dflash": (0.86, 0.70, 0.54, 0.32, 0.28, 0.10, 0.07)}
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 MAX_DEPTH = 16
@@ -41,60 +45,86 @@ MAX_DEPTH = 16
 BY = ("host", "device")
 
 
-def chances() -> list[float]:
-    """Of the token at each depth to be right, given that those before it are."""
-    given = [b / a for a, b in zip((1.0, *ACCEPTED), ACCEPTED, strict=False)]
-    return given + [given[-1]] * (MAX_DEPTH - len(given))
+@dataclass(frozen=True)
+class Acceptance:
+    """How often drafted tokens are right; deeper ones as often as the last one, given the one before."""
+
+    accepted: tuple[float, ...]  # by depth
+
+    def chances(self) -> list[float]:
+        """Of the token at each depth to be right, given that those before it are."""
+        given = [b / a if a else 0.0 for a, b in zip((1.0, *self.accepted), self.accepted, strict=False)]
+        return given + [given[-1]] * (MAX_DEPTH - len(given))
+
+    def right_depths(self, position: int) -> int:
+        """How many tokens of a draft after a root at `position` are right: of position alone."""
+        random, count = Random(1 + position), 0
+        for chance in self.chances():
+            if random.random() >= chance:
+                break
+            count += 1
+        return count
+
+    def draft(self, context: Sequence[int], most: int) -> TokenTree:
+        """A chain after a text of the walk."""
+        given, count = self.chances(), min(most, MAX_DEPTH)
+        num_right = self.right_depths(len(context) - 1)
+        token_ids = [(context[-1] + 1 if depth < num_right else FIRST_ID) + depth for depth in range(count)]
+        logs = [math.log(max(chance, 1e-9)) for chance in given]
+        log_probs = [sum(logs[: depth + 1]) for depth in range(count)]
+        return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(log_probs))
 
 
-def right_depths(position: int) -> int:
-    """How many tokens of a draft after a root at `position` are right: of position alone."""
-    random, count = Random(1 + position), 0
-    for chance in chances():
-        if random.random() >= chance:
-            break
-        count += 1
-    return count
+class StatedMtp(MtpDrafter):
+    """The block's own cost, and a stated acceptance."""
 
-
-class StatedDrafter(MtpDrafter):
-    """The block's own cost, and the acceptance of `ACCEPTED`."""
+    acceptance = Acceptance(ACCEPTED["mtp"])
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`."""
         super().propose(context, budget)
-        given, count = chances(), min(budget, MAX_DEPTH)
-        num_right = right_depths(len(context) - 1)
-        token_ids = [(context[-1] + 1 if depth < num_right else FIRST_ID) + depth for depth in range(count)]
-        log_probs = [sum(map(math.log, given[: depth + 1])) for depth in range(count)]
-        return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(log_probs))
+        return self.acceptance.draft(context, budget)
 
 
-def write_script(script: torch.Tensor, first_id: int) -> None:
+class StatedDflash(DflashDrafter):
+    """The drafter's own cost, and a stated acceptance."""
+
+    acceptance = Acceptance(ACCEPTED["dflash"])
+
+    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+        """See `Drafter`."""
+        own = super().propose(context, budget)
+        assert len(own), "the drafter runs"
+        return self.acceptance.draft(context, min(budget, self._num_rows - 1))
+
+
+def write_script(script: torch.Tensor, first_id: int, acceptance: Acceptance) -> None:
     """The drafts of rounds in the text from `first_id` on."""
-    first = first_id - SHORT_PROMPT  # the token at position 0
+    first, depths = first_id - SHORT_PROMPT, script.shape[1]  # first: the token at position 0
     rows = [
         [
-            first + position + 1 + depth if depth < right_depths(position) else FIRST_ID + depth
-            for depth in range(MAX_DEPTH)
+            first + position + 1 + depth if depth < acceptance.right_depths(position) else FIRST_ID + depth
+            for depth in range(depths)
         ]
         for position in range(len(script))
     ]
     script.copy_(torch.tensor(rows, dtype=torch.int32))
 
 
-def text(opened: OpenedModel, speculation: Speculation | None, first_id: int, warm: int) -> dict[str, Any]:
+def text(
+    opened: OpenedModel, speculation: Speculation | None, first_id: int, warm: int, timed: int
+) -> dict[str, Any]:
     """Seconds of a token, and what the drafts brought. Raises RuntimeError if the text leaves the walk."""
     llm = LLM.from_opened(replace(opened, speculation=speculation))
     prompt = [first_id - SHORT_PROMPT + i for i in range(SHORT_PROMPT)]
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=warm + TIMED_TOKENS)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=warm + timed)
     stream, token_ids, times = llm.stream(prompt, params), [], []
     for piece in stream:
         token_ids += piece.token_ids
         times.append((len(token_ids), time.perf_counter()))
     last = piece.statistics
     llm.forget()
-    if token_ids != [first_id + i for i in range(warm + TIMED_TOKENS)]:
+    if token_ids != [first_id + i for i in range(warm + timed)]:
         raise RuntimeError(f"not a figure of this model: text from {first_id} left the walk")
     count, start = next(each for each in times if each[0] >= warm)
     seconds = (times[-1][1] - start) / (len(token_ids) - count)
@@ -122,19 +152,19 @@ class Cell:
         self._opened, self._blocks = opened, blocks
         self._speculation: Speculation | None = None
         if self.by is not None:
-            drafter = StatedDrafter(blocks.block(self.by).new_sequence(), max_steps=MAX_DEPTH)
-            sizes = SizesByCost("mtp") if budget == "auto" else FixedSizes(int(budget))
+            drafter = blocks.drafter(self.by)
+            sizes = SizesByCost(drafter.name) if budget == "auto" else FixedSizes(int(budget))
             runner = opened.runner
             self._speculation = Speculation(
                 drafter, sizes, None, lambda: runner.expert_uses, lambda: runner.num_captured
             )
         self.texts: list[dict[str, Any]] = []
 
-    def run(self, first_id: int, warm: int) -> None:
+    def run(self, first_id: int, warm: int, timed: int = TIMED_TOKENS) -> None:
         """Adds a text."""
         if self.by == "device":
-            write_script(self._blocks.script, first_id)
-        found = text(self._opened, self._speculation, first_id, warm)
+            write_script(self._blocks.script, first_id, self._blocks.acceptance)
+        found = text(self._opened, self._speculation, first_id, warm, timed)
         self.texts.append(found)
         print(self.budget, self.by, f"{1 / found['seconds']:.1f} tok/s", flush=True)
 
@@ -145,26 +175,37 @@ class Cell:
 
 
 class Blocks:
-    """The model's block for multi-token prediction, by who drafts with it."""
+    """What drafts, by who accepts: the model's block, or a drafter of a file."""
 
-    def __init__(self, opened: OpenedModel) -> None:
-        self._opened = opened
+    def __init__(self, opened: OpenedModel, acceptance: Acceptance, draft: Path | None) -> None:
+        """draft: the drafter's file; None for the block."""
+        self._opened, self.acceptance, self._draft = opened, acceptance, draft
         self._blocks: dict[str, Any] = {}
         self.script = torch.empty(0)  # of the one whose device drafts by itself
 
-    def block(self, by: str) -> Any:
-        """Loaded when it is first asked for."""
+    def drafter(self, by: str) -> StatedMtp | StatedDflash:
+        """For texts. What computes is loaded when it is first asked for."""
         if by not in self._blocks:
-            runner = self._opened.runner
-            block: Any = runner.load_mtp()
-            if by == "device":
-                from scripted_rounds import script_rounds  # it needs a GPU's packages
+            self._blocks[by] = self._loaded(by)
+        rows = self._blocks[by].new_sequence()
+        drafter = StatedMtp(rows, max_steps=MAX_DEPTH) if self._draft is None else StatedDflash(rows)
+        drafter.acceptance = self.acceptance
+        return drafter
 
-                self.script = script_rounds(block, runner.context_length, MAX_DEPTH)
-            elif runner.tier == "cuda":
-                block.rounds = None
-            self._blocks[by] = block
-        return self._blocks[by]
+    def _loaded(self, by: str) -> Any:
+        runner = self._opened.runner
+        if self._draft is None:
+            block, depths = runner.load_mtp(), MAX_DEPTH
+        else:
+            with DflashFile.open(self._draft) as file:
+                block, depths = runner.load_dflash(file), file.spec.block_size - 1
+        if by == "device":
+            from scripted_rounds import script_rounds  # it needs a GPU's packages
+
+            self.script = script_rounds(block, runner.context_length, depths)
+        elif runner.tier == "cuda":
+            block.rounds = None
+        return block
 
 
 def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
@@ -173,26 +214,48 @@ def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
     What is not timed of a text is so long that its experts are in as far as they go, and the first ones are
     gone again at its end.
     """
-    ctx_size = SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS + 80
-    settings = {"device": "cuda", "vram": vram, "ctx_size": ctx_size, "spec_type": "mtp"}
+    ctx_size = SHORT_PROMPT + WARM_TOKENS + options.tokens + 80
+    settings = {"device": "cuda", "vram": vram, "ctx_size": ctx_size, "spec_type": options.drafter}
+    if options.model_draft is not None:
+        settings["model_draft"] = str(options.model_draft)
     with LLM(options.model, **settings) as llm:
         opened = llm.opened
         placement = opened.planned.run.placement
         is_resident = placement.is_all_resident
         warm = 64 if is_resident else WARM_TOKENS
-        blocks, ways = Blocks(opened), options.by if is_resident else ["host"]
+        acceptance = Acceptance(tuple(options.accepted))
+        blocks = Blocks(opened, acceptance, options.model_draft)
+        ways = options.by if is_resident else ["host"]
         sizes = [(budget, by) for budget in (*options.budgets, "auto") for by in ways]
         cells = [Cell(opened, budget, blocks, by) for budget, by in ((0, ""), *sizes, (0, ""))]
         for turn in range(options.texts):
             first_id = FIRST_ID + turn * TEXT_STEP % (FULL_SHAPE.vocab - 100_000)
             for each in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
-                each.run(first_id, warm)
+                each.run(first_id, warm, options.tokens)
         rows, resident_bytes = [each.result() for each in cells], placement.resident_bytes
     return {
         "vram": vram,
         "experts_gib": None if is_resident else resident_bytes / 2**30,
         "rows": rows,
     }
+
+
+def shares(text: str) -> list[float]:
+    """Of an option: numbers with commas between them."""
+    return [float(each) for each in text.split(",")]
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """The words that give these figures again."""
+    words = ["python", "bench/gpu_speculation.py", options.model.name, "--vram", *options.vram]
+    if options.model_draft is not None:
+        words += ["--drafter", options.drafter, "--model-draft", options.model_draft.name]
+    if options.accepted is not None:
+        words += ["--accepted", ",".join(map(str, options.accepted))]
+    if options.tokens != TIMED_TOKENS:
+        words += ["--tokens", str(options.tokens)]
+    words += ["--by", *options.by]
+    return [*words, "--budgets", ",".join(map(str, options.budgets)), "--texts", str(options.texts)]
 
 
 def main() -> int:
@@ -203,19 +266,27 @@ def main() -> int:
     parser.add_argument("--budgets", type=numbers, default=[1, 2, 3, 4, 8, 16])
     parser.add_argument("--by", nargs="+", choices=BY, default=list(BY), help="what accepts drafts")
     parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--drafter", choices=ACCEPTED, default="mtp")
+    parser.add_argument("--model-draft", type=Path, help="file of the drafter, for dflash")
+    parser.add_argument("--accepted", type=shares, help="of drafted tokens by depth; by default as published")
+    parser.add_argument("--tokens", type=int, default=TIMED_TOKENS, help="of a text that are timed")
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
+    if (options.drafter == "dflash") != (options.model_draft is not None):
+        parser.error("--drafter dflash has a file, --model-draft, and mtp has none")
+    words = command_of(options)
+    options.accepted = options.accepted or list(ACCEPTED[options.drafter])
     if not options.model.exists():
-        shape = replace(FULL_SHAPE, has_nextn=True)
+        shape = replace(FULL_SHAPE, has_nextn=options.drafter == "mtp")
         FullSizeWriter(options.model, shape, 0, len(os.sched_getaffinity(0))).write()
-    words = ["python", "bench/gpu_speculation.py", options.model.name, "--vram", *options.vram]
-    words += ["--by", *options.by]
-    words += ["--budgets", ",".join(map(str, options.budgets)), "--texts", str(options.texts)]
+    if options.model_draft is not None and not options.model_draft.exists():
+        write_drafter(options.model_draft)
     result = {
         "command": shlex.join(words),
         "machine": describe("cuda"),
-        "accepted": ACCEPTED,
-        "timed_tokens": TIMED_TOKENS,
+        "drafter": options.drafter,
+        "accepted": options.accepted,
+        "timed_tokens": options.tokens,
         "cells": [measure(options, vram) for vram in options.vram],
     }
     write_result(result, options.out, options.commit)

@@ -3,6 +3,7 @@
 import torch
 
 from coldstream.kernels.rounds.cuda import RoundKernels
+from coldstream.models.cuda_dflash import CudaDflash
 from coldstream.models.cuda_mtp import CudaMtp
 from coldstream.models.cuda_rounds import CudaRounds, RoundShape
 
@@ -16,7 +17,7 @@ class ScriptedRounds(CudaRounds):
     kind = "scripted round"
 
     def __init__(self, rounds: CudaRounds, script: torch.Tensor) -> None:
-        super().__init__(rounds.loaded, rounds._steps, rounds._begin, rounds._make_room)
+        super().__init__(rounds.loaded, rounds.block, rounds._steps, rounds._begin, rounds._make_room)
         self.script = script
 
     def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
@@ -27,7 +28,7 @@ class ScriptedRounds(CudaRounds):
         arrays.model_columns[1 : shape.num_rows].copy_(token_ids[: shape.num_rows - 1])
 
 
-def script_rounds(block: CudaMtp, num_positions: int, num_depths: int) -> torch.Tensor:
+def script_rounds(block: CudaMtp | CudaDflash, num_positions: int, num_depths: int) -> torch.Tensor:
     """Makes the block's rounds scripted ones; the script, to be written before each text."""
     assert block.rounds is not None, "rounds need all experts on the device"
     script = torch.zeros((num_positions, num_depths), dtype=torch.int32, device="cuda")

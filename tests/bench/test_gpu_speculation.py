@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import gpu_speculation
-from coldstream.engine import LLM
+from coldstream.engine import LLM, OpenedModel
+from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer
 from full_size_model import FullSizeWriter
-from gpu_speculation import ACCEPTED, FIRST_ID, Blocks, Cell, chances
+from gpu_speculation import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, Blocks, Cell
+from random_drafter import PUBLISHED, write
 from random_model import Shape
 
 SHAPE = Shape(
@@ -31,22 +32,56 @@ SHAPE = Shape(
 )
 
 
-def test_chances_are_those_published() -> None:
-    assert [round(chance, 9) for chance in accumulate(chances(), mul)][:3] == list(ACCEPTED)
+DRAFTER = replace(
+    PUBLISHED,
+    hidden_size=512,
+    vocab_size=SHAPE.vocab,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_size=256,
+    mask_id=SHAPE.vocab - 1,
+    taps=(0, 2),
+    num_target_layers=4,
+    layers=(DflashLayer(64, is_causal=False),) * 2,
+    second=Dflash2Spec(conv_kernel=2, conv_group=16, selector_rank=8, selector_top_k=4),
+)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 4, "auto"])
-def test_tokens_are_accepted_as_often_as_stated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | str
-) -> None:
-    monkeypatch.setattr(gpu_speculation, "TIMED_TOKENS", 450)
-    path = tmp_path / "small.gguf"
-    FullSizeWriter(path, replace(SHAPE, layers=4), seed=3, threads=2).write()
-    with LLM(path, device="cpu", threads=1, ctx_size=700, spec_type="mtp") as llm:
-        each = Cell(llm.opened, budget, Blocks(llm.opened))
-        each.run(FIRST_ID + 20, warm=8)
+@pytest.mark.parametrize("accepted", [*ACCEPTED.values(), (0.0,)])
+def test_chances_are_those_stated(accepted: tuple[float, ...]) -> None:
+    chances = Acceptance(accepted).chances()
+    assert len(chances) == MAX_DEPTH
+    assert list(accumulate(chances, mul))[: len(accepted)] == pytest.approx(list(accepted))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    FullSizeWriter(path, SHAPE, seed=3, threads=2).write()
+    return path
+
+
+def measured(opened: OpenedModel, kind: str, budget: int | str, draft: Path | None) -> None:
+    acceptance = Acceptance(ACCEPTED[kind])
+    each = Cell(opened, budget, Blocks(opened, acceptance, draft))
+    each.run(FIRST_ID + 20, warm=8, timed=450)
     (text,) = each.result()["texts"]
     if budget in (1, 4):
         assert text["nodes_per_step"] == pytest.approx(budget, rel=0.05)
-        expected = 1 + sum(accumulate(chances()[:budget], mul))
+        expected = 1 + sum(accumulate(acceptance.chances()[:budget], mul))
         assert text["tokens_per_step"] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4, "auto"])
+def test_tokens_are_accepted_as_often_as_stated(model: Path, budget: int | str) -> None:
+    with LLM(model, device="cpu", threads=1, ctx_size=700, spec_type="mtp") as llm:
+        measured(llm.opened, "mtp", budget, None)
+
+
+def test_those_of_a_drafter_too(model: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "drafter.gguf"
+    write(draft, DRAFTER)
+    options = {"spec_type": "dflash", "model_draft": str(draft)}
+    with LLM(model, device="cpu", threads=1, ctx_size=700, **options) as llm:
+        measured(llm.opened, "dflash", 4, draft)

@@ -4,17 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("cuda.bindings")
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
-from coldstream.engine import LLM, SamplingParams
+from coldstream.decoding import FixedSizes, Speculation
+from coldstream.decoding.drafters import DflashDrafter
+from coldstream.engine import LLM, RequestOutput, SamplingParams
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models import fixed_part
+from coldstream.models import dflash_rings, fixed_part
+from coldstream.models.cuda_dflash import CudaDflashSequence
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.draft_room import DraftRoom
@@ -23,12 +28,14 @@ from coldstream.models.footprint import model_sizes
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
 from hash_runner import opened_with
 from runners import open_model_file
+from scripted_rounds import script_rounds
 from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
 TAPS = (0, 1)
 BUDGET = 5
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
 
 
@@ -65,8 +72,70 @@ def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, sec
         drafting = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
         (expected,), (found,) = plain.generate([1, 2, 3], params), drafting.generate([1, 2, 3], params)
         assert found.token_ids == expected.token_ids
-        assert found.statistics.speculation.drafter == "dflash"
-        assert found.statistics.speculation.drafted >= 2 * BUDGET
+        statistics = found.statistics.speculation
+        assert statistics.drafter == "dflash"
+        assert statistics.drafted >= 2 * BUDGET
+        assert statistics.rounds == (statistics.steps if share is None else 0)
+
+
+def answer_with(
+    runner: CudaRunner, draft: DflashFile, answers: dict[tuple[int, ...], tuple[int, ...]], *, in_rounds: bool
+) -> tuple[list[RequestOutput], CudaDflashSequence]:
+    """Answers to these prompts in turn, with drafts of which two tokens are right; and
+    what the drafter knows of the last one.
+    """
+    drafting = runner.load_dflash(draft)
+    if in_rounds:
+        script = script_rounds(drafting, CONTEXT, draft.spec.block_size)
+    else:
+        drafting.rounds = None
+    context = drafting.new_sequence()
+    speculation = Speculation(DflashDrafter(context), FixedSizes(BUDGET))
+    llm = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
+    found = []
+    for prompt, answer in answers.items():
+        if in_rounds:
+            text = [*prompt, *answer, *[0] * draft.spec.block_size]
+            for position in range(len(prompt) - 1, len(prompt) + len(answer)):
+                script[position, :2] = torch.tensor(text[position + 1 : position + 3], dtype=torch.int32)
+        found += llm.generate(list(prompt), GREEDY)
+    return found, context
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("second", [False, True])
+def test_rounds_leave_the_context_that_steps_of_the_host_leave(
+    tmp_path: Path, tiny: Path, second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose memory grows while they run; of texts that continue each other and of another one."""
+    monkeypatch.setattr(dflash_rings, "FIRST_CONTEXT_ROWS", 8)
+    with LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain:
+        (first,) = plain.generate([1, 2, 3], GREEDY)
+        prompts = [[1, 2, 3], [1, 2, 3, *first.token_ids, 9], [7, 8]]
+        expected = [plain.generate(prompt, GREEDY)[0] for prompt in prompts]
+    answers = {tuple(prompt): each.token_ids for prompt, each in zip(prompts, expected, strict=True)}
+    file, spec = open_model_file(tiny)
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(taps=TAPS), "dflash")
+    with (
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        random_drafter(tmp_path / "drafter", second) as draft,
+    ):
+        by_host, plain_context = answer_with(runner, draft, answers, in_rounds=False)
+        by_device, context = answer_with(runner, draft, answers, in_rounds=True)
+        for one, other, each in zip(by_host, by_device, expected, strict=True):
+            assert one.token_ids == other.token_ids == each.token_ids
+            statistics = other.statistics.speculation
+            assert statistics.rounds == statistics.steps
+            assert statistics.tokens_per_step > 2
+        assert context.length == plain_context.length == len(prompts[-1]) + GREEDY.max_tokens - 1
+        assert context.has_last
+        assert plain_context.has_last
+        found, wanted = (each.draft(5, 6, 5) for each in (context, plain_context))
+        assert np.abs(found.log_probs - wanted.log_probs).max() < 0.05
+        assert torch.equal(context._rings._positions, plain_context._rings._positions)
+        there = (context._rings._positions >= 0).nonzero()[:, 0]
+        windows = (layer.window or context.length for layer in draft.spec.layers)
+        assert len(there) == sum(min(window, context.length) for window in windows)
 
 
 @pytest.mark.parametrize("missing", [(), ("torch",)], ids=["counted", "estimated"])

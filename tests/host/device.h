@@ -164,6 +164,8 @@ inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline double rint(double x) { return __builtin_rint(x); }
 inline double floor(double x) { return __builtin_floor(x); }
+inline float cosf(float x) { return __builtin_cosf(x); }
+inline float sinf(float x) { return __builtin_sinf(x); }
 inline double ceil(double x) { return __builtin_ceil(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

@@ -25,6 +25,8 @@ from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import copy_rows, few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
+from coldstream.kernels.draft_block import HEAD_SIZES
+from coldstream.kernels.draft_block import cuda as draft_block
 from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
@@ -146,6 +148,17 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Norming": router._Norming,
         "Sharing": partition.Sharing,
     },
+    "draft_block/rows.cu": {
+        "DraftContext": draft_block.CONTEXT_TYPE,
+        "DraftConvolution": draft_block.Convolution,
+        "DraftRope": draft_block.Rope,
+        "DraftHeads": draft_block.Heads,
+        "CommittedDraftRows": draft_block.CommittedRows,
+    },
+    "draft_block/attend.cu": {
+        "DraftContext": draft_block.CONTEXT_TYPE,
+        "DraftAttention": draft_block.Attention,
+    },
     "rounds/rounds.cu": {
         "RoundState": rounds.DeviceState,
         "Round": rounds.Round,
@@ -233,6 +246,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/group.cu": {
         "group_threads": experts_many.GROUP_THREADS,
         "plan_threads": experts_many.PLAN_THREADS,
+    },
+    "draft_block/rows.cu": {"block_threads": draft_block.THREADS, "warp_size": draft_block.WARP_SIZE},
+    "draft_block/attend.cu": {
+        "block_threads": draft_block.THREADS,
+        "block_queries": draft_block.BLOCK_QUERIES,
+        **{f"part_positions<{dim}>": draft_block._part_positions(dim) for dim in HEAD_SIZES},
+        **{f"sizeof(PartMemory<{dim}>)": draft_block._part_bytes(dim) for dim in HEAD_SIZES},
     },
     "experts/land.cu": {"warp_size": land.THREADS},
     "experts/partition.cu": {

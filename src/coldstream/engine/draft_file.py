@@ -10,7 +10,7 @@ from coldstream.engine.config import EngineConfig
 from coldstream.errors import ColdstreamError, ConfigError
 from coldstream.models import cpu_dflash
 from coldstream.models.dflash_file import DflashFile
-from coldstream.models.dflash_spec import DflashSpec, check_target, tensor_shapes
+from coldstream.models.dflash_spec import DflashSpec, check_gpu, check_target, tensor_shapes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec import ModelSpec
 
@@ -91,6 +91,8 @@ def _open(config: EngineConfig, path: str, target: ModelSpec) -> DflashFile:
         ) from error
     try:
         check_target(file.spec, target)
+        if config.device == "cuda":
+            check_gpu(file.spec)
     except BaseException:
         file.close()
         raise

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
-from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
+from coldstream.decoding.drafters import MtpDrafter, NgramDrafter, with_rounds
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner, States
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
+    from coldstream.models.cpu_dflash import CpuDflash
+    from coldstream.models.cuda_dflash import CudaDflash
     from coldstream.models.dflash import DflashModel
     from coldstream.models.dflash_file import DflashFile
 
@@ -20,8 +22,8 @@ def open_speculation(
 ) -> Speculation | None:
     """Drafts for sequences of the runner; None without.
 
-    draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp` and
-    `DflashModel.load`.
+    draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp`,
+    `DflashModel.load` and `CudaDflash`.
     """
     if plan.spec_type == "none":
         return None
@@ -29,8 +31,7 @@ def open_speculation(
     drafter = new_drafter()
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
     # Where a device drafts by itself, it has room for the rounds of one sequence.
-    is_one = isinstance(drafter, MtpDrafter) and drafter.runs_rounds
-    more = None if is_one else new_drafter
+    more = None if with_rounds(drafter) else new_drafter
     return Speculation(drafter, sizes, more, lambda: runner.expert_uses, lambda: runner.num_captured)
 
 
@@ -49,20 +50,19 @@ def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Ca
         block = runner.load_mtp()
         return lambda: MtpDrafter(block.new_sequence())
     assert draft is not None, "a plan with another model as drafter is made where that is open"
-    if isinstance(runner, CpuRunner) and draft.gguf is not None:
-        drafting = runner.load_dflash(draft)
-        return lambda: DflashDrafter(drafting.new_sequence())
-    model = _by_pytorch(draft, runner)
-    return lambda: DflashDrafter(model.new_sequence())
+    drafting = _dflash_beside(runner, draft)
+    return lambda: DflashDrafter(drafting.new_sequence())
 
 
-def _by_pytorch(draft: "DflashFile", runner: ModelRunner) -> "DflashModel":
-    # Imported here because they need PyTorch, which a machine without a GPU need not have.
-    from coldstream.models.dflash import DflashModel
-
+def _dflash_beside(runner: ModelRunner, draft: "DflashFile") -> "CpuDflash | DflashModel | CudaDflash":
+    # Imported here what needs PyTorch, which a machine without a GPU need not have.
     if isinstance(runner, CpuRunner):
+        if draft.gguf is not None:
+            return runner.load_dflash(draft)
+        from coldstream.models.dflash import DflashModel
+
         return DflashModel.load(draft, runner.embed, runner.head)
     from coldstream.models.cuda_runner import CudaRunner
 
     assert isinstance(runner, CudaRunner), "features are of a runner's device"
-    return DflashModel.load(draft, runner.embed, runner.head, device=runner.draft_device())
+    return runner.load_dflash(draft)

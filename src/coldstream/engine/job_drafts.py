@@ -29,7 +29,7 @@ from coldstream.decoding import (
     uses_between,
     verify_draft,
 )
-from coldstream.decoding.drafters import MtpDrafter
+from coldstream.decoding.drafters import with_rounds
 from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.job import Job
 from coldstream.engine.model_steps import Launched
@@ -191,8 +191,7 @@ class JobDrafts:
     @property
     def has_rounds(self) -> bool:
         """Whether a device may draft by itself."""
-        drafter = self._speculation.drafter
-        return isinstance(drafter, MtpDrafter) and drafter.runs_rounds
+        return with_rounds(self._speculation.drafter) is not None
 
     @property
     def rests(self) -> bool:

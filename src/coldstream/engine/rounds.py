@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from coldstream import kvcache
 from coldstream.decoding import Speculation
-from coldstream.decoding.drafters import DeviceRounds, MtpDrafter
+from coldstream.decoding.drafters import DeviceRounds, RoundDrafter, with_rounds
 from coldstream.kernels.rounds.reference import Accepted, RoundText
 from coldstream.models.runner import ModelRunner
 
@@ -25,12 +25,12 @@ def begin_rounds(
 ) -> "SequenceRounds | None":
     """Rounds of a text, whose tokens so far are `context`, all but the last in `sequence`.
 
-    hold: see `SequenceRounds`. None, with nothing changed, where the device cannot draft by itself: not the
-    file's block on a GPU with all experts, or no room for a second recurrent state, to which the sequence
+    hold: see `SequenceRounds`. None, with nothing changed, where the device cannot draft by itself: not a
+    GPU with all experts and a drafter, or no room for a second recurrent state, to which the sequence
     goes back if it ends elsewhere. Raises DeviceError, with the sequence empty.
     """
-    drafter = speculation.drafter
-    if not isinstance(drafter, MtpDrafter) or not drafter.runs_rounds:
+    drafter = with_rounds(speculation.drafter)
+    if drafter is None:
         return None
     before = runner.checkpoint(sequence)
     device = drafter.begin_rounds(context, sequence, text)
@@ -47,7 +47,7 @@ class SequenceRounds:
         self,
         runner: ModelRunner,
         sequence: kvcache.Sequence,
-        drafter: MtpDrafter,
+        drafter: RoundDrafter,
         device: DeviceRounds,
         before: kvcache.Checkpoint,
         root: int,

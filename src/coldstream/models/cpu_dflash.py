@@ -181,8 +181,12 @@ class CpuDflashSequence(CommittedRows):
     """The context of one sequence. Raises OutOfMemoryError."""
 
     def __init__(self, model: CpuDflash) -> None:
-        super().__init__(model.spec, _new_rows, MOST_WAITING)
-        self._model = model
+        contexts = tuple(
+            ContextRows(model.spec.num_kv_heads, model.spec.head_dim, layer.window, _new_rows)
+            for layer in model.spec.layers
+        )
+        super().__init__(contexts, MOST_WAITING)
+        self._contexts, self._model = contexts, model
 
     @property
     def spec(self) -> DflashSpec:

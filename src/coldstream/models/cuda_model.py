@@ -28,7 +28,6 @@ from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, FfnWeights, Rows
-from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rounds.cuda import PROGRAM as ROUNDS
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
@@ -87,7 +86,7 @@ class Loaded:
     sampler: Sampler
     weight_bytes: int
     mtp: LoadedMtp | None
-    rounds: RoundMemory | None  # of drafts by `mtp`, if all experts are on the device
+    rounds: RoundMemory | None  # of drafts by what reads states or features, if all experts are on the device
 
     @classmethod
     def into(
@@ -130,8 +129,8 @@ class Loaded:
         if mtp_weights is not None:
             sizes = (limits.cache_size, limits.context_length, limits.kv_type)
             mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
-            if limits.has_trees and limits.expert_bytes is None:
-                rounds = RoundMemory.into(ops, limits.context_length)
+        if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
+            rounds = RoundMemory.into(ops, limits.context_length)
         states = sequences.tensors
         parts = (
             memory,
@@ -163,23 +162,6 @@ class Loaded:
         if self.mtp is not None:
             self.mtp.trunk_states[: len(token_ids)].copy_(hidden.values)
         logits: torch.Tensor = self.model.logits(hidden)
-        return logits
-
-    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Rows of the embedding table, float32 [n, E], in a step's workspace."""
-        self.memory.start_step()
-        ids = self.ops.empty(len(token_ids), dtype=torch.int32)
-        ids.copy_(torch.tensor(token_ids, dtype=torch.int32))
-        embedded: torch.Tensor = self.ops.embed(self.model.token_embd, ids)
-        return embedded
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of hidden states [n, E] of no step, in a step's workspace."""
-        self.memory.start_step()
-        states = self.ops.activations(*hidden.shape)
-        states.values.copy_(hidden)
-        self.ops.launch(quantize_cuda, states.values, states.quantised)
-        logits: torch.Tensor = self.model.logits(states)
         return logits
 
     def kept_step(self, shape: StepShape) -> Activations:

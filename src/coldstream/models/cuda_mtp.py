@@ -28,6 +28,7 @@ from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.captured_steps import CapturedSteps
+from coldstream.models.cuda_mtp_rounds import MtpRoundBlock, MtpRoundRows
 from coldstream.models.cuda_rounds import CudaRounds, TextRounds
 from coldstream.models.mtp import MtpModel
 from coldstream.models.step_inputs import MAX_DECODE_ROWS, Inputs, StepShape
@@ -71,7 +72,7 @@ class LoadedMtp:
             memory,
             ops,
             model,
-            _first_rows(model.layer.output, MAX_DRAFT_IDS),
+            first_rows(model.layer.output, MAX_DRAFT_IDS),
             SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
             Inputs.into(ops, MAX_MTP_ROWS, context_length),
             memory.persistent((MAX_DECODE_ROWS, hidden_size), torch.float32),
@@ -144,7 +145,7 @@ def _shape_of(num_rows: int, *, is_deep: bool) -> StepShape:
     return StepShape(padded, has_prompts=padded > MAX_SHORT_CHAIN, is_deep=is_deep)
 
 
-def _first_rows(weight: Weight, count: int) -> QuantTensor:
+def first_rows(weight: Weight, count: int) -> QuantTensor:
     """A view of at most so many rows."""
     assert isinstance(weight, QuantTensor), "a head is a matrix"
     rows, cols = weight.shape
@@ -168,8 +169,10 @@ class CudaMtp:
     ) -> None:
         assert loaded.mtp is not None, "the runner was loaded with its block"
         self.context_length = context_length
-        self.rounds = CudaRounds(loaded, steps, begin, make_room) if loaded.rounds else None
         self._loaded, self._steps = loaded.mtp, steps
+        self.rounds = None
+        if loaded.rounds is not None:
+            self.rounds = CudaRounds(loaded, MtpRoundBlock(loaded.mtp), steps, begin, make_room)
         self._begin, self._make_room = begin, make_room
         self._found = torch.zeros((MAX_CHAIN, 2, BRANCHING), dtype=torch.int32, pin_memory=True)
 
@@ -214,6 +217,10 @@ class CudaMtp:
         found = self._found[:num_steps]
         token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
         return list(zip(token_ids, log_probs, strict=True))
+
+    def round_rows(self, sequence: kvcache.Sequence) -> MtpRoundRows:
+        """Its rows, for rounds."""
+        return MtpRoundRows(self._loaded.sequences, sequence)
 
     def cut(self, sequence: kvcache.Sequence, length: int) -> None:
         """See `CudaMtpSequence.cut`."""
@@ -297,7 +304,9 @@ class CudaMtpSequence:
         `CudaRounds.start`. The rows that they keep are in the block afterwards.
         """
         rounds = self._block.rounds
-        return None if rounds is None else rounds.start(sequence, self._sequence, text)
+        return (
+            None if rounds is None else rounds.start(sequence, self._block.round_rows(self._sequence), text)
+        )
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

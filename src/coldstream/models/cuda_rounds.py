@@ -1,13 +1,15 @@
 """Rounds of drafts on a GPU: draft, step, choice, commit and the next draft without the host in between.
 
 A round is one captured graph. `kernels/rounds/reference.py` defines what the device decides in it; the host
-launches rounds, follows behind, and reads which tokens were chosen. All experts are on the device.
+launches rounds, follows behind, and reads which tokens were chosen. All experts are on the device. What
+drafts is a `RoundBlock`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -15,7 +17,7 @@ from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, CommittedPath, Ops, Rows
+from coldstream.kernels.ops import SHORT_CONTEXT, CommittedPath, Ops, Rows
 from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
 from coldstream.kernels.rounds.reference import NUM_COLUMNS, Accepted, RoundState, RoundText
 from coldstream.kernels.sample.admit import MAX_ENDS
@@ -67,8 +69,56 @@ class RoundShape:
     draws: bool  # whether tokens are drawn rather than the likeliest
 
 
+class RoundBlock(Protocol):
+    """What drafts in rounds. All of it is queued, over memory that captured graphs know."""
+
+    @property
+    def most_nodes(self) -> int:
+        """Tokens of a draft, at most."""
+
+    @property
+    def candidate(self) -> torch.Tensor:
+        """int32 [1], what `RoundKernels.extend_draft` takes."""
+
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
+        """Writes the tokens of a draft into the model's rows, behind the root."""
+
+    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
+        """Takes in the rows that were kept of the model's step."""
+
+    def state_of(self, row: int) -> torch.Tensor | None:
+        """The model's hidden state [E] of a row of its last step, if the drafter wants it."""
+
+
+class RoundRows(Protocol):
+    """The rows that a block has of a text whose rounds it drafts."""
+
+    @property
+    def length(self) -> int:
+        """Rows before the rounds."""
+
+    @property
+    def state_id(self) -> int:
+        """Where the block's rows are, for `RoundKernels`."""
+
+    def reserve(self, num_rows: int) -> None:
+        """Takes memory for so many more rows. Raises OutOfMemoryError with nothing changed."""
+
+    def lengthen(self, num_rows: int) -> bool:
+        """The same while rounds run; whether `write_table` has to follow. Raises as `reserve`."""
+
+    def write_table(self, table: Any) -> None:
+        """Writes where the rows are, as the host's copy of the table of blocks has it."""
+
+    def keep(self, num_rows: int) -> None:
+        """Rounds have ended, after so many more rows."""
+
+    def whole_or_cleared(self) -> AbstractContextManager[None]:
+        """A context after whose failure there are no rows."""
+
+
 class CudaRounds:
-    """Runs rounds of a model and its block.
+    """Runs rounds of a model and a block.
 
     begin, make_room: as `CudaMtp` has them.
     """
@@ -76,26 +126,27 @@ class CudaRounds:
     kind = "round"  # of captured steps
 
     def __init__(
-        self, loaded: "Loaded", steps: CapturedSteps, begin: Callable[[], None], make_room: Callable[[], bool]
+        self,
+        loaded: "Loaded",
+        block: RoundBlock,
+        steps: CapturedSteps,
+        begin: Callable[[], None],
+        make_room: Callable[[], bool],
     ) -> None:
-        assert loaded.mtp is not None
         assert loaded.rounds is not None
-        self.memory, self.mtp = loaded.rounds, loaded.mtp
-        self.loaded = loaded
+        self.memory, self.loaded, self.block = loaded.rounds, loaded, block
         self._steps, self._begin, self._make_room = steps, begin, make_room
 
-    def start(
-        self, sequence: kvcache.Sequence, block_rows: kvcache.Sequence, text: RoundText
-    ) -> "TextRounds | None":
-        """Rounds of a text whose tokens but the root are in `sequence`. `block_rows` has the root, which is
-        the row that the block computed last.
+    def start(self, sequence: kvcache.Sequence, rows: RoundRows, text: RoundText) -> "TextRounds | None":
+        """Rounds of a text whose tokens but the root are in `sequence`, and in `rows` what the block has of
+        it.
 
         The sequence has a pending tree until `TextRounds.end`. None, with nothing changed, if there is no
         room, or the text has more end tokens than the device takes. Raises DeviceError, with both empty.
         """
         if len(text.end_ids) > MAX_ENDS or text.left < 2:
             return None
-        rounds = TextRounds(self, sequence, block_rows, text)
+        rounds = TextRounds(self, sequence, rows, text)
         try:
             rounds.reserve()
         except OutOfMemoryError:
@@ -103,7 +154,7 @@ class CudaRounds:
         with (
             device_errors(),
             WholeOrCleared(self.loaded.sequences, [sequence]),
-            WholeOrCleared(self.mtp.sequences, [block_rows]),
+            rows.whole_or_cleared(),
         ):
             rounds.write()
         return rounds
@@ -111,42 +162,33 @@ class CudaRounds:
     def launch(self, shape: RoundShape) -> None:
         """Queues a round. Raises DeviceError, OutOfMemoryError."""
         self._begin()
-        self._steps.run(
-            (self.kind, shape), partial(self.compute, shape), lambda nothing: nothing, self._make_room
-        )
+        key = (self.kind, (self.block, shape))
+        self._steps.run(key, partial(self.compute, shape), lambda nothing: nothing, self._make_room)
 
     def compute(self, shape: RoundShape) -> None:
         """A round, over what the one before it left."""
-        loaded, mtp, arrays = self.loaded, self.mtp, self.memory.arrays
+        loaded, arrays = self.loaded, self.memory.arrays
         num_rows = shape.num_rows
-        kernels = RoundKernels(arrays, num_rows, mtp.candidates[0, :1])
+        kernels = RoundKernels(arrays, num_rows, self.block.candidate)
         if num_rows > 1:
             self.draft(kernels, shape)
         kernels.write_model_rows()
         columns = arrays.model_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
-        logits = loaded.logits_after(*_rows_of(columns, arrays.table, step))
+        logits = loaded.logits_after(*shaped_rows(columns, arrays.table, step))
         chosen = arrays.chosen[:num_rows]
         loaded.sampler.choose(logits, arrays.settings[:num_rows], chosen, draws=shape.draws)
         kernels.accept_rows()
         loaded.model.commit(self.memory.path, loaded.sequences.tensors)
-        columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
-        step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
-        token_ids, rows = _rows_of(columns, arrays.block_table, step)
-        mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
+        self.block.follow(arrays, shape)
 
     def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
-        """The chain of likeliest tokens after the block's last output, into the model's rows."""
-        arrays, step = self.memory.arrays, StepShape(1, is_deep=shape.is_deep)
-        columns = arrays.link_columns.view(NUM_COLUMNS, 1)
-        self.mtp.run_head()
-        kernels.extend_draft(0)
-        for depth in range(1, shape.num_rows - 1):
-            self.mtp.compute_link(*_rows_of(columns, arrays.block_table, step))
-            kernels.extend_draft(depth)
+        """The block's draft, into the model's rows."""
+        self.block.draft(kernels, self.memory.arrays, shape)
 
 
-def _rows_of(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tuple[torch.Tensor, Rows]:
+def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tuple[torch.Tensor, Rows]:
+    """The rows of a step of this shape, and their tokens; see `kvcache.batch.rows_of`."""
     token_ids, rows = rows_of(columns, table.view(1, -1))
     assert rows.batch is not None
     batch = replace(
@@ -167,15 +209,15 @@ class TextRounds:
         self,
         rounds: CudaRounds,
         sequence: kvcache.Sequence,
-        block_rows: kvcache.Sequence,
+        block_rows: RoundRows,
         text: RoundText,
     ) -> None:
         self._rounds, self._text = rounds, text
         self._sequence, self._block_rows = sequence, block_rows
         self._cache: SequenceCache = rounds.loaded.sequences
-        self._block_cache: SequenceCache = rounds.mtp.sequences
         self._first, self._block_first = sequence.length, block_rows.length
-        self._most_rows = min(1 + text.most_nodes, text.left, MAX_ROUND_ROWS)
+        most_nodes = min(text.most_nodes, rounds.block.most_nodes)
+        self._most_rows = min(1 + most_nodes, text.left, MAX_ROUND_ROWS)
         self._num_held = 0  # rows that rounds have kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
         self._last_row: int | None = None  # of the last round that was taken, if it kept any
@@ -190,8 +232,8 @@ class TextRounds:
         num_rows = min(1 + num_nodes, self._most_rows)
         num_more = min(num_rows + sum(rows for rows, _, _ in self._in_flight), self._left)
         is_longer = self._cache.lengthen(self._sequence, self._num_held + num_more)
-        is_longer |= self._block_cache.lengthen(self._block_rows, self._num_held + num_more)
         with device_errors():
+            is_longer |= self._block_rows.lengthen(self._num_held + num_more)
             if is_longer:
                 self._write_tables(self._rounds.memory.staged.next_on_host())
                 self._rounds.memory.staged.copy(2 * self._rounds.memory.num_blocks)
@@ -224,10 +266,9 @@ class TextRounds:
         while self._in_flight:
             self.take()
         self._cache.settle(self._sequence, self._num_held)
-        self._block_cache.append(self._block_rows, self._num_held)
-        self._block_cache.cut(self._block_rows, self._block_rows.length)
+        self._block_rows.keep(self._num_held)
         row = self._last_row
-        return self._num_held, None if row is None else self._rounds.mtp.trunk_states[row].clone()
+        return self._num_held, None if row is None else self._rounds.block.state_of(row)
 
     def reserve(self) -> None:
         """Takes memory for a round, with room for a state that nobody shares.
@@ -236,11 +277,10 @@ class TextRounds:
         """
         parents = tuple(range(-1, self._most_rows - 1))
         demand = Demand(self._sequence, self._most_rows)
-        tree, block = replace(demand, parents=parents), Demand(self._block_rows, self._most_rows)
-        self._block_cache.check_room([block])
+        tree = replace(demand, parents=parents)
         self._cache.states.check(self._cache.need_of([demand]).num_states)
         self._cache.check_room([tree])
-        self._block_cache.reserve([block])
+        self._block_rows.reserve(self._most_rows)
         self._cache.reserve([tree])
 
     def write(self) -> None:
@@ -251,9 +291,7 @@ class TextRounds:
         arrays = RoundArrays(host, memory.num_blocks)
         self._write_tables(host)
         state = RoundState(self._first, self._block_first, self._left, text.root)
-        block_state = self._block_rows.state
-        assert block_state is not None
-        arrays.write_state(state, path.state, block_state, len(text.end_ids))
+        arrays.write_state(state, path.state, self._block_rows.state_id, len(text.end_ids))
         arrays.kept[: self._most_rows] = path.kept
         arrays.sources[: self._most_rows] = path.rows
         settings = [text.settings] * self._most_rows
@@ -264,4 +302,4 @@ class TextRounds:
     def _write_tables(self, host: Any) -> None:
         arrays = RoundArrays(host, self._rounds.memory.num_blocks)
         arrays.table[: len(self._sequence.blocks)] = self._sequence.blocks
-        arrays.block_table[: len(self._block_rows.blocks)] = self._block_rows.blocks
+        self._block_rows.write_table(arrays.block_table)

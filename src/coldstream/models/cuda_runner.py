@@ -1,7 +1,6 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as TokenIds
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.captured_steps import CapturedSteps
+from coldstream.models.cuda_dflash import CudaDflash
 from coldstream.models.cuda_limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
 from coldstream.models.cuda_logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda_model import (
@@ -41,6 +41,7 @@ from coldstream.models.cuda_model import (
     plan_memory,
 )
 from coldstream.models.cuda_mtp import CudaMtp
+from coldstream.models.dflash_file import DflashFile
 from coldstream.models.partial_model import PartialModel, partial_model
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec import ModelSpec
@@ -365,24 +366,15 @@ class CudaRunner(ModelRunner):
         assert self._loaded.features is not None, "a runner with taps keeps features"
         return self._loaded.features.of(rows)
 
-    def draft_device(self) -> torch.device:
-        """Where features are, and what `embed` and `head` return."""
-        return self._loaded.hidden.values.device
-
-    def embed(self, token_ids: TokenIds[int]) -> torch.Tensor:
-        """As `CpuRunner.embed`, valid until the next step or call."""
-        self._begin_beside()
-        return self._loaded.embed(token_ids)
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `CpuRunner.head`, valid until the next step or call."""
-        self._begin_beside()
-        return self._loaded.head(hidden)
-
     def load_mtp(self) -> MtpBlock:
         if self._loaded.mtp is None:
             return super().load_mtp()
         return CudaMtp(self._loaded, self.context_length, self._steps, self._begin_beside, self._make_room)
+
+    def load_dflash(self, file: DflashFile) -> CudaDflash:
+        """A drafter for this model, which was loaded with its taps. Raises as `CudaDflash`."""
+        assert self.taps == file.spec.taps, "the runner keeps what the drafter reads"
+        return CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
 
     def _begin_beside(self) -> None:
         """Before a step that is none of the model's, but uses its workspace."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.kernels.draft_block import reference
 from coldstream.models.dflash_context import CommittedRows, ContextRows
 from coldstream.models.dflash_convolution import Convolution
 from coldstream.models.dflash_file import DflashFile
@@ -134,7 +135,7 @@ class DflashModel:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
-        return functional.rms_norm(x.float(), weight.shape, weight, self.spec.rms_norm_eps).to(self.dtype)
+        return reference.norm(x, weight, self.spec.rms_norm_eps)
 
     def rotations(self, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for heads of rows at positions [n]: both [n, 1, head_dim / 2], float32."""
@@ -147,15 +148,19 @@ class DflashModel:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
         shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
         keys = self.norm(functional.linear(x, weights.attn_k).view(shape), weights.attn_k_norm)
-        return _rotated(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
+        return reference.rotate(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
 
 
 class DflashSequence(CommittedRows):
     """The context of one sequence. Raises OutOfMemoryError or GenerationFault if PyTorch fails."""
 
     def __init__(self, model: DflashModel) -> None:
-        super().__init__(model.spec, model.new_rows, MOST_WAITING)
-        self._model = model
+        contexts = tuple(
+            ContextRows(model.spec.num_kv_heads, model.spec.head_dim, layer.window, model.new_rows)
+            for layer in model.spec.layers
+        )
+        super().__init__(contexts, MOST_WAITING)
+        self._contexts, self._model = contexts, model
 
     @property
     def spec(self) -> DflashSpec:
@@ -223,12 +228,12 @@ class DflashSequence(CommittedRows):
             dynamic = conv.dynamic(x)
             x = conv.apply(x, dynamic, 0)
         queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
-        queries = _rotated(model.norm(queries, weights.attn_q_norm), block.rotations)
+        queries = reference.rotate(model.norm(queries, weights.attn_q_norm), block.rotations)
         window = weights.layer.window
         first = 0 if window is None else int(block.positions[0]) - window + 1
         keys, values = model.keys_values(x, weights, block.rotations)
         keys, values, positions = rows.with_block(first, keys, values, block.positions)
-        mixed = _attend(queries, keys, values, block.mask(weights.layer, positions, model.device))
+        mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions, model.device))
         result = functional.linear(mixed, weights.attn_output)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
 
@@ -281,35 +286,6 @@ def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix:
     )  # fmt: skip
     plain = {name: tensors[f"{prefix}{name}.weight"] for name in names}
     return LayerWeights(layer=layer, **plain, attn_conv=conv("attn_conv"), ffn_conv=conv("ffn_conv"))
-
-
-def _rotated(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Heads [n, heads, head_dim], whose halves are rotated against each other."""
-    cos, sin = rotations
-    low, high = heads.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
-
-
-def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention of queries [B, heads, d] to keys and values [L, kv_heads, d]: [B, heads · d].
-
-    mask: bool [B, L], true where a key is seen; None: all are.
-    """
-    count, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
-    # The queries of all heads that share keys are rows of one product, so that keys are not repeated.
-    group = num_heads // num_kv_heads
-    grouped = queries.view(count, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    mixed = functional.scaled_dot_product_attention(
-        grouped.reshape(1, num_kv_heads, group * count, head_dim),
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        None if mask is None else mask.repeat(group, 1),
-    )
-    by_row = mixed.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
-    return by_row.reshape(count, num_heads * head_dim)
 
 
 def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:

@@ -1,15 +1,17 @@
 """What a DFlash drafter keeps of the committed rows of a sequence: keys and values, and rows that wait."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coldstream import kvcache
 from coldstream.errors import ColdstreamError
-from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS, DflashSpec
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 
@@ -91,6 +93,18 @@ class ContextRows:
         self._keys, self._values, self._positions, self._count = keys, values, positions, kept
 
 
+class Context(Protocol):
+    """The rows of some layers."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def last_position(self) -> int: ...
+
+    def cut(self, length: int) -> None: ...
+
+
 class CommittedRows(ABC):
     """The committed rows of one sequence.
 
@@ -100,29 +114,34 @@ class CommittedRows(ABC):
     those of the subclass, and so are its errors.
     """
 
-    def __init__(
-        self, spec: DflashSpec, new_rows: Callable[[tuple[int, ...]], Any], most_waiting: int
-    ) -> None:
-        """new_rows: as `ContextRows` takes it."""
-        self._contexts = tuple(
-            ContextRows(spec.num_kv_heads, spec.head_dim, layer.window, new_rows) for layer in spec.layers
-        )
+    def __init__(self, contexts: Sequence[Context], most_waiting: int) -> None:
+        """contexts: empty ones, of all layers."""
+        self._all_contexts = contexts
         self._most_waiting = most_waiting
         self._waiting: list[Any] = []  # features of the last rows
         self._num_waiting = 0
         self.length = 0
 
     @property
+    def runs_rounds(self) -> bool:
+        """Whether `begin_rounds` may begin any."""
+        return False
+
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> Any:
+        """None: the host takes part in every step, unless the subclass says otherwise."""
+        return None
+
+    @property
     def has_last(self) -> bool:
         """Whether the last committed row is there."""
         if self._num_waiting:
             return True
-        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
+        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._all_contexts)
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values."""
-        return sum(rows.num_bytes for rows in self._contexts)
+        return sum(rows.num_bytes for rows in self._all_contexts)
 
     def append(self, features: Any) -> None:
         """Appends rows: float32 features [n, spec.feature_size], which are copied.
@@ -151,7 +170,7 @@ class CommittedRows(ABC):
                 with suppress(ColdstreamError, MemoryError):
                     self._compute_waiting()
             self._waiting, self._num_waiting = [], 0
-            for rows in self._contexts:
+            for rows in self._all_contexts:
                 rows.cut(length)
         self.length = length
 
@@ -163,7 +182,7 @@ class CommittedRows(ABC):
         try:
             self._compute(waiting, np.arange(first, self.length))
         except BaseException:
-            for rows in self._contexts:
+            for rows in self._all_contexts:
                 rows.cut(first)
             raise
 
@@ -177,4 +196,4 @@ class CommittedRows(ABC):
 
     @abstractmethod
     def _compute(self, parts: list[Any], positions: NDArray[np.int64]) -> None:
-        """Appends the keys and values of these rows to all of `_contexts`."""
+        """Appends the keys and values of these rows to all contexts."""

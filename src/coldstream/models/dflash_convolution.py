@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from coldstream.kernels.draft_block import reference
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -21,11 +23,5 @@ class Convolution:
         return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
 
     def apply(self, x: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
-        """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own."""
-        num_rows, width = x.shape
-        group = width // dynamic.shape[-1]
-        result = torch.zeros_like(x)
-        for distance in range(self.base.shape[1]):
-            weights = self.base[side, distance] + dynamic[:, side, distance].repeat_interleave(group, dim=-1)
-            result += weights * functional.pad(x, (0, 0, distance, 0))[:num_rows]
-        return result
+        """See `reference.convolve`; dynamic: as `dynamic` has it."""
+        return reference.convolve(x, self.base[side], dynamic[:, side])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coldstream.errors import ConfigError
+from coldstream.kernels.draft_block import HEAD_SIZES
 from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.spec import ModelSpec
 
@@ -157,6 +158,15 @@ def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
         shapes["selector_successor.weight"] = (spec.vocab_size, rank)
         shapes["selector_hidden.weight"] = (rank, width)
     return shapes
+
+
+def check_gpu(spec: DflashSpec) -> None:
+    """Raises ConfigError if a GPU has no kernels for a drafter of these sizes."""
+    if spec.head_dim not in HEAD_SIZES:
+        raise ConfigError(
+            f"the drafter has attention heads of {spec.head_dim}, and GPUs draft with heads of "
+            f"{', '.join(map(str, HEAD_SIZES))}: use --device cpu, or draft in another way"
+        )
 
 
 def check_target(spec: DflashSpec, target: ModelSpec) -> None:

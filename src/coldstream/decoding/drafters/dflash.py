@@ -8,11 +8,12 @@ other confidence. Only where no row sees those behind it, a block has no more ro
 Knows nothing of how many nodes pay, nor of devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Listed
 from typing import Any, Protocol
 
 import numpy as np
 
+from coldstream.decoding.drafters.device_rounds import DeviceRounds
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import (
     NO_CANDIDATES,
@@ -23,6 +24,8 @@ from coldstream.decoding.tree_builder import (
     marginal_source,
 )
 from coldstream.errors import ColdstreamError
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kvcache import Sequence
 from coldstream.models.dflash_lattice import DraftLattice
 from coldstream.models.dflash_spec import DflashSpec
 
@@ -46,6 +49,17 @@ class DraftContext(Protocol):
 
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
         """The candidates of num_rows − 1 positions after `anchor`. Raises a ColdstreamError."""
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether `begin_rounds` may begin any."""
+
+    def begin_rounds(self, sequence: Sequence, text: RoundText) -> DeviceRounds | None:
+        """Rounds of a text, where the drafter's device runs them by itself. Raises a ColdstreamError.
+
+        sequence: the model's, which holds the text but the root, as does the context. None if there are none
+        for it. What rounds keep is in the context once they have ended.
+        """
 
 
 class DflashDrafter:
@@ -87,7 +101,7 @@ class DflashDrafter:
         self._context.cut(length)
         self._length, self._is_off = length, False
 
-    def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
+    def extend(self, token_ids: Listed[int], hidden: Any) -> None:
         """See `Drafter`."""
         self._length += len(token_ids)
         if self._is_off or not token_ids:
@@ -97,11 +111,9 @@ class DflashDrafter:
         except ColdstreamError:
             self._is_off = True
 
-    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
+    def propose(self, context: Listed[int], budget: int) -> TokenTree:
         """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
-        if self._is_off or len(context) != self._length + 1 or not self._context.has_last:
-            return NO_DRAFT
-        if not 0 <= context[-1] < self._vocab_size:
+        if not self._can_draft_after(context):
             return NO_DRAFT
         num_rows = min(self._num_rows, budget + 1) if self._is_causal else self._num_rows
         try:
@@ -113,6 +125,27 @@ class DflashDrafter:
             self._is_off = True
             return NO_DRAFT
         return build_tree(_source(lattice, context[-1]), budget)
+
+    def _can_draft_after(self, context: Listed[int]) -> bool:
+        if self._is_off or len(context) != self._length + 1 or not self._context.has_last:
+            return False
+        return 0 <= context[-1] < self._vocab_size
+
+    @property
+    def runs_rounds(self) -> bool:
+        """Whether the drafter's device can run rounds by itself."""
+        return self._context.runs_rounds
+
+    def begin_rounds(self, context: Listed[int], sequence: Sequence, text: RoundText) -> DeviceRounds | None:
+        """Rounds after `context`, see `propose` and `DraftContext`; unless None, `end_rounds` has to follow.
+
+        Raises DeviceError if they cannot be begun, with `sequence` empty.
+        """
+        return self._context.begin_rounds(sequence, text) if self._can_draft_after(context) else None
+
+    def end_rounds(self, num_rows: int, state: Any) -> None:
+        """Rounds have ended after so many rows: tokens that the model has computed, as has the context."""
+        self._length += num_rows
 
 
 def _source(lattice: DraftLattice, anchor: int) -> Source:

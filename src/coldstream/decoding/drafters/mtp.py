@@ -20,10 +20,11 @@ from contextlib import closing
 from math import inf, isfinite, log
 from typing import Any, Protocol
 
+from coldstream.decoding.drafters.device_rounds import DeviceRounds
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault
-from coldstream.kernels.rounds.reference import Accepted, RoundText
+from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kvcache import Sequence
 
 State = Any  # a row's hidden state, as the block keeps it
@@ -68,21 +69,6 @@ class DraftBlock(Protocol):
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`."""
-
-
-class DeviceRounds(Protocol):
-    """See `models.cuda_rounds.TextRounds`."""
-
-    def launch(self, num_nodes: int) -> None:
-        """Queue a round with a draft of so many tokens."""
-
-    def take(self) -> Accepted:
-        """Wait for the oldest round."""
-
-    def end(self) -> tuple[int, State | None]:
-        """Wait for all; how many rows the model's sequence and the block have more than before, and the
-        model's state of the last one, unless it is gone.
-        """
 
 
 class MtpDrafter:

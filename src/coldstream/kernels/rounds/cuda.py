@@ -81,16 +81,27 @@ class RoundArrays:
         return 2 * num_blocks + per_row * MAX_ROUND_ROWS + single
 
     @property
+    def length(self) -> Any:
+        """[1], positions of the model's sequence."""
+        return self._of_state(DeviceState.length.offset)
+
+    @property
+    def root(self) -> Any:
+        """[1], the token that was chosen last."""
+        return self._of_state(DeviceState.root.offset)
+
+    @property
     def last_row(self) -> Any:
         """[1], the row that was kept last."""
-        at: int = DeviceState.last_row.offset // 4
-        return self.state[at : at + 1]
+        return self._of_state(DeviceState.last_row.offset)
 
     @property
     def state_id(self) -> Any:
         """[1], the recurrent state of the model's sequence."""
-        at: int = DeviceState.state_id.offset // 4
-        return self.state[at : at + 1]
+        return self._of_state(DeviceState.state_id.offset)
+
+    def _of_state(self, offset: int) -> Any:
+        return self.state[offset // 4 : offset // 4 + 1]
 
     def write_state(self, state: RoundState, state_id: int, block_state_id: int, num_ends: int) -> None:
         """Writes the state before the first round; only to memory of the host."""

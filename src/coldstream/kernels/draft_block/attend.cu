@@ -1,0 +1,239 @@
+// Attention of a draft block's rows to the committed rows before it and to the rows of the block.
+//
+// A block of threads takes the queries of one key head, 32 at a time, and every so manieth part of the positions; each
+// warp has four of the queries. The parts are merged by another launch.
+#include "draft_block/values.cuh"
+
+using namespace coldstream;
+
+constexpr int block_threads = 256;
+constexpr int warps = block_threads / warp_size;
+constexpr int warp_queries = 4;
+constexpr int block_queries = warps * warp_queries;
+// Positions of a part, so that it fits into the 99 KB that every device has.
+template <int D>
+constexpr int part_positions = D > 128 ? 32 : 64;
+constexpr int eight = 8;  // values of 16 bytes
+
+extern __shared__ float4 dynamic_shared[];
+
+struct DraftAttention {
+  const Bfloat16Bits* qkv;       // [rows, heads + 2 · kv_heads, dim], normed and rotated
+  const DraftContext* contexts;  // by layer
+  const int* length;             // of the context, the position of the block's first row
+  float* parts;                  // [splits, rows · heads, dim + 2]: numerators, denominator, maximum
+  int layer, rows, num_heads, num_kv_heads;
+  int window;  // 0: none
+  int is_causal;
+
+  __device__ int group() const { return num_heads / num_kv_heads; }
+  __device__ int row_heads() const { return num_heads + 2 * num_kv_heads; }
+
+  __device__ bool sees(int query, int key) const {  // positions
+    const int ahead = key - query;
+    if (is_causal && ahead > 0) return false;
+    return window == 0 || (ahead > -window && ahead < window);
+  }
+  // The first position that any row of the block sees.
+  __device__ int begin(int of_block) const { return window == 0 ? 0 : max(0, of_block - window + 1); }
+};
+
+// Parts of keys and values of one key head in shared memory, as bfloat16.
+template <int D>
+struct PartMemory {
+  static constexpr int key_stride = D + eight;  // so that lanes that read 16 bytes of neighbouring rows read other banks
+  alignas(16) Bfloat16Bits keys[part_positions<D> * key_stride];
+  alignas(16) Bfloat16Bits values[part_positions<D> * D];
+  alignas(16) float queries[block_queries * D];
+  alignas(16) float weights[block_queries * part_positions<D>];
+  int positions[part_positions<D>];  // negative: nothing is there
+};
+
+template <int D>
+__device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_head, int first, PartMemory<D>& m) {
+  const int count = a.rows * a.group();
+  const float scale = inverse_sqrt(float(D));
+  for (int i = threadIdx.x; i < block_queries * D; i += block_threads) {
+    const int query = first + i / D;
+    float v = 0.0f;
+    if (query < count) {
+      const int row = query / a.group(), head = kv_head * a.group() + query % a.group();
+      v = scale * bfloat16_to_float(a.qkv[(int64_t(row) * a.row_heads() + head) * D + i % D]);
+    }
+    m.queries[i] = v;
+  }
+}
+
+// The positions from `begin` on up to `end`, those from `length` on of the block itself.
+template <int D>
+__device__ __forceinline__ void load_part(const DraftAttention& a, const DraftContext& context, int kv_head, int begin,
+                                          int length, int end, PartMemory<D>& m) {
+  constexpr int row_loads = D / eight;
+  for (int i = threadIdx.x; i < part_positions<D> * row_loads; i += block_threads) {
+    const int at = i / row_loads, column = i % row_loads * eight, position = begin + at;
+    const Bfloat16Bits *key = nullptr, *value = nullptr;
+    if (position >= length && position < end) {
+      key = a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
+      value = key + a.num_kv_heads * D;
+    } else if (position < length) {
+      const int place = position % context.capacity;
+      if (context.positions[place] == position) {
+        key = context.keys + (int64_t(place) * a.num_kv_heads + kv_head) * D;
+        value = context.values + (int64_t(place) * a.num_kv_heads + kv_head) * D;
+      }
+    }
+    const uint4 zeros = {0u, 0u, 0u, 0u};
+    *reinterpret_cast<uint4*>(m.keys + at * m.key_stride + column) =
+        key ? *reinterpret_cast<const uint4*>(key + column) : zeros;
+    *reinterpret_cast<uint4*>(m.values + at * D + column) =
+        value ? *reinterpret_cast<const uint4*>(value + column) : zeros;
+    if (column == 0) m.positions[at] = key ? position : -1;
+  }
+}
+
+// Adds eight products for each of the warp's queries: of its values at `query`, D apart, with those of a key.
+template <int D>
+__device__ __forceinline__ void multiply_eight(const float* query, uint4 key, float (&sums)[warp_queries]) {
+  const uint32_t words[4] = {key.x, key.y, key.z, key.w};
+  float k[eight];
+#pragma unroll
+  for (int i = 0; i < 4; i++) k[2 * i] = low_half(words[i]), k[2 * i + 1] = high_half(words[i]);
+#pragma unroll
+  for (int q = 0; q < warp_queries; q++) {
+    const float4 low = *reinterpret_cast<const float4*>(query + q * D);
+    const float4 high = *reinterpret_cast<const float4*>(query + q * D + 4);
+    const float v[eight] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < eight; i++) sums[q] = __fmaf_rn(v[i], k[i], sums[q]);
+  }
+}
+
+// What a warp has of its four queries: a lane holds columns lane, lane + 32, … of the numerators.
+template <int D>
+struct Running {
+  static constexpr int lane_columns = D / warp_size, lane_positions = part_positions<D> / warp_size;
+  float numerators[warp_queries][lane_columns] = {};
+  float denominators[warp_queries] = {};
+  float maxima[warp_queries] = {least, least, least, least};
+  static constexpr float least = -1e30f;
+
+  __device__ __forceinline__ void add(const DraftAttention& a, const PartMemory<D>& m, float* weights,
+                                      const int (&query_positions)[warp_queries]) {
+    const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+    float scores[lane_positions][warp_queries] = {};
+#pragma unroll 4
+    for (int column = 0; column < D; column += eight) {
+#pragma unroll
+      for (int j = 0; j < lane_positions; j++) {
+        const uint4 key =
+            *reinterpret_cast<const uint4*>(m.keys + (lane + j * warp_size) * m.key_stride + column);
+        multiply_eight<D>(m.queries + warp * warp_queries * D + column, key, scores[j]);
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < warp_queries; q++) {
+      float most = maxima[q];
+      bool seen[lane_positions];
+#pragma unroll
+      for (int j = 0; j < lane_positions; j++) {
+        const int position = m.positions[lane + j * warp_size];
+        seen[j] = position >= 0 && a.sees(query_positions[q], position);
+        if (seen[j]) most = fmaxf(most, scores[j][q]);
+      }
+      most = max_of_warp(most);
+      const float kept = exact_exp(maxima[q] - most);
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < lane_positions; j++) {
+        const float weight = seen[j] ? exact_exp(scores[j][q] - most) : 0.0f;
+        weights[q * part_positions<D> + lane + j * warp_size] = weight;
+        sum += weight;
+      }
+      denominators[q] = denominators[q] * kept + sum_of_warp(sum);
+      maxima[q] = most;
+#pragma unroll
+      for (int c = 0; c < lane_columns; c++) numerators[q][c] *= kept;
+    }
+    __syncwarp();
+    for (int at = 0; at < part_positions<D>; at += 4) {
+      float4 w[warp_queries];
+#pragma unroll
+      for (int q = 0; q < warp_queries; q++) {
+        w[q] = *reinterpret_cast<const float4*>(weights + q * part_positions<D> + at);
+      }
+#pragma unroll
+      for (int c = 0; c < lane_columns; c++) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = bfloat16_to_float(m.values[(at + i) * D + c * warp_size + lane]);
+#pragma unroll
+        for (int q = 0; q < warp_queries; q++) {
+          numerators[q][c] = __fmaf_rn(w[q].x, v[0], numerators[q][c]);
+          numerators[q][c] = __fmaf_rn(w[q].y, v[1], numerators[q][c]);
+          numerators[q][c] = __fmaf_rn(w[q].z, v[2], numerators[q][c]);
+          numerators[q][c] = __fmaf_rn(w[q].w, v[3], numerators[q][c]);
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// grid (splits, kv heads, ceil(rows · group / 32)).
+template <int D>
+__global__ void __launch_bounds__(block_threads) attend_draft(const __grid_constant__ DraftAttention a) {
+  PartMemory<D>& m = *reinterpret_cast<PartMemory<D>*>(dynamic_shared);
+  wait_for_previous_grid();
+  release_next_grid();
+  const int kv_head = blockIdx.y, first = blockIdx.z * block_queries, length = *a.length;
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const DraftContext context = a.contexts[a.layer];
+  load_queries<D>(a, kv_head, first, m);
+  int query_positions[warp_queries];
+#pragma unroll
+  for (int q = 0; q < warp_queries; q++) query_positions[q] = length + (first + warp * warp_queries + q) / a.group();
+  Running<D> running;
+  const int end = length + a.rows;
+  for (int begin = a.begin(length) + blockIdx.x * part_positions<D>; begin < end; begin += gridDim.x * part_positions<D>) {
+    __syncthreads();  // all warps have used the part before
+    load_part<D>(a, context, kv_head, begin, length, end, m);
+    __syncthreads();
+    running.add(a, m, m.weights + warp * warp_queries * part_positions<D>, query_positions);
+  }
+#pragma unroll
+  for (int q = 0; q < warp_queries; q++) {
+    const int query = first + warp * warp_queries + q;
+    if (query >= a.rows * a.group()) continue;
+    const int row = query / a.group(), head = kv_head * a.group() + query % a.group();
+    float* part = a.parts + (int64_t(blockIdx.x) * a.rows * a.num_heads + row * a.num_heads + head) * (D + 2);
+#pragma unroll
+    for (int c = 0; c < running.lane_columns; c++) part[c * warp_size + lane] = running.numerators[q][c];
+    if (lane == 0) part[D] = running.denominators[q], part[D + 1] = running.maxima[q];
+  }
+}
+
+// grid (rows · heads), 32 threads: the parts of a row's head as one, 0 for a row that sees nothing.
+template <int D>
+__global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int splits, Bfloat16Bits* out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int64_t stride = int64_t(gridDim.x) * (D + 2);
+  const float* part = parts + int64_t(blockIdx.x) * (D + 2);
+  float most = Running<D>::least;
+  for (int s = threadIdx.x; s < splits; s += warp_size) most = fmaxf(most, part[s * stride + D + 1]);
+  most = max_of_warp(most);
+  float sums[D / warp_size] = {}, total = 0.0f;
+#pragma unroll 4
+  for (int s = 0; s < splits; s++) {
+    const float kept = exact_exp(part[s * stride + D + 1] - most);
+    total = __fmaf_rn(kept, part[s * stride + D], total);
+#pragma unroll
+    for (int c = 0; c < D / warp_size; c++) {
+      sums[c] = __fmaf_rn(kept, part[s * stride + c * warp_size + threadIdx.x], sums[c]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < D / warp_size; c++) {
+    out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] = to_bfloat16(total == 0.0f ? 0.0f : sums[c] / total);
+  }
+}
