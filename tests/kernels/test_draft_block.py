@@ -64,7 +64,7 @@ def test_kernels_compile(program: object) -> None:
     check_compiles(program)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (3, 256), (8, 2048), (5, 300)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (3, 256), (8, 2048), (5, 4104)])
 def test_norms(rows: int, cols: int, device: str) -> None:
     x, weight, out = random(rows, rows, cols), weights(cols, cols), bf16(rows, cols, device=device)
     norm_cuda(x.to(device), weight.to(device), EPS, out.tensor)
@@ -269,7 +269,7 @@ def test_more_splits_than_parts_are_not_asked_for() -> None:
     assert num_splits(1, 128) == 1
     assert num_splits(65, 128) == 2
     assert num_splits(65, 256) == 3
-    assert num_splits(10**6, 128) == 32
+    assert num_splits(10**6, 128) == 64
 
 
 def test_shapes_that_disagree_are_refused() -> None:
@@ -280,6 +280,8 @@ def test_shapes_that_disagree_are_refused() -> None:
     table, out = torch.zeros(64, dtype=torch.uint8), random(1, 3, 128)
     with pytest.raises(ValueError, match="norm"):
         norm_cuda(x, torch.ones(63), EPS, x)
+    with pytest.raises(ValueError, match="norm"):
+        norm_cuda(x[:, :60], torch.ones(60), EPS, x[:, :60])
     with pytest.raises(ValueError, match="weights"):
         convolve_cuda(x, random(1, 2, 64), random(1, 3, 3, 4), None, x)
     with pytest.raises(ValueError, match="gates"):

@@ -168,7 +168,10 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "Admission": admit._Admission,
         "Chosen": np.dtype([("token", np.int32), ("fault", np.int32)]),
     },
-    "top_log_probs/top_log_probs.cu": {"Logits": sample.Logits, "TopPart": top_log_probs.Part},
+    "top_log_probs/top_log_probs.cu": {
+        "Logits": sample.Logits,
+        **{f"TopPart<{most}>": top_log_probs.part_type(most) for most in top_log_probs.RANKS},
+    },
     "sample/sample.cu": {
         "Logits": sample.Logits,
         "RowSettings": sample._RowSettings,
@@ -346,7 +349,6 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "max_normed_tokens": router.MAX_TOKENS,
         "sizeof(uint64_t) * scratch_numbers<8>": router._scratch_bytes(1, 8),
     },
-    "top_log_probs/top_log_probs.cu": {"most_ranks": top_log_probs.MAX_RANKS},
     "sample/sample.cu": {
         "sizeof(SamplerRow)": sample.ROW_BYTES,
         "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.decoding.tree_builder import top_log_probs
-from coldstream.kernels.top_log_probs.cuda import MAX_RANKS, PROGRAM, top_log_probs_cuda, workspace_bytes
+from coldstream.kernels.top_log_probs.cuda import (
+    FEW_RANKS,
+    MAX_RANKS,
+    PROGRAM,
+    top_log_probs_cuda,
+    workspace_bytes,
+)
 
 
 def run(logits: np.ndarray, ranks: int, device: str, gap: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -17,7 +23,7 @@ def run(logits: np.ndarray, ranks: int, device: str, gap: int = 0) -> tuple[np.n
     where = torch.device(device)
     apart = torch.full((rows, vocab + gap), float("nan"), device=where)
     apart[:, :vocab] = torch.from_numpy(logits)
-    parts = Guarded(workspace_bytes(rows, vocab), dtype=torch.uint8, device=where)
+    parts = Guarded(workspace_bytes(rows, vocab, ranks), dtype=torch.uint8, device=where)
     arrivals = torch.zeros(rows, dtype=torch.int32, device=where)
     ids = Guarded(rows, ranks, dtype=torch.int32, device=where)
     log_probs = Guarded(rows, ranks, device=where)
@@ -48,8 +54,8 @@ def test_the_kernel_compiles() -> None:
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("vocab", [4, 5, 31, 2047, 2048, 2049, 9001])
 def test_any_size(vocab: int) -> None:
-    for ranks in range(1, MAX_RANKS + 1):
-        check(random_logits(ranks, 3, vocab), ranks, gap=ranks)
+    for ranks in (1, 2, FEW_RANKS, FEW_RANKS + 1, MAX_RANKS):
+        check(random_logits(ranks, 3, vocab), min(ranks, vocab), gap=ranks)
 
 
 @pytest.mark.usefixtures("host")
@@ -73,7 +79,7 @@ def test_a_logit_that_is_not_finite_leaves_no_candidate_of_its_row(bad: float, p
 @pytest.mark.parametrize(("ranks", "vocab"), [(0, 10), (MAX_RANKS + 1, 10), (3, 2)])
 def test_other_numbers_of_candidates_are_refused(ranks: int, vocab: int) -> None:
     ids = torch.zeros(1, ranks, dtype=torch.int32)
-    memory = torch.zeros(workspace_bytes(1, vocab), dtype=torch.uint8)
+    memory = torch.zeros(workspace_bytes(1, 9, 2), dtype=torch.uint8)
     with pytest.raises(ValueError, match="likeliest tokens"):
         top_log_probs_cuda(torch.zeros(1, vocab), memory, ids, ids, torch.zeros(1, ranks))
     with pytest.raises(ValueError, match="bytes of workspace"):
@@ -83,5 +89,5 @@ def test_other_numbers_of_candidates_are_refused(ranks: int, vocab: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [4, 2048, 2049, 151_936, 248_320, 2_000_000])
 def test_on_a_gpu(vocab: int) -> None:
-    for rows, ranks in ((1, 1), (1, 4), (5, 3)):
+    for rows, ranks in ((1, 1), (1, 4), (5, 3), (7, min(16, vocab))):
         check(random_logits(vocab, rows, vocab), ranks, "cuda", gap=rows)

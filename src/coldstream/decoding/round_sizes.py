@@ -16,9 +16,9 @@ from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
 from coldstream.kernels.rounds.reference import Accepted
 
-# Each size is a captured graph, which takes the time of many rounds to make, and neighbours differ little. A
-# step of more than eight rows has other kernels, with which the ninth costs a fifth of a step.
-SIZES: Final = (0, 1, 2, 3, 4, 6, 7)
+# Each size is a captured graph, which takes the time of many rounds to make. A step of more than eight rows
+# has other kernels, with which the ninth costs a fifth of a step.
+SIZES: Final = (0, 1, 2, 3, 4, 5, 6, 7)
 _BELIEVED: Final = 0.75  # chance of a drafted token to be right, before any was tried
 
 

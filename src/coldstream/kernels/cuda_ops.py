@@ -277,7 +277,7 @@ class CudaOps(CudaProducts):
     def top_log_probs_into(self, logits: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
         """As `top_log_probs`, into contiguous int32 ids and float32 log_probs [T, k]."""
         rows, vocab = logits.shape
-        parts = self.empty(workspace_bytes(rows, vocab), dtype=torch.uint8)
+        parts = self.empty(workspace_bytes(rows, vocab, ids.shape[1]), dtype=torch.uint8)
         arrivals = self.zeroed("top log probs", rows)
         self.launch(top_log_probs_cuda, logits, parts, arrivals, ids, log_probs)
 

@@ -151,7 +151,7 @@ class CudaDflashSequence(CommittedRows):
         self.length += num_rows
 
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
-        """See `dflash.DflashSequence.draft`; the first kind has at most `FIRST_KIND_RANKS` candidates."""
+        """See `dflash.DflashSequence.draft`; the first kind has at most MAX_CANDIDATES."""
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         self._compute_waiting()
         with torch_errors("a draft"):

@@ -6,12 +6,13 @@ memory that captured graphs know.
 """
 
 from math import prod, tau
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from coldstream.kernels.cuda.program import Noted
+from coldstream.kernels.draft_block import MAX_CANDIDATES
 from coldstream.kernels.draft_block.cuda import (
     ATTEND,
     ATTENTION,
@@ -29,6 +30,8 @@ from coldstream.kernels.draft_block.cuda import (
     swiglu_cuda,
 )
 from coldstream.kernels.quantize.cuda import quantize_cuda
+from coldstream.kernels.top_log_probs.cuda import PROGRAM as TOP
+from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 from coldstream.models.cuda_dflash_weights import DflashMatrices, LayerMatrices
 from coldstream.models.cuda_features import FEATURE_TYPE
 from coldstream.models.cuda_mtp import MAX_DRAFT_IDS, first_rows
@@ -38,13 +41,12 @@ from coldstream.models.dflash_spec import DflashSpec
 if TYPE_CHECKING:
     from coldstream.models.cuda_model import Loaded
 
-FIRST_KIND_RANKS: Final = 16  # candidates of a position
-
 
 def kernels_of(spec: DflashSpec) -> Noted:
     """The kernels that its steps launch, beside those of the target."""
     rows = {(ROWS, instance) for instance in ROWS.instances}
-    return rows | {(ATTENTION, kernel.format(spec.head_dim)) for kernel in (ATTEND, MERGE)}
+    attention = {(ATTENTION, kernel.format(spec.head_dim)) for kernel in (ATTEND, MERGE)}
+    return rows | attention | {(TOP, instance) for instance in TOP.instances}
 
 
 class DflashBlock:
@@ -85,12 +87,16 @@ class DflashBlock:
         self._splits = num_splits(longest or 2**30, spec.head_dim)
         size = parts_size(rows, self.heads, self._splits)
         self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
-        ranks = FIRST_KIND_RANKS if spec.second is None else spec.second.selector_top_k
-        self.num_ranks = min(ranks, spec.vocab_size, MAX_DRAFT_IDS)
+        ranks = MAX_CANDIDATES if spec.second is None else spec.second.selector_top_k
+        self.num_ranks = min(ranks, self._head.shape[0])
         shape = (rows - 1, self.num_ranks)
         scores = shape if spec.second is None else (*shape, self.num_ranks)
         # Ids, and log-probabilities as their bits, in one piece that the host reads.
         self.found = torch.zeros(prod(shape) + prod(scores), dtype=torch.int32, device=self._device)
+        self._own_log_probs = torch.empty(shape, dtype=torch.float32, device=self._device)
+        size = workspace_bytes(rows - 1, self._head.shape[0], self.num_ranks)
+        self._best = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._arrivals = torch.zeros(rows - 1, dtype=torch.int32, device=self._device)
         self.candidate_ids = self.found[: prod(shape)].view(shape)
         self.log_probs = self.found[prod(shape) :].view(torch.float32).view(scores)
 
@@ -184,13 +190,12 @@ class DflashBlock:
         convolve_cuda(result, conv.base[1], dynamic[:, 1], x, x)
 
     def _find_candidates(self, hidden: torch.Tensor, logits: torch.Tensor, root: torch.Tensor) -> None:
-        count, selector = len(hidden), self.matrices.selector
-        best, token_ids = logits.topk(self.num_ranks, dim=-1)
-        self.candidate_ids[:count].copy_(token_ids)
+        count, selector, ids = len(hidden), self.matrices.selector, self.candidate_ids[: len(hidden)]
+        own = (self.log_probs if selector is None else self._own_log_probs)[:count]
+        self._ops.launch(top_log_probs_cuda, logits, self._best, self._arrivals, ids, own)
         if selector is None:
-            torch.sub(best, logits.logsumexp(dim=-1, keepdim=True), out=self.log_probs[:count])
             return
-        before = torch.cat((root.long().expand(1, self.num_ranks), token_ids[:-1]))
+        before = torch.cat((root.expand(1, self.num_ranks), ids[:-1]))
         projected = functional.linear(hidden, selector.hidden)[:, None]
-        pairs = (selector.predecessor[before] * projected) @ selector.successor[token_ids].transpose(1, 2)
-        self.log_probs[:count].copy_(functional.log_softmax(best[:, None] + pairs.float(), dim=-1))
+        pairs = (selector.predecessor[before] * projected) @ selector.successor[ids].transpose(1, 2)
+        self.log_probs[:count].copy_(functional.log_softmax(own[:, None] + pairs.float(), dim=-1))

@@ -23,7 +23,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, Rows, Weight
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rounds.reference import RoundText
-from coldstream.kernels.top_log_probs.cuda import MAX_RANKS
+from coldstream.kernels.top_log_probs.cuda import FEW_RANKS
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -36,7 +36,7 @@ from coldstream.models.step_inputs import MAX_DECODE_ROWS, Inputs, StepShape
 if TYPE_CHECKING:
     from coldstream.models.cuda_model import Loaded
 
-BRANCHING: Final = MAX_RANKS  # candidates after a row
+BRANCHING: Final = FEW_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
 MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coldstream.errors import ConfigError
-from coldstream.kernels.draft_block import HEAD_SIZES
+from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.spec import ModelSpec
 
@@ -166,6 +166,16 @@ def check_gpu(spec: DflashSpec) -> None:
         raise ConfigError(
             f"the drafter has attention heads of {spec.head_dim}, and GPUs draft with heads of "
             f"{', '.join(map(str, HEAD_SIZES))}: use --device cpu, or draft in another way"
+        )
+    if spec.second is not None and spec.second.selector_top_k > MAX_CANDIDATES:
+        raise ConfigError(
+            f"the drafter selects of {spec.second.selector_top_k} tokens at a position, and GPUs of at most "
+            f"{MAX_CANDIDATES}: use --device cpu, or draft in another way"
+        )
+    if spec.hidden_size % 8 or spec.ffn_size % 8:
+        raise ConfigError(
+            f"the drafter has rows of {spec.hidden_size} and {spec.ffn_size} values, and GPUs draft with "
+            "multiples of 8: use --device cpu, or draft in another way"
         )
 
 

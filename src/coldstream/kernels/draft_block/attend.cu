@@ -49,45 +49,68 @@ struct PartMemory {
   int positions[part_positions<D>];  // negative: nothing is there
 };
 
+// The block's queries, times the scale of attention.
 template <int D>
 __device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_head, int first, PartMemory<D>& m) {
   const int count = a.rows * a.group();
   const float scale = inverse_sqrt(float(D));
-  for (int i = threadIdx.x; i < block_queries * D; i += block_threads) {
-    const int query = first + i / D;
-    float v = 0.0f;
+  for (int i = threadIdx.x; i < block_queries * D / eight; i += block_threads) {
+    const int at = i / (D / eight), column = i % (D / eight) * eight, query = first + at;
+    uint4 loaded = {0u, 0u, 0u, 0u};
     if (query < count) {
       const int row = query / a.group(), head = kv_head * a.group() + query % a.group();
-      v = scale * bfloat16_to_float(a.qkv[(int64_t(row) * a.row_heads() + head) * D + i % D]);
+      loaded = *reinterpret_cast<const uint4*>(a.qkv + (int64_t(row) * a.row_heads() + head) * D + column);
     }
-    m.queries[i] = v;
+    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    float* to = m.queries + at * D + column;
+#pragma unroll
+    for (int w = 0; w < 4; w++) to[2 * w] = scale * low_half(words[w]), to[2 * w + 1] = scale * high_half(words[w]);
   }
 }
 
-// The positions from `begin` on up to `end`, those from `length` on of the block itself.
+// Of one position: its key and value of one key head, null where nothing is.
+struct Place {
+  const Bfloat16Bits *key, *value;
+};
+
+template <int D>
+__device__ __forceinline__ Place place_of(const DraftAttention& a, const DraftContext& context, int kv_head,
+                                          int position, int length, int end) {
+  if (position >= end) return {nullptr, nullptr};
+  if (position >= length) {
+    const Bfloat16Bits* key = a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
+    return {key, key + a.num_kv_heads * D};
+  }
+  const int place = position % context.capacity;
+  if (context.positions[place] != position) return {nullptr, nullptr};
+  const int64_t at = (int64_t(place) * a.num_kv_heads + kv_head) * D;
+  return {context.keys + at, context.values + at};
+}
+
+// The positions from `begin` on up to `end`, those from `length` on of the block itself. All loads of a thread are
+// under way before the first of them is stored.
 template <int D>
 __device__ __forceinline__ void load_part(const DraftAttention& a, const DraftContext& context, int kv_head, int begin,
                                           int length, int end, PartMemory<D>& m) {
-  constexpr int row_loads = D / eight;
-  for (int i = threadIdx.x; i < part_positions<D> * row_loads; i += block_threads) {
-    const int at = i / row_loads, column = i % row_loads * eight, position = begin + at;
-    const Bfloat16Bits *key = nullptr, *value = nullptr;
-    if (position >= length && position < end) {
-      key = a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
-      value = key + a.num_kv_heads * D;
-    } else if (position < length) {
-      const int place = position % context.capacity;
-      if (context.positions[place] == position) {
-        key = context.keys + (int64_t(place) * a.num_kv_heads + kv_head) * D;
-        value = context.values + (int64_t(place) * a.num_kv_heads + kv_head) * D;
-      }
-    }
-    const uint4 zeros = {0u, 0u, 0u, 0u};
-    *reinterpret_cast<uint4*>(m.keys + at * m.key_stride + column) =
-        key ? *reinterpret_cast<const uint4*>(key + column) : zeros;
-    *reinterpret_cast<uint4*>(m.values + at * D + column) =
-        value ? *reinterpret_cast<const uint4*>(value + column) : zeros;
-    if (column == 0) m.positions[at] = key ? position : -1;
+  constexpr int row_loads = D / eight, count = part_positions<D> * row_loads / block_threads;
+  static_assert(count * block_threads == part_positions<D> * row_loads, "each thread loads as much");
+  const uint4 zeros = {0u, 0u, 0u, 0u};
+  uint4 keys[count], values[count];
+  bool exists[count];
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    const int load = threadIdx.x + i * block_threads, column = load % row_loads * eight;
+    const Place place = place_of<D>(a, context, kv_head, begin + load / row_loads, length, end);
+    exists[i] = place.key != nullptr;
+    keys[i] = exists[i] ? *reinterpret_cast<const uint4*>(place.key + column) : zeros;
+    values[i] = exists[i] ? *reinterpret_cast<const uint4*>(place.value + column) : zeros;
+  }
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    const int load = threadIdx.x + i * block_threads, at = load / row_loads, column = load % row_loads * eight;
+    *reinterpret_cast<uint4*>(m.keys + at * m.key_stride + column) = keys[i];
+    *reinterpret_cast<uint4*>(m.values + at * D + column) = values[i];
+    if (column == 0) m.positions[at] = exists[i] ? begin + at : -1;
   }
 }
 

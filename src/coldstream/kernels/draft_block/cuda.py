@@ -30,7 +30,7 @@ ATTENTION = CudaProgram(
 )
 THREADS, WARP_SIZE = 256, 32
 BLOCK_QUERIES = 32  # of a block of threads
-MAX_SPLITS: Final = 32  # of the positions, for blocks of threads that work side by side
+MAX_SPLITS: Final = 64  # of the positions, for blocks of threads that work side by side
 # As `DraftContext` in values.cuh.
 CONTEXT_TYPE: Final = np.dtype(
     [("keys", np.uint64), ("values", np.uint64), ("positions", np.uint64), ("capacity", np.int32)], align=True
@@ -123,9 +123,12 @@ class HeadShape:
 
 
 def norm_cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """`reference.norm` of x [B, E] by float32 `weight` [E] into `out`. ValueError if shapes disagree."""
+    """`reference.norm` of x [B, E] by float32 `weight` [E] into `out`.
+
+    ValueError if shapes disagree, or rows are not whole eights.
+    """
     rows, cols = x.shape
-    if out.shape != x.shape or weight.shape != (cols,):
+    if out.shape != x.shape or weight.shape != (cols,) or cols % 8:
         raise ValueError(f"a norm of rows {tuple(x.shape)} by {tuple(weight.shape)} into {tuple(out.shape)}")
     ROWS.kernel("draft_norm").launch((rows, 1, 1), THREADS, (x, weight, out, cols, eps), overlap=True)
 

@@ -5,26 +5,47 @@ using namespace coldstream;
 
 constexpr int block_threads = 256;
 
-// grid (rows): y = x / rms(x) · weight.
+constexpr int eight = 8;  // values of 16 bytes
+
+__device__ __forceinline__ void load_eight_values(const Bfloat16Bits* from, float (&v)[eight]) {
+  const uint4 loaded = *reinterpret_cast<const uint4*>(from);
+  const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+  for (int w = 0; w < 4; w++) v[2 * w] = low_half(words[w]), v[2 * w + 1] = high_half(words[w]);
+}
+
+__device__ __forceinline__ void store_eight_values(Bfloat16Bits* to, const float (&v)[eight]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; w++) words[w] = to_bfloat16(v[2 * w]) | uint32_t(to_bfloat16(v[2 * w + 1])) << 16;
+  *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+}
+
+// grid (rows): y = x / rms(x) · weight, of rows of whole eights.
 __global__ void __launch_bounds__(block_threads)
     draft_norm(const Bfloat16Bits* x, const float* weight, Bfloat16Bits* y, int cols, float eps) {
   __shared__ float warp_sums[block_threads / warp_size];
   wait_for_previous_grid();
   release_next_grid();
   const int64_t begin = int64_t(blockIdx.x) * cols;
-  float sum = 0.0f;
-  for (int i = threadIdx.x; i < cols; i += block_threads) {
-    const float v = bfloat16_to_float(x[begin + i]);
-    sum = __fmaf_rn(v, v, sum);
+  float v[eight], sum = 0.0f;
+  for (int i = eight * threadIdx.x; i < cols; i += eight * block_threads) {
+    load_eight_values(x + begin + i, v);
+#pragma unroll
+    for (int j = 0; j < eight; j++) sum = __fmaf_rn(v[j], v[j], sum);
   }
   sum = sum_of_warp(sum);
   if (threadIdx.x % warp_size == 0) warp_sums[threadIdx.x / warp_size] = sum;
   __syncthreads();
   float total = 0.0f;
+#pragma unroll
   for (int w = 0; w < block_threads / warp_size; w++) total += warp_sums[w];
   const float scale = inverse_sqrt(total / float(cols) + eps);
-  for (int i = threadIdx.x; i < cols; i += block_threads) {
-    y[begin + i] = to_bfloat16(bfloat16_to_float(x[begin + i]) * scale * weight[i]);
+  for (int i = eight * threadIdx.x; i < cols; i += eight * block_threads) {
+    load_eight_values(x + begin + i, v);
+#pragma unroll
+    for (int j = 0; j < eight; j++) v[j] = v[j] * scale * weight[i + j];
+    store_eight_values(y + begin + i, v);
   }
 }
 

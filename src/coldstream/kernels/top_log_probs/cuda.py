@@ -8,19 +8,26 @@ import torch
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.sample.cuda import BLOCK_TOKENS, THREADS, Logits
 
-MAX_RANKS = 4
-PROGRAM = CudaProgram(Path(__file__).with_name("top_log_probs.cu"), ("top_log_probs",))
+FEW_RANKS, MAX_RANKS = RANKS = (4, 16)  # the most of each instance
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("top_log_probs.cu"), tuple(f"top_log_probs<{most}>" for most in RANKS)
+)
 
 
-class Part(ctypes.Structure):
-    """As `TopPart` in top_log_probs.cu."""
-
-    _fields_ = (
-        ("keys", ctypes.c_uint64 * MAX_RANKS),
+def part_type(most: int) -> type[ctypes.Structure]:
+    """As `TopPart<most>` in top_log_probs.cu."""
+    fields = (
+        ("keys", ctypes.c_uint64 * most),
         ("maximum", ctypes.c_float),
         ("sum", ctypes.c_float),
         ("has_bad", ctypes.c_uint32),
     )
+    return type("Part", (ctypes.Structure,), {"_fields_": fields})
+
+
+def most_ranks(ranks: int) -> int:
+    """Of the instance that finds so many."""
+    return FEW_RANKS if ranks <= FEW_RANKS else MAX_RANKS
 
 
 def num_parts(vocab: int) -> int:
@@ -28,9 +35,9 @@ def num_parts(vocab: int) -> int:
     return -(-vocab // BLOCK_TOKENS)
 
 
-def workspace_bytes(num_rows: int, vocab: int) -> int:
+def workspace_bytes(num_rows: int, vocab: int, ranks: int) -> int:
     """Of the parts of all rows."""
-    return num_rows * num_parts(vocab) * ctypes.sizeof(Part)
+    return num_rows * num_parts(vocab) * ctypes.sizeof(part_type(most_ranks(ranks)))
 
 
 def top_log_probs_cuda(
@@ -49,9 +56,10 @@ def top_log_probs_cuda(
     (rows, vocab), ranks = logits.shape, ids.shape[1]
     if not 1 <= ranks <= min(MAX_RANKS, vocab) or ids.shape != log_probs.shape or len(ids) != rows:
         raise ValueError(f"{tuple(ids.shape)} of the likeliest tokens of logits {(rows, vocab)}")
-    if parts.numel() < workspace_bytes(rows, vocab) or len(arrivals) < rows:
+    if parts.numel() < workspace_bytes(rows, vocab, ranks) or len(arrivals) < rows:
         raise ValueError(f"{parts.numel()} bytes of workspace for logits {(rows, vocab)}")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
     source = Logits(logits.data_ptr(), logits.stride(0), vocab, aligned)
     args = (source, ranks, parts, arrivals, ids, log_probs)
-    PROGRAM.kernel("top_log_probs").launch((num_parts(vocab), rows, 1), THREADS, args)
+    instance = f"top_log_probs<{most_ranks(ranks)}>"
+    PROGRAM.kernel(instance).launch((num_parts(vocab), rows, 1), THREADS, args)

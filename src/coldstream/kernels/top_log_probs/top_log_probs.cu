@@ -7,9 +7,8 @@
 
 using namespace coldstream;
 
-constexpr int most_ranks = 4;
-
 // A block's share of a row. The complements of order keys, so that the likeliest is the greatest; 0: none.
+template <int most_ranks>
 struct TopPart {
   uint64_t keys[most_ranks];
   float maximum;
@@ -40,7 +39,7 @@ __device__ __forceinline__ uint64_t greatest_for_all(uint64_t x) {
 }
 
 // The greatest keys of the block's threads, each of which has `count` different ones; zeros after the last.
-template <int count>
+template <int count, int most_ranks>
 __device__ __forceinline__ void greatest_keys(uint64_t (&own)[count], uint64_t (&found)[most_ranks]) {
 #pragma unroll 1
   for (int rank = 0; rank < most_ranks; rank++) {
@@ -54,10 +53,11 @@ __device__ __forceinline__ void greatest_keys(uint64_t (&own)[count], uint64_t (
   }
 }
 
-__device__ __forceinline__ TopPart part_of(const Row& logits) {
+template <int most_ranks>
+__device__ __forceinline__ TopPart<most_ranks> part_of(const Row& logits) {
   float values[items_per_thread];
   uint64_t keys[items_per_thread];
-  TopPart part;
+  TopPart<most_ranks> part;
   const int begin = first_id();
   load_four(logits, begin, values);
   bool is_bad = false;
@@ -78,8 +78,9 @@ __device__ __forceinline__ TopPart part_of(const Row& logits) {
 }
 
 // Thread t holds the parts t, t + 512, …; their keys compete one part at a time.
-__device__ __forceinline__ TopPart merged(const TopPart* parts, int num_parts) {
-  TopPart all = {};
+template <int most_ranks>
+__device__ __forceinline__ TopPart<most_ranks> merged(const TopPart<most_ranks>* parts, int num_parts) {
+  TopPart<most_ranks> all = {};
   bool is_bad = false;
 #pragma unroll 1
   for (int first = 0; first < num_parts; first += block_threads) {
@@ -105,14 +106,15 @@ __device__ __forceinline__ TopPart merged(const TopPart* parts, int num_parts) {
 }
 
 // ids and log_probs: [rows, ranks]. The grid: [parts, rows].
-extern "C" __global__ void __launch_bounds__(block_threads)
-    top_log_probs(const __grid_constant__ Logits logits, int ranks, TopPart* parts, uint32_t* arrivals, int* ids,
-                  float* log_probs) {
-  TopPart* const of_row = parts + int64_t(blockIdx.y) * gridDim.x;
-  const TopPart part = part_of(logits.row(blockIdx.y));
+template <int most_ranks>
+__global__ void __launch_bounds__(block_threads)
+    top_log_probs(const __grid_constant__ Logits logits, int ranks, TopPart<most_ranks>* parts, uint32_t* arrivals,
+                  int* ids, float* log_probs) {
+  TopPart<most_ranks>* const of_row = parts + int64_t(blockIdx.y) * gridDim.x;
+  const TopPart<most_ranks> part = part_of<most_ranks>(logits.row(blockIdx.y));
   if (threadIdx.x == 0) of_row[blockIdx.x] = part;
   if (!is_last_block(arrivals + blockIdx.y, gridDim.x)) return;
-  const TopPart all = merged(of_row, gridDim.x);
+  const TopPart<most_ranks> all = merged<most_ranks>(of_row, gridDim.x);
   if (int(threadIdx.x) >= ranks) return;
   const int rank = threadIdx.x;
   const float logit = key_logit(~all.keys[rank]);
