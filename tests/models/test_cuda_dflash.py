@@ -22,7 +22,7 @@ from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.kvcache import CacheSize
 from coldstream.models import dflash_rings
-from coldstream.models.cuda_dflash import CudaDflashSequence
+from coldstream.models.cuda_dflash import CudaDflash, CudaDflashSequence
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.dflash import DflashModel, DflashSequence, _marginals
 from coldstream.models.dflash_file import DflashFile
@@ -127,17 +127,29 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def pair(folder: Path, target: Path, values: dict[str, Any]) -> Iterator[Pair]:
+def opened_drafter(
+    folder: Path, target: Path, values: dict[str, Any], share: float | None = None
+) -> Iterator[tuple[CudaRunner, CudaDflash]]:
+    """share: of the target's experts that are in slots; None: all are on the device."""
     tensors = {name: rounded(value) for name, value in random_tensors(spec_of(values)).items()}
     file, spec = open_model_file(target)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(taps=TAPS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=TAPS), "dflash")
     with (
         DflashFile.open(write_folder(folder, values, tensors)) as drafter,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+    ):
+        yield runner, runner.load_dflash(drafter)
+
+
+@contextmanager
+def pair(folder: Path, target: Path, values: dict[str, Any]) -> Iterator[Pair]:
+    with (
+        opened_drafter(folder, target, values) as (_, drafting),
+        DflashFile.open(folder) as drafter,
         open_cpu(target, threads=1, context_length=CONTEXT) as cpu,
     ):
         plain = DflashModel.load(drafter, cpu.embed, cpu.head)
-        yield Pair(runner.load_dflash(drafter).new_sequence(), plain.new_sequence())
+        yield Pair(drafting.new_sequence(), plain.new_sequence())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,7 +20,6 @@ from dflash_cases import (
     MIXED,
     NUM_ROWS,
     VOCAB,
-    WIDTH,
     as_in_gguf,
     config,
     features,
@@ -28,7 +27,6 @@ from dflash_cases import (
     random_tensors,
     spec_of,
     target_tables,
-    write_folder,
     write_gguf_drafter,
 )
 
@@ -338,22 +336,3 @@ def test_rows_that_wait_are_copies_and_are_cut_like_others(monkeypatch: pytest.M
         sequence.cut(length)
         assert (sequence.length, sequence.has_last) == (length, True)
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["mixed, bidirectional", "second"])
-def test_bfloat16_is_near_float32(tmp_path: Path, name: str) -> None:
-    spec = spec_of(CASES[name])
-    embedding, head = target_tables()
-    folder = write_folder(tmp_path / "drafter", CASES[name], random_tensors(spec))
-    found = []
-    for dtype in (None, torch.bfloat16):
-        with DflashFile.open(folder) as file:
-            model = DflashModel.load(
-                file, lambda ids: embedding[list(ids)], lambda x: np.asarray(x) @ head.T, dtype=dtype
-            )
-        found.append(sequence_with(model, features(spec, 20)).hidden(ANCHOR, 6).float().numpy())
-        assert model.num_bytes < 4 * sum(value.size for value in random_tensors(spec).values()) + 1
-    assert model.dtype == torch.bfloat16
-    similarity = (found[0] * found[1]).sum() / np.sqrt((found[0] ** 2).sum() * (found[1] ** 2).sum())
-    assert similarity > 0.999
-    assert found[0].shape[1] == WIDTH

@@ -136,10 +136,10 @@ class CudaDflashSequence(CommittedRows):
         self._compute_waiting()
         return rounds.start(sequence, DflashRoundRows(self), text)
 
-    def make_room(self, length: int) -> bool:
-        """Of the rings, see there."""
+    def make_room(self, length: int) -> None:
+        """For rows up to position `length`."""
         with torch_errors("the context of a drafter"):
-            return self._rings.make_room(length)
+            self._rings.make_room(length)
 
     def use(self) -> None:
         """See `CudaDflash.use`."""

@@ -74,12 +74,11 @@ class DflashRoundRows:
     def reserve(self, num_rows: int) -> None:
         """See `RoundRows`."""
         self.lengthen(num_rows)
-        self._sequence.use()
 
     def lengthen(self, num_rows: int) -> bool:
         """See `RoundRows`. The table that rounds read is exchanged behind those in flight."""
-        if self._sequence.make_room(self.length + num_rows):
-            self._sequence.use()
+        self._sequence.make_room(self.length + num_rows)
+        self._sequence.use()
         return False
 
     def write_table(self, table: Any) -> None:

@@ -7,7 +7,7 @@ row gives through the target's head are the candidates at its position. Keys and
 forgotten with the draft.
 
 A target accepts only what it would have said itself, so that nothing here changes a token: arithmetic is
-PyTorch's, in the type given at load, and the same for the same calls.
+PyTorch's, and the same for the same calls. On a GPU `cuda_dflash.py` computes the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +90,6 @@ class DflashModel:
     def __init__(self, spec: DflashSpec, tensors: dict[str, torch.Tensor], embed: Embed, head: Head) -> None:
         """tensors: those of `tensor_shapes`, on one device; norms float32, the others of one type."""
         self.spec, self.embed, self.head = spec, embed, head
-        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.fc, self.hidden_norm = tensors["fc.weight"], tensors["enc.output_norm.weight"]
         self.output_norm = tensors["output_norm.weight"]
         self.dtype, self.device = self.fc.dtype, self.fc.device
@@ -103,26 +102,14 @@ class DflashModel:
             self.selector = Selector(*(tensors[f"selector_{name}.weight"] for name in names))
 
     @classmethod
-    def load(
-        cls,
-        file: DflashFile,
-        embed: Embed,
-        head: Head,
-        *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Copies the weights to a device.
+    def load(cls, file: DflashFile, embed: Embed, head: Head) -> Self:
+        """Copies the weights to the CPU's memory, as float32.
 
-        embed, head: of the target, called while drafting. dtype: None for float32 on the CPU and bfloat16
-        elsewhere. Raises ModelChangedError if the file shrank, and OutOfMemoryError.
+        embed, head: of the target, called while drafting. Raises ModelChangedError if the file shrank, and
+        OutOfMemoryError.
         """
-        dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
-        tensors: dict[str, torch.Tensor] = {}
         with torch_errors("loading a drafter"):
-            for name in tensor_shapes(file.spec):
-                kept = torch.float32 if name.endswith("norm.weight") else dtype
-                tensors[name] = file.read(name).to(device=device, dtype=kept)
+            tensors = {name: file.read(name).float() for name in tensor_shapes(file.spec)}
         return cls(file.spec, tensors, embed, head)
 
     def new_sequence(self) -> "DflashSequence":

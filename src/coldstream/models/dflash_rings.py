@@ -64,15 +64,15 @@ class DflashRings:
         """Of the last row, −1 if there are none."""
         return self._spans.last
 
-    def make_room(self, length: int) -> bool:
-        """For rows up to position `length`; whether memory has changed. Raises torch.OutOfMemoryError."""
+    def make_room(self, length: int) -> None:
+        """For rows up to position `length`. Raises torch.OutOfMemoryError, with nothing changed."""
         if length <= self._room:
-            return False
+            return
         spec, room = self._spec, max(FIRST_CONTEXT_ROWS, 2 * self._room, length)
         capacities = [room if layer.window is None else min(room, layer.window) for layer in spec.layers]
         if capacities == self._capacities:
             self._room = room
-            return False
+            return
         ends = np.cumsum([0, *capacities])
         rows = torch.empty(
             (2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim), dtype=self._dtype, device=self._device
@@ -94,7 +94,6 @@ class DflashRings:
         self.table = torch.from_numpy(table.view(np.uint8)).to(self._device)
         self._rows, self._positions = rows, positions
         self._room, self._capacities = room, capacities
-        return True
 
     def appended(self, first: int, count: int) -> None:
         """So many rows from position `first` on have been put there, behind the last one."""
