@@ -3,6 +3,8 @@
 The products themselves are held against the reference in test_cpu_linear.py.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from cpu_cases import Output, same_bits
@@ -17,9 +19,11 @@ from coldstream.kernels.swiglu.reference import swiglu_exact
 
 EVERY_TIER = pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 NUM_EXPERTS, E, F = 6, 512, 256
+Types = tuple[QuantType, QuantType, QuantType]
 Experts = tuple[QuantTensor, QuantTensor, QuantTensor]
 
 
+@cache
 def experts(gate: QuantType, up: QuantType, down: QuantType) -> Experts:
     return (
         random_weight(gate, (NUM_EXPERTS, F, E), 1),
@@ -43,6 +47,15 @@ def expected(x: torch.Tensor, ids: torch.Tensor, weights: Experts) -> torch.Tens
     return routed_experts(x, ids, *weights, multiply=multiply, activate=swiglu_exact)
 
 
+@cache
+def expected_of(name: str, types: Types) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Activations, ids of a distribution, and their result, which is the same for all tiers and threads."""
+    ids = distributions()[name]
+    x = activations(1, len(ids), E)
+    return x, ids, expected(x, ids, experts(*types))
+
+
+@cache
 def distributions() -> dict[str, torch.Tensor]:
     """Names and int32 ids [T, K]."""
     uniform = torch.rand(70, NUM_EXPERTS, generator=torch.Generator().manual_seed(0)).argsort(dim=-1)
@@ -63,11 +76,10 @@ def distributions() -> dict[str, torch.Tensor]:
 @EVERY_TIER
 @pytest.mark.parametrize("name", list(distributions()))
 def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
-    ids = distributions()[name]
-    x = activations(1, len(ids), E)
-    weights = experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+    types = QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
+    x, ids, result = expected_of(name, types)
     for threads in (1, 2, 3):
-        assert same_bits(run(_csrc.Runtime(threads, tier), x, ids, weights), expected(x, ids, weights))
+        assert same_bits(run(_csrc.Runtime(threads, tier), x, ids, experts(*types)), result)
 
 
 @EVERY_TIER
@@ -84,12 +96,11 @@ def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
     ],
     ids=str,
 )
-def test_experts_of_mixed_types(tier: str, types: tuple[QuantType, QuantType, QuantType]) -> None:
+def test_experts_of_mixed_types(tier: str, types: Types) -> None:
     runtime, weights = _csrc.Runtime(2, tier), experts(*types)
     for name in ("one token", "many tokens"):
-        ids = distributions()[name]
-        x = activations(2, len(ids), E)
-        assert same_bits(run(runtime, x, ids, weights), expected(x, ids, weights))
+        x, ids, result = expected_of(name, types)
+        assert same_bits(run(runtime, x, ids, weights), result)
 
 
 @EVERY_TIER
@@ -134,16 +145,16 @@ def test_trap_04_pairs_that_somebody_else_computes_are_left_alone(tier: str, sha
 @EVERY_TIER
 @pytest.mark.parametrize("bad", [-2, NUM_EXPERTS, 2**31 - 1, -(2**31)])
 def test_hostile_ids_are_refused(tier: str, bad: int) -> None:
-    runtime, weights = _csrc.Runtime(2, tier), experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
-    ids = distributions()["many tokens"].clone()
-    x = activations(5, len(ids), E)
+    types = QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
+    runtime, weights = _csrc.Runtime(2, tier), experts(*types)
+    x, usual_ids, result = expected_of("many tokens", types)
+    ids = usual_ids.clone()
     ids[68, 2] = bad
     out = torch.zeros(*ids.shape, E)
     with pytest.raises(ValueError, match="an expert id lies outside the experts"):
         _csrc.routed_experts(runtime, x, ids, *map(load, weights), out)
     assert not out.any()
-    ids[68, 2] = 0
-    assert same_bits(run(runtime, x, ids, weights), expected(x, ids, weights))  # the runtime is still usable
+    assert same_bits(run(runtime, x, usual_ids, weights), result)  # the runtime is still usable
 
 
 @EVERY_TIER
@@ -171,16 +182,16 @@ def test_nothing_is_read_beyond_the_last_expert(tier: str) -> None:
 
 @EVERY_TIER
 def test_a_graph_runs_with_fewer_rows(tier: str) -> None:
-    runtime, ids = _csrc.Runtime(2, tier), distributions()["many tokens"].clone()
-    weights = experts(QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
-    x, out = activations(8, len(ids), E), torch.empty(*ids.shape, E)
+    types = QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
+    x, ids, result = expected_of("many tokens", types)
+    runtime, weights, out = _csrc.Runtime(2, tier), experts(*types), torch.empty(*ids.shape, E)
     runtime.begin_capture(len(ids))
     _csrc.routed_experts(runtime, x, ids, *map(load, weights), out)
     graph = runtime.end_capture()
     for rows in (1, 9, len(ids)):
         out.fill_(torch.nan)
         graph.run(rows)
-        assert same_bits(out[:rows], expected(x[:rows], ids[:rows], weights))
+        assert same_bits(out[:rows], result[:rows])
         assert out[rows:].isnan().all()
 
 
