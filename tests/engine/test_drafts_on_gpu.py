@@ -39,9 +39,16 @@ PARAMS = [
 
 
 def scripted(
-    kind: str, plain: LLM, prompts: Sequence[Any], params: SamplingParams, *, wants_hidden: bool
+    kind: str,
+    plain: LLM,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    wants_hidden: bool,
+    num_tokens: int = 48,
 ) -> Scripted:
-    outputs = plain.generate(list(prompts), replace(params, max_tokens=48))
+    """A drafter that knows so many tokens of the plain model's answers."""
+    outputs = plain.generate(list(prompts), replace(params, max_tokens=num_tokens))
     answers = {output.prompt_token_ids: output.token_ids for output in outputs}
     tokenizer = plain.opened.tokenizer
     end_id = min(tokenizer.eos_ids, default=0)
