@@ -85,10 +85,14 @@ def no_memory_left() -> Iterator[None]:
 
 
 def check_chains(runner: OneSequence, plain: OneSequence, lengths: Iterable[int] = (1, 5, 20, 130)) -> None:
-    """Tokens that follow prompts of these lengths have the same logits."""
+    """Tokens that follow prompts of these lengths have the same logits: three behind the first and the last.
+
+    Between them one is enough, which reads all that the prompt has left.
+    """
+    lengths = list(lengths)
     for length in lengths:
         for each in (runner, plain):
             each.reset()
             each.prefill(token_ids(length))
-        for token in (3, 1, 2):
+        for token in (3, 1, 2) if length in (lengths[0], lengths[-1]) else (3,):
             assert np.array_equal(runner.decode(token), plain.decode(token)), length

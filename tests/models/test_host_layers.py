@@ -31,16 +31,28 @@ def plain(path: Path) -> Iterator[OneSequence]:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("missing", "streamed", "num_places"),
-    [(ALL, 1.0, 1), (ALL, ONLY_CPU, 2), (ALL, 0.5, 2), ((1, 2, 5), 0.3, 3), ((4,), 1.0, 2)],
+    ("missing", "streamed", "num_places", "lengths"),
+    [
+        (ALL, 1.0, 1, (1, 20, 65)),
+        (ALL, ONLY_CPU, 2, (1, 5, 64, 130)),
+        (ALL, 0.5, 2, (1, 5, 64, 65)),
+        ((1, 2, 5), 0.3, 3, (1, 20, 130)),
+        ((4,), 1.0, 2, (1, 5, 64, 65)),
+    ],
     ids=str,
 )
 def test_wherever_layers_are(
-    path: Path, plain: OneSequence, missing: tuple[int, ...], streamed: float, num_places: int
+    path: Path,
+    plain: OneSequence,
+    missing: tuple[int, ...],
+    streamed: float,
+    num_places: int,
+    lengths: tuple[int, ...],
 ) -> None:
+    """With prompts of few rows, of up to 64 and of more. `test_cuda_layers.py` tries all of them everywhere."""
     options: Any = {"num_places": num_places, "context_length": CONTEXT}
     with open_layers(path, missing, streamed, **options) as runner:
-        check_chains(runner, plain, (1, 5, 20, 64, 65, 130))
+        check_chains(runner, plain, lengths)
         requests = [count for count, _, _ in runner.runner._partial.host.server.work()]
     is_asked = [count > 0 for count in requests]
     assert len(is_asked) == len(missing)
@@ -51,7 +63,9 @@ def test_wherever_layers_are(
 def test_trees_and_chains(path: Path, plain: OneSequence) -> None:
     with open_layers(path, ALL, 0.5, context_length=CONTEXT, cache_size=SIZE) as runner:
         prompts, oracle = Prompts(runner), Oracle(plain)
-        check_batch_of_trees(prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=(0, 5, 130))
+        check_batch_of_trees(
+            prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=(0, 5, 130), num_next=4
+        )
 
 
 @pytest.mark.usefixtures("gpu")
