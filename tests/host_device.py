@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class HostDevice:
         self._directory = directory
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.launches = 0  # each has its own order of threads
+        self.before_launch: Callable[[], None] | None = None
         self.keeps_time = False  # whether the clock is the host's; otherwise each read advances it by 1 ms
 
     @contextmanager
@@ -124,6 +125,8 @@ class HostKernel:
         """As `Kernel.launch`. AssertionError for errors of threads."""
         if 0 in grid:
             return
+        if self._device.before_launch is not None:
+            self._device.before_launch()
         values = [program._as_c(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self._device.launches += 1

@@ -5,6 +5,7 @@ Streams and events order nothing here; `device_model.py` is for that. Kernels ar
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+from coldstream.kernels import _csrc
 from coldstream.kernels.cuda import memory
 from coldstream.models import cuda_runner
 from coldstream.models.captured_steps import CapturedStep
@@ -76,10 +78,58 @@ class Replayed:
         self.outputs = self.without_memory(self.step())
 
 
+class Servers:
+    """Servers of experts that look for requests only when there is one.
+
+    The product's look for them as long as a step takes. That is a hundred times longer here, and would take a
+    core from the device and from other tests.
+    """
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[ServerOnDemand] = weakref.WeakSet()
+
+    def make(self, *arguments: Any, **options: Any) -> "ServerOnDemand":
+        server = ServerOnDemand(*arguments, **options)
+        self._all.add(server)
+        return server
+
+    def look(self) -> None:
+        for server in list(self._all):
+            server.look()
+
+
+class ServerOnDemand:
+    """Whatever it lacks is the server's."""
+
+    _make = _csrc.ExpertServer
+
+    def __init__(self, runtime: _csrc.Runtime, request: Any, done: Any, *memory: Any, **options: Any) -> None:
+        self._server = self._make(runtime, request, done, *memory, **options)
+        self._request, self._done = request, done
+        self._is_looking = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def begin(self) -> None:
+        """Nothing has been asked yet."""
+
+    def look(self) -> None:
+        if self._request[0]:
+            self._server.begin()
+            self._is_looking = True
+        elif self._is_looking and self._done[0]:
+            self._server.end()
+            self._is_looking = False
+
+    def end(self) -> None:
+        self.look()
+
+
 @contextmanager
 def gpu_on(device: HostDevice) -> Iterator[Stream]:
     """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
-    current = Stream()
+    current, servers = Stream(), Servers()
     properties = SimpleNamespace(name="the host", major=8, minor=0, multi_processor_count=3)
 
     def upload(target: int, source: int, size: int, stream: int) -> tuple[object]:
@@ -114,6 +164,8 @@ def gpu_on(device: HostDevice) -> Iterator[Stream]:
         patch.setattr(CapturedStep, "of", Replayed)
         # Threads of the host compute what kernels wait for.
         patch.setattr(device, "keeps_time", True)
+        patch.setattr(_csrc, "ExpertServer", servers.make)
+        patch.setattr(device, "before_launch", servers.look)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
         patch.setattr(cuda_runner, "loading_kernels", lambda *_: nullcontext())
