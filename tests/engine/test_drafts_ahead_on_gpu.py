@@ -14,9 +14,9 @@ pytest.importorskip("cuda.bindings")
 
 from engine_clients import engine_of
 from scripted_drafts import Scripted, check_same
-from test_drafts_on_gpu import on_the_host, scripted
+from test_drafts_on_gpu import SMALL_EXPERTS, on_the_host, scripted
 
-from builders import Dims, write_gguf
+from builders import write_gguf
 from coldstream.decoding import AnyLogits, SizeReason, Speculation, TokenTree, TriedDraft
 from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
 from coldstream.engine import LLM, OpenedModel, SamplingParams
@@ -36,9 +36,6 @@ PARAMS = {
     "end token after some": replace(SEEDED, temperature=1.5, top_k=0, stop_token_ids=range(0, 300, 29)),
     "two tokens": replace(SEEDED, max_tokens=2),
 }
-
-# What the launches of a step cost on the host is mostly weights.
-SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn=64)
 
 
 @dataclass

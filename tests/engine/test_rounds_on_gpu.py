@@ -16,9 +16,9 @@ pytest.importorskip("cuda.bindings")
 
 from engine_clients import alone, engine_of
 from scripted_drafts import KINDS, Scripted, check_same
-from test_drafts_on_gpu import CONTEXT, open_runner, scripted
+from test_drafts_on_gpu import CONTEXT, SMALL_EXPERTS, open_runner, scripted
 
-from builders import Dims, write_gguf
+from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter
@@ -68,6 +68,11 @@ class Models:
         self.script.copy_(rows)
 
 
+def known(params: SamplingParams) -> int:
+    """Tokens of an answer that are known to who drafts it: drafts go on behind its end."""
+    return (params.max_tokens or 0) + 16
+
+
 @contextmanager
 def models_of(path: Path) -> Iterator[Models]:
     with (
@@ -86,7 +91,7 @@ def check_texts(
 ) -> float:
     """Tokens a round over all prompts; the last answer is continued from what it left."""
     drafter, llm, steps = (
-        scripted(kind, models.plain, prompts, params, wants_hidden=True),
+        scripted(kind, models.plain, prompts, params, wants_hidden=True, num_tokens=known(params)),
         models.sized(num_nodes),
         [],
     )
@@ -110,8 +115,7 @@ def check_texts(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rounds")
-    dims = Dims(layers=2, interval=2)
-    return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=dims, nextn=True, quant="Q8_0")[0]
+    return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=SMALL_EXPERTS, nextn=True, quant="Q8_0")[0]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +157,9 @@ def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
 
 def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> None:
     """An answer that is alone at first and in the end, and beside another in between."""
-    drafter = scripted("mostly_right", models.plain, [prompt], params, wants_hidden=True)
+    drafter = scripted(
+        "mostly_right", models.plain, [prompt], params, wants_hidden=True, num_tokens=known(params)
+    )
     models.write(drafter, drafter.answers)
     wanted = alone(models.plain, prompt, params)
     other, few = [4, 5], replace(params, max_tokens=3)
@@ -190,7 +196,9 @@ def check_sizes(models: Models, sizes: TreeSizes, prompts: Sequence[Any], params
     assert speculation is not None
     speculation = Speculation(speculation.drafter, sizes)
     llm = LLM.from_opened(replace(models.drafting.opened, speculation=speculation))
-    drafter = scripted("mostly_right", models.plain, prompts, params, wants_hidden=True)
+    drafter = scripted(
+        "mostly_right", models.plain, prompts, params, wants_hidden=True, num_tokens=known(params)
+    )
     for prompt in prompts:
         (expected,) = models.plain.generate(prompt, params)
         models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
@@ -258,7 +266,9 @@ def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
     resting = Speculation(speculation.drafter, RestingSizes(1))
     opened = replace(models.drafting.opened, speculation=resting)
     (expected,) = models.plain.generate(prompt, params)
-    drafter = scripted("mostly_right", models.plain, [prompt], params, wants_hidden=True)
+    drafter = scripted(
+        "mostly_right", models.plain, [prompt], params, wants_hidden=True, num_tokens=known(params)
+    )
     models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
     llm = LLM.from_opened(opened)
     (found,) = llm.generate(prompt, params)
@@ -279,7 +289,7 @@ def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
 
 def test_rounds_that_rest_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 4)  # of a few rounds
-    for params in (replace(GREEDY, max_tokens=18, seed=1), replace(SEEDED, max_tokens=18)):
+    for params in (replace(GREEDY, max_tokens=14, seed=1), replace(SEEDED, max_tokens=14)):
         check_rests(models, [1, 2, 3, 1, 2], params)
 
 
