@@ -50,8 +50,15 @@ def generic_logits(family_path: Path) -> np.ndarray:
         return runner.prefill(MORE_THAN_A_CHUNK)
 
 
-@pytest.mark.parametrize("tier", _csrc.supported_tiers())
-@pytest.mark.parametrize("threads", [1, 3])
+# The slowest tier has computed what is expected, with two threads.
+@pytest.mark.parametrize(
+    ("tier", "threads"),
+    [
+        (tier, threads)
+        for tier in _csrc.supported_tiers()
+        for threads in ((3,) if tier == "generic" else (1, 3))
+    ],
+)
 def test_tokens_do_not_depend_on_tier_threads_or_chunks(
     family_path: Path, generic_logits: np.ndarray, tier: str, threads: int
 ) -> None:

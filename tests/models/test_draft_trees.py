@@ -69,7 +69,7 @@ def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier:
     random = Random(f"{model.path.name} {model.kv_type}")  # the same trees for all, which the oracle knows
     with open_runner(model.path, threads=1 + turn % 2, tier=tier, kv_type=model.kv_type) as runner:
         prompts = Prompts(runner)
-        for _ in range(1 if tier == "generic" else 16):
+        for _ in range(1 if tier == "generic" else 8):
             check_batch_of_trees(prompts, model.oracle, random)
 
 
@@ -83,7 +83,7 @@ def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int)
         open_runner(small_path, threads=1, **options) as plain,
     ):
         prompts, oracle, random = Prompts(runner), Oracle(plain), Random(window)
-        for _ in range(6):
+        for _ in range(4):
             check_batch_of_trees(prompts, oracle, random)
 
 
