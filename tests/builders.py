@@ -75,6 +75,8 @@ class Dims:
     shared_ffn: int = 256
 
 
+# Two layers of different kinds, for steps on an emulated GPU, whose time is mostly that of weights.
+SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn=64)
 # A model of some 100 KB (without tokenizer) for tests of the format alone: F32, or types with blocks of 32.
 SMALL = Dims(
     hidden=32, vocab=16, heads=4, kv_heads=2, head_dim=8, rope_dims=4, key_heads=2, value_heads=4, state=8,

@@ -14,9 +14,9 @@ pytest.importorskip("cuda.bindings")
 
 from engine_clients import engine_of
 from scripted_drafts import Scripted, check_same
-from test_drafts_on_gpu import SMALL_EXPERTS, on_the_host, scripted
+from test_drafts_on_gpu import on_the_host, scripted
 
-from builders import write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.decoding import AnyLogits, SizeReason, Speculation, TokenTree, TriedDraft
 from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
 from coldstream.engine import LLM, OpenedModel, SamplingParams

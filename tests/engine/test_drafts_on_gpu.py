@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings")
 
 from scripted_drafts import KINDS, Scripted, check_same
 
-from builders import Dims, write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import Drafter, FixedSizes, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
@@ -25,8 +25,6 @@ from hash_runner import opened_with
 from runners import open_model_file
 from tree_plans import plan_with_trees
 
-# What the launches of a step cost on the host is mostly weights.
-SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn=64)
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]

@@ -16,9 +16,9 @@ pytest.importorskip("cuda.bindings")
 
 from engine_clients import alone, engine_of
 from scripted_drafts import KINDS, Scripted, check_same
-from test_drafts_on_gpu import CONTEXT, SMALL_EXPERTS, open_runner, scripted
+from test_drafts_on_gpu import CONTEXT, open_runner, scripted
 
-from builders import write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter

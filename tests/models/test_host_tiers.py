@@ -38,7 +38,7 @@ def test_wherever_experts_are(path: Path, share: float, in_ram: float) -> None:
         open_cpu(path, threads=1, context_length=CONTEXT) as plain,
         open_partly(path, share, in_ram=in_ram, context_length=CONTEXT) as runner,
     ):
-        check_chains(runner, plain, (1, 5, 20, 90))
+        check_chains(runner, plain, (1, 20, 90))
         assert runner.disk is not None
         assert runner.disk.bytes_read > 0
 
@@ -53,9 +53,9 @@ def test_ex07_experts_move_between_all_tiers_and_change_no_bit(
         open_cpu(many_experts, threads=1, context_length=CONTEXT) as plain,
         open_partly(many_experts, 0.25, in_ram=0.25, **options) as runner,  # type: ignore[arg-type]
     ):
-        for token in token_ids(60):
+        for token in token_ids(40):
             assert np.array_equal(runner.decode(token), plain.decode(token))
-        check_chains(runner, plain, (90, 30))
+        check_chains(runner, plain, (90,))
         counters, disk = runner.expert_cache.counters, runner.disk
         assert disk is not None
         assert counters.evictions.sum() > 20
