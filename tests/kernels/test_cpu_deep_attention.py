@@ -80,16 +80,19 @@ def run_last(
     return out.checked(), *(cache[0, int(case.positions[0]) :].clone() for cache in caches)
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
+# Each depth between the least and the most with two of the types.
 @pytest.mark.parametrize(
-    ("last", "window"),
+    ("name", "last", "window"),
     [
-        (2048, None),
-        (32_768, None),
-        (131_072, None),
-        (LARGEST_CONTEXT - 1, None),
-        (LARGEST_CONTEXT - 1, 300),
-        (LARGEST_CONTEXT - 1, 4096),
+        (name, last, window)
+        for i, name in enumerate(INTEGER_TYPES)
+        for last, window in (
+            (2048, None),
+            (32_768 if i % 2 else 131_072, None),
+            (LARGEST_CONTEXT - 1, None),
+            (LARGEST_CONTEXT - 1, 300),
+            (LARGEST_CONTEXT - 1, 4096),
+        )
     ],
 )
 def test_deep_rows_have_the_bits_of_the_definition(
