@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from builders import SMALL_EXPERTS, write_gguf
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, SamplingParams
 from coldstream.kvcache import CacheSize
@@ -36,7 +36,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5], [7, 8, 7], [9, 1]]
 @pytest.fixture(scope="module", params=["qwen35moe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lists") / "tiny.gguf"
-    return write_gguf(path, request.param, dims=SMALL_EXPERTS)[0]
+    return write_gguf(path, request.param, dims=Dims(layers=2, interval=2))[0]
 
 
 @pytest.fixture
