@@ -16,7 +16,14 @@ from typing import Any
 import report_aims
 from report_accuracy import activation_scales, agreement_by_architecture, kv_types
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
-from report_drafts import cpu_drafts, cpu_drafts_by_size, demo_drafter, draft_equality, gpu_drafts
+from report_drafts import (
+    cpu_drafts,
+    cpu_drafts_by_size,
+    demo_drafter,
+    draft_equality,
+    gpu_drafts,
+    gpu_drafts_dflash,
+)
 from report_failures import cancel_storm, conversations, kills
 from report_first_page import first_page
 from report_gpu import (
@@ -301,6 +308,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,
+    "gpu_drafts_dflash": gpu_drafts_dflash,
     "draft_equality": draft_equality,
     "serving": serving,
     "gpu_serving": gpu_serving,

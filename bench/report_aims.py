@@ -1,6 +1,6 @@
 """The page of aims: what the engine is to reach, what was measured of it, and where a miss is explained."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
@@ -19,6 +19,7 @@ TIERS: Final = "2026-11-dense-models-whose-layers-do-not-all-fit-and-three-tiers
 AHEAD: Final = "2026-11-steps-ahead-of-the-host-where-experts-are-missing"
 ON_GPU: Final = "2026-11-how-many-nodes-to-ask-for"
 MISSING: Final = "2026-11-drafts-where-experts-are-missing"
+DFLASH: Final = "2026-11-dflash-on-a-gpu-one-graph-and-rounds-of-its-own"
 ON_CPU: Final = "2026-11-the-demo-models-drafter-trained"
 CLIENTS: Final = "2026-11-many-requests-on-two-cores"
 
@@ -169,18 +170,30 @@ def aims_drafts() -> str:
     return _rows(_drafts())
 
 
-def _drafts() -> Iterator[Aim]:
-    cells = {cell["vram"]: cell["rows"] for cell in load("gpu/speculation")["cells"]}
-    source = "gpu/speculation.json"
-    for vram, least in {"auto": 1.8, "7G": 1.3}.items():
+def _gpu_drafts(name: str, drafter: str, aims: Mapping[str, float | None]) -> Iterator[Aim]:
+    """aims: by memory, what drafts by cost are to be over none."""
+    cells, source = {cell["vram"]: cell["rows"] for cell in load(name)["cells"]}, f"{name}.json"
+    for vram, least in aims.items():
         found = list(zip(cells[vram], speeds(cells[vram]), strict=True))
         fixed = max(speed for row, speed in found if row["budget"] not in (0, "auto"))
         by_cost = max(speed for row, speed in found if row["budget"] == "auto")
-        where, why = ("all experts on the GPU", ON_GPU) if vram == "auto" else (f"--vram {vram}", MISSING)
-        yield Aim(f"drafts by cost over none, {where}", least, by_cost, source, 2, "×", why=why)
-        what = f"the same over the best fixed size, {where}"
+        where, why = f"--vram {vram}", MISSING
+        if vram == "auto":
+            where, why = "all experts on the GPU", DFLASH if drafter == "DFlash" else ON_GPU
+        if least is not None:
+            yield Aim(f"{drafter} by cost over none, {where}", least, by_cost, source, 2, "×", why=why)
+        what = f"{drafter} by cost over the best fixed size, {where}"
         yield Aim(what, 0.97, by_cost / fixed, source, 3, "×", why=why)
-    yield Aim("drafts by cost are not slower than none, --vram 7G", 0.98, by_cost, source, 3, "×", why=why)
+        what = f"{drafter} by cost is not slower than none, {where}"
+        yield Aim(what, 0.98, by_cost, source, 3, "×", why=why)
+
+
+def _drafts() -> Iterator[Aim]:
+    for name, drafter, aims in (
+        ("speculation", "the block", {"auto": 1.8, "7G": 1.3}),
+        ("speculation_dflash", "DFlash", {"auto": None, "7G": None}),
+    ):
+        yield from _gpu_drafts(f"gpu/{name}", drafter, aims)
     rows = load("gpu/rows")["depths"][0]["step_ms"]
     for nodes, most in {4: 1.4, 8: 1.8, 16: 2.4}.items():
         share = between(rows, nodes + 1) / rows["1"]

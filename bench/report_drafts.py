@@ -117,8 +117,18 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def gpu_drafts() -> str:
+    """Of the model's own block."""
+    return _gpu_drafts("gpu/speculation")
+
+
+def gpu_drafts_dflash() -> str:
+    """Of a DFlash 2 drafter."""
+    return _gpu_drafts("gpu/speculation_dflash")
+
+
+def _gpu_drafts(name: str) -> str:
     """Without drafts, by every size, and by cost; by memory for experts."""
-    r = load("gpu/speculation")
+    r = load(name)
     header = ["experts on the GPU", "nodes", "tok/s", "speed"]
     header += ["tokens a step", "drafting, ms", "step, ms"]
     rows = []
@@ -135,7 +145,7 @@ def gpu_drafts() -> str:
             rows.append([where, name, *figures])
     accepted = ", ".join(f"{share:.0%}" for share in r["accepted"])
     where = f"{r['machine']['gpu']}, commit {r['commit']}: `{r['command']}`"
-    conditions = f"Accepted at depths 1, 2, 3: {accepted}. {where}"
+    conditions = f"Accepted at depths 1 to {len(r['accepted'])}: {accepted}. {where}"
     return table(header, rows) + f"\n{conditions}\n"
 
 
