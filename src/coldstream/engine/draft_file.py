@@ -15,7 +15,9 @@ from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec import ModelSpec
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
-_WORK_BYTES: Final = {"cpu": 0, "cuda": 64 * 2**20}  # what PyTorch takes beside: its libraries' workspaces
+# What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt
+# some 30 MiB; and parts of attention (`cuda_dflash_block.py`).
+_WORK_BYTES: Final = {"cpu": 0, "cuda": 96 * 2**20}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ memory that captured graphs know.
 """
 
 from math import prod, tau
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
@@ -40,6 +40,9 @@ from coldstream.models.dflash_spec import DflashSpec
 
 if TYPE_CHECKING:
     from coldstream.models.cuda_model import Loaded
+
+
+MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
 
 
 def kernels_of(spec: DflashSpec) -> Noted:
@@ -84,7 +87,8 @@ class DflashBlock:
         # Without a window a context may be of any length.
         windows = [layer.window for layer in spec.layers]
         longest = None if None in windows else max(window for window in windows if window) + rows
-        self._splits = num_splits(longest or 2**30, spec.head_dim)
+        most_splits = max(1, MOST_PARTS // parts_size(rows, self.heads, 1))
+        self._splits = min(most_splits, num_splits(longest or 2**30, spec.head_dim))
         size = parts_size(rows, self.heads, self._splits)
         self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
         ranks = MAX_CANDIDATES if spec.second is None else spec.second.selector_top_k
