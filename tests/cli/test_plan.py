@@ -84,6 +84,19 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
     assert "hit rates: published" in error
 
 
+def test_contexts_side_by_side_are_those_of_a_server(run: Run, model: Path) -> None:
+    arguments = ("--device", "cpu", "-c", "512", "--ram", "2G")
+    fixed = {
+        parallel: as_json(run, str(model), *arguments, "--parallel", parallel)["plan"]["fixed"]
+        for parallel in ("1", "4", "auto")
+    }
+    assert [each["num_contexts"] for each in fixed.values()] == [1, 4, 64]
+    assert fixed["4"]["caches"] == 4 * fixed["1"]["caches"]
+    assert as_json(run, str(model), *arguments)["plan"]["fixed"] == fixed["1"]
+    for wrong, code in {"0": 78, "65": 78, "many": 2}.items():
+        assert run("plan", str(model), *arguments, "--parallel", wrong)[0] == code
+
+
 def test_kept_prefixes_of_prompts_are_a_row_of_ram(run: Run, model: Path) -> None:
     *arguments, budget = in_ram(run, model)
     more = (*arguments, str(int(budget) + 3 * 2**20), "--prompt-cache", "3M")

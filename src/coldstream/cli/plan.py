@@ -17,6 +17,7 @@ from coldstream.cli.options import (
     engine_config,
     engine_options,
     parse_layer_weights,
+    parse_number_or_auto,
     parse_size,
 )
 from coldstream.cli.tables import print_table
@@ -84,6 +85,13 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
     metavar="SIZE",
     help="RAM that `coldstream serve` keeps prefixes of prompts in, of --ram.",
 )
+@click.option(
+    "--parallel",
+    type=parse_number_or_auto,
+    default="1",
+    metavar="N|auto",
+    help="Whole contexts that there is memory for; auto: as many as `coldstream serve` has by default.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the tables.")
 @engine_options
 @common_options
@@ -95,6 +103,7 @@ def command(
     out: Path | None,
     measure: bool,
     prompt_cache_bytes: int,
+    parallel: int | str,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -106,7 +115,7 @@ def command(
     # Imported here because planning is not needed to show how the verb is used.
     from coldstream.engine.planning import plan_by_name
 
-    config = engine_config(model_or_bundled(model), options)
+    config = engine_config(model_or_bundled(model), {**options, "parallel": parallel})
     chosen = PlanOptions(num_pinned_layers=pin_layers, layer_weights=layer_weights or ())
     check_writable(out, "--out")  # better said now than after the work
     with ProgressLine() as line:
