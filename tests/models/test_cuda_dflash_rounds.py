@@ -90,7 +90,15 @@ def test_there_are_no_rounds_where_they_cannot_be(
 
         with monkeypatch.context() as failing:
             failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
-            context._waiting, context._num_waiting = [], 0
             assert context.begin_rounds(sequence, text_of(9)) is None
+        assert not context.has_last, "its rows could not be computed"
+        context.cut(0)
+        context.append(runner.features(range(len(PROMPT))))
+        context._compute_waiting()
+        with monkeypatch.context() as failing:
+            failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
+            assert context.begin_rounds(sequence, text_of(9)) is None
+        assert context.has_last
+        assert sequence.pending is None
         runner.release(sequence)
         assert runner.free == free

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from coldstream import kvcache
+from coldstream.errors import ColdstreamError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
@@ -128,12 +129,15 @@ class CudaDflashSequence(CommittedRows):
 
     def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> TextRounds | None:
         """Rounds of a text of which all rows but the root's are here; see `CudaRounds.start`. The rows that
-        they keep are here afterwards.
+        they keep are here afterwards. None too if rows that wait cannot be computed, which then are missing.
         """
         rounds = self._drafting.rounds
         if rounds is None or sequence.length != self.length:
             return None
-        self._compute_waiting()
+        try:
+            self._compute_waiting()
+        except ColdstreamError:
+            return None
         return rounds.start(sequence, DflashRoundRows(self), text)
 
     def make_room(self, length: int) -> None:
