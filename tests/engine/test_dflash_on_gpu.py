@@ -10,11 +10,14 @@ import torch
 
 pytest.importorskip("cuda.bindings")
 
+from test_drafts_on_gpu import open_runner
+from test_rounds_on_gpu import DEPTHS, Models, check_engine
+
 from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import FixedSizes, Speculation
 from coldstream.decoding.drafters import DflashDrafter
-from coldstream.engine import LLM, RequestOutput, SamplingParams
+from coldstream.engine import LLM, RequestOutput, SamplingParams, job_drafts
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
@@ -136,6 +139,27 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
         there = (context._rings._positions >= 0).nonzero()[:, 0]
         windows = (layer.window or context.length for layer in draft.spec.layers)
         assert len(there) == sum(min(window, context.length) for window in windows)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_engine_drafts_an_answer_that_is_alone(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a few rounds at a time, and plainly while another one is there."""
+    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 8)
+    file, spec = open_model_file(tiny)
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(taps=TAPS), "dflash")
+    with (
+        open_runner(tiny, share=None, has_mtp=False) as plain,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        random_drafter(tmp_path / "drafter", True) as draft,
+    ):
+        drafting = runner.load_dflash(draft)
+        script = script_rounds(drafting, CONTEXT, DEPTHS)
+        speculation = Speculation(DflashDrafter(drafting.new_sequence()), FixedSizes(BUDGET))
+        opened = replace(opened_with(runner, CONTEXT), speculation=speculation)
+        models = Models(LLM.from_opened(opened_with(plain, CONTEXT)), LLM.from_opened(opened), script)
+        check_engine(models, [1, 2, 3, 1], replace(GREEDY, temperature=0.9, seed=3, max_tokens=14))
 
 
 @pytest.mark.parametrize("missing", [(), ("torch",)], ids=["counted", "estimated"])
