@@ -22,6 +22,7 @@ MISSING: Final = "2026-11-drafts-where-experts-are-missing"
 DFLASH: Final = "2026-11-dflash-on-a-gpu-one-graph-and-rounds-of-its-own"
 ON_CPU: Final = "2026-11-the-demo-models-drafter-trained"
 CLIENTS: Final = "2026-11-many-requests-on-two-cores"
+FIRST_TOKENS: Final = "2026-11-why-a-first-token-beside-a-long-prompt-still-waits"
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _serving() -> Iterator[Aim]:
     first = ours["first_token"]
     share = first["beside_long_p95_s"] / first["alone_p95_s"]
     what = "p95 of a short chat's first token beside a long prompt, of alone"
-    yield Aim(what, 3, share, source, 1, "×", is_most=True, why=CLIENTS)
+    yield Aim(what, 3, share, source, 1, "×", is_most=True, why=FIRST_TOKENS)
     peers = peer_figures()
     for placement in load("gpu/streams")["placements"]:
         gib, steps = placement["experts_gib"], nearest(peers["sequences"], placement["experts_share"])
