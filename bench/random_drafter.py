@@ -6,6 +6,7 @@ real ones cost.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,14 @@ PUBLISHED = DflashSpec(
 )
 
 
-def metadata(spec: DflashSpec) -> dict[str, Any]:
-    """As mainline's converter writes it, for a spec whose layers all have the same window."""
-    assert spec.second is not None
-    windows = [layer.window for layer in spec.layers]
-    return {
+_SECOND_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def metadata(spec: DflashSpec, architecture: str = "dflash") -> dict[str, Any]:
+    """What a GGUF file of the drafter says, in mainline's convention or in the older one."""
+    is_mainline = architecture == "dflash"
+    prefix = "" if is_mainline else "dflash."
+    values: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "block_count": spec.num_layers,
         "context_length": 262_144,
@@ -49,17 +53,50 @@ def metadata(spec: DflashSpec) -> dict[str, Any]:
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
         "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
-        "attention.sliding_window": windows[0],
-        "attention.sliding_window_pattern": [window is not None for window in windows],
-        "attention.causal": spec.layers[0].is_causal,
         "rope.freq_base": spec.rope.theta,
-        "block_size": spec.block_size,
-        "target_layers": [tap + 1 for tap in spec.taps],
-        "conv_kernel_size": spec.second.conv_kernel,
-        "conv_group_size": spec.second.conv_group,
-        "selector_rank": spec.second.selector_rank,
-        "selector_top_k": spec.second.selector_top_k,
+        f"{prefix}block_size": spec.block_size,
     }
+    windows = [layer.window for layer in spec.layers]
+    if any(windows):
+        values["attention.sliding_window"] = next(window for window in windows if window)
+        values["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    if len({layer.is_causal for layer in spec.layers}) == 1:
+        values["attention.causal"] = spec.layers[0].is_causal
+    if spec.rope.yarn is not None:
+        values["rope.scaling.type"] = "yarn"
+        values["rope.scaling.factor"] = spec.rope.yarn.factor
+        values["rope.scaling.original_context_length"] = spec.rope.yarn.original_context
+    if is_mainline:
+        values["target_layers"] = [tap + 1 for tap in spec.taps]
+    else:
+        values["dflash.target_layer_ids"] = list(spec.taps)
+        values["dflash.mask_token_id"] = spec.mask_id
+        values["dflash.n_target_layers"] = len(spec.taps)
+    if spec.second is not None:
+        numbers = (spec.second.conv_kernel, spec.second.conv_group)
+        numbers += (spec.second.selector_rank, spec.second.selector_top_k)
+        values |= {f"{prefix}{key}": number for key, number in zip(_SECOND_KEYS, numbers, strict=True)}
+    named = {f"{architecture}.{key}": value for key, value in values.items()}
+    if is_mainline:
+        named["tokenizer.ggml.mask_token_id"] = spec.mask_id
+    return named
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds a number, string or list by the type that it has here; nothing for None."""
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        assert isinstance(value, Sequence)
+        writer.add_array(key, value)
 
 
 def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -75,9 +112,7 @@ def write(path: Path, spec: DflashSpec = PUBLISHED) -> None:
     """The file at `path`."""
     writer, rng = gguf.GGUFWriter(path, "dflash", use_temp_file=False), np.random.default_rng(0)
     for key, value in metadata(spec).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-        add.get(type(value), writer.add_array)(f"dflash.{key}", value)
-    writer.add_uint32("tokenizer.ggml.mask_token_id", spec.mask_id)
+        add_value(writer, key, value)
     for name, shape in tensor_shapes(spec).items():
         values = random_tensor(rng, name, shape)
         if values.dtype == np.float32:

@@ -5,7 +5,6 @@ computed from them can be recorded; see `record_dflash.py`.
 """
 
 import json
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import gguf
 from coldstream.models.dflash import DflashModel
 from coldstream.models.dflash_config import spec_of_config
 from coldstream.models.dflash_spec import DflashSpec, tensor_shapes
+from random_drafter import add_value, metadata
 
 VOCAB, WIDTH = 50, 64
 ANCHOR = 3
@@ -177,50 +177,6 @@ def write_folder(
     return folder
 
 
-def metadata(spec: DflashSpec, architecture: str = "dflash") -> dict[str, Any]:
-    """What a GGUF file of the drafter says, in mainline's convention or in the older one."""
-    is_mainline = architecture == "dflash"
-    prefix = "" if is_mainline else "dflash."
-    values: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "block_count": spec.num_layers,
-        "context_length": 4096,
-        "embedding_length": spec.hidden_size,
-        "feed_forward_length": spec.ffn_size,
-        "attention.head_count": spec.num_heads,
-        "attention.head_count_kv": spec.num_kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.rms_norm_eps,
-        "rope.freq_base": spec.rope.theta,
-        f"{prefix}block_size": spec.block_size,
-    }
-    windows = [layer.window for layer in spec.layers]
-    if any(windows):
-        values["attention.sliding_window"] = next(window for window in windows if window)
-        values["attention.sliding_window_pattern"] = [window is not None for window in windows]
-    if len({layer.is_causal for layer in spec.layers}) == 1:
-        values["attention.causal"] = spec.layers[0].is_causal
-    if spec.rope.yarn is not None:
-        values["rope.scaling.type"] = "yarn"
-        values["rope.scaling.factor"] = spec.rope.yarn.factor
-        values["rope.scaling.original_context_length"] = spec.rope.yarn.original_context
-    if is_mainline:
-        values["target_layers"] = [tap + 1 for tap in spec.taps]
-    else:
-        values["dflash.target_layer_ids"] = list(spec.taps)
-        values["dflash.mask_token_id"] = spec.mask_id
-        values["dflash.n_target_layers"] = len(spec.taps)
-    if spec.second is not None:
-        numbers = (spec.second.conv_kernel, spec.second.conv_group)
-        numbers += (spec.second.selector_rank, spec.second.selector_top_k)
-        values |= {f"{prefix}{key}": number for key, number in zip(SECOND, numbers, strict=True)}
-    named = {f"{architecture}.{key}": value for key, value in values.items()}
-    if is_mainline:
-        named["tokenizer.ggml.mask_token_id"] = spec.mask_id
-    return named
-
-
 def as_in_gguf(spec: DflashSpec) -> DflashSpec:
     """The spec as a file with this metadata gives it."""
     return replace(spec, rms_norm_eps=float(np.float32(spec.rms_norm_eps)), num_target_layers=None)
@@ -238,7 +194,7 @@ def write_gguf_drafter(
     """A GGUF file; changes: of the metadata, None to leave a key out; types: of tensors, F32 unless given."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata(spec, architecture) | (changes or {})).items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for name, value in tensors.items():
         kind = gguf.GGMLQuantizationType[(types or {}).get(name, "F32")]
         writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
@@ -247,19 +203,3 @@ def write_gguf_drafter(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        assert isinstance(value, Sequence)
-        writer.add_array(key, value)

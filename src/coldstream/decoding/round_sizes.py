@@ -5,7 +5,7 @@ those before that.
 """
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from typing import Final, Protocol
 
@@ -16,9 +16,8 @@ from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
 from coldstream.kernels.rounds.reference import Accepted
 
-# Each size is a captured graph, which takes the time of many rounds to make. A step of more than eight rows
-# has other kernels, with which the ninth costs a fifth of a step.
-SIZES: Final = (0, 1, 2, 3, 4, 5, 6, 7)
+# A step of more than eight rows has other kernels, with which the ninth costs a fifth of a step.
+MOST_NODES: Final = 7
 _BELIEVED: Final = 0.75  # chance of a drafted token to be right, before any was tried
 
 
@@ -89,7 +88,7 @@ class RoundsByCost:
     the device's block says of its tokens before they are verified.
     """
 
-    most = SIZES[-1]
+    most = MOST_NODES
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceModel()
@@ -121,7 +120,6 @@ class RoundsByCost:
         size = None
         if self._policy.should_draft():
             size = self._policy.choose(self._acceptance.expected(_NAME, _chain(self.most)), 0.0)
-            size = replace(size, num_nodes=max(each for each in SIZES if each <= size.num_nodes))
         self._launched.append(size)
         return size.num_nodes if size else 0
 

@@ -17,7 +17,7 @@ import numpy as np
 from coldstream.errors import host_memory_errors
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Array, Weight
-from coldstream.models.dflash_context import CommittedRows, ContextRows
+from coldstream.models.dflash_context import CommittedRows, ContextRows, new_contexts
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
 from coldstream.models.dflash_spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
@@ -177,16 +177,12 @@ class CpuDflash:
         return self.product(x, conv.proj).reshape(len(x), *conv.base.shape[:3])
 
 
-class CpuDflashSequence(CommittedRows):
+class CpuDflashSequence(CommittedRows[ContextRows]):
     """The context of one sequence. Raises OutOfMemoryError."""
 
     def __init__(self, model: CpuDflash) -> None:
-        contexts = tuple(
-            ContextRows(model.spec.num_kv_heads, model.spec.head_dim, layer.window, _new_rows)
-            for layer in model.spec.layers
-        )
-        super().__init__(contexts, MOST_WAITING)
-        self._contexts, self._model = contexts, model
+        super().__init__(new_contexts(model.spec, _new_rows), MOST_WAITING)
+        self._model = model
 
     @property
     def spec(self) -> DflashSpec:

@@ -95,7 +95,7 @@ class CudaDflash:
         return found[: ids.numel()].reshape(ids.shape)[:count], log_probs[:count]
 
 
-class CudaDflashSequence(CommittedRows):
+class CudaDflashSequence(CommittedRows[DflashRings]):
     """The context of one sequence. Raises OutOfMemoryError, GenerationFault and DeviceError."""
 
     def __init__(self, drafting: CudaDflash) -> None:

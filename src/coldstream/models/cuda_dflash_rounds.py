@@ -1,7 +1,7 @@
 """Rounds that a DFlash drafter drafts; see `cuda_rounds.py`."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,31 +17,23 @@ if TYPE_CHECKING:
 
 
 class DflashRoundBlock:
-    """Implements `RoundBlock`: the likeliest chain of the candidates of a block.
+    """Implements `RoundBlock`: the likeliest chain of the candidates of a block."""
 
-    A block has as many rows as the drafter was trained with, or only those of the draft where no row sees
-    those behind it.
-    """
+    candidate = None  # a draft is whole at once
 
     def __init__(self, block: "DflashBlock", features: Features) -> None:
         """features: of the model's last step."""
         self._block, self._features = block, features
-        self._is_causal = all(layer.is_causal for layer in block.spec.layers)
 
     @property
     def most_nodes(self) -> int:
         """See `RoundBlock`."""
         return self._block.spec.block_size - 1
 
-    @property
-    def candidate(self) -> torch.Tensor:
-        """See `RoundBlock`; nothing here reads it."""
-        return self._block.candidate_ids[0, :1]
-
     def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
         """See `RoundBlock`."""
         block, num_nodes = self._block, shape.num_rows - 1
-        num_rows = shape.num_rows if self._is_causal else block.spec.block_size
+        num_rows = block.spec.rows_of_draft(num_nodes, block.spec.block_size)
         block.draft(num_rows, arrays.root, arrays.length)
         choose_chain_cuda(
             block.candidate_ids[: num_rows - 1],
@@ -89,13 +81,10 @@ class DflashRoundRows:
         self._sequence.computed(num_rows)
 
     @contextmanager
-    def _emptied_on_failure(self) -> Iterator[None]:
+    def whole_or_cleared(self) -> Iterator[None]:
+        """See `RoundRows`."""
         try:
             yield
         except BaseException:
             self._sequence.cut(0)
             raise
-
-    def whole_or_cleared(self) -> AbstractContextManager[None]:
-        """See `RoundRows`."""
-        return self._emptied_on_failure()

@@ -77,8 +77,8 @@ class RoundBlock(Protocol):
         """Tokens of a draft, at most."""
 
     @property
-    def candidate(self) -> torch.Tensor:
-        """int32 [1], what `RoundKernels.extend_draft` takes."""
+    def candidate(self) -> torch.Tensor | None:
+        """int32 [1], what `RoundKernels.extend_draft` takes, for a block that calls it."""
 
     def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
         """Writes the tokens of a draft into the model's rows, behind the root."""

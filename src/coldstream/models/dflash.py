@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from coldstream.errors import GenerationFault, OutOfMemoryError
 from coldstream.kernels.draft_block import reference
-from coldstream.models.dflash_context import CommittedRows, ContextRows
+from coldstream.models.dflash_context import CommittedRows, ContextRows, new_contexts
 from coldstream.models.dflash_convolution import Convolution
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_lattice import DraftLattice
@@ -73,26 +73,25 @@ class _Block:
     rotations: tuple[torch.Tensor, torch.Tensor]  # see `DflashModel.rotations`
     masks: dict[DflashLayer, torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, layer: DflashLayer, keys: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    def mask(self, layer: DflashLayer, keys: NDArray[np.int64]) -> torch.Tensor | None:
         """Which of the rows at positions `keys` [L] each row attends to: bool [B, L]; None for all.
 
         Layers that are alike keep the same rows, and share it.
         """
         if layer not in self.masks:
             visible = visible_rows(layer, self.positions, keys)
-            self.masks[layer] = None if visible is None else torch.from_numpy(visible).to(device)
+            self.masks[layer] = None if visible is None else torch.from_numpy(visible)
         return self.masks[layer]
 
 
 class DflashModel:
-    """The weights of a drafter on a device, and the embedding and head of its target."""
+    """The weights of a drafter in the CPU's memory, and the embedding and head of its target."""
 
     def __init__(self, spec: DflashSpec, tensors: dict[str, torch.Tensor], embed: Embed, head: Head) -> None:
-        """tensors: those of `tensor_shapes`, on one device; norms float32, the others of one type."""
+        """tensors: those of `tensor_shapes`, float32."""
         self.spec, self.embed, self.head = spec, embed, head
         self.fc, self.hidden_norm = tensors["fc.weight"], tensors["enc.output_norm.weight"]
         self.output_norm = tensors["output_norm.weight"]
-        self.dtype, self.device = self.fc.dtype, self.fc.device
         self.layers = tuple(
             _layer_weights(layer, tensors, f"blk.{index}.") for index, layer in enumerate(spec.layers)
         )
@@ -118,7 +117,7 @@ class DflashModel:
 
     def new_rows(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory for keys or values."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=torch.float32)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
@@ -127,7 +126,7 @@ class DflashModel:
     def rotations(self, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for heads of rows at positions [n]: both [n, 1, head_dim / 2], float32."""
         cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
-        return torch.from_numpy(cos).to(self.device)[:, None], torch.from_numpy(sin).to(self.device)[:, None]
+        return torch.from_numpy(cos)[:, None], torch.from_numpy(sin)[:, None]
 
     def keys_values(
         self, x: torch.Tensor, weights: LayerWeights, rotations: tuple[torch.Tensor, torch.Tensor]
@@ -138,16 +137,12 @@ class DflashModel:
         return reference.rotate(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
 
 
-class DflashSequence(CommittedRows):
+class DflashSequence(CommittedRows[ContextRows]):
     """The context of one sequence. Raises OutOfMemoryError or GenerationFault if PyTorch fails."""
 
     def __init__(self, model: DflashModel) -> None:
-        contexts = tuple(
-            ContextRows(model.spec.num_kv_heads, model.spec.head_dim, layer.window, model.new_rows)
-            for layer in model.spec.layers
-        )
-        super().__init__(contexts, MOST_WAITING)
-        self._contexts, self._model = contexts, model
+        super().__init__(new_contexts(model.spec, model.new_rows), MOST_WAITING)
+        self._model = model
 
     @property
     def spec(self) -> DflashSpec:
@@ -156,7 +151,7 @@ class DflashSequence(CommittedRows):
     @torch.inference_mode()
     def _copied(self, features: Any) -> torch.Tensor:
         with torch_errors("the context of a drafter"):
-            return torch.as_tensor(features).to(self._model.device, self._model.dtype, copy=True)
+            return torch.as_tensor(features).to(torch.float32, copy=True)
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -181,7 +176,7 @@ class DflashSequence(CommittedRows):
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         with torch_errors("a draft"):
             hidden = self.hidden(anchor, num_rows)[1:]
-            logits = torch.as_tensor(self._model.head(hidden.float())).to(self._model.device).float()
+            logits = torch.as_tensor(self._model.head(hidden))
             if self._model.selector is None:
                 return _marginals(logits, num_candidates)
             return self._selected(self._model.selector, hidden, logits, anchor)
@@ -192,7 +187,7 @@ class DflashSequence(CommittedRows):
         self._compute_waiting()
         model, spec = self._model, self.spec
         token_ids = [anchor, *[spec.mask_id] * (num_rows - 1)]
-        x = torch.as_tensor(model.embed(token_ids)).to(model.device, model.dtype)
+        x = torch.as_tensor(model.embed(token_ids))
         positions = np.arange(self.length, self.length + num_rows)
         block = _Block(positions, model.rotations(positions))
         for weights, rows in zip(model.layers, self._contexts, strict=True):
@@ -220,7 +215,7 @@ class DflashSequence(CommittedRows):
         first = 0 if window is None else int(block.positions[0]) - window + 1
         keys, values = model.keys_values(x, weights, block.rotations)
         keys, values, positions = rows.with_block(first, keys, values, block.positions)
-        mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions, model.device))
+        mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions))
         result = functional.linear(mixed, weights.attn_output)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from coldstream import kvcache
 from coldstream.errors import ColdstreamError
 from coldstream.kernels.rounds.reference import RoundText
-from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS
+from coldstream.models.dflash_spec import FIRST_CONTEXT_ROWS, DflashSpec
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
 
@@ -105,7 +105,16 @@ class Context(Protocol):
     def cut(self, length: int) -> None: ...
 
 
-class CommittedRows(ABC):
+ContextT = TypeVar("ContextT", bound=Context)
+
+
+def new_contexts(spec: DflashSpec, new: Callable[[tuple[int, ...]], Any]) -> tuple[ContextRows, ...]:
+    """Empty ones of all layers; new: as `ContextRows` takes it."""
+    sizes = (spec.num_kv_heads, spec.head_dim)
+    return tuple(ContextRows(*sizes, layer.window, new) for layer in spec.layers)
+
+
+class CommittedRows(ABC, Generic[ContextT]):
     """The committed rows of one sequence.
 
     `length` counts them. Some may be missing, which makes drafts worse: those that were computed without the
@@ -114,9 +123,9 @@ class CommittedRows(ABC):
     those of the subclass, and so are its errors.
     """
 
-    def __init__(self, contexts: Sequence[Context], most_waiting: int) -> None:
+    def __init__(self, contexts: Sequence[ContextT], most_waiting: int) -> None:
         """contexts: empty ones, of all layers."""
-        self._all_contexts = contexts
+        self._contexts = contexts
         self._most_waiting = most_waiting
         self._waiting: list[Any] = []  # features of the last rows
         self._num_waiting = 0
@@ -136,12 +145,12 @@ class CommittedRows(ABC):
         """Whether the last committed row is there."""
         if self._num_waiting:
             return True
-        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._all_contexts)
+        return self.length > 0 and all(rows.last_position == self.length - 1 for rows in self._contexts)
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values."""
-        return sum(rows.num_bytes for rows in self._all_contexts)
+        return sum(rows.num_bytes for rows in self._contexts)
 
     def append(self, features: Any) -> None:
         """Appends rows: float32 features [n, spec.feature_size], which are copied.
@@ -170,7 +179,7 @@ class CommittedRows(ABC):
                 with suppress(ColdstreamError, MemoryError):
                     self._compute_waiting()
             self._waiting, self._num_waiting = [], 0
-            for rows in self._all_contexts:
+            for rows in self._contexts:
                 rows.cut(length)
         self.length = length
 
@@ -182,7 +191,7 @@ class CommittedRows(ABC):
         try:
             self._compute(waiting, np.arange(first, self.length))
         except BaseException:
-            for rows in self._all_contexts:
+            for rows in self._contexts:
                 rows.cut(first)
             raise
 

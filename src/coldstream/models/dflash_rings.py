@@ -24,13 +24,12 @@ class RowSpans:
         return self._spans[-1][1] - 1 if self._spans else -1
 
     def append(self, first: int, count: int, capacity: int) -> None:
-        """Rows behind the last one."""
+        """At least one row, behind the last one."""
         assert first > self.last
         end = first + count
         if self._spans and self._spans[-1][1] == first:
             first = self._spans.pop()[0]
-        if first < end:
-            self._spans.append((first, end))
+        self._spans.append((first, end))
         oldest = self.last + 1 - capacity
         self._spans = [(max(begin, oldest), end) for begin, end in self._spans if end > oldest]
 

@@ -84,6 +84,13 @@ class DflashSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def rows_of_draft(self, num_nodes: int, most_rows: int) -> int:
+        """Rows of a block that drafts so many tokens: as many as blocks have, `most_rows`, since of a shorter
+        one other tokens come out; only where no row sees those behind it, no more than are needed.
+        """
+        is_causal = all(layer.is_causal for layer in self.layers)
+        return min(most_rows, 1 + num_nodes) if is_causal else most_rows
+
     @property
     def feature_size(self) -> int:
         """Width of the features of a row, the tapped residual streams one behind the other."""

@@ -83,7 +83,6 @@ class DflashDrafter:
         assert branching > 0
         self._context = context
         self._num_rows, self._branching = num_rows, branching
-        self._is_causal = all(layer.is_causal for layer in spec.layers)
         self._vocab_size = spec.vocab_size
         self._taps = spec.taps
         self._length = 0  # computed tokens
@@ -115,7 +114,7 @@ class DflashDrafter:
         """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
         if not self._can_draft_after(context):
             return NO_DRAFT
-        num_rows = min(self._num_rows, budget + 1) if self._is_causal else self._num_rows
+        num_rows = self._context.spec.rows_of_draft(budget, self._num_rows)
         try:
             lattice = self._context.draft(context[-1], num_rows, self._branching)
         except ColdstreamError:

@@ -116,17 +116,19 @@ class RoundArrays:
 class RoundKernels:
     """Launches the decisions of rounds of `num_rows` rows, over arrays on the device.
 
-    candidate: int32 [1], the likeliest token after the last row of the block that was computed.
+    candidate: int32 [1], the likeliest token after the last row of the block that was computed; None where
+    `extend_draft` is not used.
     """
 
-    def __init__(self, arrays: RoundArrays, num_rows: int, candidate: torch.Tensor) -> None:
+    def __init__(self, arrays: RoundArrays, num_rows: int, candidate: torch.Tensor | None) -> None:
         assert 1 <= num_rows <= MAX_ROUND_ROWS, "a round has a root, and no more rows than a tree"
         parts = (
             *(arrays.state, arrays.model_columns, arrays.block_columns, arrays.link_columns, arrays.kept),
             *(arrays.count, arrays.first, arrays.settings, arrays.chosen, arrays.ends, candidate),
             arrays.result,
         )
-        self._round = Round(*(part.data_ptr() for part in parts), num_rows)
+        addresses = (None if part is None else part.data_ptr() for part in parts)
+        self._round = Round(*addresses, num_rows)
 
     def extend_draft(self, depth: int) -> None:
         """Token number `depth` of the draft, and the link's row after it; see `link_row`."""
