@@ -117,6 +117,18 @@ def test_one_that_does_not_fit_is_refused_or_left_out_with_a_warning(
         assert llm.generate("def", PARAMS)[0].statistics.speculation is None
 
 
+def test_one_without_kernels_is_refused_on_a_gpu_alone(model: str, tmp_path: Path) -> None:
+    draft = str(_write(tmp_path / "drafter", head_dim=40))
+    on_gpu = {"vram": "2G", "ctx_size": 256, "model_draft": draft}
+    with pytest.raises(ConfigError, match="heads of 40"):
+        plan_by_name(EngineConfig(model, spec_type="dflash", **on_gpu))
+    planned = plan_by_name(EngineConfig(model, **on_gpu))
+    assert planned.run.spec_type == "none"
+    assert any("heads of 40" in warning for warning in planned.warnings)
+    on_cpu = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=draft))
+    assert on_cpu.run.spec_type == "dflash"
+
+
 def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -> None:
     for path, kind in ((model, ModelFormatError), (str(tmp_path / "absent"), ModelNotFoundError)):
         with pytest.raises(kind):

@@ -232,11 +232,17 @@ def test_features_that_are_not_finite_draft_nothing(tmp_path: Path, target: Path
         assert not both.on_gpu.draft(ANCHOR, 4, 5).is_finite
 
 
-def test_heads_without_kernels_are_refused() -> None:
+def test_sizes_without_kernels_are_refused() -> None:
     spec = spec_of(tiny_config(head_dim=40))
     with pytest.raises(ConfigError, match="heads of 40"):
         check_gpu(spec)
     check_gpu(spec_of(tiny_config()))
+    many, narrow = tiny_config(True), tiny_config(intermediate_size=100)
+    many["dflash_config"]["selector_top_k"] = 17
+    with pytest.raises(ConfigError, match="selects of 17 tokens"):
+        check_gpu(spec_of(many))
+    with pytest.raises(ConfigError, match="rows of 256 and 100 values"):
+        check_gpu(spec_of(narrow))
 
 
 def test_spans_of_rows() -> None:
