@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
 from coldstream.gguf.chat_template import ChatTemplate
+from coldstream.server.event_stream import EventStream
 from coldstream.server.local_client import LocalClient
 from coldstream.server.served_model import ServedModel
 
@@ -60,21 +61,24 @@ class Scripted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+    async def submit(self, submission: Submission) -> EventStream:
         if self._script and isinstance(self._script[0], ColdstreamError):
             raise self._script[0]
-        return self._events()
+        stream = EventStream(
+            submission.request_id,
+            submission.request.params.n,
+            lambda stream: self.cancelled.append(stream.request_id),
+        )
+        self._telling = asyncio.create_task(self._tell(stream))
+        return stream
 
-    async def cancel(self, request_id: int) -> None:
-        self.cancelled.append(request_id)
-
-    async def _events(self) -> AsyncIterator[Event]:
+    async def _tell(self, stream: EventStream) -> None:
         for each in self._script:
             if isinstance(each, asyncio.Event):
                 await each.wait()
             else:
                 assert not isinstance(each, ColdstreamError)
-                yield each
+                stream.push(each)
 
 
 def events_of(text: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -10,8 +9,8 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from coldstream.engine import LLM, SamplingParams
-from coldstream.engine.events import Delta, Event, Failed, Started
-from coldstream.engine.request import Piece
+from coldstream.engine.events import Delta, Failed, Started
+from coldstream.engine.request import Piece, Statistics
 from coldstream.engine.submission import Submission
 from coldstream.errors import (
     DeadlineError,
@@ -23,6 +22,7 @@ from coldstream.errors import (
     QueueFullError,
 )
 from coldstream.server.client import ServiceUnavailable
+from coldstream.server.event_stream import EventStream
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
 from http_serving import Connect, Scripted, events_of, idle
@@ -190,6 +190,15 @@ async def test_an_error_in_the_middle_is_the_last_event_and_never_a_silent_end(
     assert whole.status_code == 500
 
 
+async def test_a_first_event_that_is_the_last_is_sent(connect: Connect, local_client: LocalClient) -> None:
+    statistics = Statistics(1, 0, 1, 0.1, 0.0, "generic", 1, 0)
+    last = Delta(1, 0, Piece("abc", (1,), finish_reason="length", statistics=statistics))
+    async with connect(Scripted(local_client, last)) as http:
+        stream = await http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    event, done = events_of(stream.text)
+    assert (event["choices"][0]["text"], done) == ("abc", "[DONE]")
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_answers_that_the_engine_cancels_are_errors_and_not_short_answers(
     connect: Connect, local_client: LocalClient, path: str
@@ -221,7 +230,7 @@ async def test_an_unexpected_error_is_a_500_without_details(
     connect: Connect, local_client: LocalClient
 ) -> None:
     class Broken(Scripted):
-        async def submit(self, submission: Submission) -> AsyncIterator[Event]:
+        async def submit(self, submission: Submission) -> EventStream:
             raise RuntimeError("/home/secret/model.gguf")
 
     app = create_app(Broken(local_client), ServerSettings())  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import InvalidRequestError, QueueFullError
 from coldstream.kvcache import PrefixRam
-from coldstream.server.client import ServiceUnavailable, SlowReaderError
+from coldstream.server.client import ServiceUnavailable
+from coldstream.server.event_stream import SlowReaderError
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
 from hash_runner import open_hash_model

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -29,9 +29,11 @@ from coldstream.server.messages import (
     Loading,
     Open,
     PromptCache,
+    Texts,
     ToEngine,
     ToEngineReader,
     framed,
+    joined,
     payload_length,
 )
 
@@ -103,6 +105,7 @@ PIECES = st.builds(
     stop_reason=st.none() | st.integers(0, 99) | TEXTS,
     statistics=st.none() | STATISTICS,
 )
+NO_STATISTICS = Statistics(1, 0, 1, 0.1, 0.0, "generic", 1, 0)
 EVENTS = (
     st.builds(Started, COUNTS, COUNTS, COUNTS)
     | st.builds(PromptProgress, COUNTS, COUNTS, COUNTS)
@@ -121,6 +124,29 @@ def test_what_is_sent_to_the_engine_arrives_equal(message: Submission | Cancel) 
 @given(EVENTS)
 def test_what_the_engine_tells_arrives_equal(event: Any) -> None:
     assert decode(encode(event, FromEngine), FromEngine) == event
+
+
+@given(st.lists(EVENTS | st.builds(Delta, COUNTS, COUNTS, st.builds(Piece, TEXTS, IDS)), max_size=12))
+def test_the_events_of_a_step_arrive_equal_and_in_their_order(events: list[Any]) -> None:
+    arrived: list[Any] = []
+    for message in joined(events):
+        read = decode(encode(message, FromEngine), FromEngine)
+        arrived += read.deltas() if isinstance(read, Texts) else [read]
+    assert arrived == events
+
+
+def test_texts_that_follow_each_other_are_one_message() -> None:
+    texts = [Delta(1, 0, Piece("a", (1,))), Delta(2, 1, Piece("", (2, 3)))]
+    end = Delta(1, 0, Piece("b", (4,), finish_reason="length"))
+    assert list(joined([*texts, end, texts[0]])) == [Texts.of(texts), end, Texts.of(texts[:1])]
+
+
+@pytest.mark.parametrize(
+    "more", [{"logprobs": ()}, {"finish_reason": "stop"}, {"stop_reason": 7}, {"statistics": NO_STATISTICS}]
+)
+def test_a_delta_with_more_than_text_is_a_message_of_its_own(more: dict[str, Any]) -> None:
+    delta = Delta(1, 0, replace(Piece("a", (1,)), **more))
+    assert list(joined([delta])) == [delta]
 
 
 def test_log_probabilities_keep_their_order_and_may_be_infinite() -> None:

@@ -27,8 +27,8 @@ from coldstream.errors import (
     QueueFullError,
 )
 from coldstream.server import supervisor as supervisor_module
-from coldstream.server.client import Health, ServiceUnavailable, SlowReaderError
-from coldstream.server.event_stream import MAX_UNREAD_BYTES, EventStream
+from coldstream.server.client import Health, ServiceUnavailable
+from coldstream.server.event_stream import MAX_UNREAD_BYTES, EventStream, SlowReaderError
 from coldstream.server.restarts import RestartPolicy
 from coldstream.server.supervisor import Supervisor
 

@@ -204,7 +204,7 @@ class ReplicasClient:
                         f"the replica that computed this answer has ended ({error})", LOST_S
                     )
                 case Started() | PromptProgress() | Delta() | Failed() as event:
-                    if not stream.push(event, len(data)):
+                    if not stream.push(event):
                         return False
                 case other:
                     raise ProtocolError(f"a {type(other).__name__} out of turn")

@@ -1,13 +1,12 @@
 """EngineClient: what HTTP knows of the engine, wherever that runs."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
-from coldstream.engine.events import Event
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
+from coldstream.server.event_stream import EventStream
 from coldstream.server.served_model import ServedModel
 
 State = Literal["loading", "ready", "restarting", "stopping", "failed"]
@@ -22,10 +21,6 @@ class ServiceUnavailable(ColdstreamError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class SlowReaderError(ColdstreamError):
-    """Too much of an answer waited to be read; its request was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,8 @@ class EngineClient(Protocol):
     def model(self) -> ServedModel:
         """The model. Raises ServiceUnavailable before it was ready for the first time."""
 
-    async def submit(self, submission: Submission) -> AsyncIterator[Event]:
-        """Begin a request; the iterator ends after its last event. Closing it earlier cancels the request.
+    async def submit(self, submission: Submission) -> EventStream:
+        """Begin a request; the stream ends after its last event. Closing it earlier cancels the request.
 
         A reader that falls too far behind, and an engine that dies, give a last `Failed`. Raises
         ServiceUnavailable, QueueFullError and InvalidRequestError; nothing was begun then.

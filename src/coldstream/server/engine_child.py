@@ -69,8 +69,8 @@ class EngineChild:
         if not self._writer.is_closing():
             self._writer.write(frame)
 
-    async def messages(self) -> AsyncIterator[tuple[FromEngine, int]]:
-        """Each message and its size in bytes, until the process closes the socket.
+    async def messages(self) -> AsyncIterator[FromEngine]:
+        """Each message, until the process closes the socket.
 
         Raises ProtocolError for what is no message.
         """
@@ -83,7 +83,7 @@ class EngineChild:
                 if burst >= _BURST_BYTES:
                     burst = 0
                     await asyncio.sleep(0)
-                yield message, length
+                yield message
 
     def kill(self) -> None:
         """End the process, whatever it does; `messages` ends then."""

@@ -42,6 +42,7 @@ from coldstream.server.messages import (
     ToEngine,
     ToEngineReader,
     framed,
+    joined,
 )
 from coldstream.server.served_model import EngineFacts
 
@@ -210,7 +211,7 @@ def _serve(connection: _Connection, engine: Computes) -> NoReturn:
         for message in connection.received(0 if is_due or may_rest else None):
             _take(message, connection, engine)
         if is_due and not engine.is_idle:
-            connection.send(*engine.step())
+            connection.send(*joined(engine.step()))
             if time.monotonic() - connection.last_sent >= ALIVE_S:
                 connection.send(Alive())
 

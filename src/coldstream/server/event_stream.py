@@ -7,15 +7,21 @@ from typing import Final, Self
 
 from coldstream.engine.events import Delta, Event, Failed
 from coldstream.errors import ColdstreamError
-from coldstream.server.client import SlowReaderError
 
-MAX_UNREAD_BYTES: Final = 256 << 10  # of events as they came; the last one is taken beyond it
+MAX_UNREAD_BYTES: Final = 256 << 10  # of events, about; the last one is taken beyond it
+_EVENT_BYTES: Final = 64  # what an event takes beside its text and log-probabilities
+_LOGPROB_BYTES: Final = 128
+
+
+class SlowReaderError(ColdstreamError):
+    """Too much of an answer waited to be read; its request was cancelled."""
 
 
 class EventStream:
     """Events in order, ended by the last one of the last answer or by a failure.
 
-    One reader, who calls `aclose` in every case. Waiting for an event may be cancelled and begun again.
+    One reader, who calls `aclose` in every case, and either iterates, where a wait may be cancelled and begun
+    again, or calls `take` whenever the event that it watches is set.
     """
 
     def __init__(self, request_id: int, num_answers: int, leave: Callable[["EventStream"], None]) -> None:
@@ -29,8 +35,8 @@ class EventStream:
         self._is_left = False
         self.has_ended = False
 
-    def push(self, event: Event, num_bytes: int) -> bool:
-        """Take an event; whether the reader keeps up. If it does not, the stream has ended with an error."""
+    def push(self, event: Event) -> bool:
+        """Hold an event; whether the reader keeps up. If it does not, the stream has ended with an error."""
         if self.has_ended:
             return True
         if isinstance(event, Failed):
@@ -39,6 +45,7 @@ class EventStream:
         if isinstance(event, Delta) and event.piece.finish_reason is not None:
             self._num_open -= 1
             self.has_ended = self._num_open == 0
+        num_bytes = size_of(event)
         if self._num_unread + num_bytes > MAX_UNREAD_BYTES and not self.has_ended:
             self.fail(
                 SlowReaderError(
@@ -62,17 +69,34 @@ class EventStream:
         self._events.append((failed, 0))
         self._arrived.set()
 
+    def watch(self, arrived: asyncio.Event) -> None:
+        """Set `arrived` when there is something to take, and at the end."""
+        self._arrived = arrived
+        if self._events or self.has_ended:
+            arrived.set()
+
+    def take(self) -> Event | None:
+        """The next event; None if there is none now."""
+        if not self._events:
+            return None
+        event, num_bytes = self._events.popleft()
+        self._num_unread -= num_bytes
+        return event
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will ever be there to take."""
+        return not self._events and (self.has_ended or self._is_left)
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._events:
-            if self.has_ended or self._is_left:
+        while (event := self.take()) is None:
+            if self.is_over:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        event, num_bytes = self._events.popleft()
-        self._num_unread -= num_bytes
         return event
 
     async def batch(self) -> list[Event]:
@@ -94,3 +118,11 @@ class EventStream:
             self._arrived.set()
             if not self.has_ended:
                 self._leave(self)
+
+
+def size_of(event: Event) -> int:
+    """About the bytes that an event takes until it is read."""
+    if not isinstance(event, Delta):
+        return _EVENT_BYTES
+    num_logprobs = sum(map(len, event.piece.logprobs or ()))
+    return _EVENT_BYTES + len(event.piece.text) + _LOGPROB_BYTES * num_logprobs

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Self, TypeVar
 
 from coldstream.engine.engine import Engine
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
-from coldstream.engine.events import Delta, Event
+from coldstream.engine.events import Event
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
@@ -24,9 +24,6 @@ from coldstream.kvcache import PrefixTier
 from coldstream.server.client import Health, ServiceUnavailable
 from coldstream.server.event_stream import EventStream
 from coldstream.server.served_model import ServedModel
-
-_EVENT_BYTES: Final = 64  # what an event takes beside its text and log-probabilities
-_LOGPROB_BYTES: Final = 128
 
 T = TypeVar("T")
 
@@ -185,7 +182,7 @@ class LocalClient:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
-            if not stream.push(event, _size_of(event)):
+            if not stream.push(event):
                 self._leave(stream)
             elif stream.has_ended:
                 del self._streams[event.request_id]
@@ -196,14 +193,6 @@ class LocalClient:
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
-
-
-def _size_of(event: Event) -> int:
-    """About the bytes that an event takes until it is read."""
-    if not isinstance(event, Delta):
-        return _EVENT_BYTES
-    num_logprobs = sum(map(len, event.piece.logprobs or ()))
-    return _EVENT_BYTES + len(event.piece.text) + _LOGPROB_BYTES * num_logprobs
 
 
 def _settle(future: asyncio.Future[T], settle: Callable[[], None]) -> None:

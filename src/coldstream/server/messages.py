@@ -6,14 +6,16 @@ Closing the socket ends the engine process.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import groupby
+from typing import Any, Final, Self, cast
 
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.engine_statistics import LiveState
-from coldstream.engine.events import Delta, Failed, PromptProgress, Started
+from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
+from coldstream.engine.request import Piece
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
 from coldstream.server.codec import ProtocolError, decode, encode
@@ -105,10 +107,73 @@ class Alive:
     """Steps go on, though no event came of them lately."""
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Deltas in order, column by column: those that nothing but their texts and tokens belongs to.
+
+    A step gives one to each answer, and this form takes a tenth of the time to write and to read.
+    """
+
+    request_ids: tuple[int, ...]
+    indices: tuple[int, ...]
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len({len(column) for column in (self.request_ids, self.indices, self.texts, self.token_ids)}) > 1:
+            raise ProtocolError("columns of different lengths in a Texts")
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> Self:
+        """Deltas for which `is_text` holds."""
+        pieces = [delta.piece for delta in deltas]
+        return cls(
+            tuple([delta.request_id for delta in deltas]),
+            tuple([delta.index for delta in deltas]),
+            tuple([piece.text for piece in pieces]),
+            tuple([piece.token_ids for piece in pieces]),
+        )
+
+    def deltas(self) -> Iterator[Delta]:
+        """What it was made of."""
+        columns = zip(self.request_ids, self.indices, self.texts, self.token_ids, strict=True)
+        for request_id, index, text, token_ids in columns:
+            yield Delta(request_id, index, Piece(text, token_ids))
+
+
 ToEngine = Open | Submission | Cancel | Count
 FromEngine = (
-    Loading | Ready | Died | Accepted | Refused | Counted | Alive | Started | PromptProgress | Delta | Failed
+    Loading
+    | Ready
+    | Died
+    | Accepted
+    | Refused
+    | Counted
+    | Alive
+    | Started
+    | PromptProgress
+    | Delta
+    | Texts
+    | Failed
 )
+
+
+def is_text(event: Event) -> bool:
+    """Whether an event is a delta that nothing but its text and tokens belongs to."""
+    if not isinstance(event, Delta):
+        return False
+    piece = event.piece
+    others = (piece.logprobs, piece.finish_reason, piece.stop_reason, piece.statistics)
+    return others == (None, None, None, None)
+
+
+def joined(events: Iterable[Event]) -> Iterator[FromEngine]:
+    """Events in their order, those of text that follow each other as one message."""
+    for are_texts, group in groupby(events, is_text):
+        if are_texts:
+            yield Texts.of(cast(list[Delta], list(group)))
+        else:
+            yield from group
 
 
 def framed(message: ToEngine | FromEngine, direction: Any) -> bytes:

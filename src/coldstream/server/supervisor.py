@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from coldstream.engine.config import EngineConfig
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
-from coldstream.engine.events import Delta, Failed, PromptProgress, Started
+from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, GenerationFault, InvalidRequestError, QueueFullError
@@ -36,6 +36,7 @@ from coldstream.server.messages import (
     PromptCache,
     Ready,
     Refused,
+    Texts,
 )
 from coldstream.server.restarts import RestartPolicy, Restarts
 from coldstream.server.served_model import EngineFacts, ServedModel
@@ -294,7 +295,7 @@ class Supervisor:
         grace_s = 0.0  # for what was never ready, or says what is no message
         try:
             child.send(Open(self._config, self._limits, self._cache))
-            async for message, num_bytes in child.messages():
+            async for message in child.messages():
                 match message:
                     case Died(error=last):
                         pass
@@ -304,7 +305,7 @@ class Supervisor:
                         self._is_ready = True
                         self._set_state("ready")
                     case _:
-                        self._take(message, num_bytes, running)
+                        self._take(message, running)
             grace_s = 1.0
         except asyncio.CancelledError:
             await child.end(END_S if self._is_ready else 0.0)
@@ -337,9 +338,12 @@ class Supervisor:
         if not self._opened.done():
             self._opened.set_result(self._model)
 
-    def _take(self, message: FromEngine, num_bytes: int, running: _Running) -> None:
+    def _take(self, message: FromEngine, running: _Running) -> None:
         running.last_progress = time.monotonic()
         match message:
+            case Texts():
+                for delta in message.deltas():
+                    self._pass_on(delta, running)
             case Loading():
                 self._loading = message
                 if self._on_progress is not None:
@@ -354,19 +358,17 @@ class Supervisor:
                 if (counted := running.counts.get(ticket)) is not None and not counted.done():
                     counted.set_result(live)
             case Started() | PromptProgress() | Delta() | Failed():
-                self._pass_on(message, num_bytes, running)
+                self._pass_on(message, running)
             case Alive():
                 pass
             case _:
                 raise ProtocolError(f"a {type(message).__name__} out of turn")
 
-    def _pass_on(
-        self, event: Started | PromptProgress | Delta | Failed, num_bytes: int, running: _Running
-    ) -> None:
+    def _pass_on(self, event: Event, running: _Running) -> None:
         stream = running.streams.get(event.request_id)
         if stream is None:  # its reader has left
             return
-        if not stream.push(event, num_bytes):
+        if not stream.push(event):
             running.child.send(Cancel(event.request_id))
         if stream.has_ended:
             del running.streams[event.request_id]

@@ -7,10 +7,9 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self, cast
+from typing import Final, Self
 
 import anyio
 
@@ -18,11 +17,11 @@ from coldstream.engine.events import Delta, Event, Failed
 from coldstream.engine.generation import Request
 from coldstream.engine.submission import Submission
 from coldstream.server.client import EngineClient, ServiceUnavailable
+from coldstream.server.event_stream import EventStream
 from coldstream.server.http.metrics import Metrics
 from coldstream.server.http.settings import ServerSettings
 
 MAX_BORDERS: Final = 5
-_QUEUED_EVENTS: Final = 64  # read ahead of the client; beyond it the engine's own bounds count
 _STOPPED_RETRY_S: Final = 5.0
 _FIRST_EVENT_S: Final = 1.0  # that a stream's status waits for an error that comes at once
 
@@ -66,10 +65,9 @@ class Answers:
     def __init__(self, serving: Serving, submissions: Sequence[Submission]) -> None:
         self._serving = serving
         self._submissions = submissions
-        self._queue: asyncio.Queue[tuple[int, Event | BaseException | None]] = asyncio.Queue(_QUEUED_EVENTS)
-        self._pumps: list[asyncio.Task[None]] = []
-        self._peeked: list[tuple[int, Event]] = []
-        self._num_ended = 0
+        self._arrived = asyncio.Event()  # of any stream
+        self._streams: dict[int, EventStream] = {}  # by submission, those from which more may come
+        self._peeked: tuple[int, Event] | None = None
         self._began = time.monotonic()
         self._last_at: dict[tuple[int, int], float] = {}
         self._outcome = "cancelled"
@@ -78,8 +76,8 @@ class Answers:
         """Give all submissions to the engine. Raises its refusal; nothing of them goes on then."""
         try:
             for index, submission in enumerate(self._submissions):
-                events = await self._serving.client.submit(submission)
-                self._pumps.append(asyncio.create_task(self._pump(index, events)))
+                self._streams[index] = await self._serving.client.submit(submission)
+                self._streams[index].watch(self._arrived)
         except BaseException as error:
             self._outcome = "error" if isinstance(error, Exception) else "cancelled"
             await self.close()
@@ -92,8 +90,7 @@ class Answers:
         await self.begin()
         try:
             with anyio.move_on_after(_FIRST_EVENT_S):
-                first = await self._next()
-                self._peeked = [] if first is None else [first]
+                self._peeked = await self._first()
         except BaseException:
             await self.close()
             raise
@@ -110,56 +107,56 @@ class Answers:
 
         Raises the error of a request that fails.
         """
-        while self._peeked:
-            yield self._peeked.pop(0)
-        while True:
-            with anyio.move_on_after(keep_alive_s) as patience:
-                event = await self._next()
-            if patience.cancelled_caught:
-                yield None
-            elif event is None:
-                break
-            else:
-                yield event
+        if self._peeked is not None:
+            yield self._peeked
+        silence = _Silence(keep_alive_s, self._arrived.set)
+        try:
+            while self._streams:
+                if (item := self._take()) is not None or silence.is_over:
+                    silence.begin()
+                    yield item
+                elif self._streams:
+                    await self._arrival()
+        finally:
+            silence.close()
         self._outcome = "ok"
 
     async def close(self) -> None:
         """End what still runs, and count the request."""
-        for pump in self._pumps:
-            pump.cancel()
-        if self._outcome != "ok":
-            for submission in self._submissions:
-                with suppress(ServiceUnavailable):  # then nothing of it runs
-                    await self._serving.client.cancel(submission.request_id)
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in self._streams.values():
+            await stream.aclose()
         self._serving.metrics.count_request(self._outcome)
 
-    async def _next(self) -> tuple[int, Event] | None:
-        """The next event, None after the last one of the last submission. Raises a request's error."""
-        while self._num_ended < len(self._submissions):
-            index, item = await self._queue.get()
-            if item is None:
-                self._num_ended += 1
-            elif isinstance(item, BaseException | Failed):
-                self._outcome = "error"
-                raise item.error if isinstance(item, Failed) else item
-            elif isinstance(item, Delta) and item.piece.finish_reason == "cancelled":
-                self._outcome = "error"
-                raise ServiceUnavailable("the server stops: send the request again", _STOPPED_RETRY_S)
-            else:
-                self._observe(index, item)
-                return index, item
+    async def _first(self) -> tuple[int, Event] | None:
+        while self._streams:
+            if (item := self._take()) is not None:
+                return item
+            await self._arrival()
         return None
 
-    async def _pump(self, index: int, events: AsyncIterator[Event]) -> None:
-        end: BaseException | None = None
-        try:
-            async with aclosing(cast(AsyncGenerator[Event, None], events)):
-                async for event in events:
-                    await self._queue.put((index, event))
-        except Exception as error:
-            end = error
-        await self._queue.put((index, end))
+    async def _arrival(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def _take(self) -> tuple[int, Event] | None:
+        """The next event that has come. Raises a request's error. Drops streams that are over."""
+        for index, stream in tuple(self._streams.items()):
+            event = stream.take()
+            if stream.is_over:
+                del self._streams[index]
+            if event is not None:
+                self._check(event)
+                self._observe(index, event)
+                return index, event
+        return None
+
+    def _check(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self._outcome = "error"
+            raise event.error
+        if isinstance(event, Delta) and event.piece.finish_reason == "cancelled":
+            self._outcome = "error"
+            raise ServiceUnavailable("the server stops: send the request again", _STOPPED_RETRY_S)
 
     def _observe(self, index: int, event: Event) -> None:
         if not isinstance(event, Delta) or not event.piece.token_ids:
@@ -170,3 +167,34 @@ class Answers:
         else:
             self._serving.metrics.observe_first(now - self._began)
         self._last_at[key] = now
+
+
+class _Silence:
+    """Tells by `wake` that a time has passed since the last `begin`, and again after as long. With one timer
+    for all events, since there is one for each token of each answer.
+    """
+
+    def __init__(self, seconds: float, wake: Callable[[], None]) -> None:
+        self._loop, self._seconds, self._wake = asyncio.get_running_loop(), seconds, wake
+        self._end = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._end, self._ring)
+
+    def begin(self) -> None:
+        """What was not silent is from now on."""
+        self._end = self._loop.time() + self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return self._loop.time() >= self._end
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        at = self._end
+        if self.is_over:
+            self._wake()
+            at = self._loop.time() + self._seconds
+        self._timer = self._loop.call_at(at, self._ring)
