@@ -21,7 +21,8 @@ _FORGOTTEN: Final = 1024  # steps
 _FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
-_DEARER: Final = 1.15  # a row of such a step against one of a whole step
+_DEARER: Final = 0.15  # how much of a whole step's row a row of such a step costs more, at most
+_DEARER_AT_TARGET: Final = 0.3  # the same of a step as long as the target, in proportion if it is shorter
 _LONGEST: Final = 20.0  # targets that a step takes at most where that makes all wait less
 _LESS: Final = 2 / 3  # of what all wait with steps that keep to the target: then longer ones are taken
 
@@ -99,7 +100,7 @@ class StepCost:
     def prompt_rows_alone(self, target_s: float) -> int:
         """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
         meanwhile waits little, but not so few that a row gets much dearer or the step much shorter than
-        the target.
+        the target. More is paid for a step that keeps to the target, the more the less it falls short of it.
 
         All, as long as it is not known what they cost; then fewer are tried, a range at a time. What seemed
         dear is tried again once it is stale, as it may have been measured in a bad moment.
@@ -112,7 +113,7 @@ class StepCost:
             seconds = _seconds(known, rows)
             if seconds < _ALONE * target_s:
                 break
-            if seconds <= _DEARER * whole_s * rows:
+            if seconds <= (1 + _dearer(seconds / target_s)) * whole_s * rows:
                 best, again = rows, 0
                 if rows not in known:
                     break
@@ -136,6 +137,14 @@ class StepCost:
     def _now(self, rows: int) -> int:
         """What the age of a range that begins with so many rows is counted in."""
         return self._num_long_steps if rows > _FEW_ROWS else self._num_steps
+
+
+def _dearer(of_target: float) -> float:
+    """How much more a row may cost than one of a whole step, in a step that takes so much of the target.
+
+    What is compared was measured at different times, so that a limit near what a size costs is met by chance.
+    """
+    return max(_DEARER, _DEARER_AT_TARGET * of_target) if of_target <= 1 else _DEARER
 
 
 def _ranges(num_rows: int) -> Sequence[int]:
