@@ -21,6 +21,7 @@ _FORGOTTEN: Final = 1024  # steps
 _FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
+_LAST: Final = 1 / 6  # of the target, that a step with a prompt's last row takes about
 _DEARER: Final = 0.15  # how much of a whole step's row a row of such a step costs more, at most
 _DEARER_AT_TARGET: Final = 0.3  # the same of a step as long as the target, in proportion if it is shorter
 _LONGEST: Final = 20.0  # targets that a step takes at most where that makes all wait less
@@ -85,14 +86,14 @@ class StepCost:
         """How many rows several prompts have in a step while nothing decodes yet: `most`, or less or more.
 
         num_last: prompts whose last row is in the step; they wait for their first token, so the others get
-        what keeps the step to a third of the target. Otherwise the shortest prompt is done, with few rows of
+        what keeps the step to a sixth of the target. Otherwise the shortest prompt is done, with few rows of
         the others, if that takes at most half as long as a whole step: they lose little.
         """
         known, most, whole = self._known(), min(most, sum(wanted)), min(sum(wanted), self._rows[-1])
         if not known or len(wanted) + num_last < 2:
             return most
         if num_last:
-            fitting = [rows for rows in self._rows if _expected_s(known, rows) <= _ALONE * target_s]
+            fitting = [rows for rows in self._rows if _expected_s(known, rows) <= _LAST * target_s]
             return max(1, min(most, max(fitting, default=0) - num_last))
         shortest = min(wanted) + QUANTUM * (len(wanted) - 1)
         return shortest if _expected_s(known, shortest) <= _expected_s(known, whole) / 2 else most
