@@ -141,6 +141,7 @@ def test_prompts_alone_take_short_steps_where_these_cost_little(
     assert taken[0] == NUM_ROWS
     # Where steps above the target are dear, those within it may yet be worth it: that is one leap.
     assert sum(fewer < rows // 2 for rows, fewer in itertools.pairwise(taken)) <= 1, "in small steps"
+
     def dearer(rows: int) -> float:
         return seconds(rows) / max(1, rows) * NUM_ROWS / seconds(NUM_ROWS) - 1
 
