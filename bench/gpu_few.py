@@ -5,7 +5,7 @@
 The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
 captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
 launch is the median of the graph's replays. The floor counts every weight byte once. Experts are timed with
-up to 16 rows, as more are grouped.
+up to 16 rows, pair by pair.
 
 With --kernels-from the CUDA sources of another tree, whose kernels take the same arguments, are timed in
 turns with this tree's; DIR is its src/coldstream/kernels. With --all-types experts go through kernels for
@@ -29,7 +29,6 @@ from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
-from coldstream.kernels.experts.moe import MAX_GROUPED_ROWS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_few_cuda
@@ -38,6 +37,7 @@ from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from device import graph_seconds, measure_bandwidth
 
 HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
+EXPERT_ROWS = 16
 LAUNCHES = 24
 TURNS = 5  # of each tree's kernels
 ROTATION_BYTES = 256 << 20  # several times the L2 cache
@@ -125,7 +125,7 @@ def expert_cases(down_type: QuantType, rows: int, with_shared: bool = True) -> I
 def all_cases(rows: int) -> Iterator[Case]:
     for name, (cols, matrices) in LINEAR_CASES.items():
         yield linear_case(name, cols, matrices, rows)
-    for down_type in (Q4K, Q6K) if rows <= MAX_GROUPED_ROWS else ():
+    for down_type in (Q4K, Q6K) if rows <= EXPERT_ROWS else ():
         yield from expert_cases(down_type, rows)
 
 

@@ -16,7 +16,7 @@ EXPERTS = 256
 @pytest.mark.parametrize(
     ("quant_type", "forms"),
     [
-        (QuantType.Q4_K, {1: "FEW", 8: "FEW", 9: "GROUPED", 16: "GROUPED", 17: "MANY", 64: "MANY"}),
+        (QuantType.Q4_K, {1: "FEW", 8: "FEW", 9: "GROUPED", 32: "GROUPED", 33: "MANY", 64: "MANY"}),
         (QuantType.F16, {1: "FEW", 8: "FEW", 64: "FEW"}),
         (QuantType.IQ2_XXS, {1: "FLOATS", 64: "FLOATS"}),
     ],

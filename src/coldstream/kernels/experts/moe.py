@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
-from coldstream.kernels.experts.cuda_grouped import ChosenIds
+from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
     all_experts_few,
@@ -40,9 +40,9 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
-# Up to the first number of tokens each pair is computed on its own, up to the second one pairs of an expert
-# read it together in the launches for few, and beyond they are sorted for the tensor cores.
-MAX_PAIRWISE_ROWS, MAX_GROUPED_ROWS = 8, 16
+# Up to so many tokens each pair is computed on its own, up to `MAX_GROUPED_ROWS` pairs of an expert read it
+# together in the launches for few, and beyond they are sorted for the tensor cores.
+MAX_PAIRWISE_ROWS = 8
 
 
 class Form(Enum):
