@@ -10,10 +10,19 @@ CacheIndices = tuple[torch.Tensor, torch.Tensor]  # int64 indices into the first
 
 
 def sequences(rows: Rows) -> Iterator[tuple[int, slice]]:
-    """The state and the rows of each sequence in a batch, in order; nothing for an empty batch."""
+    """The first state and the rows of each sequence in a batch, in order; nothing for an empty batch."""
     groups = rows.state_ids if rows.batch is None else rows.batch.segments
     _, counts = torch.unique_consecutive(groups, return_counts=True)
     start = 0
+    for count in counts.tolist():
+        yield int(rows.state_ids[start]), slice(start, start + count)
+        start += count
+
+
+def parts_of_states(rows: Rows, part: slice) -> Iterator[tuple[int, slice]]:
+    """The rows of one sequence by the state in whose slot they leave theirs; see `BatchRows`."""
+    _, counts = torch.unique_consecutive(rows.state_ids[part], return_counts=True)
+    start = part.start
     for count in counts.tolist():
         yield int(rows.state_ids[start]), slice(start, start + count)
         start += count

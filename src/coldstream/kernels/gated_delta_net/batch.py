@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from coldstream.kernels.ops import DeltaNetWeights, Rows
-from coldstream.kernels.sequences import is_tree, path, sequences
+from coldstream.kernels.sequences import is_tree, parts_of_states, path, sequences
 
 GatedDeltaNet = Callable[..., torch.Tensor]  # as `Ops.gated_delta_net`, for chains
 
@@ -39,7 +39,12 @@ def gated_delta_net_batch(
     outputs = [z[:0]]
     for state_id, part in sequences(rows):
         if not is_tree(rows, part):
-            outputs.append(run(part, state_id, conv_state, state))
+            before = state_id
+            for state_id, rows_of_state in parts_of_states(rows, part):
+                if state_id != before:
+                    conv_state[state_id], state[state_id] = conv_state[before].clone(), state[before].clone()
+                outputs.append(run(rows_of_state, state_id, conv_state, state))
+                before = state_id
             continue
         outputs += [
             run(

@@ -91,12 +91,26 @@ struct delta_block {
   int64_t row_stride;  // of q, k and v
   const float *decay, *beta;
   int64_t gate_stride;
-  float* state;  // [head_size, …] at the block's first column
-  int64_t state_stride;
+  const float* source;  // the state before the tokens, [head_size, …] at the block's first column
+  float* state;         // where it is stored after them; may be `source`
+  int64_t state_stride;  // of both
   float* out;
   int64_t out_stride;
   float* memory;  // head_size * delta_columns
   const float* next_state;  // of the block that this worker is likely to take next, or null: read ahead by a step
+
+  // `count` of its tokens, from number `first` on.
+  delta_block part(int64_t first, int64_t count) const {
+    delta_block found = *this;
+    found.num_rows = count;
+    found.q += first * row_stride;
+    found.k += first * row_stride;
+    found.v += first * row_stride;
+    found.decay += first * gate_stride;
+    found.beta += first * gate_stride;
+    found.out += first * out_stride;
+    return found;
+  }
 };
 
 struct float_kernels {

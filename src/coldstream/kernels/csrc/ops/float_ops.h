@@ -23,6 +23,7 @@ using input_rows = rows_view<const float>;
 using output_rows = rows_view<float>;
 
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
+constexpr int64_t MIN_BRANCH_ROWS = 16;  // of a chain, before a row after which its state is left in another slot
 
 // See `BatchRows` in kernels/ops.py. All null without a batch: rows are then chains, one for each state.
 struct batch_layout {
@@ -47,6 +48,8 @@ struct row_layout {
 
 // The end of the group of rows that begins at `first`.
 int32_t group_end(const row_layout& layout, int32_t first, int32_t rows);
+// The end of the rows that have the state of row `first`, of a group that ends at `end`.
+int32_t state_end(const row_layout& layout, int32_t first, int32_t end);
 // Null, or what is wrong with the parents of the rows first … end − 1, one group of a batch.
 const char* parents_fault(const row_layout& layout, int32_t first, int32_t end);
 

@@ -4,6 +4,9 @@
 // Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in the
 // worker's memory, or takes that copy over where no later row needs it, and its raw inputs are kept. A replay is a
 // chain of accepted rows, from their kept inputs.
+//
+// Where the rows of a long chain change from one state to the next, the state is left behind in the slot of the first
+// one, and goes on into that of the next.
 #include <algorithm>
 #include <utility>
 
@@ -14,11 +17,13 @@ namespace coldstream {
 namespace {
 
 constexpr int64_t MAX_TAPS = 16;
+static_assert(MIN_BRANCH_ROWS >= MAX_TAPS);  // so the inputs that a state is left with are rows of the batch
 constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
 constexpr int64_t STEPS_PER_WORKER = 4;  // from which on a task is all of a step
 
-// The rows of one sequence: a chain, which advances its state, or a draft tree.
+// The rows of one sequence: a chain, which advances its state, or a draft tree. state_id: of the first row, whose slot
+// has the state before it.
 struct state_run {
   int32_t first_row, num_rows, state_id;
   bool is_tree;
@@ -84,6 +89,7 @@ class gated_delta_net_op : public op {
       const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
       uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
+      if (const char* fault = mark_later_states(run)) return w.fail(fault);
       if (run.is_tree) plan_copies(run);
       is_step_[first] = run.num_rows == 1 && !run.is_tree && !a_.replayed;
       num_steps_ += is_step_[first];
@@ -112,11 +118,11 @@ class gated_delta_net_op : public op {
   bool norms_in_step() const { return kernels_.step_columns >= a_.head_size; }
   int64_t rows_to_norm(int64_t rows) const { return norms_in_step() ? rows - num_steps_ : rows; }
 
+  bool is_state(int32_t state_id) const { return state_id >= 0 && state_id < a_.num_states; }
+
   // Null, or what is wrong with a run after those before it.
   const char* run_fault(const state_run& run) const {
-    if (run.state_id < 0 || run.state_id >= a_.num_states) {
-      return "gated_delta_net: a row's state lies outside the states";
-    }
+    if (!is_state(run.state_id)) return "gated_delta_net: a row's state lies outside the states";
     if (uses_[run.state_id] == state_use::advanced || (uses_[run.state_id] == state_use::read && !run.is_tree)) {
       return "gated_delta_net: the rows of a state must be adjacent";
     }
@@ -127,12 +133,30 @@ class gated_delta_net_op : public op {
     }
     if (!a_.layout.in_batch()) return nullptr;
     for (int32_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
-      if (a_.layout.state_ids[row] != run.state_id) return "gated_delta_net: a segment's rows have two state_ids";
       if (a_.layout.batch.kept[row] >= a_.kept.num_rows) {
         return "gated_delta_net: a row of a tree lies outside the kept inputs";
       }
     }
     return parents_fault(a_.layout, run.first_row, run.first_row + run.num_rows);
+  }
+
+  // The end of the rows from `row` of a run on that have its state.
+  int32_t part_end(const state_run& run, int32_t row) const {
+    const int32_t end = run.first_row + run.num_rows;
+    return a_.replayed ? end : state_end(a_.layout, row, end);
+  }
+
+  // Notes the states that a run goes on into behind its first one. Null, or what is wrong with them.
+  const char* mark_later_states(const state_run& run) {
+    const int32_t end = run.first_row + run.num_rows;
+    for (int32_t row = part_end(run, run.first_row); row < end; row = part_end(run, row)) {
+      const int32_t state_id = a_.layout.state_ids[row], before = run.is_tree ? 0 : row - run.first_row;
+      if (before < MIN_BRANCH_ROWS) return "gated_delta_net: a tree, or the first rows of a chain, have two state_ids";
+      if (!is_state(state_id)) return "gated_delta_net: a row's state lies outside the states";
+      if (uses_[state_id] != state_use::none) return "gated_delta_net: the rows of a state must be adjacent";
+      uses_[state_id] = state_use::advanced;
+    }
+    return nullptr;
   }
 
   // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in the
@@ -206,11 +230,15 @@ class gated_delta_net_op : public op {
       for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
       convolve_head(inputs, run.first_row + token, head, w);
     }
-    // Ascending, so that rows that move up within the state are read before they are overwritten.
-    for (int64_t i = 0; i < taps - 1; i++) {
-      const float* from = raw_input(run, run.num_rows + i - (taps - 1), channel);
-      float* to = conv_row(run.state_id, i) + channel;
-      if (from != to) std::copy_n(from, a_.head_size, to);
+    const int32_t end = run.first_row + run.num_rows;
+    for (int32_t row = run.first_row, last; row < end; row = last) {
+      last = part_end(run, row);
+      // Ascending, so that rows that move up within the state are read before they are overwritten.
+      for (int64_t i = 0; i < taps - 1; i++) {
+        const float* from = raw_input(run, last - run.first_row + i - (taps - 1), channel);
+        float* to = conv_row(a_.layout.state_ids[row], i) + channel;
+        if (from != to) std::copy_n(from, a_.head_size, to);
+      }
     }
   }
 
@@ -255,7 +283,7 @@ class gated_delta_net_op : public op {
     const int64_t columns = kernels_.delta_columns;
     const state_run& run = runs_[index / blocks_per_run(columns)];
     const delta_block block = block_of(rows, run, index % blocks_per_run(columns), columns, w);
-    run.is_tree ? walk_tree(block, run, columns, w) : kernels_.delta_advance(block);
+    run.is_tree ? walk_tree(block, run, columns, w) : walk_chain(block, run, index % blocks_per_run(columns));
   }
 
   // Block `index` of those of all single tokens. next: the one that this worker is likely to take after it.
@@ -274,21 +302,28 @@ class gated_delta_net_op : public op {
     return a_.state + (run.state_id * a_.num_value_heads + head) * a_.head_size * a_.head_size + column;
   }
 
+  // block: block `index` of all rows of the run. One task passes from state to state, as each begins with the last.
+  void walk_chain(const delta_block& block, const state_run& run, int64_t index) {
+    const float* source = block.state;
+    const int32_t end = run.first_row + run.num_rows;
+    for (int32_t row = run.first_row, last; row < end; row = last) {
+      last = part_end(run, row);
+      delta_block part = block.part(row - run.first_row, last - row);
+      part.source = source;
+      part.state = state_of({row, last - row, a_.layout.state_ids[row], false}, index, kernels_.delta_columns);
+      kernels_.delta_advance(part);
+      source = part.state;
+    }
+  }
+
   // block: of all rows of the run. Rows that follow each other in one copy of the state advance it together.
   void walk_tree(const delta_block& block, const state_run& run, int64_t columns, worker& w) {
     const int32_t* parents = a_.layout.batch.parents + run.first_row;
     const uint8_t* takes_over = takes_over_.data() + run.first_row;
     for (int64_t i = 0, end; i < run.num_rows; i = end) {
       for (end = i + 1; end < run.num_rows && takes_over[end] && parents[end] == run.first_row + end - 1;) end++;
-      delta_block step = block;
-      step.num_rows = end - i;
-      step.q += i * block.row_stride;
-      step.k += i * block.row_stride;
-      step.v += i * block.row_stride;
-      step.decay += i * block.gate_stride;
-      step.beta += i * block.gate_stride;
-      step.out += i * block.out_stride;
-      step.state = copy_of(run.first_row + i, w);
+      delta_block step = block.part(i, end - i);
+      step.source = step.state = copy_of(run.first_row + i, w);
       step.state_stride = columns;
       if (!takes_over[i]) {
         const float* from = parents[i] < 0 ? block.state : copy_of(parents[i], w);
@@ -321,6 +356,7 @@ class gated_delta_net_op : public op {
         .decay = decay(w, rows, run.first_row) + head,
         .beta = beta(w, rows, run.first_row) + head,
         .gate_stride = a_.num_value_heads,
+        .source = state_of(run, index, columns),
         .state = state_of(run, index, columns),
         .state_stride = size,
         .out = a_.out.row(run.first_row) + head * size + column,

@@ -8,6 +8,12 @@ int32_t group_end(const row_layout& layout, int32_t first, int32_t rows) {
   return end;
 }
 
+int32_t state_end(const row_layout& layout, int32_t first, int32_t end) {
+  int32_t next = first + 1;
+  while (next < end && layout.state_ids[next] == layout.state_ids[first]) next++;
+  return next;
+}
+
 const char* parents_fault(const row_layout& layout, int32_t first, int32_t end) {
   const bool is_tree = layout.in_tree(first);
   if (is_tree && end - first > MAX_TREE_ROWS) return "a draft tree has more rows than one may have";
