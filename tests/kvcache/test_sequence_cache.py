@@ -9,8 +9,8 @@ from test_cache import Shape
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.batch import PathArrays
+from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
+from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, Sequence
@@ -100,6 +100,47 @@ class Sequences(RuleBasedStateMachine):
                 self.advance(demand.sequence, tokens)
                 self.cache.append(demand.sequence, demand.num_rows)
                 self.tokens[demand.sequence] += tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), counts=st.lists(COUNTS, min_size=2, max_size=4), fails=st.booleans())
+    def chain_with_branches(self, data: st.DataObject, counts: list[int], fails: bool) -> None:
+        """The state advances from slot to slot, as the rows of the step name them."""
+        sequence = self.draw(data)
+        if sequence in self.trees:
+            return
+        borders = [sum(counts[:i]) for i in range(1, len(counts))]
+        branches = tuple((MIN_BRANCH_ROWS + border, self.cache.new()) for border in borders)
+        count = MIN_BRANCH_ROWS + sum(counts)
+        segment = CheckedSegment(
+            sequence, np.zeros(count, np.int32), None, np.arange(0), None, branches=branches
+        )
+        if not self.reserve(segment.demand):
+            return
+        if fails:
+            for each in segment.sequences:
+                self.cache.clear(each)
+            self.tokens |= {each: [] for each in segment.sequences}
+            return
+        memory = BatchSize(count, 1, SIZE.num_blocks)
+        arrays = BatchArrays(np.zeros(memory.num_values, np.int32), memory)
+        arrays.write([segment])
+        tokens, state_ids = self.fresh(count), arrays.rows.state_ids.tolist()
+        self.write(sequence, tokens)
+        before = state_ids[0]
+        for token, state_id in zip(tokens, state_ids, strict=True):
+            if state_id != before:
+                self.copy_state(before, state_id)
+            self.recurrent.state[state_id] += token
+            self.recurrent.conv_state[state_id] += token
+            before = state_id
+        self.cache.append(sequence, count, branches)
+        held = self.tokens[sequence]
+        self.tokens |= {branch: held + tokens[:border] for border, branch in branches}
+        self.tokens[sequence] = held + tokens
+
+    def copy_state(self, source: int, target: int) -> None:
+        for each in (self.recurrent.state, self.recurrent.conv_state):
+            each[target] = each[source]
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())

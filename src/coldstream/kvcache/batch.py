@@ -8,6 +8,7 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, MAX_TREE_ROWS, BatchRows, CommittedPath, Rows
+from coldstream.kvcache.branches import Branches, check_branches
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
 
@@ -43,12 +44,17 @@ class Segment:
     they are a draft tree: parents[i] is an earlier row of the segment, or −1 for the last committed position;
     the rows stay pending until a commit. wanted: rows whose logits are wanted, by default the last of a
     chain, all of a tree. A `ChosenToken` is a chain of one row.
+
+    branches: (rows, empty sequence) of a chain, ascending. After the step such a sequence holds the tokens up
+    to so many rows of the segment, and shares their blocks; only the slots of states change hands. The first
+    has MIN_BRANCH_ROWS rows before it, and a row comes after the last. If the step fails, they stay empty.
     """
 
     sequence: Sequence
     token_ids: Collection[int] | ChosenToken
     parents: Collection[int] | None = None
     wanted: Collection[int] | None = None
+    branches: Branches = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class CheckedSegment:
     wanted: Array  # int64
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
     chosen: ChosenToken | None = None  # what determines the only row's token, whose id here is 0
+    branches: Branches = ()
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
@@ -87,7 +94,13 @@ class CheckedSegment:
 
     @property
     def demand(self) -> Demand:
-        return Demand(self.sequence, len(self.token_ids), self.parents)
+        branches = tuple(branch for _, branch in self.branches)
+        return Demand(self.sequence, len(self.token_ids), self.parents, branches)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All that a step with it changes."""
+        return (self.sequence, *(branch for _, branch in self.branches))
 
     @property
     def is_prompt(self) -> bool:
@@ -111,6 +124,11 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
         raise InvalidRequestError("a batch needs at least one segment")
     if len({id(segment.sequence) for segment in batch.segments}) < len(batch.segments):
         raise InvalidRequestError("two segments of a batch are of one sequence: put their rows into one")
+    branches = [id(branch) for segment in batch.segments for _, branch in segment.branches]
+    if len({*branches, *(id(segment.sequence) for segment in batch.segments)}) < len(branches) + len(
+        batch.segments
+    ):
+        raise InvalidRequestError("a branch is named twice in a batch: make each with new_sequence()")
     if len(batch.segments) > limits.num_segments:
         raise InvalidRequestError(
             f"a batch of {len(batch.segments)} segments, but a step takes {limits.num_segments}: make several"
@@ -154,7 +172,12 @@ def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -
     else:
         rows = _integers(segment.wanted, "wanted rows")
         _check_range(rows, count, "wanted rows")
-    return CheckedSegment(segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen)
+    for _, branch in segment.branches:
+        cache.check(branch)
+    check_branches(segment.branches, count, is_chain=parents is None and chosen is None)
+    return CheckedSegment(
+        segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen, segment.branches
+    )
 
 
 def _integers(values: Collection[int], what: str) -> Array:
@@ -233,6 +256,8 @@ class BatchArrays:
             rows[0] = segment.token_ids
             rows[1] = indices if segment.depths is None else sequence.length + segment.depths
             rows[2] = sequence.state
+            for border, branch in segment.branches:
+                rows[2, border:] = branch.state
             rows[3] = number
             rows[4] = indices
             if sequence.pending is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
+from coldstream.kvcache.branches import Branches, leave_branches
 from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
 from coldstream.kvcache.cache_bytes import (
     Content,
@@ -22,17 +23,22 @@ from coldstream.kvcache.cache_bytes import (
     write_block,
     write_state,
 )
+from coldstream.kvcache.paths import check_path
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Rows that a step writes for a sequence; parents: of a draft tree, None for a chain."""
+    """Rows that a step writes for a sequence; parents: of a draft tree, None for a chain.
+
+    branches: empty sequences that are left behind within the rows, see `Segment`.
+    """
 
     sequence: Sequence
     num_rows: int
     parents: tuple[int, ...] | None = None
+    branches: Collection[Sequence] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,8 @@ class SequenceCache:
     def reserve(self, demands: Collection[Demand]) -> None:
         """Gives every sequence, each named once, unshared memory for its rows.
 
-        There has to be room (`check_room`). Rows of trees are pending afterwards.
+        There has to be room (`check_room`). Rows of trees are pending afterwards. Until `append` each branch
+        has the state in whose slot the rows after it leave theirs; to clear a branch gives it back.
         """
         for demand in demands:
             sequence = demand.sequence
@@ -219,6 +226,8 @@ class SequenceCache:
                 self.tensors.reset(sequence.state)
             if demand.parents is None:
                 self._own_state(sequence)
+                for branch in demand.branches:
+                    (branch.state,) = self.states.take(1)
             else:
                 sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
 
@@ -232,8 +241,10 @@ class SequenceCache:
         sequence.blocks += self.blocks.take(max(0, missing))
         return missing > 0
 
-    def append(self, sequence: Sequence, num_rows: int) -> None:
-        """Commits a chain of rows that a step has computed."""
+    def append(self, sequence: Sequence, num_rows: int, branches: Branches = ()) -> None:
+        """Commits a chain of rows that a step has computed, and what it has left behind."""
+        if branches:
+            leave_branches(sequence, branches, self.blocks)
         sequence.length += num_rows
 
     def take_back(self, sequence: Sequence) -> None:
@@ -275,7 +286,7 @@ class SequenceCache:
                 "there are no rows to commit: no draft tree of this sequence is pending"
             )
         path = tuple(rows)
-        _check_path(path, sequence.pending.parents)
+        check_path(path, sequence.pending.parents)
         if path:
             self._own_state(sequence)
         assert sequence.state is not None
@@ -340,6 +351,7 @@ class SequenceCache:
                 if self.states.count(sequence.state) - before > 1:
                     states_given_up[sequence.state] = before + 1
                     num_states += 1
+            num_states += len(demand.branches)
             num_tree_rows += 0 if demand.parents is None else demand.num_rows
         return CacheSize(num_blocks, num_states, num_tree_rows)
 
@@ -378,22 +390,3 @@ def _last_block(sequence: Sequence) -> list[int]:
 
 def _states_of(state: int | None) -> list[int]:
     return [] if state is None else [state]
-
-
-def _check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
-    before = -1
-    for row in path:
-        if not 0 <= row < len(parents):
-            raise InvalidRequestError(
-                f"row {row} cannot be committed: the pending tree has {len(parents)} rows"
-            )
-        if parents[row] != before:
-            raise InvalidRequestError(
-                f"row {row} cannot be committed after {_row_name(before)}: it follows "
-                f"{_row_name(parents[row])}; a path begins at what is committed and goes from parent to child"
-            )
-        before = row
-
-
-def _row_name(row: int) -> str:
-    return "what is committed" if row < 0 else f"row {row}"

@@ -58,6 +58,7 @@ class ModelRunner(ABC):
     head_rows: int  # rows of one call of the head
     cache_size: CacheSize  # what all sequences hold together
     gives_hidden = False  # whether `hidden` has what steps compute
+    leaves_branches = False  # whether a step takes segments with branches
     taps: tuple[int, ...] = ()  # layers after which `features` has the residual stream
     _sequences: SequenceCache
     _limits: BatchLimits
@@ -217,6 +218,8 @@ class ModelRunner(ABC):
         OutOfMemoryError if there is no room, both before anything changes, and ModelChangedError.
         """
         segments = check_batch(batch, self._sequences, self._limits)
+        if not self.leaves_branches and any(segment.branches for segment in segments):
+            raise UnsupportedError(f"a step on the device {self.tier} leaves no branches: end it there")
         self._sequences.check_room([segment.demand for segment in segments])
         self._check_file()
         return self._step(segments)
@@ -351,7 +354,7 @@ class ModelRunner(ABC):
         return [ids[start : start + self.chunk_size] for start in range(0, len(ids), self.chunk_size)]
 
     def _step(self, segments: Collection[CheckedSegment]) -> tuple[Any, ...]:
-        sequences = [segment.sequence for segment in segments]
+        sequences = [sequence for segment in segments for sequence in segment.sequences]
         self._num_rows = 0
         with self._typed_errors(), WholeOrCleared(self._sequences, sequences):
             self._launch(segments)
@@ -363,7 +366,7 @@ class ModelRunner(ABC):
         self._num_rows = start
         for segment in segments:
             if segment.parents is None:
-                self._sequences.append(segment.sequence, len(segment.token_ids))
+                self._sequences.append(segment.sequence, len(segment.token_ids), segment.branches)
         parts, end = [], 0
         for rows in wanted:
             parts.append(logits[end : end + len(rows)])
