@@ -36,6 +36,7 @@ class HashRunner(ModelRunner):
     threads = 1
     warnings: tuple[str, ...] = ()
     reads_file = False
+    leaves_branches = True
     expert_uses: tuple[int, int] | None = None
 
     def __init__(self, file: GGUFFile, ctx_size: int) -> None:
@@ -80,6 +81,7 @@ class HashRunner(ModelRunner):
             self._last = sequence = segment.sequence
             tokens = self._tokens.setdefault(sequence, [])
             tokens[sequence.length :] = segment.token_ids.tolist()
+            self._tokens |= {branch: tokens[: sequence.length + each] for each, branch in segment.branches}
             ends = range(sequence.length + 1, len(tokens) + 1)
             self._contexts += [tokens[:end] for end in ends]
             self.computed += len(ends)

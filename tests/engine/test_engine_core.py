@@ -251,7 +251,7 @@ def test_answers_to_one_prompt_share_its_rows(opened: OpenedModel) -> None:
         steps = rows_of_steps(opened.runner)
         each = client.add(prompt, params)
         client.drain()
-        assert steps == [[199]] + [[1] * 3] * 12
+        assert steps == [[200]] + [[1] * 3] * 11 + [[1] * 2], "the others have its prompt's first 199 rows"
         reused = [output.statistics.reused_tokens for output in client.outputs(each)]
         answers = client.answers(each)
     assert reused == [0, 199, 199]
@@ -296,7 +296,7 @@ def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel
 
 
 def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
-    """Also that of the last row of its prompt, which is computed apart, beside one that is long."""
+    """Also that of the last row of its prompt, of which all others are kept, beside one that is long."""
     clock = FakeClock(tick=0.0)
     with engine_of(opened, EngineLimits(target_step_ms=240), clock) as client:
         steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001)
@@ -310,8 +310,12 @@ def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
         short = client.add([21] * 70, once)
         while not client.pieces(short):
             client.step()
-        assert sorted(steps[0]) == [QUANTUM, 69], "all but its last row, and the least of the long one"
+        assert [sorted(step) for step in steps] == [[QUANTUM, 70]], "all its rows, and the least of the long one"
+        again = client.add([21] * 70, once)
+        while not client.pieces(again):
+            client.step()
         assert 1 in steps[-1]
+        assert len(steps[-1]) == 2
         assert sum(steps[-1]) <= 80, "a third of the target is 80 ms"
 
 

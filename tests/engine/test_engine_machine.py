@@ -146,7 +146,7 @@ def test_prompts_at_their_first_rows_make_way_for_one_that_grows(tmp_path: Path,
     with LLM.from_opened(opened) as llm:
         client = Client(Engine(opened, EngineLimits(target_step_ms=20), FakeClock()), opened)
         ids = [client.add(prompts[0], params)]
-        for _ in range(6):
+        for _ in range(5):
             client.step()
         ids += [client.add(prompt, params) for prompt in prompts[1:]]
         client.drain()

@@ -97,8 +97,7 @@ class Engine:
                 self._served.admit(now)
                 self._compute()
         except BaseException:
-            flying, self._flying = self._flying, None
-            self._served.start_over(tuple(flying.counts) if flying else ())
+            self._served.start_over(self._forget_flying())
             raise
         return self._served.take_events()
 
@@ -158,10 +157,17 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        flying, self._flying = self._flying, None
-        self._served.drop_all(tuple(flying.counts) if flying else ())
+        self._served.drop_all(self._forget_flying())
         if self._drafts is not None:
             self._drafts.close()
+
+    def _forget_flying(self) -> tuple[Job, ...]:
+        """Gives up the outcome of the step under way, and what it has left behind; its jobs."""
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return ()
+        flying.release_branches(self._runner)
+        return tuple(flying.counts)
 
     def _compute(self) -> None:
         """A step with rows of those that run."""
@@ -176,13 +182,14 @@ class Engine:
         launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:
             return
+        self._flying = launched
         self._served.scheduler.served({job.key: count for job, count in counts.items()})
         self._served.tell_progress(counts.keys())
         if self._drafts is not None:
             self._drafts.tell(launched)
         if self._may_fly(launched):
-            self._flying = launched
             return
+        self._flying = None
         self._take(launched, None)
         seconds = self._clock() - start
         self._served.counts.step_s += seconds
@@ -237,8 +244,9 @@ class Engine:
             wanted = {job.key: job.num_wanted for job in running}
             shares = self._served.scheduler.share(wanted, self._most_prompt_rows)
             counts = {self._served.job(key): rows for key, rows in shares.items()}
-            if self._served.memory.fits(counts):
-                return counts
+            fitting = self._served.memory.fitted(counts)
+            if fitting is not None:
+                return fitting
             if not self._served.preempt():
                 what = f"{len(running[0].token_ids)} tokens of request {running[0].request_id}"
                 error = OutOfMemoryError(f"no memory is left for {what}: unpin kept prefixes")
@@ -295,7 +303,15 @@ class Engine:
         return launched
 
     def _take(self, launched: Launched, following: Launched | None) -> None:
-        """Appends the tokens of a step. following: the step that was launched after it, if any."""
+        """Appends the tokens of a step, and keeps what it has left behind. following: the step that was launched
+        after it, if any.
+        """
+        try:
+            self._take_outcomes(launched, following)
+        finally:
+            launched.release_branches(self._runner)
+
+    def _take_outcomes(self, launched: Launched, following: Launched | None) -> None:
         drafts = self._drafts
         try:
             outcomes = launched.outcomes()
@@ -307,6 +323,8 @@ class Engine:
             return
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
+            if isinstance(outcome, Chosen):
+                self._served.keep_branches(job, launched.branches.get(job, ()))
             if job.sequence is None or job.request_id in self._served.cancelled:
                 continue
             if job.is_over:

@@ -8,6 +8,7 @@ from coldstream.engine.generation import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
 from coldstream.engine.submission import Submission
+from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
 from coldstream.models.runner import ModelRunner
 
 
@@ -26,8 +27,8 @@ class Job:
         self.request = request
         self.leader = leader
         self.sequence: kvcache.Sequence | None = None  # None: it has no memory
-        self.num_shared = 0  # tokens of the sequence when it last shared all memory with a kept prefix
-        self.cuts: tuple[int, ...] = ()  # lengths at which a step ends, for a prefix to be kept
+        self.shared: list[int] = []  # lengths of kept prefixes that the sequence shares memory with
+        self.cuts: tuple[int, ...] = ()  # lengths of prefixes to be kept: a step passes over them, or ends there
         self.num_reused = 0
         self.is_over = False
         self.drafts: DraftCounts | None = None  # None: no step after its first token had a chance of any
@@ -60,10 +61,22 @@ class Job:
 
     @property
     def num_wanted(self) -> int:
-        """Rows of the next step: up to a cut, or up to the last token."""
+        """Rows of the next step: up to the last token, or up to a cut that is too near to be passed over."""
         done = self.num_computed
-        end = next((cut for cut in self.cuts if cut > done), len(self.token_ids))
-        return end - done
+        near = (cut for cut in self.cuts if done < cut < done + MIN_BRANCH_ROWS)
+        return next(near, len(self.token_ids)) - done
+
+    def borders(self, count: int) -> tuple[int, ...]:
+        """The numbers of its next `count` rows, ≤ `num_wanted`, behind which a branch is to be left."""
+        done = self.num_computed
+        return tuple(cut - done for cut in self.cuts if done < cut < done + count)
+
+    @property
+    def shared_with(self) -> list[int]:
+        """Lengths of kept prefixes whose state or block the sequence cannot go on in without a copy."""
+        done = self.num_computed
+        whole = done // BLOCK_POSITIONS * BLOCK_POSITIONS
+        return [length for length in self.shared if length == done or whole < length < done]
 
     @property
     def num_missing(self) -> int:
@@ -105,7 +118,7 @@ class Job:
             constraint = opened.grammars.constraint(self.request)
             self._answer = Answer(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
             self.num_reused = min(prefix.length, self.num_prompt)
-        self.sequence, self.num_shared = prefix.sequence, prefix.length
+        self.sequence, self.shared = prefix.sequence, [prefix.length] if prefix.length else []
         forks = {self.fork} if self.leader is None and self.request.params.n > 1 else set()
         self.cuts = tuple(sorted(cut for cut in {*prefix.cuts, *forks} if cut > prefix.length))
         return not has_begun

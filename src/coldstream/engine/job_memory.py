@@ -3,11 +3,12 @@ prefixes behind. Decides nothing about who runs.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from coldstream.engine.job import Job
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache import Demand, PrefixCache, PrefixTier
+from coldstream.kvcache import Demand, PrefixCache, PrefixTier, Sequence
 
 
 class JobMemory:
@@ -51,13 +52,25 @@ class JobMemory:
 
         A prefix that a job shares memory with, and that keeps it from going on, is let go too.
         """
-        demands = [demand_of(job, count) for job, count in counts.items()]
+        demands = self._demands(counts)
         if self._make_room(demands, more_states=more_states):
             return True
         for job in counts:
-            if 0 < job.num_shared == job.num_computed:
-                self.cache.forget(job.token_ids[: job.num_shared], job.submission.namespace)
+            for length in job.shared_with:
+                self.cache.forget(job.token_ids[:length], job.submission.namespace)
         return self._make_room(demands, more_states=more_states)
+
+    def fitted(self, counts: Mapping[Job, int]) -> dict[Job, int] | None:
+        """Makes room for a step with these rows, or with fewer where it can't leave all branches behind: it ends
+        at the first border for which there is no state. None as `fits` has it.
+        """
+        fitting = dict(counts)
+        while with_borders := [job for job, count in fitting.items() if job.borders(count)]:
+            if self._make_room(self._demands(fitting)):
+                return fitting
+            last = with_borders[-1]
+            fitting[last] = last.borders(fitting[last])[-1]
+        return fitting if self.fits(fitting) else None
 
     def keep(self, job: Job, running: Collection[Job]) -> None:
         """Keeps the prefix that the job holds, from whose last row finite logits were seen.
@@ -69,13 +82,31 @@ class JobMemory:
         is_within = job.sequence.length % BLOCK_POSITIONS > 0
         if job.is_over or self._make_room([*demands, demand_of(job, 1)], int(is_within), 1):
             self.cache.keep(job.token_ids, job.sequence, job.submission.namespace)
-            job.num_shared = job.sequence.length
+            job.shared.append(job.sequence.length)
+
+    def keep_branch(self, job: Job, branch: Sequence, running: Collection[Job]) -> None:
+        """Keeps a prefix that a step of the job has left behind, as `keep` does. The branch stays the caller's.
+
+        Its memory is there already: what it shares with the job counts as what the next row copies.
+        """
+        if self._make_room([demand_of(each, 1) for each in running]):
+            self.cache.keep(job.token_ids, branch, job.submission.namespace)
+            job.shared.append(branch.length)
 
     def release(self, job: Job) -> None:
         """Frees the job's sequence; its tokens stay."""
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             self._runner.release(sequence)
+
+    def _demands(self, counts: Mapping[Job, int]) -> list[Demand]:
+        """Of a step with these rows, and with all branches that it is to leave behind."""
+        demands = [demand_of(job, count) for job, count in counts.items()]
+        borders = [job.borders(count) for job, count in counts.items()]
+        return [
+            replace(demand, branches=[self._runner.new_sequence() for _ in each]) if each else demand
+            for demand, each in zip(demands, borders, strict=True)
+        ]
 
     def _make_room(self, demands: Collection[Demand], more_blocks: int = 0, more_states: int = 0) -> bool:
         need = self._runner.need_of(demands)

@@ -7,6 +7,7 @@ about who runs, and changes no job.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from coldstream import kvcache
 from coldstream.decoding import (
     AnyLogits,
     Choice,
@@ -28,23 +29,33 @@ class Launched:
     """A step under way."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
-    # Of those without trees, whose logits are looked at: all that end at a cut or have all tokens computed.
+    # Of those without trees, whose logits are looked at: all that end at a cut, leave branches behind or have all
+    # tokens computed.
     asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
     tree_logits: Mapping[Job, Sequence[AnyLogits]] = field(default_factory=dict)
+    branches: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)  # left behind, ascending
 
     def outcomes(self) -> Mapping[Job, Outcome]:
         """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""
         return dict(zip(self.asked, self.started.outcomes(), strict=True))
 
+    def release_branches(self, runner: ModelRunner) -> None:
+        """Frees them; a second time does nothing. What is kept of them has branches of its own."""
+        _release(runner, self.branches)
+
 
 def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> Launched:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
-    trees: not empty ones, of jobs with one row, behind which they come. At a cut the likeliest token is
-    chosen, which shows that the logits, and so the state, are finite.
+    trees: not empty ones, of jobs with one row, behind which they come. The step leaves branches behind at the
+    cuts that it passes over, which the caller has to release. There, and at a cut where it ends, the likeliest
+    token is chosen, which shows that the logits are finite, and so the states: what is not finite never
+    leaves a state.
     """
+    borders = {job: job.borders(count) for job, count in counts.items() if job not in trees}
+    branches = {job: [runner.new_sequence() for _ in each] for job, each in borders.items() if each}
     segments, asked = [], []
     for job, count in counts.items():
         assert job.sequence is not None
@@ -52,14 +63,20 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
             segments.append(_tree_segment(job, trees[job]))
             continue
         end = job.num_computed + count
-        is_asked = end in job.cuts or end == len(job.token_ids)
-        segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else ()))
+        is_asked = job in branches or end in job.cuts or end == len(job.token_ids)
+        left = tuple(zip(borders[job], branches.get(job, ()), strict=True))
+        wanted = None if is_asked else ()
+        segments.append(Segment(job.sequence, job.next_tokens(count), None, wanted, left))
         if is_asked:
             asked.append(job)
-    rows = dict(zip(counts, runner.step(Batch(tuple(segments))), strict=True))
-    choices = [_choice(job, rows[job][0]) for job in asked]
-    counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
-    return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees})
+    try:
+        rows = dict(zip(counts, runner.step(Batch(tuple(segments))), strict=True))
+        choices = [_choice(job, rows[job][0]) for job in asked]
+        counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
+        return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, branches)
+    except BaseException:
+        _release(runner, branches)
+        raise
 
 
 def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
@@ -78,6 +95,13 @@ def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
     jobs = [job for _, job in going_on]
     choices = [job.choice(logits, unseen) for job, logits, unseen in zip(jobs, rows, results, strict=True)]
     return Launched(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
+
+
+def _release(runner: ModelRunner, branches: Mapping[Job, Sequence[kvcache.Sequence]]) -> None:
+    for each in branches.values():
+        for branch in each:
+            if not branch.is_released:
+                runner.release(branch)
 
 
 def _tree_segment(job: Job, tree: TokenTree) -> Segment:

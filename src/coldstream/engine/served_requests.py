@@ -16,7 +16,7 @@ from coldstream.engine.request import Piece
 from coldstream.engine.scheduler import Scheduler
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError, DeadlineError, InvalidRequestError, QueueFullError
-from coldstream.kvcache import PrefixTier
+from coldstream.kvcache import PrefixTier, Sequence
 
 _LATE_SHARE: Final = 2 / 3  # of the time up to a deadline
 
@@ -170,6 +170,12 @@ class ServedRequests:
         self.memory.keep(job, self.running)
         self._can_admit = True
 
+    def keep_branches(self, job: Job, branches: Iterable[Sequence]) -> None:
+        """Keeps what a step of a job has left behind, if finite logits were seen after the step's last row."""
+        for branch in branches:
+            self.memory.keep_branch(job, branch, self.running)
+            self._can_admit = True
+
     def let_go(self, job: Job, *, is_trusted: bool) -> None:
         """Frees the memory of an answer that is over; what it computed is kept if it can be trusted."""
         if is_trusted and job.sequence is not None:
@@ -226,7 +232,7 @@ class ServedRequests:
                 self.memory.release(job)
             elif job.sequence is not None and (job.num_missing <= 0 or job.sequence.pending):
                 self._opened.runner.clear(job.sequence)
-                job.num_shared = 0
+                job.shared.clear()
 
     def drop_all(self, flying: Collection[Job]) -> None:
         """Forgets all requests without an event, and all kept prefixes but those in tiers that last."""
