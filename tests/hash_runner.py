@@ -36,7 +36,6 @@ class HashRunner(ModelRunner):
     threads = 1
     warnings: tuple[str, ...] = ()
     reads_file = False
-    leaves_branches = True
     expert_uses: tuple[int, int] | None = None
 
     def __init__(self, file: GGUFFile, ctx_size: int) -> None:

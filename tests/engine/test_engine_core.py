@@ -310,7 +310,9 @@ def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
         short = client.add([21] * 70, once)
         while not client.pieces(short):
             client.step()
-        assert [sorted(step) for step in steps] == [[QUANTUM, 70]], "all its rows, and the least of the long one"
+        assert [sorted(step) for step in steps] == [[QUANTUM, 70]], (
+            "all its rows, and the least of the long one"
+        )
         again = client.add([21] * 70, once)
         while not client.pieces(again):
             client.step()

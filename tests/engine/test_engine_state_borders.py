@@ -1,4 +1,4 @@
-"""An engine passes over the places where prefixes are kept: the same tokens, the same prefixes, fewer steps."""
+"""An engine passes over the places where prefixes are kept: same tokens, same prefixes, fewer steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_clients import Answer, Client, FakeClock, alone, engine_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import write_gguf

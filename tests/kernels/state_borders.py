@@ -1,4 +1,4 @@
-"""Batches of chains that leave their state behind at borders, and the same rows cut there into calls of their own."""
+"""Batches of chains that leave their state behind at borders, and the same rows in calls that end there."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,7 +51,7 @@ def rows_of(chains: list[Chain]) -> Rows:
 
 
 def separately(case: DeltaCase, chains: list[Chain]) -> tuple[torch.Tensor, ...]:
-    """Outputs and both states of calls that end at the borders, where the state is copied to the next slot."""
+    """Outputs and both states of calls that end at the borders, where the state is copied on."""
     conv_state, state = case.states()
     out, start = torch.zeros(len(case.state_ids), case.value_width), 0
     for chain in chains:

@@ -56,9 +56,7 @@ def test_the_definition_is_separate_calls(chains: list[Chain], data: st.DataObje
     exact = data.draw(st.booleans())
     case = case_of(chains, head_dim=8)
     states = case.states()
-    out = ReferenceOps(exact=exact).gated_delta_net(
-        *case.inputs(), case.weights(), *states, rows_of(chains)
-    )
+    out = ReferenceOps(exact=exact).gated_delta_net(*case.inputs(), case.weights(), *states, rows_of(chains))
     for found, expected in zip((out, *states), separately(case, chains), strict=True):
         tolerance = 0.0 if exact else 1e-4
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_runner_cases import open_cuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_sequence import OneSequence, open_cpu
-from runner_cases import FAMILIES, write_variant
+from runner_cases import FAMILIES, write_mixed_layers, write_variant
 from tree_cases import prompt
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
@@ -90,6 +91,37 @@ def test_any_borders_have_the_bits_of_steps_that_end_there(
     if shared is not None and not first:
         runner.release(shared)
     assert in_use(runner) == (0, 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_leaves_what_the_cpu_does(tmp_path: Path) -> None:
+    """Beside another prompt and a token, in a block that the text goes on in, and across its end."""
+    path, ids = write_mixed_layers(tmp_path, "qwen35moe"), prompt(300)
+    with (
+        open_cuda(path, context_length=CONTEXT, kv_type="i16", cache_size=SIZE) as gpu,
+        open_cpu(path, threads=1, context_length=CONTEXT, cache_size=SIZE, kv_type="i16") as cpu,
+    ):
+        found, expected = ([], [])
+        for runner, results in ((gpu, found), (cpu, expected)):
+            text, other, third = (runner.new_sequence() for _ in range(3))
+            step(runner, text, ids[:200])
+            branches = tuple((border, runner.new_sequence()) for border in (17, 56, 60, 99))
+            runner.step(
+                Batch(
+                    (
+                        Segment(third, [5]),
+                        Segment(text, ids[200:], branches=branches),
+                        Segment(other, ids[:20]),
+                    )
+                )
+            )
+            held = [text, *(branch for _, branch in branches), other, third]
+            results += [logits for each in held for logits in following(runner, each)]
+            for each in held:
+                runner.release(each)
+            assert in_use(runner) == (0, 0)
+        for one, another in zip(found, expected, strict=True):
+            assert np.array_equal(one, another)
 
 
 def test_several_sequences_of_a_step_leave_branches(runner: OneSequence) -> None:
@@ -175,20 +207,20 @@ def test_a_step_without_room_for_a_branch_changes_nothing(path: Path) -> None:
         assert (sequence.length, branches[0].length) == (40, 20)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("made to fail"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("part", ["_run_trunk", "_logits_of"])
 def test_a_step_that_fails_leaves_nothing(
-    runner: OneSequence, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
+    runner: OneSequence, monkeypatch: pytest.MonkeyPatch, part: str, error: type[BaseException]
 ) -> None:
     sequence, branch = runner.new_sequence(), runner.new_sequence()
     step(runner, sequence, prompt(5))
 
     def fail(*_: object) -> None:
-        raise error
+        raise error("made to fail")
 
     with monkeypatch.context() as patch:
         patch.setattr(CpuRunner, part, fail)
-        with pytest.raises(type(error)):
+        with pytest.raises(error):
             step(runner, sequence, prompt(40), ((20, branch),))
     assert (sequence.length, branch.length) == (0, 0)
     assert in_use(runner) == (0, 0)

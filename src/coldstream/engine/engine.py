@@ -303,8 +303,9 @@ class Engine:
         return launched
 
     def _take(self, launched: Launched, following: Launched | None) -> None:
-        """Appends the tokens of a step, and keeps what it has left behind. following: the step that was launched
-        after it, if any.
+        """Appends the tokens of a step, and keeps what it has left behind.
+
+        following: the step that was launched after it, if any.
         """
         try:
             self._take_outcomes(launched, following)

@@ -61,8 +61,9 @@ class JobMemory:
         return self._make_room(demands, more_states=more_states)
 
     def fitted(self, counts: Mapping[Job, int]) -> dict[Job, int] | None:
-        """Makes room for a step with these rows, or with fewer where it can't leave all branches behind: it ends
-        at the first border for which there is no state. None as `fits` has it.
+        """Makes room for a step with these rows, or with fewer where it cannot leave all branches behind.
+
+        It ends at the first border for which there is no state then. None where `fits` says no.
         """
         fitting = dict(counts)
         while with_borders := [job for job, count in fitting.items() if job.borders(count)]:
@@ -85,7 +86,8 @@ class JobMemory:
             job.shared.append(job.sequence.length)
 
     def keep_branch(self, job: Job, branch: Sequence, running: Collection[Job]) -> None:
-        """Keeps a prefix that a step of the job has left behind, as `keep` does. The branch stays the caller's.
+        """Keeps a prefix that a step of the job has left behind; the branch stays the caller's. Not if one of
+        those that run could not go on then.
 
         Its memory is there already: what it shares with the job counts as what the next row copies.
         """

@@ -29,8 +29,8 @@ class Launched:
     """A step under way."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
-    # Of those without trees, whose logits are looked at: all that end at a cut, leave branches behind or have all
-    # tokens computed.
+    # Of those without trees, whose logits are looked at: all that end at a cut, leave branches behind or have
+    # all tokens computed.
     asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
@@ -49,10 +49,10 @@ class Launched:
 def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> Launched:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
-    trees: not empty ones, of jobs with one row, behind which they come. The step leaves branches behind at the
-    cuts that it passes over, which the caller has to release. There, and at a cut where it ends, the likeliest
-    token is chosen, which shows that the logits are finite, and so the states: what is not finite never
-    leaves a state.
+    trees: not empty ones, of jobs with one row, behind which they come. The step leaves branches behind at
+    the cuts that it passes over, which the caller has to release. After these, and at a cut where it ends,
+    the likeliest token is chosen, which shows that the last logits are finite, and so the states before
+    them: what is not finite never leaves a state.
     """
     borders = {job: job.borders(count) for job, count in counts.items() if job not in trees}
     branches = {job: [runner.new_sequence() for _ in each] for job, each in borders.items() if each}

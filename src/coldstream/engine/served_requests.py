@@ -171,7 +171,7 @@ class ServedRequests:
         self._can_admit = True
 
     def keep_branches(self, job: Job, branches: Iterable[Sequence]) -> None:
-        """Keeps what a step of a job has left behind, if finite logits were seen after the step's last row."""
+        """Keeps what a step of a job has left behind, after whose last row finite logits were seen."""
         for branch in branches:
             self.memory.keep_branch(job, branch, self.running)
             self._can_admit = True

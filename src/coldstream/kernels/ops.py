@@ -28,7 +28,9 @@ Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
 MAX_SHORT_CHAIN = 8  # rows; longer chains count as a prompt's
-MIN_BRANCH_ROWS = 16  # rows of a chain before one after which its state is left in another slot; ≥ taps of a layer
+MIN_BRANCH_ROWS = (
+    16  # rows of a chain before one after which its state is left in another slot; ≥ taps of a layer
+)
 SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
 
 
@@ -48,10 +50,10 @@ class BatchRows:
     A chain's rows follow each other after the committed positions of its sequence, and advance its states.
     Where the state_ids of a chain change, after at least MIN_BRANCH_ROWS of its rows, the state after the
     last row of one id stays in that slot, and the rows of the next id go on from it; the chain begins with
-    the state in the slot of its first id. A row of a tree, of at most MAX_TREE_ROWS, follows an earlier row of its segment or the last committed
-    position, and changes no state: key and value of row i of the segment go to index committed + i of the
-    sequence, its inputs to the gated DeltaNet to row kept[i] of `inputs`. The caches are
-    [blocks, BLOCK_POSITIONS, G, row].
+    the state in the slot of its first id. A row of a tree, of at most MAX_TREE_ROWS, follows an earlier row
+    of its segment or the last committed position, and changes no state: key and value of row i of the segment
+    go to index committed + i of the sequence, its inputs to the gated DeltaNet to row kept[i] of `inputs`.
+    The caches are [blocks, BLOCK_POSITIONS, G, row].
     """
 
     segments: Array  # int32 [T], row of `tables`; rows of a segment are adjacent

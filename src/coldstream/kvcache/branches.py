@@ -1,8 +1,8 @@
 """Sequences that a step leaves behind within a chain of rows, so that a prefix can be kept without a pause.
 
-A branch gets the state in its slot, as the rows after it go on into another; nothing is copied. Until the step
-has ended, the slot that a branch holds is that of the rows *after* it: the going-on sequence has the first one, so
-that whatever fails, clearing the sequence and its branches frees each slot once.
+A branch gets the state in its slot, as the rows after it go on into another; nothing is copied. Until the
+step has ended, the slot that a branch holds is that of the rows *after* it, and the sequence that goes on has
+the first one: so whatever fails, clearing the sequence and its branches frees each slot once.
 """
 
 from coldstream.errors import InvalidRequestError

@@ -2,6 +2,7 @@
 
 from coldstream.errors import InvalidRequestError
 
+
 def check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
     """Raises InvalidRequestError unless the rows are one path of the tree, from what is committed on."""
     before = -1

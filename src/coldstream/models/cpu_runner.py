@@ -41,7 +41,6 @@ class CpuRunner(ModelRunner):
     # Rows of the captured graph: enough to keep matrix units busy, few enough for activations to stay small.
     chunk_size = 512
     gives_hidden = True
-    leaves_branches = True
 
     def __init__(
         self,

@@ -303,7 +303,8 @@ class CudaRunner(ModelRunner):
             )
         else:
             outputs.hidden = self._uncaptured(shape)
-        self._in_flight.append((self._num_steps, tuple(segment.sequence for segment in segments)))
+        changed = tuple(sequence for segment in segments for sequence in segment.sequences)
+        self._in_flight.append((self._num_steps, changed))
         if self._partial:
             self._partial.launched()
 

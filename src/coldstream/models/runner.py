@@ -58,7 +58,6 @@ class ModelRunner(ABC):
     head_rows: int  # rows of one call of the head
     cache_size: CacheSize  # what all sequences hold together
     gives_hidden = False  # whether `hidden` has what steps compute
-    leaves_branches = False  # whether a step takes segments with branches
     taps: tuple[int, ...] = ()  # layers after which `features` has the residual stream
     _sequences: SequenceCache
     _limits: BatchLimits
@@ -218,8 +217,6 @@ class ModelRunner(ABC):
         OutOfMemoryError if there is no room, both before anything changes, and ModelChangedError.
         """
         segments = check_batch(batch, self._sequences, self._limits)
-        if not self.leaves_branches and any(segment.branches for segment in segments):
-            raise UnsupportedError(f"a step on the device {self.tier} leaves no branches: end it there")
         self._sequences.check_room([segment.demand for segment in segments])
         self._check_file()
         return self._step(segments)

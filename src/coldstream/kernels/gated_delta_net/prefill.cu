@@ -1,6 +1,7 @@
 // The gated DeltaNet of long chains in three launches: convolution, norms and gates of all tokens at once;
 // the recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at
-// once. Rows of draft trees are left to decode.cu.
+// once. Rows of draft trees are left to decode.cu. Where the rows of a sequence change from one state to the next, the
+// recurrence leaves the state in the first one's slot and goes on with the same registers.
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
 #include "gated_delta_net/walk.cuh"
@@ -112,8 +113,30 @@ __global__ void __launch_bounds__(D)
   }
 }
 
-// The block's share of the last taps − 1 raw inputs of its sequence: of its value head, and of the query and
-// key head of the same number.
+// The row behind those from `first` on that have its state, of the rows up to `end`; the same number in all lanes of a
+// warp. A lane reads several at a time, as each takes long to come.
+__device__ __forceinline__ int state_end(const DeltaRows& rows, int first, int end) {
+  constexpr int rows_each = 16;
+  const int lane = threadIdx.x % warp_size, state_id = rows.state_ids[first];
+  int found = end;
+#pragma unroll 1
+  for (int from = first + 1; from < end && found == end; from += rows_each * warp_size) {
+#pragma unroll
+    for (int i = rows_each - 1; i >= 0; i--) {
+      const int row = min(from + i * warp_size + lane, end - 1);
+      if (rows.state_ids[row] != state_id) found = row;
+    }
+#pragma unroll
+    for (int apart = warp_size / 2; apart > 0; apart /= 2) {
+      found = min(found, __shfl_xor_sync(all_lanes, found, apart));
+    }
+    found = __shfl_sync(all_lanes, found, 0);  // so the compiler knows that all lanes have the same
+  }
+  return found;
+}
+
+// The block's share of the last taps − 1 raw inputs of the rows of `span`, which begins with its sequence: of its value
+// head, and of the query and key head of the same number. Those before the span are in the slot that it writes.
 __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const DeltaRows& rows,
                                             const DeltaStates& states, int state_id, int2 span, int head_size,
                                             int head, int column, int num_taps) {
@@ -143,27 +166,43 @@ __global__ void __launch_bounds__(walk_threads, 1)
   const int key_head = layer.key_head_ids[head], size = layer.num_value_heads * D;
   const int2 span = work.spans[blockIdx.y];
   if (span.y == 0) return;
-  const int state_id = rows.state_ids[span.x];
-  const int64_t first = span.x, key_stride = 2 * layer.num_key_heads * D;
-  const float* q = work.keys + first * key_stride + key_head * D;
+  const int64_t key_stride = 2 * layer.num_key_heads * D;
+  const float* q = work.keys + span.x * key_stride + key_head * D;
   const Sources from{q,
                      q + layer.num_key_heads * D,
-                     work.values + first * size + head * D + column,
-                     work.gates + first * layer.num_value_heads + head,
+                     work.values + int64_t(span.x) * size + head * D + column,
+                     work.gates + int64_t(span.x) * layer.num_value_heads + head,
                      key_stride,
                      size,
                      layer.num_value_heads};
-  const int count = span.y - span.x;
-  if (own_warp() == delta_threads / warp_size) return feed_tokens<D>(tokens, from, count);
-  float* block_state = states.state + (int64_t(state_id) * layer.num_value_heads + head) * D * D + column;
+  if (own_warp() == delta_threads / warp_size) {
+    int row = span.x;
+    while (true) {
+      const int end = state_end(rows, row, span.y);
+      feed_tokens<D>(tokens, from.behind(row - span.x), end - row);
+      if (end == span.y) return;
+      meet_all_warps();  // the walking warps have read the last token: the ring is free
+      row = end;
+    }
+  }
+  const auto block_state = [&](int row) {
+    return states.state + (int64_t(rows.state_ids[row]) * layer.num_value_heads + head) * D * D + column;
+  };
   Walk<D> walk;
-  load_state<D>(block_state, walk.state);
-  keep_inputs(layer, rows, states, state_id, span, D, head, column, num_taps);
-  float* out = work.raw + first * size + head * D + column + own_column();
+  load_state<D>(block_state(span.x), walk.state);
   const uint32_t chain = shared_address(tokens.ring[0].q + own_chain() * chain_floats<D>);
   const int to_value = shared_address(tokens.ring[0].v + own_column()) - chain;
-  walk_tokens<D>(walk, tokens, {fixed(chain), int(fixed(to_value))}, fixed(count), out, fixed(size));
-  store_state<D>(block_state, walk.state);
+  int row = span.x;
+  while (true) {
+    const int end = state_end(rows, row, span.y);
+    keep_inputs(layer, rows, states, rows.state_ids[row], {span.x, end}, D, head, column, num_taps);
+    float* out = work.raw + int64_t(row) * size + head * D + column + own_column();
+    walk_tokens<D>(walk, tokens, {fixed(chain), int(fixed(to_value))}, fixed(end - row), out, fixed(size));
+    store_state<D>(block_state(row), walk.state);
+    if (end == span.y) return;
+    meet_all_warps();
+    row = end;
+  }
 }
 
 // grid (rows · groups / 8), 256 threads: a group of 256 output columns a warp.

@@ -35,6 +35,12 @@ struct Sources {
   const float *q, *k, *v;
   const float2* gates;
   int64_t key_stride, value_stride, gate_stride;
+
+  __device__ Sources behind(int64_t num_tokens) const {
+    const int64_t keys = num_tokens * key_stride;
+    return {q + keys, k + keys, v + num_tokens * value_stride, gates + num_tokens * gate_stride, key_stride,
+            value_stride, gate_stride};
+  }
 };
 
 // The share of a lane of the copying warp: the same piece of every token's query and key, a piece of the values of
