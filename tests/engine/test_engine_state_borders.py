@@ -109,6 +109,20 @@ def test_a_first_token_takes_one_step(opened: OpenedModel, monkeypatch: pytest.M
         assert client.num_reused(again) == 60
 
 
+def test_prefixes_in_the_block_that_an_answer_goes_on_in_make_way_for_it(path: Path) -> None:
+    with LLM.from_opened(opened_model(path, CacheSize(3, 12))) as llm, engine_of(llm.opened) as client:
+        request = client.add(PROMPT[:110], SAMPLED, borders=(40, 60))
+        client.step()
+        assert kept_lengths(client) == [40, 60, 109]
+        other = llm.opened.runner.new_sequence()
+        llm.opened.runner.step(Batch((Segment(other, [1] * 300),)))
+        assert llm.opened.runner.free.num_blocks == 0
+        client.drain()
+        llm.opened.runner.release(other)
+        assert client.error(request) is None
+        assert client.answers(request) == alone(llm, PROMPT[:110], SAMPLED)
+
+
 def test_a_step_ends_at_a_cut_that_is_too_near(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(opened) as client:
         steps = rows_of_steps(client, monkeypatch)

@@ -212,7 +212,7 @@ def test_answers_to_one_prompt_share_its_rows(llm: LLM, monkeypatch: pytest.Monk
     steps = steps_of(llm, monkeypatch)
     outputs = llm.generate([prompt], params)[0].outputs
     assert [told(each) for each in outputs] == expected[0]
-    assert steps == [[len(prompt) - 1]] + [[1] * 3] * 12
+    assert steps == [[len(prompt)]] + [[1] * 3] * 11 + [[1] * 2]
     assert [each.statistics.reused_tokens for each in outputs] == [0] + [len(prompt) - 1] * 2
 
 

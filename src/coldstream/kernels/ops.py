@@ -28,9 +28,7 @@ Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
 MAX_SHORT_CHAIN = 8  # rows; longer chains count as a prompt's
-MIN_BRANCH_ROWS = (
-    16  # rows of a chain before one after which its state is left in another slot; ≥ taps of a layer
-)
+MIN_BRANCH_ROWS = 16  # of a chain, before its state may be left in a slot; no layer has more taps
 SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
 
 
