@@ -1,6 +1,6 @@
-"""Where a prompt's computation pauses so that a prefix of it can be kept. Pure: positions only.
+"""Where the state within a prompt is left, so that a prefix of it can be kept. Pure: positions only.
 
-Each cut costs a recurrent state, and a step that ends there; so there are few.
+Each cut costs a recurrent state, and a step that ends there where it cannot pass over it; so there are few.
 """
 
 from collections.abc import Iterable
