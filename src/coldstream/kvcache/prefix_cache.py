@@ -2,9 +2,10 @@
 
 A prompt begins with a branch of the longest kept prefix: the blocks of keys and values are shared, nothing is
 copied, and every token after it has the bits of a prompt computed from its start. A recurrent state describes
-one length only, so the cache says after which tokens of a prompt a state is to be left for `keep`: at borders that the
-caller knows, where it parts from prompts seen before, and often enough that little is computed twice. A model
-without such states begins with a part of what is kept, and needs one, before a prompt's last token.
+one length only, so the cache says after which tokens of a prompt a state is to be left for `keep`: at borders
+that the caller knows, where it parts from prompts seen before, and often enough that little is computed
+twice. A model without such states begins with a part of what is kept, and needs one, before a prompt's last
+token.
 
 Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
 again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use. Tiers
