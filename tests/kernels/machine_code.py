@@ -25,6 +25,11 @@ def stack_bytes(code: MachineCode) -> int:
     return int(frames[code.symbol])
 
 
+def code_bytes(code: MachineCode) -> int:
+    """Instructions of the kernel."""
+    return int(dict(_sections(code.cubin))[f".text.{code.symbol}"][1])
+
+
 def _sections(cubin: bytes) -> list[tuple[str, tuple[int, int, int]]]:
     """Name, and (offset, bytes, linked section), of each."""
     assert cubin[:5] == b"\x7fELF\x02"

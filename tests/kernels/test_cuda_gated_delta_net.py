@@ -6,11 +6,12 @@ import pytest
 import torch
 from delta_cases import DeltaCase, check_results, one_state, weights_on
 from guarded import Guarded
+from machine_code import code_bytes, stack_bytes
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, DeltaNetInputs, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DECODE,
     PREFILL,
@@ -90,6 +91,14 @@ def one_thread() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles(program: CudaProgram, instance: str, arch: str) -> None:
     assert compile_instance(program.source, instance, arch).cubin
+
+
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_a_walk_keeps_its_warps_together(head_dim: int) -> None:
+    """Or else the compiler makes it twice as long, see `delta_recurrence`; and its state is in registers."""
+    code = compile_instance(PREFILL.source, f"delta_recurrence<{head_dim}>", "sm_90a")
+    assert code_bytes(code) < 33_000
+    assert stack_bytes(code) == 0
 
 
 @pytest.mark.gpu

@@ -130,7 +130,7 @@ __device__ __forceinline__ int state_end(const DeltaRows& rows, int first, int e
     for (int apart = warp_size / 2; apart > 0; apart /= 2) {
       found = min(found, __shfl_xor_sync(all_lanes, found, apart));
     }
-    found = __shfl_sync(all_lanes, found, 0);  // so the compiler knows that all lanes have the same
+    found = __shfl_sync(all_lanes, found, 0);  // which tells the compiler that all lanes have the same
   }
   return found;
 }
@@ -193,11 +193,13 @@ __global__ void __launch_bounds__(walk_threads, 1)
   const uint32_t chain = shared_address(tokens.ring[0].q + own_chain() * chain_floats<D>);
   const int to_value = shared_address(tokens.ring[0].v + own_column()) - chain;
   int row = span.x;
+  // The compiler has to know that `end`, by which loops end, is the same in all lanes. Otherwise it has the walk twice,
+  // the second time with shuffles for lanes that come apart.
   while (true) {
     const int end = state_end(rows, row, span.y);
     keep_inputs(layer, rows, states, rows.state_ids[row], {span.x, end}, D, head, column, num_taps);
     float* out = work.raw + int64_t(row) * size + head * D + column + own_column();
-    walk_tokens<D>(walk, tokens, {fixed(chain), int(fixed(to_value))}, fixed(end - row), out, fixed(size));
+    walk_tokens<D>(walk, tokens, {fixed(chain), int(fixed(to_value))}, end - row, out, fixed(size));
     store_state<D>(block_state(row), walk.state);
     if (end == span.y) return;
     meet_all_warps();
