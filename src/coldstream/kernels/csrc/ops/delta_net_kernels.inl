@@ -183,7 +183,7 @@ template <bool WHOLE, int VECTORS>
 static inline void predict_key(const delta_block& block, int64_t i, vec16 decay, vec16* prediction) {
 #pragma GCC unroll 8
   for (int v = 0; v < VECTORS; v++) {
-    const float* place = block.source + i * block.state_stride + 16 * v;
+    const float* place = block.state + i * block.state_stride + 16 * v;
     const vec16 state = load_columns<WHOLE>(place, block.num_columns - 16 * v);
     prediction[v] = fma16(splat16(block.k[i]), mul16(state, decay), prediction[v]);
   }
@@ -196,8 +196,7 @@ static inline void update_key(const delta_block& block, int64_t i, vec16 decay, 
   for (int v = 0; v < VECTORS; v++) {
     float* place = block.state + i * block.state_stride + 16 * v;
     if (block.next_state != nullptr) __builtin_prefetch(block.next_state + i * block.state_stride + 16 * v, 0, 2);
-    const float* from = block.source + i * block.state_stride + 16 * v;
-    const vec16 decayed = mul16(load_columns<WHOLE>(from, block.num_columns - 16 * v), decay);
+    const vec16 decayed = mul16(load_columns<WHOLE>(place, block.num_columns - 16 * v), decay);
     const vec16 state = fma16(splat16(block.k[i]), change[v], decayed);
     output[v] = fma16(splat16(block.q[i]), state, output[v]);
     store_columns<WHOLE>(place, state, block.num_columns - 16 * v);

@@ -141,7 +141,7 @@ struct float_kernels {
                       float* decay, float* beta, int64_t n);
   void (*delta_advance)(const delta_block& block);
   int64_t delta_columns;  // the most columns of a block
-  // The same bits for a block of one row, without its memory.
+  // The same bits for a block of one row whose source is its state, without its memory.
   void (*delta_step)(const delta_block& block);
   int64_t step_columns;
 
