@@ -1,5 +1,6 @@
 """The engine on a GPU, whose steps are launched before their tokens are known: the answers of the CPU."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,17 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from engine_clients import alone, engine_of
+from engine_clients import Client, alone, engine_of
 from test_ahead_on_gpu import ALL_KINDS, GREEDY, WAYS
 from test_lists_on_gpu import SEEDED, on_cpu, path
 
 from coldstream.decoding import Outcome
 from coldstream.engine import LLM
+from coldstream.engine.engine import Engine
 from coldstream.engine.job import Job
+from coldstream.engine.limits import EngineLimits
 from coldstream.engine.model_steps import Launched
+from coldstream.engine.step_cost import StepCost
 from coldstream.errors import GenerationFault
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -65,6 +69,32 @@ def test_steps_of_answers_that_only_decode_are_launched_ahead(models: tuple[LLM,
         client.drain()
         assert [tuple(client.tokens_so_far(each)) for each in ids] == wanted
         assert client.engine.statistics().ahead_steps == 7, "all but the first"
+
+
+def test_what_flying_steps_cost_is_learned(models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their launch, or from the end of the one before, to their own: that of a whole prompt as well."""
+    now, recorded = 0.0, []
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    def record(self: StepCost, num_rows: int, seconds: float) -> None:
+        recorded.append((num_rows, seconds, now))
+
+    monkeypatch.setattr(StepCost, "record", record)
+    engine = Engine(models[0].opened, EngineLimits(), clock=clock)
+    client = Client(engine, models[0].opened)
+    client.add(list(range(20)), GREEDY)
+    began = now
+    client.drain()
+    engine.close()
+    assert [rows for rows, *_ in recorded] == [20, *[1] * (GREEDY.max_tokens - 1)]
+    ends = [began, *(end for *_, end in recorded)]
+    spans = [after - before for before, after in itertools.pairwise(ends)]
+    assert [seconds for _, seconds, _ in recorded[1:]] == spans[1:]
+    assert 0 < recorded[0][1] <= spans[0]
 
 
 def test_one_that_comes_while_steps_fly_is_taken_on(models: tuple[LLM, LLM]) -> None:

@@ -60,6 +60,7 @@ class Engine:
         # What was dear once is tried again soon, as longer steps may have been measured in a better moment.
         self._lone_cost = StepCost(chunk_size, stale=64)
         self._flying: Launched | None = None  # a step whose tokens the host has not looked at
+        self._flying_since = 0.0  # when it was launched, or the one before it had ended
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
         self._is_closed = False
 
@@ -188,6 +189,7 @@ class Engine:
         if self._drafts is not None:
             self._drafts.tell(launched)
         if self._may_fly(launched):
+            self._flying_since = start
             return
         self._flying = None
         self._take(launched, None)
@@ -277,7 +279,10 @@ class Engine:
         self._take(flying, following)
         if self._drafts is not None and following is not None:
             self._drafts.tell(following, is_ahead=True)
-        self._served.counts.step_s += self._clock() - start
+        end = self._clock()
+        self._served.counts.step_s += end - start
+        self._cost.record(sum(flying.counts.values()), end - self._flying_since)
+        self._flying_since = end
 
     def _may_fly(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
