@@ -21,9 +21,11 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
-from coldstream.kernels.attention.cuda import IntegerKernels
+from coldstream.kernels.attention.cuda import IntegerKernels, attend_in_parts
 from coldstream.kernels.attention.exact import CHUNK_SIZE, attention_exact, first_position
+from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import batch_rows
+from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
@@ -188,7 +190,20 @@ def on(device: str, of: T) -> T:
 
 
 def check_launched(case: BatchCase, expected: Results, limits: DeviceLimits, device: str = "cpu") -> None:
-    """A GPU's kernels, from projections to what the next product reads, and what is left in the caches."""
+    """A GPU's kernels, from projections to what the next product reads, and what is left in the caches.
+
+    With as many rows at once as a step has, and with all.
+    """
+    batch, num_rows = case.rows().batch, len(expected[0])
+    assert batch is not None
+    chosen = rows_at_once(num_rows, is_deep=batch.is_deep, has_trees=batch.has_trees)
+    for at_once in sorted({chosen, num_rows}):
+        _check_launched(case, expected, limits, device, at_once)
+
+
+def _check_launched(
+    case: BatchCase, expected: Results, limits: DeviceLimits, device: str, at_once: int
+) -> None:
     out, *expected_caches = expected
     num_heads, num_kv_heads, head_dim = case.heads
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.window, case.output_gate)
@@ -199,13 +214,13 @@ def check_launched(case: BatchCase, expected: Results, limits: DeviceLimits, dev
     queries = IntegerQueries(
         empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
     )
-    num_positions = CHUNK_SIZE * kernels.num_chunks(num_rows, case.most_positions)
-    sizes = DecodeWorkspace.shapes(shape, num_rows, num_positions)
+    num_positions = CHUNK_SIZE * kernels.num_chunks(at_once, case.most_positions)
+    sizes = DecodeWorkspace.shapes(shape, at_once, num_positions)
     workspace = DecodeWorkspace(*(empty(size) for size in sizes))
     found, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
     kernels.prepare(inputs, caches, rows, queries)
-    kernels.attend(queries, caches, rows, workspace)
-    kernels.merge(inputs.query_gate, rows, workspace, out=found, quantised=quantised)
+    result = Activations(found, quantised)
+    attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, result)
     for cache, wanted in zip((caches.k, caches.v), expected_caches, strict=True):
         assert torch.equal(cache.cpu(), wanted)
     assert torch.equal(found.cpu(), out)

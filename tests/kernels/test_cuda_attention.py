@@ -10,6 +10,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels, kind_of
+from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.limits import DeviceLimits
 
@@ -51,6 +52,23 @@ def test_kernels_compile_without_a_gpu(
         for instance in program.instances[:count]:
             code = compile_instance(program.source, instance, arch, tmp_path)
             assert "warpgroups" not in instance or stack_bytes(code) <= MAX_STACK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_deep", "has_trees", "at_once"),
+    [
+        (64, True, False, 64),
+        (65, True, False, 64),
+        (512, True, False, 64),
+        (513, True, False, 513),
+        (65, False, False, 65),
+        (65, True, True, 65),
+    ],
+)
+def test_a_few_hundred_rows_far_into_a_text_are_computed_in_parts(
+    num_rows: int, is_deep: bool, has_trees: bool, at_once: int
+) -> None:
+    assert rows_at_once(num_rows, is_deep=is_deep, has_trees=has_trees) == at_once
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import IntegerKernels, attention_cuda
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
+from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
@@ -192,8 +193,9 @@ class CudaOps(CudaProducts):
         )
         out = self.activations(num_rows, num_heads * head_dim)
         num_positions = rows.batch.tables.shape[1] * k_cache.shape[1]
-        num_chunks = IntegerKernels.num_chunks(num_rows, num_positions)
-        values, stats = DecodeWorkspace.shapes(shape, num_rows, num_chunks * CHUNK_SIZE)
+        at_once = rows_at_once(num_rows, is_deep=rows.batch.is_deep, has_trees=rows.batch.has_trees)
+        num_chunks = IntegerKernels.num_chunks(at_once, num_positions)
+        values, stats = DecodeWorkspace.shapes(shape, at_once, num_chunks * CHUNK_SIZE)
         workspace = DecodeWorkspace(self.empty(*values), self.empty(*stats))
         inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
         self.launch(attention_cuda, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)

@@ -13,7 +13,7 @@ values a head.
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -337,11 +337,40 @@ def attention_cuda(
     workspace: DecodeWorkspace,
     out: Activations,
 ) -> None:
-    """`Ops.attention` on the current device, with memory for what is between its launches."""
+    """`Ops.attention` on the current device, with memory for what is between its launches.
+
+    As many rows are computed together as the workspace has.
+    """
     kernels = integer_kernels(shape, device_limits())
     kernels.prepare(inputs, caches, rows, queries)
-    kernels.attend(queries, caches, rows, workspace)
-    kernels.merge(inputs.query_gate, rows, workspace, out=out.values, quantised=out.quantised)
+    attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, out)
+
+
+def attend_in_parts(
+    kernels: IntegerKernels,
+    query_gate: torch.Tensor,
+    caches: Caches,
+    rows: Rows,
+    queries: IntegerQueries,
+    workspace: DecodeWorkspace,
+    out: Activations,
+) -> None:
+    """`attend` and `merge` of as many rows at a time as the workspace has; all have been prepared."""
+    num_rows, at_once = len(rows.positions), len(workspace.values)
+    for first in range(0, num_rows, at_once):
+        part = slice(first, min(num_rows, first + at_once))
+        own, result = _part_of(rows, part), out.rows(first, part.stop - first)
+        codes = IntegerQueries(queries.codes[part], queries.scales[part])
+        kernels.attend(codes, caches, own, workspace)
+        kernels.merge(query_gate[part], own, workspace, out=result.values, quantised=result.quantised)
+
+
+def _part_of(rows: Rows, part: slice) -> Rows:
+    """Some of the rows, none of which is of a tree unless all are taken."""
+    batch = rows.batch
+    assert batch is not None
+    columns = {name: getattr(batch, name)[part] for name in ("segments", "indices", "parents", "kept")}
+    return Rows(rows.positions[part], rows.state_ids[part], replace(batch, **columns))
 
 
 def _strides_of(caches: Caches) -> CacheStrides:

@@ -8,12 +8,23 @@ from math import prod
 from coldstream.kernels.ops import BLOCK_POSITIONS
 
 FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
+PART_ROWS = 512  # up to which rows far into a text are computed FEW_ROWS at a time, for the same reason
 FLOAT_BYTES = 4
 
 
 def num_chunks(num_rows: int, num_positions: int) -> int:
     """Of each row, for contexts of up to `num_positions`: many rows have theirs merged at once."""
     return -(-num_positions // BLOCK_POSITIONS) if num_rows <= FEW_ROWS else 1
+
+
+def rows_at_once(num_rows: int, *, is_deep: bool, has_trees: bool) -> int:
+    """How many of a step's rows are computed together.
+
+    All, but a few hundred far into a text in parts: a block of theirs would walk over the whole text, and
+    there are too few blocks to fill a GPU. Rows of trees need those before them in the same part.
+    """
+    in_parts = is_deep and not has_trees and FEW_ROWS < num_rows <= PART_ROWS
+    return FEW_ROWS if in_parts else num_rows
 
 
 def partial_shapes(
