@@ -21,7 +21,7 @@ ON_GPU: Final = "2026-11-how-many-nodes-to-ask-for"
 MISSING: Final = "2026-11-drafts-where-experts-are-missing"
 DFLASH: Final = "2026-11-dflash-on-a-gpu-one-graph-and-rounds-of-its-own"
 ON_CPU: Final = "2026-11-the-demo-models-drafter-trained"
-CLIENTS: Final = "2026-11-many-requests-on-two-cores"
+CLIENTS: Final = "2026-11-experts-of-17-to-32-rows-and-what-a-servers-token-costs"
 FIRST_TOKENS: Final = "2026-11-why-a-first-token-beside-a-long-prompt-still-waits"
 
 

@@ -1,5 +1,6 @@
 """What a model takes of a GPU's memory is counted without one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,22 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
             peaks.append(memory.workspace_bytes)
         assert len(set(peaks)) == 1
         assert peaks[0] <= count_memory(file, spec, limits, 512).workspace
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+@pytest.mark.parametrize("num_rows", [65, 512])
+def test_rows_far_into_a_text_take_no_more_than_is_counted(
+    moe_path: Path, expert_bytes: int | None, num_rows: int
+) -> None:
+    """What attention leaves of their parts, beside the activations of all."""
+    limits = Limits(CacheSize.of(1, 65536), 65536, "i16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        memory = MemoryPlan()
+        loaded = Loaded.into(memory, file, spec, limits, 512)
+        hidden = loaded.kept_step(replace(StepShape.prompt(num_rows), is_deep=True))
+        loaded.model.logits(hidden.rows(num_rows - 1, 1))
+        assert memory.workspace_bytes <= count_memory(file, spec, limits, 512).workspace
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])

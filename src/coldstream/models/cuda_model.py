@@ -18,6 +18,7 @@ from coldstream.experts.host import HostExperts
 from coldstream.experts.layer_executor import LayerExecutor
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
+from coldstream.kernels.attention.workspace_sizes import PART_ROWS
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
@@ -253,9 +254,11 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         loaded.logits(StepShape(count, has_trees))
     most = min(chunk_size, limits.context_length)
     for count in {padded_rows(min(most, MAX_GRAPH_ROWS)), min(most, limits.shared_rows), chunk_size}:
-        shape = replace(StepShape.prompt(count), has_trees=has_trees)
-        hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
-        loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+        prompt = StepShape.prompt(count)
+        # Far into a text attention takes more for a few hundred rows.
+        for shape in {replace(prompt, has_trees=has_trees), replace(prompt, is_deep=count <= PART_ROWS)}:
+            hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
+            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
     if has_trees:
         loaded.commit()
     if loaded.mtp is not None:
@@ -295,7 +298,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 
 def _shapes(count: int, has_trees: bool) -> Iterator[StepShape]:
-    """Steps of `count` rows with all kernels. Those of steps of many rows are the same for all shapes."""
+    """Steps of `count` rows with all kernels. Those of many rows have no others than those of fewer."""
     if count > 2 * MAX_DECODE_ROWS:
         yield StepShape.prompt(count)
         return

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, most_partial_bytes
+from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial_bytes
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
@@ -192,9 +192,11 @@ def _estimated(
 
 
 def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
-    """Of a prefill step or, if that takes more, a decode step, whose attention merges chunks of positions."""
+    """Of a prefill step or, if that takes more, of one whose attention merges chunks of positions."""
     partial_bytes = most_partial_bytes(spec.attention.num_heads, spec.head_dim, ctx_size)
-    return max(_activation_bytes(spec, chunk_size), partial_bytes + _activation_bytes(spec, FEW_ROWS))
+    # About half of the activations are there beside these chunks; the others are experts'.
+    beside = _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 2
+    return max(_activation_bytes(spec, chunk_size), partial_bytes + beside)
 
 
 def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:
