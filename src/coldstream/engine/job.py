@@ -28,9 +28,8 @@ class Job:
         self.leader = leader
         self.sequence: kvcache.Sequence | None = None  # None: it has no memory
         self.shared: list[int] = []  # lengths of kept prefixes that the sequence shares memory with
-        self.cuts: tuple[
-            int, ...
-        ] = ()  # lengths of prefixes to be kept: a step passes over them, or ends there
+        # Lengths of prefixes to be kept: a step passes over them, or ends there.
+        self.cuts: tuple[int, ...] = ()
         self.num_reused = 0
         self.is_over = False
         self.drafts: DraftCounts | None = None  # None: no step after its first token had a chance of any

@@ -18,8 +18,8 @@ class EngineLimits:
     max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
     max_waiting_of_owner: int | None = None  # of these, at most so many of one owner; None: all
     # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far,
-    # unless all wait much less with longer ones. Steps of prompts alone are a third of it long, if that makes
-    # a row hardly dearer. Infinite: as many as a step takes.
+    # unless all wait much less with longer ones. Steps of prompts alone may be as short as a third of it,
+    # where that makes a row little dearer. Infinite: as many as a step takes.
     target_step_ms: float = 50.0
 
     def __post_init__(self) -> None:
