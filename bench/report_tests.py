@@ -2,11 +2,15 @@
 many rows of draft trees were compared with plain decoding.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tools.planted_faults import Fault, load_faults, load_rows
+
 from cuda_sources import digests, unseen
-from report_tables import has, load, table
+from report_tables import RESULTS, has, load, table
 
 NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests on older ones.\n"
 
@@ -41,21 +45,44 @@ def gpu_sanitizer() -> str:
 
 
 def planted_faults() -> str:
-    """How many faults were planted in each room, and how many its tests caught; nothing while none was."""
-    if not has("planted_faults"):
-        return ""
-    r = load("planted_faults")
-    rows = []
-    for room in dict.fromkeys(fault["room"] for fault in r["faults"]):
-        faults = [fault for fault in r["faults"] if fault["room"] == room]
-        files = sorted({Path(fault["file"]).name for fault in faults})
-        caught = sum(fault["caught"] for fault in faults)
-        rows.append([f"`{room}`", ", ".join(f"`{file}`" for file in files), str(len(faults)), str(caught)])
-    rows.append(["all", "", str(len(r["faults"])), str(sum(fault["caught"] for fault in r["faults"]))])
-    missed = [f"- `{fault['name']}`: not caught" for fault in r["faults"] if not fault["caught"]]
-    commits = ", ".join(dict.fromkeys(fault["commit"] for fault in r["faults"]))
-    end = "".join(f"{line}\n" for line in [*missed, "", f"`{r['command']}`, commit {commits}"])
-    return table(["room", "files", "planted", "caught"], rows) + end
+    """Of the faults in the tables of each room, how many have a result that holds, and what is lacking."""
+    faults = load_faults()
+    rows = load_rows(RESULTS / "planted_faults.json")
+    lines = []
+    for room in dict.fromkeys(fault.room for fault in faults):
+        those = [fault for fault in faults if fault.room == room]
+        files = len({fault.file for fault in those})
+        lines.append([f"`{room}`", str(files), *map(str, _counts(those, rows))])
+    lines.append(["all", str(len({fault.file for fault in faults})), *map(str, _counts(faults, rows))])
+    header = [
+        "room",
+        "files",
+        "faults",
+        "caught",
+        "not caught",
+        "changed since their result",
+        "without a result",
+    ]
+    current = {fault.name: fault.digest for fault in faults}
+    valid = [row for row in rows if row.get("digest") == current.get(str(row["name"]))]
+    missed = [f"- `{row['name']}`: not caught" for row in valid if not row["caught"]]
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in valid))
+    end = "".join(
+        f"{line}\n" for line in [*missed, "", f"`python -m tools.planted_faults`, commit {commits}"]
+    )
+    return table(header, lines) + end
+
+
+def _counts(faults: list[Fault], rows: list[dict[str, object]]) -> tuple[int, ...]:
+    """All faults; those of them that were caught, were not, have changed since they ran, never ran."""
+    by_name = {str(row["name"]): row for row in rows}
+    found = [by_name.get(fault.name) for fault in faults]
+    valid = [
+        row for fault, row in zip(faults, found, strict=True) if row and row.get("digest") == fault.digest
+    ]
+    caught = sum(bool(row["caught"]) for row in valid)
+    without = found.count(None)
+    return len(faults), caught, len(valid) - caught, len(faults) - len(valid) - without, without
 
 
 def draft_trees() -> str:

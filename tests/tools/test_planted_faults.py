@@ -1,11 +1,14 @@
 """The table of planted faults: each can still be planted, and the tests that must fail are there."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from tools.planted_faults import ROOT, Fault, load_faults
-from tools.planted_faults.__main__ import chosen, updated
+from tools.planted_faults import ROOT, Fault, load_faults, load_rows
+from tools.planted_faults.__main__ import chosen, missing, write_rows
+
+import report_tests
 
 FAULTS = load_faults()
 
@@ -34,9 +37,55 @@ def test_faults_are_chosen_by_name_or_pattern() -> None:
         chosen(FAULTS, ["gguf-*", "nothing-*"])
 
 
-def test_a_result_keeps_what_is_known_of_other_faults(tmp_path: Path) -> None:
-    first, second = ({"name": fault.name, "caught": True} for fault in FAULTS[:2])
+def row_of(fault: Fault, *, caught: bool = True) -> dict[str, object]:
+    return {"name": fault.name, "digest": fault.digest, "caught": caught}
+
+
+def test_results_are_merged_in_the_order_of_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert updated([second], path) == [second]
-    path.write_text(json.dumps({"faults": [{"name": "gone"}, {**second, "caught": False}]}))
-    assert updated([first], path) == [first, {**second, "caught": False}]
+    first, second = FAULTS[:2]
+    assert load_rows(path) == []
+    write_rows([row_of(second, caught=False), {"name": "gone"}], path)
+    assert load_rows(path) == [row_of(second, caught=False)]
+    write_rows([row_of(first)], path)
+    assert load_rows(path) == [row_of(first), row_of(second, caught=False)]
+    write_rows([row_of(second)], path)
+    assert load_rows(path) == [row_of(first), row_of(second)]
+
+
+@pytest.mark.parametrize("field", ["file", "text", "planted", "tests"])
+def test_a_fault_that_has_changed_since_its_result_is_missing(field: str) -> None:
+    first, second, third = FAULTS[:3]
+    rows = [row_of(first), row_of(second)]
+    assert missing([first, second, third], rows) == [third]
+    value = (*first.tests, "one") if field == "tests" else f"{getattr(first, field)} "
+    changed = dataclasses.replace(first, **{field: value})
+    assert missing([changed, second], rows) == [changed]
+    assert missing([first], [{"name": first.name, "caught": True}]) == [first]
+
+
+def test_the_page_counts_all_faults_and_says_what_has_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [
+        Fault(f"{room}-{number}", f"src/coldstream/{room}/{number}.py", "text", "planted", ("test",))
+        for room, number in [("gguf", 1), ("gguf", 2), ("gguf", 3), ("engine", 1), ("engine", 2)]
+    ]
+    rows = [{**row_of(fault), "commit": "c0ffee"} for fault in faults[:4]]
+    rows[1]["caught"] = False
+    rows[3] |= {"digest": "older", "commit": "0ld"}
+    (tmp_path / "planted_faults.json").write_text(json.dumps({"faults": rows}))
+    monkeypatch.setattr(report_tests, "RESULTS", tmp_path)
+    monkeypatch.setattr(report_tests, "load_faults", lambda: faults)
+    header, _, *lines = report_tests.planted_faults().splitlines()
+    assert header == (
+        "| room | files | faults | caught | not caught | changed since their result | without a result |"
+    )
+    assert lines == [
+        "| `gguf` | 3 | 3 | 2 | 1 | 0 | 0 |",
+        "| `engine` | 2 | 2 | 0 | 0 | 1 | 1 |",
+        "| all | 5 | 5 | 2 | 1 | 1 | 1 |",
+        "- `gguf-2`: not caught",
+        "",
+        "`python -m tools.planted_faults`, commit c0ffee",
+    ]

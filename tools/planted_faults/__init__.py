@@ -4,12 +4,16 @@ A fault is a text of a source file and what stands there instead; the tables bes
 for each room of the package. `python -m tools.planted_faults` plants them in a copy of the sources.
 """
 
+import hashlib
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TABLES = Path(__file__).parent
+
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Fault:
         return Path(self.file).parts[2].removesuffix(".py")
 
     @property
+    def digest(self) -> str:
+        """Changes with what is planted, where, and which tests must fail: a result holds for one digest."""
+        words = "\0".join([self.file, self.text, self.planted, *self.tests])
+        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the extension has to be built again for it."""
         return self.file.endswith((".cpp", ".h", ".inl"))
@@ -43,3 +53,9 @@ def load_faults() -> list[Fault]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"faults named twice: {', '.join(sorted(twice))}")
     return faults
+
+
+def load_rows(path: Path) -> list[Row]:
+    """The rows of a file of results; none if there is no such file."""
+    rows: list[Row] = json.loads(path.read_text())["faults"] if path.exists() else []
+    return rows
