@@ -1,0 +1,57 @@
+"""The input of a custom tool is read out of its arguments, wherever these are cut."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldstream.server.http.custom_tools import CustomInput, arguments_of_input, function_of_custom
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+def read(arguments: str, cuts: list[int]) -> tuple[str, str]:
+    """What was told piece by piece, and the whole input, of arguments that come cut at some places."""
+    reader = CustomInput()
+    places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
+    told = "".join(reader.push(arguments[a:b]) for a, b in pairwise(places))
+    return told + reader.finish(), reader.text
+
+
+@given(TEXTS, st.lists(st.integers(0, 60), max_size=5), st.sampled_from(["", ' , "more": 1']))
+def test_an_input_is_told_whole_wherever_its_json_is_cut(text: str, cuts: list[int], more: str) -> None:
+    arguments = f"{arguments_of_input(text)[:-1]}{more}}}"
+    assert json.loads(arguments)["input"] == text
+    assert read(arguments, cuts) == (text, text)
+
+
+def test_an_input_is_told_while_it_is_written() -> None:
+    reader = CustomInput()
+    pieces = ['{"input": "', "*** Begin", "\\", 'n"', " }"]
+    assert [reader.push(piece) for piece in pieces] == ["", "*** Begin", "", "\n", ""]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"patch": "p"}', "p"),
+        ('{"note": 1, "input": "p"}', "p"),
+        ('{"a": "b", "c": "d"}', '{"a": "b", "c": "d"}'),
+        ('{"input": {"a": 1}}', '{"input": {"a": 1}}'),
+        ("{}", ""),
+        ("", ""),
+    ],
+)
+def test_an_input_under_another_name_is_found(arguments: str, text: str) -> None:
+    assert read(arguments, []) == (text, text)
+
+
+def test_the_model_is_told_of_the_grammar() -> None:
+    lark: Any = function_of_custom("patch", "Edits files.", "lark", "start: /x+/")
+    assert lark["description"] == "Edits files.\n\nThe input has to match this Lark grammar:\nstart: /x+/"
+    regex: Any = function_of_custom("number", None, "regex", "a|b")
+    assert regex["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
+    assert "description" not in function_of_custom("plain", None)
