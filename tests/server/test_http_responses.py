@@ -1,18 +1,23 @@
 """OpenAI's responses through the official client, over the same answers as chats."""
 
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx2
 import openai as sdk
 import pytest
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from coldstream.engine import LLM, SamplingParams
-from coldstream.engine.events import Failed, Started
+from coldstream.engine.events import Delta, Failed, Started
+from coldstream.engine.request import Piece, Statistics
 from coldstream.errors import GenerationFault
 from coldstream.server.local_client import LocalClient
-from http_serving import URL, Connect, Scripted
+from http_serving import URL, Connect, Scripted, WithTemplate, events_of
 
 INPUT = "import os\nimport sys\n"
 GREEDY: Any = {
@@ -124,6 +129,235 @@ async def test_a_schema_binds_the_answer(openai: AsyncOpenAI) -> None:
     assert response.status == "completed"
 
 
+PATCH: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[+-][ab]{2,4}"},
+}
+FILES: Any = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "The disk.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "read",
+            "description": "Reads a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {"all": {"enum": [True]}},
+                "required": ["all"],
+            },
+        }
+    ],
+}
+
+
+Saying = Callable[[str], AbstractAsyncContextManager[AsyncOpenAI]]
+
+
+@pytest.fixture
+def saying(connect: Connect, thinker: WithTemplate) -> Saying:
+    """`saying(text)`: a client of a model that answers with this text, a few characters at a time."""
+    statistics = Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0)
+
+    @asynccontextmanager
+    async def client(text: str) -> AsyncIterator[AsyncOpenAI]:
+        pieces = [Piece(text[i : i + 3], (1,)) for i in range(0, len(text), 3)]
+        end = Piece("", finish_reason="stop", statistics=statistics)
+        script = [Started(1, 2, 5), *(Delta(1, 0, piece) for piece in (*pieces, end))]
+        async with connect(Scripted(thinker, *script)) as http:
+            yield AsyncOpenAI(
+                base_url=f"{URL}/v1",
+                api_key="none",
+                http_client=http,
+                max_retries=0,
+                _strict_response_validation=True,
+            )
+
+    return client
+
+
+def written(name: str, **values: str) -> str:
+    """A call as the template of these tests shows it to the model."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+async def both(client: AsyncOpenAI, **request: Any) -> tuple[Any, list[Any]]:
+    """The response, and the events of the same one as a stream, each of which fits its documented type."""
+    request = {**GREEDY, **QUICK, **request}
+    response = await client.responses.create(**request)
+    raw = await client.responses.with_raw_response.create(**request, stream=True)
+    given = events_of((await raw.http_response.aread()).decode())
+    return response, [EVENT.validate_json(json.dumps(event), strict=True) for event in given]
+
+
+EVENT: Any = TypeAdapter(ResponseStreamEvent)
+
+
+def short_names(events: list[Any]) -> list[str]:
+    return [event.type.removeprefix("response.") for event in events]
+
+
+async def test_a_custom_tool_is_called_with_text_in_its_own_form(saying: Saying) -> None:
+    patch = '*** Begin Patch\n+print("ä")\n*** End Patch'
+    async with saying(f"So: {written('apply_patch', input=patch)}") as client:
+        response, events = await both(client, tools=[PATCH])
+    call = response.output[-1]
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input, response.status) == ("apply_patch", patch, "completed")
+    assert response.tools[0].type == "custom"
+    names = short_names(events)
+    deltas = names.count("custom_tool_call_input.delta")
+    assert deltas > 3
+    begin = names.index("output_item.added", 3)
+    assert names[begin:] == [
+        "output_item.added", *["custom_tool_call_input.delta"] * deltas,
+        "custom_tool_call_input.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    joined = "".join(e.delta for e in events if e.type == "response.custom_tool_call_input.delta")
+    done = next(e for e in events if e.type == "response.custom_tool_call_input.done")
+    assert joined == done.input == events[-2].item.input == patch
+
+
+async def test_a_custom_tool_of_a_namespace_keeps_both_of_its_names(saying: Saying) -> None:
+    space = {"type": "namespace", "name": "edit", "description": "", "tools": [PATCH]}
+    async with saying(written("edit__apply_patch", input="+a")) as client:
+        response, events = await both(client, tools=[space])
+    for call in (response.output[0], events[-2].item):
+        assert (call.type, call.namespace, call.name, call.input) == (
+            "custom_tool_call",
+            "edit",
+            "apply_patch",
+            "+a",
+        )
+
+
+@pytest.mark.parametrize(
+    ("tool", "call", "wanted"),
+    [
+        (
+            {"type": "local_shell"},
+            written("local_shell", command='["ls", "-l"]'),
+            {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls", "-l"], "env": {}}},
+        ),
+        (
+            {"type": "shell"},
+            written("shell", commands='["ls"]', timeout_ms="9"),
+            {
+                "type": "shell_call",
+                "action": {"commands": ["ls"], "timeout_ms": 9, "max_output_length": None},
+            },
+        ),
+        (
+            {"type": "apply_patch"},
+            written("apply_patch", type="delete_file", path="a.py"),
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.py"}},
+        ),
+        (
+            {"type": "tool_search", "execution": "client"},
+            written("tool_search", query="send mail"),
+            {"type": "tool_search_call", "execution": "client", "arguments": {"query": "send mail"}},
+        ),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else "",
+)
+async def test_a_tool_that_the_client_runs_is_called_in_its_own_form(
+    saying: Saying, tool: Any, call: str, wanted: Any
+) -> None:
+    async with saying(f"Now.\n\n{call}") as client:
+        response, events = await both(client, tools=[tool])
+    assert short_names(events)[-3:] == ["output_item.added", "output_item.done", "completed"]
+    for item in (response.output[-1], events[-2].item):
+        given = item.model_dump(mode="json", exclude_unset=True)
+        assert wanted.items() <= given.items()
+        assert given["status"] == "completed"
+        assert given["call_id"]
+
+
+async def test_a_call_that_does_not_fit_its_item_is_text(saying: Saying) -> None:
+    async with saying(written("shell", timeout_ms="9")) as client:
+        response, _ = await both(client, tools=[{"type": "shell"}])
+    (item,) = response.output
+    assert item.type == "message"
+    assert json.loads(item.content[0].text) == {"timeout_ms": 9}
+
+
+async def test_a_function_that_the_model_made_up_is_told_as_it_was_called(saying: Saying) -> None:
+    async with saying(written("fly", height="3")) as client:
+        response, _ = await both(client, tools=[FILES])
+    (call,) = response.output
+    assert (call.type, call.name, call.namespace) == ("function_call", "fly", None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read"}], ids=str)
+async def test_a_tool_of_a_namespace_is_called_by_both_of_its_names(
+    thinking: AsyncOpenAI, choice: Any
+) -> None:
+    request = {**GREEDY, **QUICK, "max_output_tokens": 200, "tools": [FILES], "parallel_tool_calls": False}
+    response = await thinking.responses.create(**request, tool_choice=choice)
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert (call.name, call.namespace, call.arguments) == ("read", "mcp__files", '{"all": true}')
+    stream = await thinking.responses.create(**request, tool_choice=choice, stream=True)
+    items = [event.item async for event in stream if event.type == "response.output_item.done"]
+    (item,) = items
+    assert item.type == "function_call"
+    assert (item.name, item.namespace) == ("read", "mcp__files")
+
+
+async def test_calls_of_the_history_go_by_the_names_that_the_model_was_given(
+    thinking_http: httpx2.AsyncClient,
+) -> None:
+    items: Any = [
+        {"role": "user", "content": "Read."},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "read",
+            "namespace": "mcp__files",
+            "arguments": "{}",
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "+a"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "too"},
+        {"role": "user", "content": "And now?"},
+    ]
+    functions = [
+        {"name": "mcp__files__read", "arguments": "{}"},
+        {"name": "apply_patch", "arguments": '{"input": "+a"}'},
+    ]
+    messages: Any = [SAME[0], items[0]]
+    for function, result in zip(functions, ("done", "too"), strict=True):
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": result},
+        ]
+    messages.append(items[-1])
+    told = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
+    chat = {"messages": messages, "max_tokens": 24, "temperature": 0}
+    same = (await thinking_http.post("/v1/chat/completions", json=chat)).json()
+    assert told["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    assert told["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_offered(thinking_http: httpx2.AsyncClient, mode: str) -> None:
+    allowed = [{"type": "function", "name": "turn"}, {"type": "image_generation"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    request = {**GREEDY, **QUICK, "max_output_tokens": 200, "parallel_tool_calls": False}
+    some = {**request, "tools": [*TOOLS, FILES], "tool_choice": choice}
+    told = (await thinking_http.post("/v1/responses", json=some)).json()
+    alone = {**request, "tools": TOOLS, "tool_choice": mode}
+    same = (await thinking_http.post("/v1/responses", json=alone)).json()
+    assert told["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+    assert told["tool_choice"] == choice
+    if mode == "required":
+        assert [item["name"] for item in told["output"]] == ["turn"]
+
+
 async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
     thinking_http: httpx2.AsyncClient,
 ) -> None:
@@ -163,8 +397,8 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
     "changes",
     [
         {"input": []},
-        {"input": [{"type": "item_reference", "id": "x"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [{"content": "a"}]},
+        {"input": [{"role": "user", "content": [{"text": "a"}]}]},
         {"input": [{"type": "message", "content": "a"}]},
         {"input": [{"type": "function_call", "arguments": "{}"}]},
         {"previous_response_id": "resp_1"},
@@ -172,6 +406,12 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"tool_choice": "required", "tools": [{"type": "web_search"}]},
+        {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]},
+        {"tool_choice": {"type": "image_generation"}, "tools": TOOLS},
+        {"tool_choice": {"type": "custom", "name": "turn"}, "tools": TOOLS},
+        {"tool_choice": {"type": "function", "name": "turn", "namespace": "n"}, "tools": TOOLS},
+        {"tools": [{"type": "namespace", "tools": []}]},
+        {"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]},
         {"text": {"format": {"type": "json_schema", "name": "a"}}},
         {"temperature": -1},
     ],

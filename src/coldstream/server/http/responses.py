@@ -19,7 +19,8 @@ from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
 from coldstream.server.http.problems import problem_of
 from coldstream.server.http.responses_answer import ResponseItems
-from coldstream.server.http.responses_request import FlatTool, ResponsesRequest
+from coldstream.server.http.responses_request import ResponsesRequest
+from coldstream.server.http.responses_tools import FlatTool
 from coldstream.server.http.shapes import ResponseShape, documented
 from coldstream.server.http.sse import KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
 
@@ -55,7 +56,7 @@ class _Answer:
     """The response to one request."""
 
     def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
-        self._items = ResponseItems(chat.parser(), chat.max_calls)
+        self._items = ResponseItems(chat.parser(), body.offered, chat.max_calls)
         self._num_events = 0
         params = chat.request.params
         form = body.text.format if body.text else None
@@ -77,8 +78,8 @@ class _Answer:
             "text": {
                 "format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
             },
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [_shown(tool) for tool in body.functions],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": [_shown(tool) for tool in body.offered.shown],
             "truncation": "disabled",
         }
 
@@ -134,13 +135,9 @@ class _Answer:
 
 
 def _shown(tool: FlatTool) -> Fields:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": bool(tool.strict),
-    }
+    """A tool as it was given, with what the official client wants to see of a function."""
+    needed = {"description": None, "parameters": None, "strict": False} if tool.type == "function" else {}
+    return {**needed, **tool.model_dump(exclude_none=True)}
 
 
 def _usage(statistics: Statistics, reasoning_tokens: int) -> Fields:

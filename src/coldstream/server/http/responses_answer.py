@@ -1,11 +1,16 @@
 """One answer as items of OpenAI's responses API: whole, and as the events that build it."""
 
+import json
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.accounts import ending_of
+from coldstream.server.http.client_tools import CLIENT_TOOLS, ClientTool
+from coldstream.server.http.custom_tools import CustomInput
+from coldstream.server.http.responses_tools import OfferedTool, OfferedTools
 from coldstream.server.output import (
     Content,
     OutputEvent,
@@ -19,23 +24,28 @@ from coldstream.server.output import (
 
 Fields = dict[str, Any]
 
-# By the type of an item: what its deltas are called, and the type of its only part.
+# By the type of an item: what its deltas are called, and the type of its only part, or the field of its text.
 _DELTAS: Final = {
     "message": ("response.output_text", "output_text"),
     "reasoning": ("response.reasoning_text", "reasoning_text"),
-    "function_call": ("response.function_call_arguments", ""),
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
+_WITH_PARTS: Final = ("message", "reasoning")
 
 
 class ResponseItems:
     """The items of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`."""
 
-    def __init__(self, parser: OutputParser, max_calls: int | None) -> None:
+    def __init__(self, parser: OutputParser, tools: OfferedTools, max_calls: int | None) -> None:
         self._parser = parser
+        self._tools = tools
         self._max_calls = max_calls
         self._items: list[Fields] = []
         self._text = ""  # of the open item
         self._is_open = False
+        self._input: CustomInput | None = None  # of the open call of a custom tool
+        self._held: _HeldCall | None = None
         self._cut: set[int] = set()  # indices of calls that were cut off
         self.reasoning_tokens = 0
         self.is_incomplete = False
@@ -72,21 +82,61 @@ class ResponseItems:
                 return
             case ToolCallStart(id=call_id, name=name):
                 yield from self._closed()
-                call = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
-                yield from self._opened(call, "fc")
+                yield from self._call_begun(call_id, name)
             case ToolCallArguments(json_fragment=fragment) if self._is_in_call:
-                yield self._grown(fragment)
+                yield from self._call_grown(fragment)
             case ToolCallEnd() if self._is_in_call:
-                yield from self._closed()
+                yield from self._call_ended()
             case ToolCallCut(text=text) if self._is_in_call:
-                # A call of which only a part was written is none, for those who did not read along.
-                self._cut.add(len(self._items) - 1)
-                yield from self._closed("incomplete")
-                yield from self._events(Content(text))
+                yield from self._call_cut(text)
 
     @property
     def _is_in_call(self) -> bool:
-        return self._is_open and self._items[-1]["type"] == "function_call"
+        is_call = self._is_open and self._items[-1]["type"] not in _WITH_PARTS
+        return is_call or self._held is not None
+
+    def _call_begun(self, call_id: str, name: str) -> Iterator[Fields]:
+        tool = self._tools.of(name) or OfferedTool({"name": name}, "function", name)
+        named: Fields = {"call_id": call_id, "name": tool.name}
+        if tool.namespace is not None:
+            named["namespace"] = tool.namespace
+        if tool.type in CLIENT_TOOLS:
+            self._held = _HeldCall(CLIENT_TOOLS[tool.type], call_id)
+        elif tool.type == "custom":
+            self._input = CustomInput()
+            yield from self._opened({"type": "custom_tool_call", **named, "input": ""}, "ctc")
+        else:
+            yield from self._opened({"type": "function_call", **named, "arguments": ""}, "fc")
+
+    def _call_grown(self, fragment: str) -> Iterator[Fields]:
+        if self._held is not None:
+            self._held.arguments += fragment
+        elif self._input is None:
+            yield self._grown(fragment)
+        elif added := self._input.push(fragment):
+            yield self._grown(added)
+
+    def _call_ended(self) -> Iterator[Fields]:
+        if self._held is not None:
+            held, self._held = self._held, None
+            fields = held.tool.fields(json.loads(held.arguments or "{}"))
+            if fields is None:
+                # An item needs what the arguments lack: the client shows the user what was written.
+                yield from self._events(Content(held.arguments))
+                return
+            item = {"type": held.tool.item_type, "call_id": held.call_id, **fields}
+            yield from self._opened(item, held.tool.prefix)
+        elif self._input is not None and (rest := self._input.finish()):
+            yield self._grown(rest)
+        yield from self._closed()
+
+    def _call_cut(self, text: str) -> Iterator[Fields]:
+        """A call of which only a part was written is none, for those who did not read along."""
+        if self._held is None:
+            self._cut.add(len(self._items) - 1)
+        self._held = None
+        yield from self._closed("incomplete")
+        yield from self._events(Content(text))
 
     @property
     def _place(self) -> Fields:
@@ -100,7 +150,7 @@ class ResponseItems:
         self._is_open, self._text = True, ""
         place = {"output_index": len(self._items) - 1, "item": dict(self._items[-1])}
         yield {"type": "response.output_item.added", **place}
-        if item["type"] != "function_call":
+        if item["type"] in _WITH_PARTS:
             yield {
                 "type": "response.content_part.added",
                 **self._place,
@@ -115,28 +165,44 @@ class ResponseItems:
 
     def _grown(self, text: str, **more: Any) -> Fields:
         self._text += text
-        name, part = _DELTAS[self._items[-1]["type"]]
-        place = {**self._place, "content_index": 0} if part else self._place
-        return {"type": f"{name}.delta", **place, "delta": text, **more}
+        kind = self._items[-1]["type"]
+        place = {**self._place, "content_index": 0} if kind in _WITH_PARTS else self._place
+        return {"type": f"{_DELTAS[kind][0]}.delta", **place, "delta": text, **more}
 
     def _closed(self, status: str = "completed") -> Iterator[Fields]:
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open, self._input = False, None
         item = self._items[-1]
-        name, part = _DELTAS[item["type"]]
         item["status"] = status
-        if part:
+        yield from self._done(item)
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": dict(item),
+        }
+
+    def _done(self, item: Fields) -> Iterator[Fields]:
+        """The events that end what the deltas of an item told; items that came as a whole have none."""
+        if item["type"] not in _DELTAS:
+            return
+        name, part = _DELTAS[item["type"]]
+        if item["type"] in _WITH_PARTS:
             item["content"] = [self._part()]
             place = {**self._place, "content_index": 0}
             more: Fields = {"logprobs": []} if part == "output_text" else {}
             yield {"type": f"{name}.done", **place, "text": self._text, **more}
             yield {"type": "response.content_part.done", **place, "part": self._part()}
         else:
-            item["arguments"] = self._text
-            yield {"type": f"{name}.done", **self._place, "name": item["name"], "arguments": self._text}
-        yield {
-            "type": "response.output_item.done",
-            "output_index": len(self._items) - 1,
-            "item": dict(item),
-        }
+            item[part] = self._text
+            named = {"name": item["name"]} if part == "arguments" else {}
+            yield {"type": f"{name}.done", **self._place, **named, part: self._text}
+
+
+@dataclass
+class _HeldCall:
+    """A call whose item needs its complete arguments."""
+
+    tool: ClientTool
+    call_id: str
+    arguments: str = ""

@@ -35,10 +35,10 @@ class CallReader(Protocol):
 
 @dataclass(frozen=True)
 class Begun:
-    """A call has begun, or several that follow each other; `num_read` characters are done with."""
+    """A call has begun; `num_read` characters are done with."""
 
     num_read: int
-    readers: tuple[CallReader, ...]
+    reader: CallReader
 
 
 class CallFormat(Protocol):
