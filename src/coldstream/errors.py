@@ -20,7 +20,7 @@ escaped.
     ├── ModelChangedError               74   the model file shrank or changed while in use
     ├── QueueFullError                  75   too many requests wait already; message: how many
     ├── DeadlineError                   75   a request that was not finished by its deadline
-    ├── ConfigError                     78   an unknown or contradictory setting
+    ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
         ├── ContextFullError                 a prompt with more tokens than the context has room for
         └── TemplateError                    the chat template is absent, failed, or was stopped at its limits
@@ -152,7 +152,7 @@ class DeadlineError(ColdstreamError):
 class ConfigError(ColdstreamError):
     """An unknown or contradictory setting."""
 
-    exit_code = 78  # as sysexits.h has it, so that a service manager knows that a restart will not help
+    exit_code = 2  # that of every wrong value, whichever part of the program refuses it
 
 
 class InvalidRequestError(ColdstreamError):

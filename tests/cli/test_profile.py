@@ -52,7 +52,7 @@ def test_a_text_that_is_none_is_refused(
 @pytest.mark.parametrize("out", [".", "no/such/folder.routing"])
 def test_where_nothing_can_be_written_is_said_first(run: Run, model: Path, out: str) -> None:
     code, shown, error = run("profile", str(model), "--text", "text.py", "--out", out)
-    assert (code, shown) == (78, "")
+    assert (code, shown) == (2, "")
     assert f"{out} cannot be written" in error
 
 
@@ -72,7 +72,7 @@ def test_uses_and_residents_are_drawn(run: Run, model: Path, tmp_path: Path) -> 
     ("arguments", "code", "message"),
     [
         (("--plan", "my.plan"), 2, "--plan is for --plot"),
-        (("--plot", "no/folder.svg"), 78, "cannot be written"),
+        (("--plot", "no/folder.svg"), 2, "cannot be written"),
         (("--plot", "my.svg", "--plan", "none.plan"), 66, "none.plan"),
         (("--plot", "my.svg", "--plan", "text.py"), 65, "not JSON"),
     ],

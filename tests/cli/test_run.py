@@ -181,7 +181,7 @@ def test_a_speed_is_shown_only_where_there_is_one(model: str, count: str, line: 
     assert b"1 thread " in done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 78)])
+@pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 2)])
 def test_empty_texts_are_no_prompt_and_no_model(arguments: list[str], code: int) -> None:
     done = _run(*arguments)
     assert (done.returncode, done.stdout) == (code, b"")
@@ -233,6 +233,19 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_keeps_the_session(model: str, tmp
         assert terminal.wait() == 0
     assert "Traceback" not in terminal.screen
     assert (tmp_path / "coldstream" / "history").stat().st_mode & 0o077 == 0
+    assert len(list((tmp_path / "coldstream" / "chats").iterdir())) == 1
+
+
+def test_without_history_a_chat_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
+    with Terminal([*RUN, model, "-n", "2", "--no-history"], home=str(tmp_path)) as terminal:
+        start = terminal.read_until(">>>")
+        terminal.type("def\r")
+        start = terminal.read_until(">>>", terminal.read_until("generated", start))
+        terminal.type("/resume\r")
+        terminal.read_until("leave --no-history out", start)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    assert not (tmp_path / "coldstream").exists()
 
 
 def test_doubts_about_a_file_are_told_and_it_runs(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_gg01_a_truncated_file_is_one_error(run: Run, path: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "code", "problem"),
     [
-        ("", 78, "model must be a path or org/repo[:QUANT], not ''"),
+        ("", 2, "model must be a path or org/repo[:QUANT], not ''"),
         ("empty", 66, "empty: a folder with no model in it: name a GGUF file"),
         ("several", 66, "several: a folder with several models: a.gguf, b.gguf: name a file"),
         ("part", 66, "part: the model in this folder is not complete: m-00001-of-00002.gguf (1 of 2 parts)"),

@@ -67,17 +67,16 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"tier": "sse"}, "tier must be one of auto, generic"),
         ({"tier": 3}, "tier"),
-        ({"cache_type_k": "q5_0"}, "cache_type_k must be one of i16, i8, i4, i3, not 'q5_0'"),
-        (
-            {"cache_type_v": "q8_0"},
-            "cache_type_v must be one of i16, i8, i4, i3, not 'q8_0': try i8",
-        ),
-        ({"cache_type_k": ["q4_0"]}, "cache_type_k must be one of i16"),
-        ({"cache_type_k": "i8"}, "must be the same"),
-        (
-            {"cache_type_k": "f16", "cache_type_v": "f16"},
-            "must be one of i16, i8, i4, i3, not 'f16': try i16",
-        ),
+        ({"cache_type_k": "q2_k"}, "cache_type_k must be one of auto, i16, i8, i4, i3, not 'q2_k'"),
+        ({"cache_type_v": "q8_0"}, "cache_type_v must be one of auto, i16, i8, i4, i3, not 'q8_0': try i8"),
+        ({"cache_type_k": "tq3_0"}, "not 'tq3_0': try i3"),
+        ({"cache_type_k": ["q4_0"]}, "cache_type_k must be one of auto, i16"),
+        ({"cache_type_k": "i8", "cache_type_v": "i4"}, "must be the same: give one of them"),
+        ({"cache_type_k": "f16", "cache_type_v": "f16"}, "not 'f16': try i16"),
+        ({"max_model_len": 4096}, "unknown setting max_model_len: use ctx_size"),
+        ({"gpu_memory_utilization": 0.9}, "unknown setting gpu_memory_utilization: use vram"),
+        ({"n_gpu_layers": -1}, "unknown setting n_gpu_layers: use vram"),
+        ({"kv_cache_dtype": "fp8"}, "unknown setting kv_cache_dtype: use cache_type_k"),
         ({"attention_window": 0}, "attention_window must be an integer from 1"),
         ({"attention_window": "8k"}, "attention_window must be an integer from 1"),
         ({"attention_window": 8, "plan": "p"}, "attention_window (--attention-window) is part of the plan"),
@@ -93,7 +92,7 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], message:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options({"model": "m.gguf", **options})
     assert message in str(caught.value)
-    assert caught.value.exit_code == 78
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -130,6 +129,36 @@ def test_the_default_context_fits_model_and_memory(spec: ModelSpec) -> None:
     token_bytes = cache_bytes_per_token(config, spec)
     assert resolve(config, spec, CORES, 4 * 1000 * token_bytes).ctx_size == 1000
     assert resolve(config, spec, CORES, 0).ctx_size == 1
+
+
+def test_the_default_context_follows_what_is_free_beside_all_weights(spec: ModelSpec) -> None:
+    long = replace(spec, context_length=8 * DEFAULT_CTX_SIZE)
+    config = EngineConfig("m.gguf")
+    token_bytes = cache_bytes_per_token(config, spec)
+    scarce = 4 * 1000 * token_bytes
+
+    def default(spare_tokens: int, free: int = FREE) -> int | None:
+        return resolve(config, long, CORES, free, spare_tokens * token_bytes).ctx_size
+
+    assert default(-1) == default(0) == default(2 * DEFAULT_CTX_SIZE) == DEFAULT_CTX_SIZE
+    assert default(2 * DEFAULT_CTX_SIZE + 2) == DEFAULT_CTX_SIZE + 1
+    assert default(100 * DEFAULT_CTX_SIZE) == long.context_length
+    assert (default(0, scarce), default(1000, scarce), default(2002, scarce)) == (1000, 1000, 1001)
+    assert resolve(replace(config, ctx_size=7), long, CORES, FREE, FREE).ctx_size == 7
+
+
+def test_one_type_of_cache_holds_for_keys_and_values() -> None:
+    for given_types in (
+        {"cache_type_k": "i8"},
+        {"cache_type_v": "i8"},
+        {"cache_type_k": "i8", "cache_type_v": "i8"},
+    ):
+        config = EngineConfig.from_options({"model": "m.gguf", **given_types})
+        assert (config.cache_type_k, config.cache_type_v) == ("i8", "i8")
+        assert replace(config, seed=1) == replace(config, seed=1, cache_type_k="i8")
+    default = EngineConfig("m.gguf")
+    assert (default.cache_type_k, default.cache_type_v) == ("i16", "i16")
+    assert replace(default, plan="p").cache_type_k == "i16"  # the default is no setting beside a plan
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**17))

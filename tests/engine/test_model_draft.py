@@ -130,9 +130,12 @@ def test_one_without_kernels_is_refused_on_a_gpu_alone(model: str, tmp_path: Pat
 
 
 def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -> None:
-    for path, kind in ((model, ModelFormatError), (str(tmp_path / "absent"), ModelNotFoundError)):
+    absent = str(tmp_path / "absent")
+    for path, kind in ((model, ModelFormatError), (absent, ModelNotFoundError)):
         with pytest.raises(kind):
             LLM(model, device="cpu", spec_type="dflash", model_draft=path)
+    with pytest.raises(ModelNotFoundError, match="absent"):
+        LLM(model, device="cpu", model_draft=absent)
     with pytest.raises(ConfigError, match="no drafter is given"):
         LLM(model, device="cpu", spec_type="dflash")
     for spec_type in ("mtp", "ngram", "none"):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
@@ -49,7 +49,7 @@ def _number(
 
 
 @click.command("bench", short_help="Measure prefill and decode speed.")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @_counts("--n-prompt", "-p", "512", "Prefill so many tokens; 0: no such test.")
 @_counts("--n-gen", "-n", "128", "Decode so many tokens; 0: no such test.")
 @_counts("--n-depth", "-d", "0", "Do so after so many others.")

@@ -1,18 +1,17 @@
 """The chat of `coldstream run`: a conversation, its commands, and the terminal around them."""
 
 import dataclasses
-import os
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coldstream.cli.answer import SEPARATOR, show_answer
 from coldstream.cli.interrupts import EXIT_TERMINATED, TerminatedError
+from coldstream.cli.kept_chat import KeptChat
 from coldstream.cli.main import current_interrupts
 from coldstream.cli.tables import pair_lines, width_of, wrap
 from coldstream.cli.terminal import ProgressLine, note
@@ -40,6 +39,7 @@ _COMMANDS = {
     "/drop N": "forget the N oldest messages and their answers; without N: one",
     "/system TEXT": "set the system prompt and start afresh; without TEXT: none",
     "/set NAME VALUE": "change a sampling setting; none: no value; without VALUE, or NAME: show them",
+    "/resume": "go on with the last conversation with this model, of an earlier chat",
     "/regen": "answer the last message again; with a fixed seed the answer is the same",
     "/stats": "statistics of the last answer, and how full the context is",
     _QUOTES: "begins and ends a message of several lines, or one that begins with /",
@@ -62,12 +62,15 @@ class Chat:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         raw: bool = False,
+        kept: KeptChat | None = None,
     ) -> None:
+        """kept: where `keep` also writes the conversation; None: nowhere."""
         if raw and (system_prompt or template_kwargs):
             raise InvalidRequestError(f"a system prompt and template settings {_NEED_TEMPLATE}")
         self._llm = llm
         self._template_kwargs = template_kwargs
         self._system_prompt = system_prompt
+        self.kept = kept
         self.raw = raw
         self.params = params
         self.messages: list[dict[str, str]] = []
@@ -101,6 +104,20 @@ class Chat:
         """Make a message and its answer, complete or not, part of the conversation, if there is one."""
         turn = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         self.messages = turn if self.raw else self.messages + turn
+        if self.kept is not None and not self.raw:
+            self.kept.write(self._system_prompt, self.messages)
+
+    def resume(self) -> None:
+        """Replace the conversation and the system prompt by those that were kept last.
+
+        Raises InvalidRequestError if none are kept.
+        """
+        if self.raw:
+            raise InvalidRequestError(f"a conversation {_NEED_TEMPLATE}")
+        if self.kept is None:
+            raise InvalidRequestError("no conversations are kept in this chat: leave --no-history out")
+        conversation = self.kept.read()
+        self._system_prompt, self.messages = conversation.system_prompt, list(conversation.messages)
 
     def drop(self, num_turns: int) -> None:
         """Forget so many of the oldest messages, with their answers. Raises InvalidRequestError beyond those
@@ -191,7 +208,7 @@ def chat_in_terminal(chat: Chat, quiet: bool) -> int:
     note("/help lists the commands, Ctrl-D leaves")
     if chat.raw:
         note("this model continues text: type how it begins; every message starts afresh")
-    return run_chat(chat, _terminal_reader(), quiet)
+    return run_chat(chat, _terminal_reader(chat.kept), quiet)
 
 
 def run_chat(chat: Chat, read_line: ReadLine, quiet: bool) -> int:
@@ -293,6 +310,9 @@ def _obey(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> bool:
         case "/stats":
             statistics = chat.last_statistics or "no answer yet"
             click.echo("\n".join(wrap(statistics, width_of(sys.stdout), SEPARATOR)))
+        case "/resume":
+            chat.resume()
+            click.echo(f"{chat.num_turns} message{'' if chat.num_turns == 1 else 's'} and their answers")
         case "/regen":
             _answer_again(chat, read_line, quiet)
         case "/set" if not argument:
@@ -308,20 +328,12 @@ def _obey(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> bool:
     return True
 
 
-def _terminal_reader() -> ReadLine:
-    """A line editor with a history that outlives the session where the home directory allows it."""
+def _terminal_reader(kept: KeptChat | None) -> ReadLine:
+    """A line editor, with the lines of earlier chats if they are kept."""
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    directory = Path(click.get_app_dir("coldstream"))
-    history: History = InMemoryHistory()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (directory / "history").touch(mode=0o600)
-        if os.access(directory / "history", os.R_OK | os.W_OK):
-            history = FileHistory(str(directory / "history"))
-    except OSError:
-        note("the history of this chat is not kept: no place to write it")
+    history = InMemoryHistory() if kept is None else FileHistory(str(kept.typed_lines))
     session: PromptSession[str] = PromptSession(history=history)
 
     interrupts = current_interrupts()

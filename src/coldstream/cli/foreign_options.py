@@ -1,4 +1,4 @@
-"""llama.cpp's options that have no counterpart of the same name: each is answered with what to do instead."""
+"""Options of llama.cpp and vLLM that have no counterpart of the same name, and what to do instead of each."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -17,6 +17,7 @@ _EXPERTS = (
     "`coldstream plan` shows which SIZE holds how many"
 )
 _GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
+_CONTEXT = "use --ctx-size N, or leave it out for as many tokens as the memory allows"
 _MAPPED = "experts are read where the file is mapped, other weights are copied; --ram SIZE bounds the memory"
 
 ANSWERS: Final = {
@@ -34,6 +35,14 @@ ANSWERS: Final = {
     ("--jinja",): "chat templates are always Jinja's; leave it out",
     ("-cnv", "--conversation"): "a model with a chat template chats; leave it out",
     ("-no-cnv", "--no-conversation"): "use --raw",
+    ("--max-model-len",): _CONTEXT,
+    ("--gpu-memory-utilization",): _LAYERS,
+    ("--cpu-offload-gb",): "use --ram SIZE (16G, for example), or leave it out for most of what is free",
+    ("--kv-cache-dtype",): "use --cache-type-k, which sets the values' type, too",
+    ("--max-num-seqs",): "use --parallel N with `coldstream serve`",
+    ("--served-model-name",): "use --alias NAME with `coldstream serve`",
+    ("--tensor-parallel-size", "-tp"): "one GPU computes, with the CPU beside it; leave it out",
+    ("--speculative-config",): "use --spec-type, and --model-draft for a drafter's file",
 }
 
 

@@ -38,6 +38,7 @@ VERBS = {
     "show": "Describe a model file.",
     "pull": "Download a model.",
     "ls": "List downloaded models.",
+    "completion": "Print a script for a shell's completion.",
 }
 _OTHER_NAMES = {
     "chat": "run",

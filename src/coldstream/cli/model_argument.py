@@ -1,11 +1,24 @@
-"""The default of a verb's MODEL argument, the bundled demo model: how to recognise it, and its drafter."""
+"""A verb's MODEL argument: how a shell completes it, and its default, the bundled demo model."""
 
 from dataclasses import replace
+
+import click
+from click.shell_completion import CompletionItem
 
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.engine import EngineConfig
 from coldstream.errors import ModelNotFoundError
 from coldstream.gguf.reader import GGUFFile
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of downloaded models that begin with `incomplete`; without any, the shell's own file names."""
+    from coldstream.gguf import hub
+
+    names = [model.name for model in hub.list_cached() if model.name.startswith(incomplete)]
+    if incomplete and names:
+        return [CompletionItem(name) for name in names]
+    return [CompletionItem(incomplete, type="file")]
 
 
 def model_or_bundled(model: str | None) -> str:

@@ -6,19 +6,20 @@ idea is the same.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click import option
+from click.shell_completion import CompletionItem
 
 from coldstream.cli.foreign_options import foreign_options
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
 from coldstream.engine import sizes
-from coldstream.engine.config import SPEC_TYPES, TIERS, EngineConfig
+from coldstream.engine.config import DEVICES, SPEC_TYPES, TIERS, EngineConfig
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 
@@ -26,7 +27,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_COUNTS = 32
 
-_CACHE_HELP = "Type of cached {} [default: i16]."
+_CACHE_HELP = "Type of cached keys and values; either option sets both [default: i16]."
 
 
 def parse_size(text: str) -> int:
@@ -94,7 +95,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 
 def common_options(command: Command) -> Command:
-    """--verbose, and answers to llama.cpp's options that have no counterpart."""
+    """--verbose, and answers to other programs' options that have no counterpart."""
     show = option(
         "--verbose",
         is_flag=True,
@@ -115,7 +116,7 @@ def engine_options(command: Command) -> Command:
             "-c",
             type=parse_size,
             metavar="SIZE",
-            help="Tokens of context [default: what fits].",
+            help="Tokens of context [default: the model's, or as many as memory allows].",
         ),
         option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
         option(
@@ -141,9 +142,14 @@ def engine_options(command: Command) -> Command:
             metavar="N|auto",
             help="CPU threads [default: auto, one a core].",
         ),
-        option("--device", metavar="NAME", help="Where to compute: auto, cpu or cuda [default: auto]."),
-        option("--cache-type-k", "-ctk", metavar=cache_types, help=_CACHE_HELP.format("keys")),
-        option("--cache-type-v", "-ctv", metavar=cache_types, help=_CACHE_HELP.format("values")),
+        option(
+            "--device",
+            metavar="NAME",
+            shell_complete=_one_of(DEVICES),
+            help="Where to compute: auto, cpu or cuda [default: auto].",
+        ),
+        option("--cache-type-k", "-ctk", metavar=cache_types, help=_CACHE_HELP),
+        option("--cache-type-v", "-ctv", metavar=cache_types, help=_CACHE_HELP),
         option(
             "--attention-window",
             type=int,
@@ -158,12 +164,14 @@ def engine_options(command: Command) -> Command:
         option(
             "--spec-type",
             metavar="|".join(SPEC_TYPES),
+            shell_complete=_one_of(SPEC_TYPES),
             help="What drafts tokens for the model to verify, which changes none [default: auto, the "
             "drafter of --model-draft, the model's own block on a GPU that holds all of it, or none].",
         ),
         option(
             "--model-draft",
             metavar="PATH",
+            shell_complete=lambda *_: [CompletionItem("", type="file")],
             help="A DFlash drafter for the model: a GGUF file, or a folder with safetensors and config.json.",
         ),
         option(
@@ -176,6 +184,11 @@ def engine_options(command: Command) -> Command:
             "--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine."
         ),
     )
+
+
+def _one_of(values: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Completes an option whose values the configuration checks."""
+    return lambda ctx, param, incomplete: [CompletionItem(v) for v in values if v.startswith(incomplete)]
 
 
 def sampling_options(command: Command) -> Command:

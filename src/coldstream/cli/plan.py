@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import (
     check_writable,
     common_options,
@@ -47,7 +47,7 @@ _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
 
 
 @click.command("plan", short_help="Show what goes where, and the speed to expect.")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option(
     "--profile",
     type=click.Path(path_type=Path),

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from coldstream.cli.heat_map import heat_map_svg
-from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import (
     check_writable,
     common_options,
@@ -20,7 +20,7 @@ from coldstream.files import write_file
 
 
 @click.command("profile", short_help="Record which experts a text uses.")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option(
     "--text",
     type=click.Path(path_type=Path),

@@ -13,8 +13,9 @@ import click
 from coldstream.cli.answer import show_answer
 from coldstream.cli.chat import Chat, chat_in_terminal
 from coldstream.cli.interrupts import EXIT_INTERRUPTED
+from coldstream.cli.kept_chat import KeptChat
 from coldstream.cli.main import Session
-from coldstream.cli.model_argument import is_bundled, model_or_bundled, with_bundled_drafter
+from coldstream.cli.model_argument import complete_model, is_bundled, model_or_bundled, with_bundled_drafter
 from coldstream.cli.options import (
     common_options,
     engine_config,
@@ -49,7 +50,7 @@ def _not_an_argument(words: Sequence[str], ctx: click.Context) -> click.UsageErr
 
 
 @click.command("run", cls=_OneModel, short_help="Generate or chat in the terminal.")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option("--prompt", "-p", metavar="TEXT", help="Answer TEXT and exit.")
 @click.option(
     "--file",
@@ -77,6 +78,11 @@ def _not_an_argument(words: Sequence[str], ctx: click.Context) -> click.UsageErr
     metavar="JSON",
     help="Variables for the chat template, as JSON.",
 )
+@click.option(
+    "--history/--no-history",
+    default=True,
+    help="Keep the lines typed in a chat, and its conversation for /resume [default: history].",
+)
 @click.option("--quiet", "-q", is_flag=True, help="Print no statistics.")
 @sampling_options
 @engine_options
@@ -92,6 +98,7 @@ def command(
     raw: bool,
     echo: bool | None,
     chat_template_kwargs: Mapping[str, Any] | None,
+    history: bool,
     quiet: bool,
     **options: Any,
 ) -> int:
@@ -113,8 +120,10 @@ def command(
             note("\n".join(f"{name}: {value}" for name, value in asdict(llm.opened.config).items()))
         params = sampling_params(options, llm.opened.default_sampling)
         raw = raw or not llm.opened.has_chat_template or is_bundled(llm.opened.runner.file)
-        chat = Chat(llm, params, system_prompt, chat_template_kwargs, raw=raw)
+        kept = _kept_chat(llm) if history and prompt is None else None
+        chat = Chat(llm, params, system_prompt, chat_template_kwargs, raw=raw, kept=kept)
         if prompt is None:
+            _note_context(llm)
             return chat_in_terminal(chat, quiet)
         should_echo = raw and (sys.stdout.isatty() if echo is None else echo)
         with ProgressLine() as line:
@@ -122,6 +131,22 @@ def command(
             before = prompt if should_echo else ""
             answer = show_answer(stream, line, quiet, chat.ctx_size, before)
     return EXIT_INTERRUPTED if answer.finish_reason == "cancelled" else 0
+
+
+def _kept_chat(llm: LLM) -> KeptChat | None:
+    """Where a chat with this model is kept; None, with a note, if there is no such place."""
+    kept = KeptChat(Path(click.get_app_dir("coldstream")), llm.opened.runner.file.fingerprint)
+    if kept.prepare():
+        return kept
+    note("the history of this chat is not kept: no place to write it")
+    return None
+
+
+def _note_context(llm: LLM) -> None:
+    """Say how long a conversation can be where that is less than the model's own context."""
+    ctx_size, most = llm.opened.ctx_size, llm.opened.runner.spec.context_length
+    if ctx_size < most:
+        note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
 
 
 def _open(model: str, options: Mapping[str, Any]) -> LLM:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from coldstream.cli.main import Session
-from coldstream.cli.model_argument import model_or_bundled
+from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import common_options, engine_config, engine_options
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.engine.limits import MAX_RUNNING, EngineLimits
@@ -50,7 +50,7 @@ def parse_parallel(text: str) -> int:
 
 
 @click.command("serve", cls=_Serve, short_help="Serve a model over HTTP.")
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", help="Address to listen on [default: 127.0.0.1, this machine].")
 @click.option("--port", type=int, default=8080, help="Port to listen on; 0: any [default: 8080].")
 @click.option(

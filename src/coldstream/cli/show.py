@@ -9,6 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
+from coldstream.cli.model_argument import complete_model
 from coldstream.cli.options import common_options, engine_config
 from coldstream.cli.tables import print_pairs, print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, visible
@@ -24,7 +25,7 @@ _MAX_SHOWN_ITEMS = 8
 
 
 @click.command("show", short_help="Describe a model file.")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use what is on this machine.")

@@ -5,7 +5,7 @@ Field names are the keyword arguments of `LLM` and, with dashes, the command lin
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -24,14 +24,51 @@ SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
-DEFAULT_CTX_SIZE = 32768  # what `ctx_size` resolves to if the model and the memory allow it
+DEFAULT_CTX_SIZE = (
+    32768  # what `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it
+)
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
+SPARE_CACHE_SHARE = 0.5  # of what is free beside all weights, for a default context beyond DEFAULT_CTX_SIZE
 MAX_PARALLEL = 64  # whole contexts
 PARALLEL_SHARE = 0.125  # of the budget, for the caches of as many contexts as fit there
 
-CacheType = Literal["i16", "i8", "i4", "i3"]
-# For types of llama.cpp that do not exist here.
-NEAREST_CACHE_TYPES = {"f16": "i16", "bf16": "i16", "f32": "i16", "q8_0": "i8", "q4_0": "i4"}
+CacheType = Literal["auto", "i16", "i8", "i4", "i3"]
+DEFAULT_CACHE_TYPE: CacheType = "i16"
+# For the names that llama.cpp and vLLM have for such types.
+NEAREST_CACHE_TYPES = {
+    **dict.fromkeys(("f32", "f16", "bf16", "float16", "bfloat16"), "i16"),
+    **dict.fromkeys(("q8_0", "q5_0", "q5_1", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"), "i8"),
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "tq4_0"), "i4"),
+    "tq3_0": "i3",
+}
+# What to say to settings of vLLM and of llama-cpp-python.
+_OTHER_SETTINGS = {
+    **dict.fromkeys(("max_model_len", "max_seq_len", "n_ctx"), "use ctx_size"),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "n_gpu_layers", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
+        'use vram, a size such as "6G" of the GPU\'s memory, or leave it out for all that is free',
+    ),
+    **dict.fromkeys(("cpu_offload_gb", "swap_space"), 'use ram, a size such as "16G", or leave it out'),
+    **dict.fromkeys(("kv_cache_dtype", "type_k", "type_v"), "use cache_type_k and cache_type_v"),
+    "max_num_seqs": "use parallel",
+    "n_threads": "use threads",
+    **dict.fromkeys(("speculative_config", "draft_model"), "use spec_type and model_draft"),
+    **dict.fromkeys(
+        ("model_path", "repo_id", "hf_overrides", "revision"), "the model is a path or org/repo[:QUANT]"
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_mode", "dtype", "quantization", "load_format"),
+        "the model's file says it; leave it out",
+    ),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        "one GPU computes, with the CPU beside it; leave it out",
+    ),
+    **dict.fromkeys(
+        ("trust_remote_code", "enforce_eager", "enable_prefix_caching", "disable_log_stats"),
+        "there is nothing to choose here; leave it out",
+    ),
+}
 
 
 # Settings that a plan contains.
@@ -52,8 +89,10 @@ class EngineConfig:
     plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context, caches and window
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
-    cache_type_k: CacheType = "i16"
-    cache_type_v: CacheType = "i16"
+    cache_type_k: CacheType = (
+        "auto"  # kept as a concrete type; auto: that of the values, or DEFAULT_CACHE_TYPE
+    )
+    cache_type_v: CacheType = "auto"  # the same of the keys
     # Positions that a token attends to at most, its own included; None: all. It changes the model's output.
     attention_window: int | None = None
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
@@ -77,6 +116,7 @@ class EngineConfig:
             _check_integer("attention_window", self.attention_window, 1, 2**31 - 1)
         for name in ("vram", "ram"):
             object.__setattr__(self, name, _budget(name, getattr(self, name)))
+        self._take_cache_types()
         if self.plan is not None:
             self._check_plan()
         if self.threads != "auto":
@@ -98,16 +138,24 @@ class EngineConfig:
             _check_integer("tree_budget", self.tree_budget, 1, MAX_TREE_NODES)
         if self.parallel != "auto":
             _check_integer("parallel", self.parallel, 1, MAX_PARALLEL)
-        _check_choice("cache_type_k", self.cache_type_k, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
-        _check_choice("cache_type_v", self.cache_type_v, INTEGER_CACHE_TYPES, NEAREST_CACHE_TYPES)
-        if self.cache_type_k != self.cache_type_v:
-            raise ConfigError(
-                f"cache_type_k {self.cache_type_k} and cache_type_v {self.cache_type_v} must be the same"
-            )
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.offline, bool):
             raise ConfigError(f"offline must be True or False, not {shown(self.offline)}")
+
+    def _take_cache_types(self) -> None:
+        """Make `auto` concrete in both types: one that is given holds for the other one, too."""
+        names = ("cache_type_k", "cache_type_v")
+        for name in names:
+            _check_choice(name, getattr(self, name), ("auto", *INTEGER_CACHE_TYPES), NEAREST_CACHE_TYPES)
+        given = {getattr(self, name) for name in names} - {"auto"}
+        if len(given) > 1:
+            raise ConfigError(
+                f"cache_type_k {self.cache_type_k} and cache_type_v {self.cache_type_v} must be the same: "
+                "give one of them, which holds for both"
+            )
+        for name in names:
+            object.__setattr__(self, name, next(iter(given), DEFAULT_CACHE_TYPE))
 
     def _check_model_draft(self) -> None:
         if not isinstance(self.model_draft, str) or not self.model_draft:
@@ -123,7 +171,10 @@ class EngineConfig:
         if not isinstance(self.plan, str) or not self.plan:
             raise ConfigError(f"plan (--plan) must be the path of a file, not {shown(self.plan)}")
         for name in _PLANNED:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+            default = type(self).__dataclass_fields__[name].default
+            if name.startswith("cache_type"):
+                default = DEFAULT_CACHE_TYPE
+            if getattr(self, name) != default:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"{name} (--{flag}) is part of the plan: leave it out, or --plan")
 
@@ -136,9 +187,7 @@ class EngineConfig:
         names = [field.name for field in fields(cls)]
         for key in options:
             if key not in names:
-                close = difflib.get_close_matches(key, names, n=1)
-                advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-                raise ConfigError(f"unknown setting {key}: {advice}")
+                raise ConfigError(f"unknown setting {key}: {_advice(key, names)}")
         paths = {
             name: os.fspath(options[name])
             for name in ("model", "plan", "model_draft")
@@ -147,12 +196,24 @@ class EngineConfig:
         return cls(**{**options, **paths})
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int) -> EngineConfig:
+def _advice(key: str, names: Sequence[str]) -> str:
+    """What to do instead of giving the unknown setting `key`."""
+    if key in _OTHER_SETTINGS:
+        return _OTHER_SETTINGS[key]
+    close = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int, spare_bytes: int = 0
+) -> EngineConfig:
     """`config` with `ctx_size`, `threads` and `spec_type` made concrete for this model and machine. Pure.
 
-    free_bytes: device memory available for caches. The tier is not resolved here, since only the compiled
-    kernels list their tiers; the opened model reports its choice. Raises ConfigError for a context beyond the
-    model's and for drafts that it cannot have, OutOfMemoryError if caches exceed the memory.
+    free_bytes: device memory available for caches, and for weights that can be elsewhere. spare_bytes: what
+    is left of it beside all weights, of which a default context takes a share. The tier is not resolved here,
+    since only the compiled kernels list their tiers; the opened model reports its choice. Raises ConfigError
+    for a context beyond the model's and for drafts that it cannot have, OutOfMemoryError if caches exceed the
+    memory.
     """
     if config.spec_type == "auto":
         config = replace(config, spec_type="none")
@@ -166,7 +227,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: i
         _check_context(config, token_bytes, spec, free_bytes)
         return replace(config, threads=threads)
     affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
-    ctx_size = max(1, min(spec.context_length, DEFAULT_CTX_SIZE, affordable))
+    in_spare = int(max(0, spare_bytes) * SPARE_CACHE_SHARE) // max(1, token_bytes)
+    ctx_size = max(1, min(spec.context_length, max(in_spare, min(DEFAULT_CTX_SIZE, affordable))))
     return replace(config, threads=threads, ctx_size=ctx_size)
 
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from coldstream.engine.config import EngineConfig
-from coldstream.errors import ColdstreamError, ConfigError
+from coldstream.errors import ColdstreamError, ConfigError, ModelNotFoundError
 from coldstream.models import cpu_dflash
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_spec import DflashSpec, check_gpu, check_target, tensor_shapes
@@ -53,15 +53,17 @@ class OpenDraft:
 def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
     """Opens the drafter that `config` names, and checks it against the model.
 
-    The configuration is then one for dflash. A drafter that is damaged or does not fit raises ConfigError or
-    a ModelFormatError if that was asked for; if spec_type is auto, the context is without a drafter, and with
-    a warning.
+    The configuration is then one for dflash. Raises ModelNotFoundError for a drafter that is absent. One that
+    is damaged or does not fit raises ConfigError or a ModelFormatError if that was asked for; if spec_type is
+    auto, the context is without a drafter, and with a warning.
     """
     if config.model_draft is None:
         yield OpenDraft(config)
         return
     try:
         file = _open(config, config.model_draft, target)
+    except ModelNotFoundError:
+        raise
     except ColdstreamError as error:
         if config.spec_type != "auto" or config.plan is not None:  # a plan says itself what drafts
             raise

@@ -37,6 +37,7 @@ from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.stream import Stream
 from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
+from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.models.runner import Progress
 from coldstream.placement.hardware import Hardware
@@ -62,8 +63,8 @@ class LLM:
         plan: str | os.PathLike[str] | None = None,
         threads: int | Literal["auto"] = "auto",
         device: str = "auto",
-        cache_type_k: CacheType = "i16",
-        cache_type_v: CacheType = "i16",
+        cache_type_k: CacheType = "auto",
+        cache_type_v: CacheType = "auto",
         attention_window: int | None = None,
         tier: str = "auto",
         prefetch: int | Literal["auto"] = "auto",
@@ -80,14 +81,15 @@ class LLM:
         """Open a model. The settings are the command line's flags, but for the last two.
 
         model: a path, or org/repo[:QUANT] on the hub.
-        ctx_size: tokens of context, prompt and answer together; None: what model and memory allow, at most
-            32768.
+        ctx_size: tokens of context, prompt and answer together; None: all that the model was trained for if
+            half of the memory beside its weights holds them, otherwise what that holds, or up to 32768.
         vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
         ram: the same for weights in RAM; auto: what is available.
         plan: a file of `coldstream plan --out`, instead of budgets, context, cache types and window.
         threads: of the CPU; auto: one per physical core.
         device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
-        cache_type_k, cache_type_v: types of cached keys and values, the same for both.
+        cache_type_k, cache_type_v: types of cached keys and values, the same for both; one that is given
+            alone holds for the other one, too. auto: i16.
         attention_window: positions that a token attends to at most, its own included; None: all. Other than
             the other settings it changes what the model says.
         tier: kernels of the CPU; auto: the fastest that it has.
@@ -156,6 +158,10 @@ class LLM:
     def opened(self) -> OpenedModel:
         """The parts: concrete configuration, runner, tokenizer, template and the file's sampling defaults."""
         return self._opened
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's file: `encode(text)` gives ids, `decode(ids)` a text."""
+        return self._opened.tokenizer
 
     def close(self) -> None:
         """Release the model, once the token or chunk that another thread computes is done. Closing twice is

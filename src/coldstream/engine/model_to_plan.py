@@ -128,7 +128,9 @@ class ModelToPlan:
         else:
             shortest = resolve(replace(config, ctx_size=1), self.spec, self.num_cores, ALL_BYTES)
             least = self.ram_needs(shortest).least_bytes(self.options)
-        return resolve(config, self.spec, self.num_cores, max(0, budget - least))
+        free = max(0, budget - least)
+        spare = budget - least - self.sizes(config).all_expert_bytes
+        return resolve(config, self.spec, self.num_cores, free, spare)
 
     def place(self, config: EngineConfig, budgets: Sequence[int]) -> list[Place]:
         """The placement for each budget, and the sizes on which it is based."""
