@@ -402,6 +402,11 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
         {"input": [{"type": "message", "content": "a"}]},
         {"input": [{"type": "function_call", "arguments": "{}"}]},
         {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"prompt": {"id": "pmpt_1"}},
+        {"background": True},
+        {"metadata": {"a" * 65: "b"}},
+        {"top_logprobs": 21},
         {"max_output_tokens": 0},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
@@ -422,6 +427,129 @@ async def test_what_cannot_be_served_is_refused(openai: AsyncOpenAI, changes: An
         await openai.responses.create(**{**GREEDY, **changes})
 
 
+async def test_what_clients_ask_for_is_accepted_and_told_again(saying: Saying) -> None:
+    """With what Codex sends, and more of the documented fields."""
+    asked = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "truncation": "auto",
+        "parallel_tool_calls": False,
+        "max_tool_calls": 3,
+        "service_tier": "flex",
+        "prompt_cache_key": "key",
+        "safety_identifier": "s",
+        "user": "u",
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "reasoning": {"effort": "none", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "top_logprobs": 2,
+        "background": False,
+        "stream_options": {"include_obfuscation": False},
+        "tools": [*TOOLS, PATCH, FILES],
+    }
+    async with saying("Yes.") as client:
+        stream = {**asked, "extra_body": {"stream_options": asked.pop("stream_options")}}
+        response, events = await both(client, **{**stream, **asked})
+    last = events[-1].response
+    for told in (response, events[0].response, last):
+        given = told.model_dump()
+        kept = ("metadata", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user", "top_logprobs")
+        assert {name: given[name] for name in kept} == {name: asked[name] for name in kept}
+        assert (told.truncation, told.service_tier, told.parallel_tool_calls) == (
+            "disabled",
+            "default",
+            False,
+        )
+        assert (told.text.verbosity, told.reasoning.effort) == ("low", "none")
+        assert [tool.type for tool in told.tools] == ["function", "custom", "namespace"]
+    assert events[0].response.usage is None
+    assert (last.usage.input_tokens, last.usage.input_tokens_details.cached_tokens) == (5, 2)
+    assert (last.usage.output_tokens, last.usage.total_tokens) == (9, 14)
+    assert last.completed_at >= last.created_at
+
+
+async def test_a_sealed_thought_takes_the_place_of_its_text(
+    thinking: AsyncOpenAI, thinking_http: httpx2.AsyncClient
+) -> None:
+    """Codex sends thoughts back without their text."""
+    asked: Any = {**GREEDY, "include": ["reasoning.encrypted_content"]}
+    response = await thinking.responses.create(**asked)
+    (thought,) = response.output
+    assert thought.type == "reasoning"
+    assert thought.content
+    events = [event async for event in await thinking.responses.create(**asked, stream=True)]
+    (streamed,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert streamed.model_dump(exclude={"id"}) == thought.model_dump(exclude={"id"})
+    call: Any = {"type": "function_call", "call_id": "c", "name": "turn", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c", "output": "done"}
+    sizes = []
+    for given in (
+        {"encrypted_content": thought.encrypted_content},
+        {"content": [thought.content[0].to_dict()]},
+        {},
+    ):
+        items = [SAME[1], {"type": "reasoning", "summary": [], **given}, call, result]
+        told = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
+        sizes.append(told["usage"]["input_tokens"])
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
+async def test_log_probabilities_are_those_of_the_message(openai: AsyncOpenAI) -> None:
+    asked: Any = {**GREEDY, "max_output_tokens": 8}
+    wanted: Any = {**asked, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await openai.responses.create(**wanted)
+    (item,) = response.output
+    assert item.type == "message"
+    part = item.content[0]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(each.token for each in part.logprobs) == part.text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    events = [event async for event in await openai.responses.create(**wanted, stream=True)]
+    told = [each for e in events if e.type == "response.output_text.delta" for each in e.logprobs]
+    done = next(e for e in events if e.type == "response.output_text.done")
+    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
+    (plain,) = (await openai.responses.create(**asked)).output
+    assert plain.type == "message"
+    assert plain.content[0].to_dict()["logprobs"] == []
+
+
+async def test_log_probabilities_of_thoughts_and_calls_are_not_told(thinking: AsyncOpenAI) -> None:
+    asked: Any = {**GREEDY, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    response = await thinking.responses.create(**asked)
+    assert [item.type for item in response.output] == ["reasoning"]
+    answer = await thinking.responses.create(**{**asked, "max_output_tokens": 8}, **QUICK)
+    (item,) = answer.output
+    assert item.type == "message"
+    part = item.content[0]
+    assert part.type == "output_text"
+    assert "".join(each.token for each in part.logprobs or ()) == part.text
+
+
+async def test_the_tokens_of_an_input_are_counted(thinking: AsyncOpenAI) -> None:
+    asked: Any = {name: GREEDY[name] for name in ("model", "instructions", "input")}
+    asked |= {"tools": [*TOOLS, PATCH, FILES], **QUICK}
+    count = await thinking.responses.input_tokens.count(**asked)
+    response = await thinking.responses.create(**asked, max_output_tokens=1)
+    assert response.usage is not None
+    assert count.input_tokens == response.usage.input_tokens
+
+
+async def test_what_would_need_a_memory_is_not_found(openai: AsyncOpenAI) -> None:
+    asked: Any = {"model": "demo", "input": "hi"}
+    calls: Any = [
+        openai.responses.retrieve("resp_1"),
+        openai.responses.delete("resp_1"),
+        openai.responses.cancel("resp_1"),
+        openai.responses.input_items.list("resp_1"),
+        openai.responses.compact(**asked),
+    ]
+    for call in calls:
+        with pytest.raises(sdk.NotFoundError, match=r"not kept|not compacted"):
+            await call
+
+
 async def test_an_error_in_the_middle_is_the_last_event(connect: Connect, local_client: LocalClient) -> None:
     client = Scripted(local_client, Started(1, 0, 1), Failed(1, GenerationFault("NaN logits")))
     async with connect(client) as http:
@@ -430,4 +558,5 @@ async def test_an_error_in_the_middle_is_the_last_event(connect: Connect, local_
     last = events[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
-    assert last.response.error.message == "NaN logits"
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "NaN logits")
+    EVENT.validate_json(last.to_json(), strict=True)

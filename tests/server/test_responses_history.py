@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NotRequired, Required, get_args, get_origin
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai._types import SequenceNotStr
 from openai.types.responses import ResponseInputItemParam
 from typing_extensions import get_type_hints, is_typeddict
 
 from coldstream.server.http.problems import ProblemError
-from coldstream.server.http.responses_history import Item, messages_of, tools_in
+from coldstream.server.http.responses_history import Item, messages_of, sealed, tools_in
 from coldstream.server.http.responses_tools import OfferedTools
 
 NONE = OfferedTools([])
@@ -50,10 +52,10 @@ def documented() -> Iterator[Any]:
 @pytest.mark.parametrize("item", documented())
 def test_every_documented_item_is_read_or_replaced(item: Any) -> None:
     """A type that a later client brings shows here, as the placeholder of an unknown one."""
-    given = messages(USER, item, AFTER)
-    assert given[0] == USER
-    assert given[-1] == AFTER
-    said = [message["content"] for message in given[1:-1] if "content" in message]
+    told = messages(USER, item, AFTER)
+    assert told[0] == USER
+    assert told[-1] == AFTER
+    said = [message["content"] for message in told[1:-1] if "content" in message]
     assert not any("cannot read" in text for text in said), said
 
 
@@ -147,8 +149,8 @@ def test_what_other_servers_ran_is_told_in_the_answer(item: Any, shown: str) -> 
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
 def test_what_a_call_gave_is_a_message_of_the_tool(item: Any, content: str) -> None:
-    given = messages(USER, {"call_id": "c", **item}, AFTER)
-    assert given[1:-1] == [{"role": "tool", "tool_call_id": "c", "content": content}]
+    told = messages(USER, {"call_id": "c", **item}, AFTER)
+    assert told[1:-1] == [{"role": "tool", "tool_call_id": "c", "content": content}]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_what_the_client_ran_is_a_call_of_the_answer(item: Any, name: str, argum
 
 
 def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
-    given = messages(
+    told = messages(
         USER,
         {
             "type": "reasoning",
@@ -210,10 +212,10 @@ def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
         {"role": "assistant", "content": "Done."},
         {"role": "assistant", "content": "Really."},
     )
-    assert [message["role"] for message in given] == ["user", "assistant", "tool", "tool", *["assistant"] * 2]
-    assert given[1]["reasoning_content"] == "plan"
-    assert given[1]["content"].startswith("[called web_search")
-    assert [call["id"] for call in given[1]["tool_calls"]] == ["c1", "c2"]
+    assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", *["assistant"] * 2]
+    assert told[1]["reasoning_content"] == "plan"
+    assert told[1]["content"].startswith("[called web_search")
+    assert [call["id"] for call in told[1]["tool_calls"]] == ["c1", "c2"]
 
 
 def test_a_thought_that_only_its_author_can_read_says_nothing() -> None:
@@ -221,6 +223,20 @@ def test_a_thought_that_only_its_author_can_read_says_nothing() -> None:
     answer = {"role": "assistant", "content": "Yes."}
     (_, with_thought) = messages(USER, hidden, answer)
     assert with_thought == {**answer, "reasoning_content": None}
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_a_sealed_thought_is_read_again(thought: str) -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed(thought)}
+    (_, answer) = messages(USER, item)
+    assert answer["reasoning_content"] == (thought or None)
+
+
+@pytest.mark.parametrize("hidden", ["coldstream:%%", "coldstream:gAA=", "coldstream:////"])
+def test_a_damaged_sealed_thought_gives_way_to_its_summary(hidden: str) -> None:
+    summary = [{"type": "summary_text", "text": "plan"}]
+    (_, answer) = messages(USER, {"type": "reasoning", "summary": summary, "encrypted_content": hidden})
+    assert answer["reasoning_content"] == "plan"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
@@ -16,15 +16,21 @@ from coldstream.engine.request import Statistics
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.chat_reading import Chat, read_chat
 from coldstream.server.http.guard import namespace_of
+from coldstream.server.http.logprob_shapes import chat_logprobs
 from coldstream.server.http.models import served_model
-from coldstream.server.http.problems import problem_of
+from coldstream.server.http.problems import Problem, ProblemError, problem_of
 from coldstream.server.http.responses_answer import ResponseItems
-from coldstream.server.http.responses_request import ResponsesRequest
+from coldstream.server.http.responses_request import ReasoningConfig, ResponsesInput, ResponsesRequest
 from coldstream.server.http.responses_tools import FlatTool
-from coldstream.server.http.shapes import ResponseShape, documented
+from coldstream.server.http.shapes import ResponseShape, ResponseTokensShape, documented
 from coldstream.server.http.sse import KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
 
 Fields = dict[str, Any]
+
+_NOT_KEPT: Final = "responses are not kept: send all items of the conversation to POST /v1/responses"
+_ABSENT: Final = {
+    "compact": "conversations are not compacted here: ask the model for a summary, and begin with that",
+}
 
 
 def responses_router(serving: Serving) -> APIRouter:
@@ -36,12 +42,24 @@ def responses_router(serving: Serving) -> APIRouter:
         """Answer a conversation."""
         return await respond_unless_gone(request, _respond(serving, body, request.scope))
 
+    @router.post("/v1/responses/input_tokens", response_model=None, responses=documented(ResponseTokensShape))
+    async def input_tokens(body: ResponsesInput) -> Fields:
+        """How many tokens a conversation has, written out for the model."""
+        served = served_model(serving.client, body.model)
+        chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
+        return {"object": "response.input_tokens", "input_tokens": len(chat.request.prompt_token_ids)}
+
+    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def others(rest: str) -> Response:
+        """What would need a memory of responses."""
+        raise ProblemError(Problem(404, _ABSENT.get(rest, _NOT_KEPT), code="not_found"))
+
     return router
 
 
 async def _respond(serving: Serving, body: ResponsesRequest, scope: Scope) -> Response:
     served = served_model(serving.client, body.model)
-    chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
+    chat = await run_in_threadpool(read_chat, body.as_answerable(), served, serving.settings)
     namespace = namespace_of(scope, None)
     answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
     answer = _Answer(body, chat)
@@ -56,32 +74,16 @@ class _Answer:
     """The response to one request."""
 
     def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
-        self._items = ResponseItems(chat.parser(), body.offered, chat.max_calls)
+        num_top, tokenizer = body.num_logprobs, chat.served.tokenizer
+        self._items = ResponseItems(
+            chat.parser(),
+            body.offered,
+            chat.max_calls,
+            logprobs=None if num_top is None else lambda piece: chat_logprobs(piece, tokenizer, num_top),
+            has_sealed_thoughts=body.wants_sealed_thoughts,
+        )
         self._num_events = 0
-        params = chat.request.params
-        form = body.text.format if body.text else None
-        choice = body.tool_choice or "auto"
-        self._fields: Fields = {
-            "id": f"resp_{secrets.token_hex(12)}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": chat.served.name,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "text": {
-                "format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
-            },
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            "tools": [_shown(tool) for tool in body.offered.shown],
-            "truncation": "disabled",
-        }
+        self._fields = _settings(body, chat)
 
     async def whole(self, answers: Answers) -> Response:
         """The answer at once."""
@@ -130,8 +132,44 @@ class _Answer:
         assert self._items.statistics is not None, "an answer ends with its statistics"
         usage = _usage(self._items.statistics, self._items.reasoning_tokens)
         if not self._items.is_incomplete:
-            return self._response("completed", usage=usage)
+            return self._response("completed", usage=usage, completed_at=int(time.time()))
         return self._response("incomplete", usage=usage, incomplete_details={"reason": "max_output_tokens"})
+
+
+def _settings(body: ResponsesRequest, chat: Chat) -> Fields:
+    """The fields of a response that say what was asked for, and what came of it."""
+    params = chat.request.params
+    form, reasoning = body.text.format if body.text else None, body.reasoning or ReasoningConfig()
+    choice = body.tool_choice or "auto"
+    return {
+        "id": f"resp_{secrets.token_hex(12)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": chat.served.name,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": params.temperature,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "text": {
+            "format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"},
+            **({"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}),
+        },
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [_shown(tool) for tool in body.offered.shown],
+        "truncation": "disabled",
+        "user": body.user,
+    }
 
 
 def _shown(tool: FlatTool) -> Fields:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.accounts import ending_of
 from coldstream.server.http.client_tools import CLIENT_TOOLS, ClientTool
 from coldstream.server.http.custom_tools import CustomInput
+from coldstream.server.http.responses_history import sealed
 from coldstream.server.http.responses_tools import OfferedTool, OfferedTools
 from coldstream.server.output import (
     Content,
@@ -35,12 +36,28 @@ _WITH_PARTS: Final = ("message", "reasoning")
 
 
 class ResponseItems:
-    """The items of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`."""
+    """The items of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`.
 
-    def __init__(self, parser: OutputParser, tools: OfferedTools, max_calls: int | None) -> None:
+    logprobs: gives those of a piece's tokens, of which the messages' are told; None: nothing is told of them.
+    has_sealed_thoughts: whether thoughts come as `sealed`, too.
+    """
+
+    def __init__(
+        self,
+        parser: OutputParser,
+        tools: OfferedTools,
+        max_calls: int | None,
+        *,
+        logprobs: Callable[[Piece], list[Fields]] | None = None,
+        has_sealed_thoughts: bool = False,
+    ) -> None:
         self._parser = parser
         self._tools = tools
         self._max_calls = max_calls
+        self._logprobs_of = logprobs
+        self._has_sealed_thoughts = has_sealed_thoughts
+        self._logprobs: list[Fields] = []  # of the open message
+        self._unsent_logprobs: list[Fields] = []
         self._items: list[Fields] = []
         self._text = ""  # of the open item
         self._is_open = False
@@ -62,6 +79,8 @@ class ResponseItems:
         if piece.finish_reason is not None:
             found = [*found, *self._parser.finish()]
             self.is_incomplete = ending_of(piece)["finish_reason"] == "length"
+        if self._logprobs_of is not None:
+            self._unsent_logprobs += self._logprobs_of(piece)
         events = [event for each in found for event in self._events(each)]
         if self._items and all(item["type"] == "reasoning" for item in self._items):
             self.reasoning_tokens += len(piece.token_ids)
@@ -74,13 +93,15 @@ class ResponseItems:
         match event:
             case Content(text=text):
                 yield from self._opened({"type": "message", "role": "assistant", "content": []}, "msg")
-                yield self._grown(text, logprobs=[])
+                yield self._grown(text, logprobs=self._take_logprobs())
             case Reasoning(text=text):
+                self._unsent_logprobs.clear()
                 yield from self._opened({"type": "reasoning", "summary": [], "content": []}, "rs")
                 yield self._grown(text)
             case ToolCallStart(index=index) if self._max_calls is not None and index >= self._max_calls:
                 return
             case ToolCallStart(id=call_id, name=name):
+                self._unsent_logprobs.clear()
                 yield from self._closed()
                 yield from self._call_begun(call_id, name)
             case ToolCallArguments(json_fragment=fragment) if self._is_in_call:
@@ -138,6 +159,12 @@ class ResponseItems:
         yield from self._closed("incomplete")
         yield from self._events(Content(text))
 
+    def _take_logprobs(self) -> list[Fields]:
+        """Those of the tokens since the last text of a message."""
+        taken, self._unsent_logprobs = self._unsent_logprobs, []
+        self._logprobs += taken
+        return taken
+
     @property
     def _place(self) -> Fields:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -147,7 +174,7 @@ class ResponseItems:
             return
         yield from self._closed()
         self._items.append({"id": f"{prefix}_{secrets.token_hex(12)}", **item, "status": "in_progress"})
-        self._is_open, self._text = True, ""
+        self._is_open, self._text, self._logprobs = True, "", []
         place = {"output_index": len(self._items) - 1, "item": dict(self._items[-1])}
         yield {"type": "response.output_item.added", **place}
         if item["type"] in _WITH_PARTS:
@@ -160,7 +187,7 @@ class ResponseItems:
 
     def _part(self) -> Fields:
         kind = _DELTAS[self._items[-1]["type"]][1]
-        more: Fields = {"annotations": []} if kind == "output_text" else {}
+        more: Fields = {"annotations": [], "logprobs": self._logprobs} if kind == "output_text" else {}
         return {"type": kind, "text": self._text, **more}
 
     def _grown(self, text: str, **more: Any) -> Fields:
@@ -190,7 +217,9 @@ class ResponseItems:
         if item["type"] in _WITH_PARTS:
             item["content"] = [self._part()]
             place = {**self._place, "content_index": 0}
-            more: Fields = {"logprobs": []} if part == "output_text" else {}
+            more: Fields = {"logprobs": self._logprobs} if part == "output_text" else {}
+            if part == "reasoning_text" and self._has_sealed_thoughts:
+                item["encrypted_content"] = sealed(self._text)
             yield {"type": f"{name}.done", **place, "text": self._text, **more}
             yield {"type": "response.content_part.done", **place, "part": self._part()}
         else:

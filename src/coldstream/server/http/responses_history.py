@@ -5,6 +5,7 @@ be shown is read. All else becomes a placeholder, a short text in brackets: call
 the model's answer, other items in the user's turn.
 """
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 _LEFT_OUT: Final = frozenset(
     {"mcp_list_tools", "compaction_trigger", "configuration_update", "additional_tools"}
 )
+_SEAL: Final = "coldstream:"
 _TOOLS: Final = TypeAdapter(list[FlatTool])
 
 
@@ -89,10 +91,7 @@ class _History:
             self._say(_HOSTED[kind](fields))
         elif kind == "reasoning":
             yield from self._flush_if_complete()
-            thoughts = (
-                self._answer.get("reasoning_content"),
-                fields.text("content") or fields.text("summary"),
-            )
+            thoughts = (self._answer.get("reasoning_content"), _thought(fields))
             self._answer |= {
                 "role": "assistant",
                 "reasoning_content": "\n".join(filter(None, thoughts)) or None,
@@ -176,6 +175,22 @@ class _Reader:
             return json.dumps(value, ensure_ascii=False)
         except RecursionError:
             raise refused(f"{self.place}: it is nested too deeply", "input") from None
+
+
+def sealed(thought: str) -> str:
+    """A thought as `encrypted_content`, which clients send back without its text. It is no secret."""
+    return _SEAL + base64.b64encode(thought.encode()).decode()
+
+
+def _thought(fields: _Reader) -> str:
+    """The text of a thought, or what was told of it."""
+    text, hidden = fields.text("content"), fields.name("encrypted_content") or ""
+    if not text and hidden.startswith(_SEAL):
+        try:
+            return base64.b64decode(hidden.removeprefix(_SEAL), validate=True).decode()
+        except ValueError:  # another server's, or damaged: nobody can read it
+            return fields.text("summary")
+    return text or fields.text("summary")
 
 
 def _turn(kind: str, fields: _Reader) -> Fields:

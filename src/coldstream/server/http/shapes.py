@@ -189,6 +189,13 @@ class TokenCountShape(_Shape):
     input_tokens: int
 
 
+class ResponseTokensShape(_Shape):
+    """A count of tokens, of OpenAI's responses."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 _REFUSALS = {
     400: "The request cannot be served as it is.",
     401: "A valid API key is needed.",
