@@ -292,6 +292,18 @@ async def test_a_function_that_the_model_made_up_is_told_as_it_was_called(saying
     assert (call.type, call.name, call.namespace) == ("function_call", "fly", None)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "apply_patch"}], ids=str)
+async def test_a_custom_tool_that_is_demanded_obeys_its_grammar(thinking: AsyncOpenAI, choice: Any) -> None:
+    patch = "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"
+    definition = f"start: {json.dumps(patch)}"
+    tool = {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": definition}}
+    request = {"max_output_tokens": 200, "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+    response, events = await both(thinking, **request)
+    (call,) = response.output
+    assert (call.type, call.input, response.status) == ("custom_tool_call", patch, "completed")
+    assert events[-2].item.input == patch
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read"}], ids=str)
 async def test_a_tool_of_a_namespace_is_called_by_both_of_its_names(
     thinking: AsyncOpenAI, choice: Any
@@ -417,6 +429,17 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
         {"tool_choice": {"type": "function", "name": "turn", "namespace": "n"}, "tools": TOOLS},
         {"tools": [{"type": "namespace", "tools": []}]},
         {"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]},
+        {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "lark"}}]},
+        {
+            "tools": [
+                {
+                    "type": "custom",
+                    "name": "a",
+                    "format": {"type": "grammar", "syntax": "lark", "definition": "start: nothing"},
+                }
+            ],
+            "tool_choice": "required",
+        },
         {"text": {"format": {"type": "json_schema", "name": "a"}}},
         {"temperature": -1},
     ],

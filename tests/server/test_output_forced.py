@@ -158,3 +158,26 @@ def test_the_thought_of_an_answer_is_in_the_words_of_the_template() -> None:
     called = thought_after(HERMES_TEMPLATE, "<think>", tools=TOOLS)
     assert called is not None
     assert called.tool_call == "<tool_call>"
+
+
+LARK_TOOL: Any = {
+    "name": "patch",
+    "parameters": {
+        "properties": {"input": {"type": "string", "x-lark": 'start: "{" line+ "}"\nline: /[a-c]+/ "\\n"'}},
+        "required": ["input"],
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "fits"), [("{ab\nc\n}", True), ("{ab}", False), ("{d\n}", False)])
+def test_a_forced_text_obeys_its_lark_grammar(llm: LLM, text: str, fits: bool) -> None:
+    grammar = forced_calls(XML_TEMPLATE, [*BOUNDED, LARK_TOOL])
+    assert matches(llm, grammar, rendered("xml", "patch", {"input": text})) == fits
+
+
+def test_a_lark_grammar_that_cannot_be_obeyed_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="patch cannot be demanded"):
+        forced_calls(HERMES_TEMPLATE, [*BOUNDED, LARK_TOOL])
+    broken: Any = {"name": "f", "parameters": {"properties": {"input": {"x-lark": 'start: "a" }'}}}}
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        llm.opened.grammars.check(SamplingParams(grammar=forced_calls(XML_TEMPLATE, [broken])))

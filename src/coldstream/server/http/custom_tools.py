@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from coldstream.server.output import LARK
+
 PARAMETER: Final = "input"
 _BEGINNING: Final = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
 # Characters of a JSON string that are complete: an escape sequence at the end may be cut.
@@ -20,19 +22,17 @@ def function_of_custom(
     name: str, description: str | None, syntax: str | None = None, definition: str | None = None
 ) -> dict[str, Any]:
     """The function that stands for a custom tool. syntax, definition: of the grammar that its input obeys."""
-    texts = [description] if description else []
-    if syntax is not None and definition is not None:
-        texts.append(f"The input has to match this {_SYNTAXES[syntax]}:\n{definition}")
     text = {"type": "string", "description": "The whole input of the tool, as plain text."}
-    if syntax == "regex":
-        text["pattern"] = f"^(?:{definition})$"
+    if syntax is not None and definition is not None:
+        text["description"] += f" It has to match this {_SYNTAXES[syntax]}."
+        text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition}
     parameters = {
         "type": "object",
         "properties": {PARAMETER: text},
         "required": [PARAMETER],
         "additionalProperties": False,
     }
-    described = {"description": "\n\n".join(texts)} if texts else {}
+    described = {"description": description} if description else {}
     return {"name": name, **described, "parameters": parameters}
 
 

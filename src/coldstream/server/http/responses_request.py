@@ -1,6 +1,5 @@
 """The body of OpenAI's responses API, and the chat request that means the same."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -10,7 +9,7 @@ from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatReq
 from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Body, Flag, Name, Number, Text, TokenCount
 from coldstream.server.http.problems import refused
 from coldstream.server.http.responses_history import Item, messages_of, tools_in
-from coldstream.server.http.responses_tools import FlatTool, OfferedTool, OfferedTools, is_offered_kind
+from coldstream.server.http.responses_tools import FlatTool, OfferedTools, is_offered_kind
 
 MetadataName = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]
@@ -121,22 +120,14 @@ class ResponsesInput(Body):
     def _choice(self) -> Any:
         """The chat's `tool_choice`. Raises ProblemError."""
         choice = self.tool_choice
-        mode: Any = choice
-        demanded: Sequence[OfferedTool] = self.offered.all if choice == "required" else ()
-        if isinstance(choice, FlatChoice):
-            if choice.type in (_ALLOWED, "namespace"):
-                mode = "required" if choice.type == "namespace" else choice.mode or "auto"
-                demanded = self.offered.all if mode == "required" else ()
-            else:
-                demanded = self.offered.chosen(choice.model_dump())
-                mode = {"type": "function", "function": {"name": demanded[0].function["name"]}}
-        if held := next((tool for tool in demanded if tool.has_lark), None):
-            raise refused(
-                f"tool_choice: a call of {held.name} cannot be demanded, as nothing holds it to its grammar:"
-                " use auto, or give a regex",
-                "tool_choice",
-            )
-        return mode
+        if not isinstance(choice, FlatChoice):
+            return choice
+        if choice.type == _ALLOWED:
+            return choice.mode or "auto"
+        if choice.type == "namespace":
+            return "required"
+        (tool,) = self.offered.chosen(choice.model_dump())
+        return {"type": "function", "function": {"name": tool.function["name"]}}
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None

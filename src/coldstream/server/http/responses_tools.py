@@ -56,7 +56,6 @@ class OfferedTool:
     type: str
     name: str
     namespace: str | None = None
-    has_lark: bool = False  # whether its input is described by a grammar of Lark
 
     @property
     def identity(self) -> "_Identity":
@@ -180,8 +179,10 @@ def _offered(tool: FlatTool, namespace: str | None) -> OfferedTool:
     name = _joined(namespace, tool.name)
     if tool.type == "custom":
         form = tool.format or ToolFormat(type="text")
+        if form.type == "grammar" and (form.syntax is None or form.definition is None):
+            raise refused(f"tools: the grammar of {tool.name} needs its syntax and definition", "tools")
         function = function_of_custom(name, tool.description, form.syntax, form.definition)
-        return OfferedTool(function, "custom", tool.name, namespace, has_lark=form.syntax == "lark")
+        return OfferedTool(function, "custom", tool.name, namespace)
     fields = {"name": name, "description": tool.description, "parameters": tool.parameters}
     function = {name: value for name, value in fields.items() if value is not None}
     return OfferedTool(function, "function", tool.name, namespace)

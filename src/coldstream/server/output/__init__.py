@@ -21,10 +21,11 @@ from coldstream.server.output.events import (
 )
 from coldstream.server.output.hermes_calls import HermesCalls
 from coldstream.server.output.parser import THINK, THINK_END, OutputParser
-from coldstream.server.output.tools import ToolSignatures
+from coldstream.server.output.tools import LARK, ToolSignatures
 from coldstream.server.output.xml_calls import XmlCalls
 
 __all__ = [
+    "LARK",
     "Content",
     "OutputEvent",
     "OutputParser",

@@ -12,6 +12,7 @@ import json
 from typing import Any, Final
 
 from coldstream.decoding import Grammar
+from coldstream.errors import InvalidRequestError
 from coldstream.server.output.call_format import Begun, Progress, lark_json
 from coldstream.server.output.tools import ToolSignatures
 from coldstream.server.output.typed_values import finite_json, quoted
@@ -57,7 +58,12 @@ class HermesCalls:
         return _begun(call, len(text), tools, is_thinking=is_thinking)
 
     def forced(self, tools: ToolSignatures, *, is_parallel: bool) -> Grammar:
-        """See `CallFormat`."""
+        """See `CallFormat`. Raises InvalidRequestError for a Lark grammar, as text in JSON is escaped."""
+        if tools.with_lark is not None:
+            raise InvalidRequestError(
+                f"tool_choice: a call of {tools.with_lark} cannot be demanded, as this model writes calls as"
+                " JSON, in which no Lark grammar can be obeyed: leave tool_choice out, or give a regex"
+            )
         calls = [f"call_{i}" for i in range(len(tools.schemas))]
         rules = ['start: call ("\\n" call)*' if is_parallel else "start: call"]
         rules.append(

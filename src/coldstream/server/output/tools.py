@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 Schema = Mapping[str, Any]
+
+# In the schema of a string parameter: a Lark grammar of its text, for which JSON Schema has no word.
+LARK: Final = "x-lark"
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,13 @@ class ToolSignatures:
         whole = self.schemas.get(tool, {})
         properties = whole.get("properties")
         return (properties.get(name, True) if isinstance(properties, Mapping) else True), whole
+
+    @property
+    def with_lark(self) -> str | None:
+        """The first tool with a parameter that a Lark grammar describes."""
+        for name, schema in self.schemas.items():
+            properties = schema.get("properties")
+            values = properties.values() if isinstance(properties, Mapping) else ()
+            if any(isinstance(value, Mapping) and LARK in value for value in values):
+                return name
+        return None

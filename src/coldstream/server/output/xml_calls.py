@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from coldstream.decoding import Grammar
 from coldstream.server.output.call_format import Begun, Progress, begins, lark_json, num_held
-from coldstream.server.output.tools import ToolSignatures
+from coldstream.server.output.tools import LARK, ToolSignatures
 from coldstream.server.output.typed_values import quoted, typed_json, types_of
 
 _OPEN: Final = "<tool_call>"
@@ -218,6 +218,8 @@ def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str
 
 def _parameter_rules(rule: str, key: str, schema: Any, whole: Mapping[str, Any]) -> list[str]:
     head, end = quoted(f"{_PARAMETER}{key}>\n"), f"\n{_PARAMETER_END}\n"
+    if isinstance(schema, Mapping) and isinstance(lark := schema.get(LARK), str):
+        return [f"{rule}: {head} {rule}_lark {quoted(end)}", f"{rule}_lark: %lark {{\n{lark}\n}}"]
     if not isinstance(schema, Mapping) or "string" in types_of(schema, whole):
         options = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(options, list) and options:
