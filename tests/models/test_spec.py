@@ -93,9 +93,38 @@ def test_mtp_block_is_not_part_of_the_trunk(load_spec: LoadSpec, arch: str, key:
     assert spec.blocks[4].kind == "attention"
 
 
-def test_mtp_declared_but_absent(load_spec: LoadSpec) -> None:
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_mtp_blocks_that_are_declared_and_absent(load_spec: LoadSpec, arch: str, num_blocks: int) -> None:
+    """The file is what it would be without the declaration, and the spec says what it lacks."""
+    layers = 4 + num_blocks
+    changes = {
+        "nextn_predict_layers": num_blocks,
+        "block_count": layers,
+        "attention.head_count_kv": [2] * layers,
+        "attention.recurrent_layers": [True, True, True, False] + [False] * num_blocks,
+    }
+    spec, plain = load_spec(changed(changes, arch)), load_spec(tiny(arch))
+    assert spec.num_absent_nextn_layers == num_blocks
+    assert replace(spec, num_absent_nextn_layers=0) == plain
+    (warning,) = spec.warnings
+    assert f"{arch}.nextn_predict_layers is {num_blocks}" in warning
+    assert plain.warnings == ()
+
+
+def test_mtp_blocks_that_are_partly_there(load_spec: LoadSpec) -> None:
+    """The first missing tensor is named, whatever is there."""
     with pytest.raises(InconsistentError, match=r"blk\.3\.nextn\.eh_proj\.weight .* is missing"):
         load_spec(changed({"nextn_predict_layers": 1}))
+    whole = tiny(nextn=True)
+    names = [name for name in whole.tensors if name.startswith("blk.4.")]
+    for kept in names:
+        model = tiny(nextn=True)
+        model.tensors = {name: v for name, v in model.tensors.items() if name not in names or name == kept}
+        with pytest.raises(InconsistentError, match=r"the tensor blk\.4\.\S+ .* is missing"):
+            load_spec(model)
+    with pytest.raises(InconsistentError, match=r"the tensor blk\.5\.attn_norm\.weight .* is missing"):
+        load_spec(changed({"nextn_predict_layers": 2, "block_count": 6}, nextn=True))
 
 
 def test_mtp_only_file(load_spec: LoadSpec) -> None:

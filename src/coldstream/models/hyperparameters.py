@@ -1,6 +1,6 @@
 """Reads the hyper-parameters of a model file: one key at a time, with the range that it must lie in."""
 
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,16 +20,21 @@ class Hyperparameters:
     """The keys of one model: `integer("block_count", …)` reads `qwen35moe.block_count`.
 
     `num_blocks` counts all blocks of the file, `num_layers` those of the trunk; the others are MTP blocks.
-    Raises UnsupportedError for a file that is only a part of a model.
+    Declared MTP blocks of which the file holds not one tensor are in neither: they are
+    `num_absent_nextn_layers`. Raises UnsupportedError for a file that is only a part of a model.
     """
 
-    def __init__(self, keys: Metadata, tensor_names: Container[str], architecture: str) -> None:
+    def __init__(self, keys: Metadata, tensor_names: Collection[str], architecture: str) -> None:
         self.keys = keys
         self.tensor_names = tensor_names
         self.architecture = architecture
-        self.num_blocks = self.integer("block_count", 1, MAX_BLOCKS)
-        self.num_nextn_layers = self._num_nextn_layers()
-        self.num_layers = self.num_blocks - self.num_nextn_layers
+        self._num_declared_blocks = self.integer("block_count", 1, MAX_BLOCKS)
+        num_nextn_layers = self._num_nextn_layers()
+        self.num_layers = self._num_declared_blocks - num_nextn_layers
+        has_nextn = num_nextn_layers > 0 and self._holds_blocks(self.num_layers)
+        self.num_nextn_layers = num_nextn_layers if has_nextn else 0
+        self.num_absent_nextn_layers = 0 if has_nextn else num_nextn_layers
+        self.num_blocks = self.num_layers + self.num_nextn_layers
         trunk = (f"blk.{layer}.attn_norm.weight" for layer in range(self.num_layers))
         if self.num_nextn_layers and not any(name in tensor_names for name in trunk):
             what = "holds only the MTP (draft) block of a model: open the model file that it was cut from"
@@ -91,7 +96,7 @@ class Hyperparameters:
 
     def _of_trunk(self, name: str, values: tuple[T, ...]) -> tuple[T, ...]:
         """`values` of all blocks or of the trunk, without those of MTP blocks."""
-        if len(values) not in (self.num_layers, self.num_blocks):
+        if len(values) not in (self.num_layers, self._num_declared_blocks):
             raise self.inconsistent(name, f"{len(values)} values for {self.num_layers} layers")
         return values[: self.num_layers]
 
@@ -99,10 +104,15 @@ class Hyperparameters:
         """MTP blocks: as declared, or as found where a converter kept the tensors and dropped the key."""
         declared = self.integer("nextn_predict_layers", 0, MAX_NEXTN_LAYERS, 0)
         found = 0
-        while f"blk.{self.num_blocks - 1 - found}.nextn.eh_proj.weight" in self.tensor_names:
+        while f"blk.{self._num_declared_blocks - 1 - found}.nextn.eh_proj.weight" in self.tensor_names:
             found += 1
         num_nextn_layers = max(declared, found)
-        if num_nextn_layers >= self.num_blocks:
-            problem = f"{self.num_blocks}, all of them MTP blocks: the file holds no layer to run"
+        if num_nextn_layers >= self._num_declared_blocks:
+            problem = f"{self._num_declared_blocks}, all of them MTP blocks: the file holds no layer to run"
             raise self.inconsistent("block_count", problem)
         return num_nextn_layers
+
+    def _holds_blocks(self, first: int) -> bool:
+        """Whether the file holds any tensor of the declared blocks from `first` on."""
+        prefixes = tuple(f"blk.{block}." for block in range(first, self._num_declared_blocks))
+        return any(name.startswith(prefixes) for name in self.tensor_names)

@@ -46,6 +46,17 @@ class ModelSpec:
     tied_output: bool  # the output matrix is the embedding table
     layers: tuple[LayerSpec, ...]  # of the trunk
     nextn_layers: tuple[LayerSpec, ...] = ()
+    num_absent_nextn_layers: int = 0  # MTP blocks that the file declares and holds no tensor of
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the file declares and the model does without, as text for people."""
+        if not self.num_absent_nextn_layers:
+            return ()
+        return (
+            f"{self.architecture}.nextn_predict_layers is {self.num_absent_nextn_layers}, but the file holds "
+            "no tensor of a block for multi-token prediction (MTP): the model runs without one",
+        )
 
     @property
     def num_layers(self) -> int:
@@ -161,6 +172,7 @@ class ModelSpec:
             tied_output="output.weight" not in tensors,
             layers=blocks[: numbers.num_layers],
             nextn_layers=blocks[numbers.num_layers :],
+            num_absent_nextn_layers=numbers.num_absent_nextn_layers,
         )
         validate_tensors(spec, tensors, keys.path)
         return spec
