@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from builders import SMALL_EXPERTS, make_model, write_model
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
 from coldstream.engine.device_choice import choose_device
 from coldstream.engine.opened_model import sampling_defaults
 from coldstream.engine.planning import plan_model
 from coldstream.engine.workers import with_prefetch
-from coldstream.errors import DeviceError, InconsistentError, OutOfMemoryError
+from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec
 from coldstream.placement.hardware import Hardware
@@ -114,9 +115,37 @@ def test_recommendations_of_the_file_are_taken() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("temp", -1.0), ("top_k", "many"), ("top_p", [0.5]), ("min_p", True)]
 )
-def test_recommendations_out_of_range_are_the_files_fault(key: str, value: object) -> None:
-    with pytest.raises(InconsistentError, match="sampling: "):
-        sampling_defaults({f"general.sampling.{key}": value})
+def test_recommendations_that_cannot_be_followed(tmp_path: Path, key: str, value: object) -> None:
+    """Each is left out with a warning that names its key; the others hold."""
+    model = make_model(dims=SMALL_EXPERTS)
+    model.metadata |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    model.metadata[f"general.sampling.{key}"] = value
+    (path,) = write_model(tmp_path / "odd.gguf", model)
+    defaults = {"temperature": 0.5, "top_k": 7}
+    defaults.pop({"temp": "temperature"}.get(key, key), None)
+    opened = open_model(EngineConfig(str(path), device="cpu", threads=1, ctx_size=64))
+    try:
+        assert opened.default_sampling == SamplingParams(**defaults)
+        (warning,) = (text for text in opened.warnings if "general.sampling" in text)
+        assert warning.startswith(f"general.sampling.{key}: ")
+    finally:
+        opened.close()
+
+
+def test_what_a_file_declares_and_lacks_is_a_warning(tmp_path: Path) -> None:
+    """Of an MTP block that is not there, and of a text that nothing reads."""
+    model = make_model("qwen35moe", dims=SMALL_EXPERTS)
+    model.metadata |= {"qwen35moe.nextn_predict_layers": 1, "qwen35moe.block_count": 3}
+    model.metadata["general.description"] = "in Latin-1: ?"
+    (path,) = write_model(tmp_path / "odd.gguf", model)
+    path.write_bytes(path.read_bytes().replace(b"Latin-1: ?", b"Latin-1: \xe9"))
+    opened = open_model(EngineConfig(str(path), device="cpu", threads=1, ctx_size=64))
+    try:
+        for said in ("qwen35moe.nextn_predict_layers is 1", "general.description at byte"):
+            assert sum(said in text for text in opened.warnings) == 1
+        assert opened.runner.logits([1, 2]).shape == (2, 320)
+    finally:
+        opened.close()
 
 
 def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from builders import make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
-from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, TemplateError
+from coldstream.errors import ConfigError, ModelNotFoundError, TemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
@@ -108,8 +108,11 @@ def test_a_files_sampling_recommendations_are_the_defaults(tmp_path: Path) -> No
         assert llm.opened.default_sampling == SamplingParams(temperature=0.0, top_k=20)
     model.metadata["general.sampling.top_p"] = 2.0
     (path,) = write_model(tmp_path / "absurd.gguf", model)
-    with pytest.raises(InconsistentError, match="top_p must be a number from 0 to 1"):
-        LLM(path, threads=1)
+    with (
+        pytest.warns(UserWarning, match=r"general\.sampling\.top_p: top_p must be a number from 0 to 1"),
+        LLM(path, threads=1) as llm,
+    ):
+        assert llm.opened.default_sampling == SamplingParams(temperature=0.0, top_k=20)
 
 
 def test_statistics_say_how_often_experts_were_at_hand() -> None:

@@ -22,7 +22,7 @@ from coldstream.errors import (
     UnsupportedError,
 )
 from coldstream.gguf import GGUFFile
-from coldstream.gguf.wire import MAX_ARRAY_ITEMS, MAX_HEADER_BYTES
+from coldstream.gguf.wire import MAX_ARRAY_ITEMS, MAX_HEADER_BYTES, UnreadableError
 from raw_gguf import (
     ARRAY,
     BOOL,
@@ -161,18 +161,59 @@ def test_gg04_string_one_byte_too_long(refuse: Refuse) -> None:
 def test_gg04_keys(refuse: Refuse) -> None:
     refuse(gguf_bytes([pair("", U32, u32(1))]), InconsistentError)
     refuse(gguf_bytes([pair("k" * (65 << 10), U32, u32(1))]), LimitError)
-    refuse(gguf_bytes([pair(b"\xff\xfe", U32, u32(1))]), InconsistentError)
-    refuse(gguf_bytes([pair("a\0b", U32, u32(1))]), InconsistentError)
     refuse(gguf_bytes([], [tensor("")], BLOCK), InconsistentError)
     refuse(gguf_bytes([], [tensor("n" * (65 << 10))], BLOCK), LimitError)
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"a\0b", b"\xe6\xbc"])
-def test_gg04_text_that_is_not_text(refuse: Refuse, bad: bytes) -> None:
-    refuse(gguf_bytes([pair("name", STRING, string(bad))]), InconsistentError)
+def test_gg04_text_that_is_not_text(tmp_path: Path, bad: bytes) -> None:
+    """What nothing reads may be in any encoding; reading it is an error, and what follows is read right."""
     items = [string("fine"), string(bad), string(b"\xa2 fine")]  # the last completes the last of `bad`
-    message = refuse(gguf_bytes([array("tokens", STRING, 3, b"".join(items))]), InconsistentError)
-    assert "tokens[1] at byte " in message
+    path = tmp_path / "text.gguf"
+    path.write_bytes(
+        gguf_bytes(
+            [
+                pair("name", STRING, string(bad)),
+                array("tokens", STRING, 3, b"".join(items)),
+                pair(b"key" + bad, U32, u32(1)),
+                VALUE,
+            ]
+        )
+    )
+    with GGUFFile.open(path) as file:
+        metadata = file.metadata
+    *unreadable, last = metadata
+    assert dict(metadata.readable) == {last: 1} == {"some.key": 1}
+    assert len(metadata.warnings) == 3
+    for key, place, warning in zip(
+        unreadable,
+        ("name at byte 40", "tokens[1] at byte ", "key 2 at byte "),
+        metadata.warnings,
+        strict=True,
+    ):
+        assert str(path) in warning
+        assert place in warning
+        assert key in metadata
+        with pytest.raises(InconsistentError) as caught:
+            metadata[key]
+        assert str(caught.value) == warning
+        with pytest.raises(InconsistentError):
+            metadata.text(key, "default")
+        with pytest.raises(InconsistentError):
+            metadata.integers(key, 0, 9)
+
+
+def test_gg04_tensor_names_that_are_not_text(refuse: Refuse) -> None:
+    refuse(gguf_bytes([], [tensor(b"\xff")], BLOCK), UnreadableError)
+    refuse(gguf_bytes([], [tensor("a\0b")], BLOCK), UnreadableError)
+
+
+def test_gg04_many_keys_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_bytes(gguf_bytes([pair(f"k{i}", STRING, string(b"\xff")) for i in range(1000)]))
+    with GGUFFile.open(path) as file:
+        assert len(file.metadata.warnings) == 9
+        assert file.metadata.warnings[-1] == f"992 more keys of {path} cannot be read"
 
 
 @pytest.mark.parametrize("item_type", [U8, U32, U64, STRING, BOOL])
@@ -200,9 +241,18 @@ def test_gg06_duplicate_keys(refuse: Refuse) -> None:
 
 
 @pytest.mark.parametrize("byte", [2, 255])
-def test_gg06_bools(refuse: Refuse, byte: int) -> None:
-    refuse(gguf_bytes([pair("x", BOOL, bytes([byte]))]), InconsistentError)
-    refuse(gguf_bytes([array("x", BOOL, 2, bytes([1, byte]))]), InconsistentError)
+def test_gg06_bools(tmp_path: Path, byte: int) -> None:
+    path = tmp_path / "bools.gguf"
+    pairs = [pair("x", BOOL, bytes([byte])), array("y", BOOL, 2, bytes([1, byte])), VALUE]
+    path.write_bytes(gguf_bytes(pairs))
+    with GGUFFile.open(path) as file:
+        metadata = file.metadata
+    assert len(metadata.warnings) == 2
+    assert metadata["some.key"] == 1
+    with pytest.raises(InconsistentError, match=r"x at byte .*neither 0 nor 1"):
+        metadata.flag("x", default=True)
+    with pytest.raises(InconsistentError, match=r"y at byte .*neither 0 nor 1"):
+        metadata.flags("y")
 
 
 @pytest.mark.parametrize("alignment", [0, 1, 3, 4, 13, 24, 1 << 17, 1 << 31])

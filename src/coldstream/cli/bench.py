@@ -207,7 +207,7 @@ class _Report:
     def __init__(self, opened: OpenedModel) -> None:
         runner = opened.runner
         tensors = runner.file.tensors
-        self._name = str(runner.file.metadata.get("general.name") or runner.file.paths[0].stem)
+        self._name = str(runner.file.metadata.readable.get("general.name") or runner.file.paths[0].stem)
         self._size_bytes = runner.file.num_bytes
         self._parameters = num_parameters(tensors.values())
         self._tier, self._threads = runner.tier, runner.threads

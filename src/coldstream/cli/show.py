@@ -12,7 +12,7 @@ import numpy as np
 from coldstream.cli.model_argument import complete_model
 from coldstream.cli.options import common_options, engine_config
 from coldstream.cli.tables import print_pairs, print_table
-from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, visible
+from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -46,10 +46,16 @@ def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
         return
     print_pairs(_summary(file, spec, problem))
     _print_types(file.tensors)
-    metadata = {visible(key): _shorten(value) for key, value in file.metadata.items()}
+    metadata = {visible(key): _shorten(value) for key, value in file.metadata.readable.items()}
     print_pairs(metadata, title="metadata:")
+    for warning in _warnings(file, spec):
+        note(f"warning: {warning}")
     if tensors:
         _print_tensors(file.tensors)
+
+
+def _warnings(file: GGUFFile, spec: ModelSpec | None) -> tuple[str, ...]:
+    return file.metadata.warnings + (spec.warnings if spec else ())
 
 
 def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, str]:
@@ -140,8 +146,9 @@ def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool
         "parameters": num_parameters(file.tensors.values()),
         "spec": _spec_to_json(spec) if spec else None,
         "problem": problem or None,
+        "warnings": _warnings(file, spec),
         "types": _type_rows(file.tensors),
-        "metadata": {key: _plain(value) for key, value in file.metadata.items()},
+        "metadata": {key: _plain(value) for key, value in file.metadata.readable.items()},
     }
     if spec:
         document["active_parameters"] = active_parameters(spec, file.tensors)

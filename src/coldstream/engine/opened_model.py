@@ -28,6 +28,7 @@ from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.gguf.vocabulary import Vocabulary
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
@@ -54,7 +55,7 @@ class OpenedModel:
     chat_template: ChatTemplate
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
-    open_warnings: tuple[str, ...] = ()  # why the device or what drafts is not the expected one
+    open_warnings: tuple[str, ...] = ()  # about the file, and why the device or what drafts is another one
     speculation: Speculation | None = None
 
     @property
@@ -95,7 +96,7 @@ class OpenedModel:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about the device, drafts and the file."""
+        """Warnings about the device, drafts, the file and its weights."""
         return self.open_warnings + self.runner.warnings
 
     def close(self) -> None:
@@ -136,6 +137,7 @@ def open_model(
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config, planned.run)
             tokenizer = Tokenizer.from_metadata(file.metadata)
+            warnings += file_warnings(file, spec, tokenizer.vocabulary)
             default_sampling = sampling_defaults(file.metadata)
             template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
             taps = draft.needs.taps if draft.needs and planned.run.spec_type == "dflash" else ()
@@ -194,12 +196,37 @@ def load_runner(
 def sampling_defaults(metadata: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams` with what the file's `general.sampling.*` keys recommend.
 
-    Raises InconsistentError if a recommendation is out of its range.
+    A recommendation that cannot be followed counts as absent; see `file_warnings`.
     """
-    values = {field: metadata[key] for key, field in _SAMPLING_KEYS.items() if key in metadata}
-    if values.get("repeat_last_n") == -1:
-        values["repeat_last_n"] = None
-    try:
-        return SamplingParams(**values)
-    except InvalidRequestError as error:
-        raise InconsistentError(f"general.sampling: {error}") from error
+    return SamplingParams(**_recommendations(metadata)[0])
+
+
+def file_warnings(file: GGUFFile, spec: ModelSpec, vocabulary: Vocabulary) -> tuple[str, ...]:
+    """What is wrong with a file without changing what it computes, as text for people."""
+    return (
+        *file.metadata.warnings,
+        *spec.warnings,
+        *vocabulary.warnings,
+        *_recommendations(file.metadata)[1],
+    )
+
+
+def _recommendations(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values that a file recommends, and what is wrong with the others, which are left out."""
+    values: dict[str, Any] = {}
+    problems = []
+    for key, field in _SAMPLING_KEYS.items():
+        try:
+            value = metadata.get(key)
+            if value is None:
+                continue
+            is_whole = field == "repeat_last_n" and value == -1
+            recommended: dict[str, Any] = {field: None if is_whole else value}
+            SamplingParams(**recommended)
+        except InvalidRequestError as error:
+            problems.append(f"{key}: {error}: the recommendation is ignored")
+        except InconsistentError:
+            pass  # among the warnings of the metadata
+        else:
+            values |= recommended
+    return values, problems

@@ -251,7 +251,7 @@ def plan_by_name(
                 draft=draft.needs,
                 prompt_cache_bytes=prompt_cache_bytes,
             )
-            warnings += draft.warnings
+            warnings += draft.warnings + file.metadata.warnings + spec.warnings
     planned = replace(planned, warnings=warnings + planned.warnings)
     if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3

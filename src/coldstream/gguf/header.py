@@ -2,7 +2,8 @@
 
 Unit of work: one shard. Nothing here reads weights or knows architectures. What is returned has been checked
 in full: keys and tensor names are unique, every tensor has a known type, a shape whose rows are whole blocks,
-and lies inside the file, aligned, directly behind the tensor before it. Layout: the GGUF specification.
+and lies inside the file, aligned, directly behind the tensor before it. A value of metadata that cannot be
+decoded is kept as its error, which is raised when something reads the key. Layout: the GGUF specification.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from coldstream.errors import (
 from coldstream.gguf.messages import DAMAGED, INCOMPLETE, RECONVERT
 from coldstream.gguf.metadata import Metadata, Value
 from coldstream.gguf.quant_types import QuantType
-from coldstream.gguf.wire import MAX_ARRAY_ITEMS, MAX_NAME_BYTES, HeaderBytes
+from coldstream.gguf.wire import MAX_ARRAY_ITEMS, MAX_NAME_BYTES, HeaderBytes, UnreadableError
 
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 16
@@ -116,11 +117,11 @@ def _read_counts(source: HeaderBytes) -> tuple[int, int]:
 
 
 def _read_metadata(source: HeaderBytes, num_keys: int) -> Metadata:
-    values: dict[str, Value] = {}
+    values: dict[str, Value | UnreadableError] = {}
     offsets: dict[str, int] = {}
     for index in range(num_keys):
         start = source.position
-        key = source.string(f"key {index}", MAX_NAME_BYTES)
+        key, bad_key = _read_key(source, index)
         if not key:
             raise source.error(InconsistentError, f"key {index}", f"an empty key: {DAMAGED}", start)
         if key in values:
@@ -128,8 +129,23 @@ def _read_metadata(source: HeaderBytes, num_keys: int) -> Metadata:
             raise source.error(DuplicateError, key, problem, start)
         value_type = source.u32(f"type of {key}")
         offsets[key] = source.position
-        values[key] = _read_value(source, value_type, key)
+        try:
+            value: Value | UnreadableError = _read_value(source, value_type, key)
+        except UnreadableError as error:  # matters only if something reads the key
+            value = error
+        values[key] = bad_key or value
     return Metadata(values, offsets, source.path)
+
+
+def _read_key(source: HeaderBytes, index: int) -> tuple[str, UnreadableError | None]:
+    """A key, and the error about it if it is none that anything reads: not UTF-8, or with a NUL."""
+    start = source.position
+    try:
+        return source.string(f"key {index}", MAX_NAME_BYTES), None
+    except UnreadableError as error:
+        source.position = start
+        raw = source.string_bytes(f"key {index}", MAX_NAME_BYTES)
+        return raw.decode(errors="backslashreplace"), error
 
 
 def _read_value(source: HeaderBytes, value_type: int, key: str) -> Value:
@@ -172,7 +188,7 @@ def _read_bools(source: HeaderBytes, count: int, key: str) -> np.ndarray:
     start = source.position
     raw = source.numbers(np.dtype(np.uint8), count, key)
     if count and raw.max() > 1:
-        raise source.error(InconsistentError, key, f"a bool that is neither 0 nor 1: {DAMAGED}", start)
+        raise source.error(UnreadableError, key, f"a bool that is neither 0 nor 1: {DAMAGED}", start)
     return raw.view(np.bool_)
 
 

@@ -6,15 +6,19 @@ part of the tokenizer) reports a bad value as precisely as the parser.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 import numpy as np
 
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError
 from coldstream.gguf.messages import describe, shorten
+from coldstream.gguf.wire import UnreadableError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=ModelFormatError)
+
+_MOST_WARNINGS: Final = 8
 
 Value = str | int | float | bool | list[str] | np.ndarray
 
@@ -26,24 +30,52 @@ class Metadata(Mapping[str, Value]):
 
     `offsets` gives the byte offset of each value in `path`; both serve error messages only. The typed getters
     raise InconsistentError when a key is missing and has no default, is of another type, is not finite or is
-    too small, and LimitError when it is too large.
+    too small, and LimitError when it is too large. Reading a value that could not be decoded raises
+    InconsistentError, too.
     """
 
     def __init__(
-        self, values: Mapping[str, Value], offsets: Mapping[str, int], path: Path = Path("metadata")
+        self,
+        values: Mapping[str, Value | UnreadableError],
+        offsets: Mapping[str, int],
+        path: Path = Path("metadata"),
     ) -> None:
-        self._values = dict(values)
+        self._values: dict[str, Value] = {}
+        self._unreadable: dict[str, UnreadableError] = {}
+        for key, value in values.items():
+            if isinstance(value, UnreadableError):
+                self._unreadable[key] = value
+            else:
+                self._values[key] = value
+        self._keys = tuple(values)
         self._offsets = dict(offsets)
         self.path = path
 
+    @property
+    def readable(self) -> Mapping[str, Value]:
+        """The values that could be decoded, for showing them."""
+        return MappingProxyType(self._values)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The values that could not be decoded, as text for people; the first ones if there are many."""
+        errors = list(self._unreadable.values())
+        more = (f"{len(errors) - _MOST_WARNINGS} more keys of {shorten(self.path)} cannot be read",)
+        return tuple(map(str, errors[:_MOST_WARNINGS])) + more * (len(errors) > _MOST_WARNINGS)
+
     def __getitem__(self, key: str) -> Value:
+        if key in self._unreadable:
+            raise InconsistentError(*self._unreadable[key].args)
         return self._values[key]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._values or key in self._unreadable
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._keys)
 
     def error(self, kind: type[E], key: str, problem: str) -> E:
         """An exception of `kind` that names the file, the key and the offset of its value."""
@@ -71,7 +103,7 @@ class Metadata(Mapping[str, Value]):
 
     def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
         """An array of integers, each in low … high; a lone integer counts as an array of one."""
-        value = self._values.get(key)
+        value = self.get(key)
         if not isinstance(value, np.ndarray):
             return (self.integer(key, low, high),)
         if value.dtype.kind not in "iu":
@@ -82,13 +114,13 @@ class Metadata(Mapping[str, Value]):
 
     def flags(self, key: str) -> tuple[bool, ...]:
         """An array of bools."""
-        value = self._values.get(key)
+        value = self.get(key)
         if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
             raise self.error(InconsistentError, key, f"{self._kind_name(value)}, expected an array of bools")
         return tuple(value.tolist())
 
     def _get(self, key: str, kind: type[T], default: T | None) -> T:
-        value = self._values.get(key, default)
+        value: object = self.get(key, default)
         if isinstance(value, kind) and type(value) is kind:  # a bool is an int to isinstance alone
             return value
         raise self.error(InconsistentError, key, f"{self._kind_name(value)}, expected {_KINDS[kind]}")

@@ -4,13 +4,15 @@ Unit of work: one metadata mapping → one `Vocabulary`. Knows no regular expres
 encodes with it, `chat_template.py` reads the control tokens from it.
 
 A contradictory vocabulary is refused whole instead of repaired: an array of the wrong kind or length, an id
-out of range, a token named twice, a byte that has no token. Source of the key names and of the token kinds:
-the GGUF specification; of the end-token names: llama.cpp's list, cut to what the supported families hold.
+out of range, a token named twice, a byte that has no token. What nothing depends on is only warned of. Source
+of the key names and of the token kinds: the GGUF specification; of the end-token names: llama.cpp's list, cut
+to what the supported families hold.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from operator import add
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -35,7 +37,8 @@ CONTROL_TOKEN_NAMES = (
     *(END_TOKEN_NAMES + FIM_END_TOKEN_NAMES),
 )
 END_TOKEN_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-OTHER_ID_KEYS = ("bos", "unknown", "seperator", "padding", "mask", "fim_pre", "fim_suf", "fim_mid")
+READ_ID_KEYS = (*END_TOKEN_KEYS, "bos", "padding")
+UNREAD_ID_KEYS = ("unknown", "seperator", "mask", "fim_pre", "fim_suf", "fim_mid")
 
 T = TypeVar("T")
 
@@ -80,6 +83,7 @@ class Vocabulary:
     bos_id: int | None
     pad_id: int | None
     add_bos: bool
+    warnings: tuple[str, ...] = ()  # wrong statements that nothing depends on, as text for people
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
@@ -96,14 +100,13 @@ class Vocabulary:
         if len(token_ids) != len(tokens):
             first = next(index for index, token in enumerate(tokens) if token_ids[token] != index)
             raise DuplicateError(f"tokenizer.ggml.tokens[{first}]: {tokens[first]!r} comes again later")
-        _check_scores(metadata, len(tokens))
         kinds = _read_kinds(metadata, token_ids)
         control_ids = _ids_of_kinds(tokens, kinds, TokenKind.CONTROL, TokenKind.UNKNOWN)
         user_defined_ids = _ids_of_kinds(tokens, kinds, TokenKind.USER_DEFINED)
         if len(control_ids) + len(user_defined_ids) > MAX_ADDED_TOKENS:
             raise LimitError(f"tokenizer.ggml.token_type: more than {MAX_ADDED_TOKENS} added tokens")
         _check_byte_tokens(token_ids, kinds)
-        special = {key: _read_id(metadata, key, len(tokens)) for key in (*END_TOKEN_KEYS, *OTHER_ID_KEYS)}
+        special = {key: _read_id(metadata, key, len(tokens)) for key in READ_ID_KEYS}
         add_bos = bool(_optional(metadata, "tokenizer.ggml.add_bos_token", bool))
         if add_bos and special["bos"] is None:
             raise InconsistentError("tokenizer.ggml.add_bos_token: true, but there is no bos_token_id")
@@ -120,6 +123,7 @@ class Vocabulary:
             bos_id=special["bos"],
             pad_id=special["padding"],
             add_bos=add_bos,
+            warnings=tuple(_unread_problems(metadata, len(tokens))),
         )
 
 
@@ -183,9 +187,18 @@ def _ids_of_kinds(tokens: Sequence[str], kinds: bytes, *wanted: TokenKind) -> di
     return {tokens[index]: index for index in indices}
 
 
-def _check_scores(metadata: Mapping[str, Any], num_tokens: int) -> None:
-    """Byte-level merging has no use for scores; a wrong array still means a file that can't be trusted."""
-    _optional_numbers(metadata, "tokenizer.ggml.scores", (np.float32, np.int32), num_tokens)
+def _unread_problems(metadata: Mapping[str, Any], num_tokens: int) -> Iterator[str]:
+    """What is wrong with scores, for which byte-level merging has no use, and with ids that nothing uses."""
+    scores = "tokenizer.ggml.scores"
+    checks: list[Callable[[], object]] = [
+        *(partial(_read_id, metadata, key, num_tokens) for key in UNREAD_ID_KEYS),
+        partial(_optional_numbers, metadata, scores, (np.float32, np.int32), num_tokens),
+    ]
+    for check in checks:
+        try:
+            check()
+        except InconsistentError as error:
+            yield f"{error}: ignored, as nothing depends on it"
 
 
 def _check_byte_tokens(token_ids: Mapping[str, int], kinds: bytes) -> None:

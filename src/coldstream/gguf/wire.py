@@ -29,6 +29,11 @@ MAX_ARRAY_ITEMS: Final = 1 << 20  # four times the largest vocabularies
 
 E = TypeVar("E", bound=ModelFormatError)
 
+
+class UnreadableError(InconsistentError):
+    """A value of known extent that means nothing: text that is not UTF-8 or holds NUL, a bool of 2."""
+
+
 _FIRST_CHUNK_BYTES: Final = 1 << 20
 _U32: Final = Struct("<I")
 _U64: Final = Struct("<Q")
@@ -38,8 +43,8 @@ class HeaderBytes:
     """Reads values one after another from an open file of `size` bytes; `position` is the next one's offset.
 
     Every method names the field it reads, for the message when it cannot: TruncatedError when the file ends
-    first, LimitError when the value is beyond anything sensible, InconsistentError for text that is not UTF-8
-    or holds NUL.
+    first, LimitError when the value is beyond anything sensible, UnreadableError for text that is not UTF-8
+    or holds NUL. After an UnreadableError `position` is behind the value, so that reading can go on.
     """
 
     def __init__(self, descriptor: int, size: int, path: Path) -> None:
@@ -78,15 +83,21 @@ class HeaderBytes:
 
     def string(self, field: str, max_bytes: int = MAX_STRING_BYTES) -> str:
         start = self.position
+        raw = self.string_bytes(field, max_bytes)
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise self.error(UnreadableError, field, f"not UTF-8: {DAMAGED}", start) from None
+        if "\0" in text:
+            raise self.error(UnreadableError, field, f"holds a NUL byte: {DAMAGED}", start)
+        return text
+
+    def string_bytes(self, field: str, max_bytes: int = MAX_STRING_BYTES) -> bytes:
+        """A string in whatever encoding it has."""
+        start = self.position
         length = self.u64(field)
         self._check_length(length, max_bytes, field, start)
-        try:
-            text = self.take(length, field).decode()
-        except UnicodeDecodeError:
-            raise self.error(InconsistentError, field, f"not UTF-8: {DAMAGED}", start) from None
-        if "\0" in text:
-            raise self.error(InconsistentError, field, f"holds a NUL byte: {DAMAGED}", start)
-        return text
+        return self.take(length, field)
 
     def strings(self, count: int, field: str) -> list[str]:
         """`count` strings: half a million in a large vocabulary, and most of the time of opening a file."""
@@ -170,6 +181,10 @@ class HeaderBytes:
             raise self.error(LimitError, field, problem, offset)
 
     def _raise_first_bad_string(self, starts: list[int], field: str) -> None:
-        for index, start in enumerate(starts):
-            self.position = start
-            self.string(f"{field}[{index}]")
+        end = self.position
+        try:
+            for index, start in enumerate(starts):
+                self.position = start
+                self.string(f"{field}[{index}]")
+        finally:
+            self.position = end
