@@ -3,6 +3,7 @@
 One that is replaced or deleted is still read.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.models.cpu_runner import CpuRunner
-from file_changes import overwrite_experts
+from file_changes import await_tick, overwrite_experts
 
 CONTEXT = CpuRunner.chunk_size + 64
 PROMPT = token_ids(CONTEXT - 32)  # of two steps
@@ -94,6 +95,28 @@ def test_fl03_between_two_requests(open_runner: Open, keeps_time: bool, path: Pa
             runner.prefill(PROMPT[:20])
             runner.decode(3)
         overwrite_experts(path, keeps_time=keeps_time)
+        assert_refused(runner)
+
+
+@pytest.mark.parametrize("open_runner", READERS)
+def test_fl02_attributes_change_between_two_tokens(open_runner: Open, path: Path) -> None:
+    """A label, a time of access, a mode or a link changes no token."""
+    with open_runner(path) as runner:
+        expected = runner.logits(PROMPT[:24])
+        runner.reset()
+        found = [runner.prefill(PROMPT[:20])]
+        changes: tuple[Callable[[], object], ...] = (
+            lambda: os.setxattr(path, "user.label", b"x"),
+            lambda: os.utime(path, ns=(1, path.stat().st_mtime_ns)),
+            lambda: path.chmod(0o640),
+            lambda: path.with_name("link").hardlink_to(path),
+        )
+        for change, token in zip(changes, PROMPT[20:24], strict=True):
+            await_tick(path)
+            change()
+            found.append(runner.decode(token))
+        assert np.array_equal(found, expected[19:])
+        overwrite_experts(path, keeps_time=True)
         assert_refused(runner)
 
 

@@ -8,6 +8,7 @@ protection.
 import hashlib
 import os
 import stat
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from coldstream.gguf.metadata import Metadata
 from coldstream.gguf.open_file import OpenFile, state_at
 from coldstream.gguf.shards import check_parts, part_index, shard_paths
 from coldstream.gguf.wire import HeaderBytes
+from coldstream.gguf.write_watch import WriteWatch
 
 __all__ = ["GGUFFile", "TensorInfo"]
 
@@ -54,9 +56,11 @@ class GGUFFile:
     num_bytes: int
     fingerprint: str
 
-    def __init__(self, shards: tuple[_Shard, ...]) -> None:
+    def __init__(self, shards: tuple[_Shard, ...], watch: WriteWatch) -> None:
         self._shards = shards
-        self._closed = False
+        # Also closes a file that is dropped.
+        self._close = weakref.finalize(self, _close, [shard.file.descriptor for shard in shards], watch)
+        self._close.atexit = False
         self.metadata = shards[0].header.metadata
         merged = {name: info for shard in shards for name, info in shard.header.tensors.items()}
         self.tensors = MappingProxyType(merged)
@@ -77,16 +81,18 @@ class GGUFFile:
         """
         path = Path(path)
         with ExitStack() as cleanup:
+            watch = WriteWatch()
+            cleanup.callback(watch.close)
             named_index = part_index(path)
-            named = _open_shard(path, named_index, cleanup)
+            named = _open_shard(path, named_index, watch, cleanup)
             paths = shard_paths(path, named.header.metadata)
             shards = tuple(
-                named if index == named_index else _open_shard(part, index, cleanup)
+                named if index == named_index else _open_shard(part, index, watch, cleanup)
                 for index, part in enumerate(paths)
             )
             if len(shards) > 1:
                 check_parts([shard.header for shard in shards])
-            file = cls(shards)
+            file = cls(shards, watch)
             cleanup.pop_all()
         return file
 
@@ -117,7 +123,7 @@ class GGUFFile:
         return data
 
     def changed(self) -> tuple[Path, ...]:
-        """The parts that are no longer what was opened: gone, replaced, or changed in content or inode.
+        """The parts whose names no longer lead to what was opened: gone, replaced, or in `rewritten`.
 
         A changed part is a reason to stop trusting it, not a proof that its weights differ.
         """
@@ -125,7 +131,8 @@ class GGUFFile:
             shard.path
             for shard in self._shards
             if (now := state_at(shard.path)) is None
-            or (now.content, now.ctime_ns) != (shard.file.opened.content, shard.file.opened.ctime_ns)
+            or now.content != shard.file.opened.content
+            or shard.file.is_rewritten()
         )
 
     def rewritten(self) -> tuple[Path, ...]:
@@ -146,11 +153,7 @@ class GGUFFile:
 
     def close(self) -> None:
         """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
-        if self._closed:
-            return
-        self._closed = True
-        for shard in self._shards:
-            os.close(shard.file.descriptor)
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,12 +164,18 @@ class GGUFFile:
         self.close()
 
     def _shard(self, index: int) -> _Shard:
-        if self._closed:
+        if not self._close.alive:
             raise ValueError(f"{self.paths[0]} is closed")
         return self._shards[index]
 
 
-def _open_shard(path: Path, index: int, cleanup: ExitStack) -> _Shard:
+def _close(descriptors: list[int], watch: WriteWatch) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    watch.close()
+
+
+def _open_shard(path: Path, index: int, watch: WriteWatch, cleanup: ExitStack) -> _Shard:
     """Opens and checks one part; its descriptor is closed by `cleanup`."""
     try:
         # Checked before it is opened, because opening alone has effects on some devices; and again after,
@@ -181,7 +190,7 @@ def _open_shard(path: Path, index: int, cleanup: ExitStack) -> _Shard:
     status = os.fstat(descriptor)
     _require_regular(path, status)
     header = read_header(HeaderBytes(descriptor, status.st_size, path), index)
-    return _Shard(path, OpenFile(path, descriptor, status), header)
+    return _Shard(path, OpenFile(path, descriptor, status, watch), header)
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:
