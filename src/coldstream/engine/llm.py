@@ -167,8 +167,11 @@ class LLM:
         """Release the model, once the token or chunk that another thread computes is done. Closing twice is
         allowed.
 
-        Later requests, those that wait, and streams that go on raise InvalidRequestError.
+        Later requests, those that wait, and streams that go on raise InvalidRequestError. In a forked child,
+        to which the model does not belong, this does nothing.
         """
+        if not self._turns.process.is_here():
+            return
         self._turns.end()
         with self._closing:
             if not self._is_released:

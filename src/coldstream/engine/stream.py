@@ -8,6 +8,7 @@ from typing import Self
 
 from coldstream.engine.request import Piece
 from coldstream.errors import InvalidRequestError
+from coldstream.forks import OwnProcess
 
 
 class Stream(Iterator[Piece]):
@@ -29,6 +30,7 @@ class Stream(Iterator[Piece]):
         self._wake = wake
         self._pieces = start(self._cancellation.is_requested)
         self._taking = threading.Lock()
+        self._process = OwnProcess()
         self._taker: threading.Thread | None = None
 
     def __next__(self) -> Piece:
@@ -49,7 +51,12 @@ class Stream(Iterator[Piece]):
         self._wake()
 
     def close(self) -> None:
-        """Release the model. The stream ends without a last piece, once a running step has ended."""
+        """Release the model. The stream ends without a last piece, once a running step has ended.
+
+        In a forked child this does nothing.
+        """
+        if not self._process.is_here():
+            return
         if self._taker is not threading.current_thread():
             self.cancel()
         with self._one_at_a_time("close"):
@@ -57,6 +64,7 @@ class Stream(Iterator[Piece]):
 
     @contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[None]:
+        self._process.check()
         if self._taker is threading.current_thread():
             raise InvalidRequestError(f"a function that a stream calls cannot {what} that stream: cancel it")
         with self._taking:

@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coldstream.errors import InvalidRequestError
+from coldstream.forks import OwnProcess
 
 
 class Turns:
-    """Hands out turns until `end`. All methods may be called from any thread."""
+    """Hands out turns until `end`. All methods may be called from any thread.
+
+    In a forked child there are no turns: what asks for one raises GenerationFault, and the rest does nothing.
+    """
 
     def __init__(self) -> None:
+        self.process = OwnProcess()
         # Its lock is reentrant: a stream that is dropped may end its turn anywhere.
         self._condition = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -36,29 +41,36 @@ class Turns:
         try:
             yield True
         finally:
-            with self._condition:
-                self._holder, self._is_computing = None, False
-                self._condition.notify_all()
+            if self.process.is_here():
+                with self._condition:
+                    self._holder, self._is_computing = None, False
+                    self._condition.notify_all()
 
     def pause(self) -> None:
         """Nothing computes in this turn until `resume`."""
+        if not self.process.is_here():
+            return
         with self._condition:
             self._is_computing = False
             self._condition.notify_all()
 
     def resume(self) -> None:
         """Compute again; the turn is the calling thread's now. Raises InvalidRequestError after `end`."""
+        self.check()
         with self._condition:
             self.check()
             self._holder, self._is_computing = threading.current_thread(), True
 
     def wake(self) -> None:
         """Make those who wait ask again whether they are cancelled."""
+        if not self.process.is_here():
+            return
         with self._condition:
             self._condition.notify_all()
 
     def check(self) -> None:
-        """InvalidRequestError after `end`."""
+        """Raises InvalidRequestError after `end`, and GenerationFault in a forked child."""
+        self.process.check()
         if self._has_ended:
             raise InvalidRequestError("this LLM is closed")
 
@@ -67,6 +79,8 @@ class Turns:
 
         Raises InvalidRequestError, and changes nothing, if it is this thread that computes.
         """
+        if not self.process.is_here():
+            return
         with self._condition:
             if self._is_computing and self._holder is threading.current_thread():
                 raise InvalidRequestError("this LLM cannot be closed by a function that its request calls")
@@ -75,6 +89,7 @@ class Turns:
             self._condition.wait_for(lambda: not self._is_computing)
 
     def _take(self, is_cancelled: Callable[[], bool]) -> bool:
+        self.check()
         ticket = object()
 
         def may_go_on() -> bool:

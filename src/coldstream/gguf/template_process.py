@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from coldstream.errors import InvalidRequestError, TemplateError
+from coldstream.forks import OwnProcess
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_REQUEST_CHARS = 8 << 20
@@ -51,12 +52,16 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders one template in a process of its own. Calls from several threads take turns."""
+    """Renders one template in a process of its own. Calls from several threads take turns.
+
+    In a forked child, `start` and `render` raise GenerationFault and `close` does nothing.
+    """
 
     def __init__(self, source: str, limits: TemplateLimits | None = None) -> None:
         self._source = source
         self._limits = limits or TemplateLimits()
         self._lock = threading.Lock()
+        self._owner = OwnProcess()
         self._process: subprocess.Popen[bytes] | None = None
         self._reaper: weakref.finalize[..., TemplateProcess] | None = None
         self._compile_error: str | None = None
@@ -65,6 +70,7 @@ class TemplateProcess:
 
     def start(self) -> None:
         """Compile the template now, not at the first rendering. Raises `TemplateError` if it fails."""
+        self._owner.check()
         with self._lock:
             self._running()
 
@@ -78,6 +84,7 @@ class TemplateProcess:
         `InvalidRequestError` for values that aren't JSON or are too large, `TemplateError` when the template
         fails, refuses or reaches a limit.
         """
+        self._owner.check()
         given = {"variables": variables, "own": own or {}, "roles": roles, "now": datetime.now().isoformat()}
         try:
             request = json.dumps(given)
@@ -98,6 +105,8 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process. A later rendering would start a new one."""
+        if not self._owner.is_here():
+            return
         with self._lock:
             self._end()
 
@@ -108,7 +117,7 @@ class TemplateProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = _spawn()
-            self._reaper = weakref.finalize(self, _kill, self._process)
+            self._reaper = weakref.finalize(self, _kill, self._process, self._owner)
             try:
                 self._compile(self._process)
             except TemplateError as error:
@@ -190,10 +199,14 @@ def _spawn() -> subprocess.Popen[bytes]:
         raise TemplateError(f"chat template: no process to run it in: {error}") from None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End `process` and collect its status. Also called when its owner is collected, and at exit."""
-    process.kill()
-    process.wait()
+def _kill(process: subprocess.Popen[bytes], owner: OwnProcess) -> None:
+    """End `process` and collect its status. Also called when its owner is collected, and at exit.
+
+    In a forked child only the pipes are closed: the process goes on for the parent.
+    """
+    if owner.is_here():
+        process.kill()
+        process.wait()
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):  # the rest of a request that it will never read
             if pipe is not None:
