@@ -143,7 +143,6 @@ async def test_rq03_n_has_the_servers_own_limit(connect: Connect) -> None:
         ("prompt", [[[1]]]),
         ("prompt", {"text": "a"}),
         ("prompt", None),
-        ("prompt", "\ud800"),
         ("prompt", [1, "a"]),
     ],
     ids=lambda value: repr(value)[:24],
@@ -167,7 +166,6 @@ USER = {"role": "user", "content": "def"}
         ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": ["a"]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
         ({"messages": [USER] * 8193}, "messages"),
         (
             {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
@@ -223,12 +221,12 @@ async def test_tm03_the_renderers_own_arguments_cannot_be_set(http: httpx2.Async
         {"cache_salt": "\ud800"},
     ],
 )  # fmt: skip
-async def test_tk03_lone_surrogates_are_never_an_error_of_the_server(
+async def test_tk03_lone_surrogates_anywhere_are_read(
     http: httpx2.AsyncClient, changes: dict[str, Any]
 ) -> None:
     content = json.dumps({**CHAT, **changes}).encode()
     response = await http.post("/v1/chat/completions", content=content, headers=JSON)
-    assert response.status_code in (200, 400), response.text
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "demo\x00", "a" * 1024, "gpt-4o", ""])

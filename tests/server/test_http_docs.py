@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from coldstream.server.http import ServerSettings, create_app
+from coldstream.server.http import ServerSettings, app, bodies, create_app
 from coldstream.server.http import settings as settings_module
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.local_client import LocalClient
@@ -36,3 +36,12 @@ def test_the_limits_of_the_page_are_the_settings() -> None:
     assert f"at most {settings.max_body_bytes >> 20} MiB" in PAGE
     assert f"at most {settings.max_header_bytes >> 10} KiB" in PAGE
     assert f"every {settings.keep_alive_s:g} seconds" in PAGE
+
+
+def test_the_page_has_the_limits_of_large_bodies() -> None:
+    for limit in (bodies.MAX_CONTAINERS, bodies.MAX_STRINGS, bodies.MAX_VALUES):
+        assert f"{limit:,}" in PAGE
+    assert f"{bodies.MAX_DEPTH} levels" in PAGE
+    assert f"{bodies.MAX_DIGITS} digits" in PAGE
+    assert f"more than {bodies.INLINE_BYTES >> 10} KiB" in PAGE
+    assert f"most {app.MAX_BODIES * ServerSettings().max_body_bytes >> 20} MiB together" in PAGE

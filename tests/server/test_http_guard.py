@@ -33,7 +33,8 @@ def routes(client: LocalClient) -> list[tuple[str, str]]:
     [
         [],
         [("Authorization", f"Bearer {KEY}x")],
-        [("Authorization", f"bearer {KEY}")],
+        [("Authorization", f"bearer{KEY}")],
+        [("Authorization", f"bearer {KEY}x")],
         [("Authorization", KEY)],
         [("Authorization", f"Basic {KEY}")],
         [("Authorization", f"Bearer {KEY}"), ("Authorization", f"Bearer {KEY}")],
@@ -63,6 +64,8 @@ async def test_au01_no_route_but_health_is_open_without_a_key(
     [
         {"Authorization": f"Bearer {KEY}"},
         {"Authorization": f"Bearer {OTHER_KEY}"},
+        {"Authorization": f"bearer {KEY}"},
+        {"Authorization": f"BEARER  {KEY}"},
         {"x-api-key": KEY},
         {"x-api-key": KEY, "Authorization": f"Bearer {KEY}"},
     ],

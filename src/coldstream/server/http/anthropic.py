@@ -1,7 +1,7 @@
 """Anthropic's POST /v1/messages and /v1/messages/count_tokens, over the same chats as OpenAI's."""
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,6 +14,7 @@ from coldstream.engine.events import Delta
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.anthropic_answer import MessageBlocks, usage_of
 from coldstream.server.http.anthropic_request import CountRequest, MessagesRequest
+from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_reading import Chat, read_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
@@ -32,7 +33,7 @@ _PING = sse({"type": "ping"}, event="ping")
 
 def anthropic_router(serving: Serving) -> APIRouter:
     """The routes over an engine."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post(
         "/v1/messages",
@@ -50,14 +51,14 @@ def anthropic_router(serving: Serving) -> APIRouter:
     )
     async def count_tokens(body: CountRequest) -> dict[str, Any]:
         """How many tokens a conversation has, written out for the model."""
-        chat = await _read(serving, body.as_chat(), body.model)
+        chat = await _read(serving, body.as_chat, body.model)
         return {"input_tokens": len(chat.request.prompt_token_ids)}
 
     return router
 
 
 async def _answer(serving: Serving, body: MessagesRequest, scope: Scope) -> Response:
-    chat = await _read(serving, body.as_answerable(), body.model)
+    chat = await _read(serving, body.as_answerable, body.model)
     namespace = namespace_of(scope, None)
     answers = Answers(serving, [serving.submission(chat.request, chat.served.tokenizer.eos_ids, namespace)])
     if not body.stream:
@@ -67,10 +68,10 @@ async def _answer(serving: Serving, body: MessagesRequest, scope: Scope) -> Resp
     return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
-async def _read(serving: Serving, body: ChatRequest, model: str | None) -> Chat:
+async def _read(serving: Serving, body: Callable[[], ChatRequest], model: str | None) -> Chat:
     served = served_model(serving.client, model)
     try:
-        return await run_in_threadpool(read_chat, body, served, serving.settings)
+        return await run_in_threadpool(lambda: read_chat(body(), served, serving.settings))
     except ProblemError as error:
         if error.problem.code != CONTEXT_FULL:
             raise

@@ -1,7 +1,7 @@
 """create_app: the HTTP interface over an engine, wherever that runs."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +13,7 @@ from coldstream.errors import ColdstreamError
 from coldstream.server.client import EngineClient
 from coldstream.server.http.answers import Serving
 from coldstream.server.http.anthropic import anthropic_router
+from coldstream.server.http.bodies import Bodies, complaints_of
 from coldstream.server.http.chat import chat_router
 from coldstream.server.http.completions import completions_router
 from coldstream.server.http.guard import Guard
@@ -25,7 +26,7 @@ from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.state import state_router
 from coldstream.server.http.tokens import tokens_router
 
-_MAX_COMPLAINTS: Final = 3
+MAX_BODIES: Final = 4  # of the largest size that are read at once
 # What other servers offer here, and what to say to those who ask this one for it.
 _NOT_OFFERED: Final[Mapping[str, str]] = {
     "embeddings": "embeddings are not computed here: this server generates text only",
@@ -49,6 +50,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.bodies = Bodies(MAX_BODIES * settings.max_body_bytes)
     metrics = Metrics()
     serving = Serving(client, settings, metrics)
     app.include_router(chat_router(serving))
@@ -74,7 +76,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
 def _add_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error.errors()).response(request.url.path)
+        complaints = [(tuple(each["loc"][1:]), each["msg"]) for each in error.errors()]
+        return complaints_of(complaints).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -101,34 +104,9 @@ def _refusal(path: str, error: HTTPException) -> Problem:
             return Problem(404, message, code="unknown_route")
         case 405:
             return Problem(405, "this route does not take this method", code="method_not_allowed")
-        case 400:
-            return Problem(400, "the body is not JSON that can be read", code="invalid_json")
         case 408:
             return Problem(408, "the rest of the body did not come", code="slow_body")
         case 413:
             return Problem(413, "the body is too large", code="body_too_large")
         case status:
             return Problem(status, str(error.detail))
-
-
-def _invalid(complaints: Any) -> Problem:
-    """The first complaints about a body, each with the field that it is about."""
-    texts, param = [], None
-    for complaint in complaints[:_MAX_COMPLAINTS]:
-        if complaint["type"] == "json_invalid":
-            return Problem(400, "the body is not JSON that can be read", code="invalid_json")
-        name = _field_name(complaint["loc"])
-        param = param or name or None
-        texts.append(f"{name or 'body'}: {complaint['msg']}")
-    return Problem(400, "; ".join(dict.fromkeys(texts)), param=param)
-
-
-def _field_name(location: tuple[int | str, ...]) -> str:
-    """`messages[0].role` of pydantic's ("body", "messages", 0, "role"), without members of unions."""
-    name = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part.isidentifier() and part[0].islower() and part not in ("str", "int", "float", "dict"):
-            name += f".{part}" if name else part
-    return name[:200]

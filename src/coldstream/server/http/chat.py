@@ -14,6 +14,7 @@ from starlette.types import Scope
 from coldstream.engine.events import Delta, Event, PromptProgress, Started
 from coldstream.server.http.accounts import prompt_progress, timings, usage
 from coldstream.server.http.answers import Answers, Serving
+from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_answer import ChatAnswer
 from coldstream.server.http.chat_reading import Chat, read_chat
 from coldstream.server.http.chat_request import ChatRequest
@@ -26,7 +27,7 @@ from coldstream.server.http.sse import DONE, KEEP_ALIVE, StreamedAnswer, respond
 
 def chat_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post(
         "/v1/chat/completions", response_model=None, responses=documented(ChatCompletion, streams=True)

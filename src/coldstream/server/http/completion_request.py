@@ -2,20 +2,42 @@
 
 from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Flag, SamplingFields, Text, Whole
 from coldstream.server.http.problems import refused
 
-MAX_PROMPT_TOKENS: Final = 1 << 22
+MAX_PROMPT_TOKENS: Final = 1 << 20
 
 TokenIds = Annotated[list[Whole], Field(max_length=MAX_PROMPT_TOKENS)]
+
+
+def _kind_of(prompt: Any) -> str | None:
+    """What a prompt is by its first entry, so that it is not validated as all that it might be."""
+    if not isinstance(prompt, list):
+        return "Text" if isinstance(prompt, str) else None
+    first = prompt[0] if prompt else ""
+    kinds = {int: "TokenIds", str: "Texts", list: "TokenLists"}
+    return kinds.get(type(first))
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("Text")]
+    | Annotated[TokenIds, Tag("TokenIds")]
+    | Annotated[list[Text], Tag("Texts")]
+    | Annotated[list[TokenIds], Tag("TokenLists")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a text, token ids, or a list of either",
+    ),
+]
 
 
 class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: Text | TokenIds | list[Text] | list[TokenIds]
+    prompt: Prompt
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(strict=True, ge=1)] | None = None
     echo: Flag | None = None

@@ -17,6 +17,7 @@ from coldstream.engine.generation import Request as EngineRequest
 from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.accounts import ending_of, prompt_progress, timings, usage
 from coldstream.server.http.answers import Answers, Serving
+from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.completion_request import CompletionRequest, check_completion
 from coldstream.server.http.fields import sampling_of
 from coldstream.server.http.guard import namespace_of
@@ -104,7 +105,7 @@ class _Completion:
 
 def completions_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/completions", response_model=None, responses=documented(Completion, streams=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:

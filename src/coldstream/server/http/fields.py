@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from coldstream.decoding import SamplingParams
 from coldstream.decoding.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS
@@ -25,6 +26,14 @@ Name = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _check_biases(given: Any) -> Any:
+    """An object's entries are counted here, as pydantic counts them after it has validated all of them."""
+    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIASES:
+        raise ValueError(f"{len(given)} tokens are biased: at most {MAX_LOGIT_BIASES} may be")
+    return given
+
 
 # Fields that are named as `SamplingParams` names them.
 _PLAIN: Final = (
@@ -46,10 +55,30 @@ _PLAIN: Final = (
 )
 
 
+def _stop_at_first(schema: Any) -> None:
+    """Makes all lists of a schema of pydantic's end their validation at their first wrong entry."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple", "set", "frozenset"):
+            schema["fail_fast"] = True
+        schema = schema.values()
+    elif not isinstance(schema, (list, tuple)):
+        return
+    for part in schema:
+        _stop_at_first(part)
+
+
 class Body(BaseModel):
-    """A request body, or an object in one."""
+    """A request body, or an object in one. A list is refused for its first wrong entry: errors of a million
+    would take more memory than they do.
+    """
 
     model_config = ConfigDict(extra="ignore")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _stop_at_first(schema)
+        return schema
 
 
 class StreamOptions(Body):
@@ -86,6 +115,7 @@ class SamplingFields(Body):
         Annotated[
             dict[Annotated[str, Field(max_length=20)], Annotated[Number, Field(ge=-100, le=100)]],
             Field(max_length=MAX_LOGIT_BIASES),
+            BeforeValidator(_check_biases),
         ]
         | None
     ) = None

@@ -91,7 +91,7 @@ class Guard:
         if not self._digests:
             return ""
         bearer = _all(headers, b"authorization")
-        given = [value.removeprefix("Bearer ") for value in bearer if value.startswith("Bearer ")]
+        given = [key for key in map(_bearer_key, bearer) if key is not None]
         others = _all(headers, b"x-api-key")
         is_plain = len(bearer) == len(given) <= 1 and len(others) <= 1 and (given or others)
         found = {self._known(key) for key in (*given, *others)} if is_plain else set()
@@ -160,6 +160,12 @@ def _digest(key: str) -> bytes:
 
 def _all(headers: Headers, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+
+
+def _bearer_key(value: str) -> str | None:
+    """The key in an Authorization header; names of its schemes have no case."""
+    scheme, _, key = value.partition(" ")
+    return key.lstrip(" ") if scheme.lower() == "bearer" else None
 
 
 def _without_port(host: str) -> str:

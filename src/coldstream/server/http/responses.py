@@ -14,6 +14,7 @@ from starlette.types import Scope
 from coldstream.engine.events import Delta
 from coldstream.engine.request import Statistics
 from coldstream.server.http.answers import Answers, Serving
+from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_reading import Chat, read_chat
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.logprob_shapes import chat_logprobs
@@ -35,7 +36,7 @@ _ABSENT: Final = {
 
 def responses_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/responses", response_model=None, responses=documented(ResponseShape, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -46,7 +47,7 @@ def responses_router(serving: Serving) -> APIRouter:
     async def input_tokens(body: ResponsesInput) -> Fields:
         """How many tokens a conversation has, written out for the model."""
         served = served_model(serving.client, body.model)
-        chat = await run_in_threadpool(read_chat, body.as_chat(), served, serving.settings)
+        chat = await run_in_threadpool(lambda: read_chat(body.as_chat(), served, serving.settings))
         return {"object": "response.input_tokens", "input_tokens": len(chat.request.prompt_token_ids)}
 
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
@@ -59,7 +60,7 @@ def responses_router(serving: Serving) -> APIRouter:
 
 async def _respond(serving: Serving, body: ResponsesRequest, scope: Scope) -> Response:
     served = served_model(serving.client, body.model)
-    chat = await run_in_threadpool(read_chat, body.as_answerable(), served, serving.settings)
+    chat = await run_in_threadpool(lambda: read_chat(body.as_answerable(), served, serving.settings))
     namespace = namespace_of(scope, None)
     answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
     answer = _Answer(body, chat)

@@ -8,6 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.server.client import EngineClient
+from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.completion_request import TokenIds
 from coldstream.server.http.fields import Body, Flag, Text
 from coldstream.server.http.shapes import Detokenized, Tokenized, documented
@@ -29,7 +30,7 @@ class DetokenizeRequest(Body):
 
 def tokens_router(client: EngineClient) -> APIRouter:
     """The routes over an engine."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/tokenize", response_model=None, responses=documented(Tokenized))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
