@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from openai import AsyncOpenAI
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, OpenedModel, open_model
@@ -25,6 +26,7 @@ CTX_SIZE = 2048
 TEMPLATE = Path(__file__).with_name("gguf") / "chatml.jinja"
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx2.AsyncClient]]
+Saying = Callable[[str], AbstractAsyncContextManager[AsyncOpenAI]]
 
 
 def open_demo(ctx_size: int = CTX_SIZE, spec_type: str = "auto") -> OpenedModel:
@@ -79,6 +81,12 @@ class Scripted:
             else:
                 assert not isinstance(each, ColdstreamError)
                 stream.push(each)
+
+
+def written(name: str, **values: str) -> str:
+    """A call as `TEMPLATE` shows it to the model."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 def events_of(text: str) -> list[Any]:

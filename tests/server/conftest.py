@@ -11,9 +11,11 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 
 from coldstream.engine import LLM
+from coldstream.engine.events import Delta, Started
+from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
-from http_serving import URL, Connect, WithTemplate, open_demo
+from http_serving import URL, Connect, Saying, Scripted, WithTemplate, open_demo
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +83,22 @@ async def thinking_http(connect: Connect, thinker: WithTemplate) -> AsyncIterato
 def thinking(thinking_http: httpx2.AsyncClient) -> AsyncOpenAI:
     """The official client of a model that thinks and calls tools."""
     return official(thinking_http)
+
+
+@pytest.fixture
+def saying(connect: Connect, thinker: WithTemplate) -> Saying:
+    """`saying(text)`: a client of a model that answers with this text, a few characters at a time."""
+    statistics = Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0)
+
+    @asynccontextmanager
+    async def client(text: str) -> AsyncIterator[AsyncOpenAI]:
+        pieces = [Piece(text[i : i + 3], (1,)) for i in range(0, len(text), 3)]
+        end = Piece("", finish_reason="stop", statistics=statistics)
+        script = [Started(1, 2, 5), *(Delta(1, 0, piece) for piece in (*pieces, end))]
+        async with connect(Scripted(thinker, *script)) as http:
+            yield official(http)
+
+    return client
 
 
 def official(http: httpx2.AsyncClient) -> AsyncOpenAI:

@@ -66,7 +66,12 @@ CODEX: Any = {
             "strict": False,
             "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
         },
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+        },
         {"type": "web_search", "external_web_access": False},
     ],
     "tool_choice": "auto",

@@ -1,8 +1,6 @@
 """OpenAI's responses through the official client, over the same answers as chats."""
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -13,11 +11,10 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from coldstream.engine import LLM, SamplingParams
-from coldstream.engine.events import Delta, Failed, Started
-from coldstream.engine.request import Piece, Statistics
+from coldstream.engine.events import Failed, Started
 from coldstream.errors import GenerationFault
 from coldstream.server.local_client import LocalClient
-from http_serving import URL, Connect, Scripted, WithTemplate, events_of
+from http_serving import URL, Connect, Saying, Scripted, events_of, written
 
 INPUT = "import os\nimport sys\n"
 GREEDY: Any = {
@@ -152,37 +149,6 @@ FILES: Any = {
         }
     ],
 }
-
-
-Saying = Callable[[str], AbstractAsyncContextManager[AsyncOpenAI]]
-
-
-@pytest.fixture
-def saying(connect: Connect, thinker: WithTemplate) -> Saying:
-    """`saying(text)`: a client of a model that answers with this text, a few characters at a time."""
-    statistics = Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0)
-
-    @asynccontextmanager
-    async def client(text: str) -> AsyncIterator[AsyncOpenAI]:
-        pieces = [Piece(text[i : i + 3], (1,)) for i in range(0, len(text), 3)]
-        end = Piece("", finish_reason="stop", statistics=statistics)
-        script = [Started(1, 2, 5), *(Delta(1, 0, piece) for piece in (*pieces, end))]
-        async with connect(Scripted(thinker, *script)) as http:
-            yield AsyncOpenAI(
-                base_url=f"{URL}/v1",
-                api_key="none",
-                http_client=http,
-                max_retries=0,
-                _strict_response_validation=True,
-            )
-
-    return client
-
-
-def written(name: str, **values: str) -> str:
-    """A call as the template of these tests shows it to the model."""
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 async def both(client: AsyncOpenAI, **request: Any) -> tuple[Any, list[Any]]:

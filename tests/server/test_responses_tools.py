@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.server.http.chat_request import Tool
+from coldstream.server.http.chat_tools import Tool
 from coldstream.server.http.client_tools import CLIENT_TOOLS
 from coldstream.server.http.problems import ProblemError
 from coldstream.server.http.responses_tools import FlatTool, OfferedTools

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest
+from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.fields import Body, Flag, Name, Number, StopString, Text, TokenCount
 from coldstream.server.http.problems import refused
 

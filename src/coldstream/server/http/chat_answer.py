@@ -1,12 +1,13 @@
 """One answer of a chat: pieces of text become content, reasoning and calls, as deltas and as a message."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from coldstream.engine.request import Piece, Statistics
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.server.http.accounts import ending_of
+from coldstream.server.http.custom_tools import CustomInput
 from coldstream.server.http.logprob_shapes import chat_logprobs
 from coldstream.server.output import (
     Content,
@@ -15,6 +16,7 @@ from coldstream.server.output import (
     Reasoning,
     ToolCallArguments,
     ToolCallCut,
+    ToolCallEnd,
     ToolCallStart,
 )
 
@@ -25,22 +27,38 @@ Fields = dict[str, Any]
 class _Call:
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list)
+    input: CustomInput | None  # of a custom tool; None: of a function
+    texts: list[str] = field(default_factory=list)  # of its arguments or input
+
+    def shown(self, text: str, *, is_begun: bool = False) -> Fields:
+        """The call with a text of its arguments or input; is_begun: as all but the first deltas tell it."""
+        kind, part = ("function", "arguments") if self.input is None else ("custom", "input")
+        if is_begun:
+            return {kind: {part: text}}
+        return {"id": self.id, "type": kind, kind: {"name": self.name, part: text}}
 
 
 class ChatAnswer:
     """One answer, from its first piece to its last.
 
     num_top: likeliest tokens to tell of; None: nothing. max_calls: calls beyond so many are left out.
+    custom_names: of the tools whose input is a text.
     """
 
     def __init__(
-        self, parser: OutputParser, tokenizer: Tokenizer, num_top: int | None, *, max_calls: int | None = None
+        self,
+        parser: OutputParser,
+        tokenizer: Tokenizer,
+        num_top: int | None,
+        *,
+        max_calls: int | None = None,
+        custom_names: Collection[str] = (),
     ) -> None:
         self._parser = parser
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._max_calls = max_calls
+        self._custom_names = custom_names
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, _Call] = {}
@@ -91,7 +109,9 @@ class ChatAnswer:
         if reasoning:
             message |= _reasoning(reasoning)
         if self._calls:
-            message["tool_calls"] = [self._call(call) for _, call in sorted(self._calls.items())]
+            message["tool_calls"] = [
+                call.shown("".join(call.texts)) for _, call in sorted(self._calls.items())
+            ]
         return message
 
     def _deltas(self, event: OutputEvent) -> Sequence[Fields]:
@@ -105,12 +125,15 @@ class ChatAnswer:
             case ToolCallStart(index=index) | ToolCallArguments(index=index) if self._is_beyond(index):
                 return []
             case ToolCallStart(index=index, id=call_id, name=name):
-                self._calls[index] = _Call(call_id, name)
-                function = {"name": name, "arguments": ""}
-                return [_call_delta(index, {"id": call_id, "type": "function", "function": function})]
+                reader = CustomInput() if name in self._custom_names else None
+                self._calls[index] = _Call(call_id, name, reader)
+                return [_call_delta(index, self._calls[index].shown(""))]
             case ToolCallArguments(index=index, json_fragment=fragment):
-                self._calls[index].arguments.append(fragment)
-                return [_call_delta(index, {"function": {"arguments": fragment}})]
+                reader = self._calls[index].input
+                return self._grown(index, fragment if reader is None else reader.push(fragment))
+            case ToolCallEnd(index=index) if not self._is_beyond(index):
+                reader = self._calls[index].input
+                return self._grown(index, "" if reader is None else reader.finish())
             case ToolCallCut(index=index, text=text) if not self._is_beyond(index):
                 # A call of which only a part was written is none. Who reads along has that part already.
                 del self._calls[index]
@@ -122,9 +145,11 @@ class ChatAnswer:
     def _is_beyond(self, index: int) -> bool:
         return self._max_calls is not None and index >= self._max_calls
 
-    def _call(self, call: _Call) -> Fields:
-        function = {"name": call.name, "arguments": "".join(call.arguments)}
-        return {"id": call.id, "type": "function", "function": function}
+    def _grown(self, index: int, text: str) -> list[Fields]:
+        """What more text of a call's arguments or input is told as."""
+        call = self._calls[index]
+        call.texts.append(text)
+        return [_call_delta(index, call.shown(text, is_begun=True))] if text else []
 
 
 def _reasoning(text: str) -> Fields:

@@ -10,7 +10,6 @@ from coldstream.engine.generation import Request as EngineRequest
 from coldstream.server.http.chat_answer import ChatAnswer
 from coldstream.server.http.chat_request import (
     ChatRequest,
-    NamedChoice,
     check_served,
     messages_for_template,
     template_settings_of,
@@ -57,7 +56,13 @@ class Chat:
         """Empty answers, one for each that was asked for."""
         tokenizer, num_top = self.served.tokenizer, self.body.num_logprobs
         return [
-            ChatAnswer(self.parser(), tokenizer, num_top, max_calls=self.max_calls)
+            ChatAnswer(
+                self.parser(),
+                tokenizer,
+                num_top,
+                max_calls=self.max_calls,
+                custom_names=self.body.custom_names,
+            )
             for _ in range(self.request.params.n)
         ]
 
@@ -91,11 +96,10 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
 
 def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
     """What the answer is made to match: a call that is demanded, or a format."""
-    choice = body.tool_choice
-    if isinstance(choice, NamedChoice):
-        named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-        return forced_calls(source, named)
-    if choice == "required":
+    demanded = body.demanded_call
+    if isinstance(demanded, str):
+        return forced_calls(source, [tool for tool in tools if tool["function"]["name"] == demanded])
+    if demanded:
         return forced_calls(source, tools, is_parallel=body.parallel_tool_calls is not False)
     form = body.response_format
     if form is None or form.type == "text":

@@ -7,6 +7,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field
 
 from coldstream.gguf.chat_template import SETTINGS
+from coldstream.server.http.chat_tools import (
+    MAX_TOOLS,
+    AnyTool,
+    Choice,
+    Tool,
+    custom_names,
+    demanded,
+    offered,
+)
 from coldstream.server.http.fields import (
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
@@ -21,7 +30,6 @@ from coldstream.server.http.problems import refused
 
 MAX_MESSAGES: Final = 8192
 MAX_PARTS: Final = 1024
-MAX_TOOLS: Final = 512
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -70,38 +78,6 @@ class ChatMessage(Body):
         return given
 
 
-class FunctionDefinition(Body):
-    """A function that may be called; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool that may be called."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class NamedFunction(Body):
-    """A function by its name."""
-
-    name: Name
-
-
-class NamedChoice(Body):
-    """One function that has to be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class JsonSchema(Body):
     """A schema that the answer has to satisfy."""
 
@@ -129,8 +105,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: TokenCount | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: Flag | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Name | None = None
@@ -144,8 +120,18 @@ class ChatRequest(SamplingFields):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
-        return [] if self.tool_choice == "none" else list(self.tools or ())
+        """The tools that the answer may call, as functions. Raises ProblemError."""
+        return offered(self.tools or (), self.tool_choice)
+
+    @property
+    def demanded_call(self) -> str | bool:
+        """The function that the answer has to call, or whether it has to call any. Raises ProblemError."""
+        return demanded(self.tools or (), self.tool_choice)
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The functions that stand for custom tools. Raises ProblemError."""
+        return custom_names(self.tools or ())
 
     @property
     def num_logprobs(self) -> int | None:
@@ -202,12 +188,7 @@ def check_served(request: ChatRequest) -> None:
         raise refused("modalities: only text is generated", "modalities")
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs: only with logprobs: true", "top_logprobs")
-    if request.tool_choice not in (None, "none", "auto") and not request.tools:
-        raise refused("tool_choice: there are no tools to call", "tool_choice")
-    if isinstance(request.tool_choice, NamedChoice):
-        name = request.tool_choice.function.name
-        if name not in {tool.function.name for tool in request.tools or ()}:
-            raise refused("tool_choice: this function is not among tools", "tool_choice")
+    _ = request.demanded_call, request.custom_names
     form = request.response_format
     if form is not None and form.type != "text" and request.usable_tools:
         raise refused(

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from coldstream.server.http.chat_request import MAX_PARTS, MAX_TOOLS
+from coldstream.server.http.chat_request import MAX_PARTS
+from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.content_parts import called, text_of_content
 from coldstream.server.http.custom_tools import arguments_of_input
 from coldstream.server.http.fields import Body, Name

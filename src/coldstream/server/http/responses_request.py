@@ -5,7 +5,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from coldstream.server.http.chat_request import MAX_MESSAGES, ChatRequest
+from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Body, Flag, Name, Number, Text, TokenCount
 from coldstream.server.http.problems import refused
 from coldstream.server.http.responses_history import Item, messages_of, tools_in

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from coldstream.server.http.chat_request import MAX_TOOLS
+from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.client_tools import CLIENT_TOOLS, is_run_by_client
 from coldstream.server.http.custom_tools import function_of_custom
 from coldstream.server.http.fields import Body, Flag, Name, Text

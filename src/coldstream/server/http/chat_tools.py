@@ -1,0 +1,156 @@
+"""The tools of a chat request, and which of them may or must be called.
+
+Whatever a client offers, the model is offered functions: a custom tool is one of a single text.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import ConfigDict, Field
+
+from coldstream.server.http.custom_tools import function_of_custom
+from coldstream.server.http.fields import Body, Name, Text
+from coldstream.server.http.problems import refused
+
+MAX_TOOLS: Final = 512
+
+FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+
+
+class FunctionDefinition(Body):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A function that may be called."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class InputGrammar(Body):
+    """What a text has to match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Text
+
+
+class InputFormat(Body):
+    """What the input of a custom tool looks like."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+
+class CustomDefinition(Body):
+    """A tool whose input is a text."""
+
+    name: FunctionName
+    description: Text | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(Body):
+    """A custom tool that may be called."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    def as_function(self) -> Tool:
+        """The function that stands for it. Raises ProblemError for a grammar that is none."""
+        tool, grammar = self.custom, self.custom.format.grammar if self.custom.format else None
+        if tool.format is not None and tool.format.type == "grammar" and grammar is None:
+            raise refused(f"tools: the format of {tool.name} needs its grammar", "tools")
+        syntax, definition = (None, None) if grammar is None else (grammar.syntax, grammar.definition)
+        function = function_of_custom(tool.name, tool.description, syntax, definition)
+        return Tool.model_validate({"type": "function", "function": function})
+
+
+AnyTool = Annotated[Tool | CustomTool, Field(discriminator="type")]
+
+
+class Named(Body):
+    """A tool by its name."""
+
+    name: Name
+
+
+class NamedChoice(Body):
+    """One tool, under the field of its type."""
+
+    type: Literal["function", "custom"]
+    function: Named | None = None
+    custom: Named | None = None
+
+    @property
+    def name(self) -> str:
+        """The tool's name. Raises ProblemError if it is not given."""
+        named = self.function if self.type == "function" else self.custom
+        if named is None:
+            raise refused(f"tool_choice.{self.type}: a tool is chosen by its name", "tool_choice")
+        return named.name
+
+
+class AllowedTools(Body):
+    """The tools that may be called, and whether one of them has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Body):
+    """The tools of a request of which the model is offered no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+OneOrSome = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
+Choice = Literal["none", "auto", "required"] | OneOrSome
+
+
+def offered(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> list[Tool]:
+    """The tools that the answer may call, as functions. Raises ProblemError."""
+    if choice == "none":
+        return []
+    if isinstance(choice, AllowedChoice):
+        allowed = [_found(tools, each) for each in choice.allowed_tools.tools]
+        tools = [tool for tool in tools if tool in allowed]
+    return [tool if isinstance(tool, Tool) else tool.as_function() for tool in tools]
+
+
+def demanded(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> str | bool:
+    """The name of the function that has to be called, or whether any has to. Raises ProblemError."""
+    if isinstance(choice, NamedChoice):
+        _found(tools, choice)
+        return choice.name
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    if mode == "required" and not offered(tools, choice):
+        raise refused("tool_choice: there are no tools to call", "tool_choice")
+    return mode == "required"
+
+
+def custom_names(tools: Sequence[Tool | CustomTool]) -> frozenset[str]:
+    """The names of custom tools. Raises ProblemError if a function has one of them, too."""
+    found = [tool.custom.name for tool in tools if isinstance(tool, CustomTool)]
+    taken = [tool.function.name for tool in tools if isinstance(tool, Tool)] if found else []
+    if twice := next((name for name in found if [*found, *taken].count(name) > 1), None):
+        raise refused(f"tools: {twice} is the name of two tools", "tools")
+    return frozenset(found)
+
+
+def _found(tools: Sequence[Tool | CustomTool], choice: NamedChoice) -> Tool | CustomTool:
+    for tool in tools:
+        name = tool.function.name if isinstance(tool, Tool) else tool.custom.name
+        if (tool.type, name) == (choice.type, choice.name):
+            return tool
+    kind = "function" if choice.type == "function" else "custom tool"
+    raise refused(f"tool_choice: this {kind} is not among tools", "tool_choice")
