@@ -127,3 +127,13 @@ def calls_of(events: Sequence[OutputEvent]) -> list[Call]:
 
 def cut_calls_of(events: Sequence[OutputEvent]) -> list[str]:
     return [event.text for event in events if isinstance(event, ToolCallCut)]
+
+
+def is_json_prefix(text: str) -> bool:
+    """Whether `text` is the beginning of a JSON object that ends between two characters or values."""
+    for rest in ("", "}", '"}', "null}", "{}"):
+        try:
+            return isinstance(json.loads(text + rest), dict)
+        except ValueError:
+            continue
+    return False

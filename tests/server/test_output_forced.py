@@ -122,12 +122,12 @@ def test_what_a_model_writes_matches(llm: LLM, family: str) -> None:
         assert matches(llm, grammar, call), call
     both = "\n".join(calls[:2])
     assert not matches(llm, grammar, both)
-    assert matches(llm, forced_calls(TEMPLATES[family], TOOLS, is_parallel=True), both)
+    assert matches(llm, forced_calls(TEMPLATES[family], TOOLS, most_calls=3), both)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_no_call_of_the_tools_does_not_match(llm: LLM, family: str) -> None:
-    grammar = forced_calls(TEMPLATES[family], TOOLS, is_parallel=True)
+    grammar = forced_calls(TEMPLATES[family], TOOLS, most_calls=3)
     for text in (
         "",
         "Hello",

@@ -26,6 +26,7 @@ from output_samples import (
     content_of,
     cut_calls_of,
     events_of,
+    is_json_prefix,
     joined,
     reasoning_of,
     rendered,
@@ -286,11 +287,154 @@ def test_an_answer_that_ends_inside_a_call_has_no_half_of_it(length: int) -> Non
         assert content_of(events) == text
 
 
+WEATHER: list[dict[str, Any]] = [
+    {
+        "name": "w",
+        "input_schema": {
+            "properties": {
+                "city": {"type": "string"},
+                "state": {"type": "string"},
+                "days": {"type": "integer"},
+            }
+        },
+    }
+]
+DALLAS: Call = ("w", {"city": "Dallas", "state": "TX"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Without closing tags of values, functions and calls.
+        "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</function>\n</tool_call>",
+        "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</tool_call>",
+        "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</function>",
+        "<function=w>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n</tool_call>",
+        # Blanks and quotes.
+        "<tool_call><function=w><parameter=city>Dallas</parameter><parameter=state>TX</parameter></function>"
+        "</tool_call>",
+        "<tool_call>\n\n  <function= w >\n\n<parameter= city >\nDallas\n</parameter>\n \t<parameter=state>\n"
+        "TX\n</parameter>\n\n</function> \n </tool_call>\n\n",
+        '<tool_call>\n<function="w">\n<parameter="city">\nDallas\n</parameter>\n<parameter=\'state\'>\nTX\n'
+        "</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\r\n<function=w>\r\n<parameter=city>Dallas</parameter>\r\n<parameter=state>TX</parameter>"
+        "\r\n</function>\r\n</tool_call>",
+        # Parameters without a name, and names that come again.
+        "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n</parameter>\n<parameter=\necho A; echo B\n"
+        "</parameter>\n<parameter=state>\nTX\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=w>\n<parameter=>\nx\n</parameter>\n<parameter=city>\nDallas\n</parameter>\n"
+        "<parameter=state>\nTX\n</parameter>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+    ],
+)
+def test_calls_in_tags_that_are_not_quite_right_are_read(text: str) -> None:
+    for pieces in (text, [text], [text[:3], text[3:]]):
+        assert summary(events_of("xml", pieces, tools=WEATHER)) == ("", "", [DALLAS])
+
+
+def test_a_call_without_its_closing_tags_ends_before_the_next() -> None:
+    call = "<tool_call>\n<function=w>\n<parameter=city>\nDallas\n</parameter>\n<parameter=state>\nTX"
+    for end in ("\n", "\n</parameter>\n", "\n</parameter>\n</function>\n", "\n</function>\n</tool_call>\n"):
+        for pieces in (f"{call}{end}{call}", [f"{call}{end}{call}"]):
+            events = events_of("xml", pieces, tools=WEATHER)
+            assert calls_of(events) == ([] if end == "\n" else [DALLAS]), end
+
+
+def test_a_line_that_opens_no_parameter_of_the_tool_is_text() -> None:
+    for tag in (
+        "<parameter=other>",
+        "<parameter=sta>",
+        "<parameter=city>",
+        "<parameter=",
+        "x<parameter=state>",
+    ):
+        call = ("w", {"city": f"a\n{tag}\nb", "state": "TX"})
+        text = rendered("xml", *call)
+        for pieces in (text, [text]):
+            assert summary(events_of("xml", pieces, tools=WEATHER)) == ("", "", [call])
+
+
+def test_several_functions_in_one_tag() -> None:
+    text = rendered("xml", *DALLAS)
+    inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    events = events_of("xml", f"<tool_call>\n{inner}\n{inner}\n</tool_call>", tools=WEATHER)
+    assert summary(events) == ("", "", [DALLAS, DALLAS])
+
+
+def test_raw_line_breaks_in_the_json_of_a_value() -> None:
+    tools = [{"name": "edit", "input_schema": {"properties": {"edits": {"type": "array"}}}}]
+    text = rendered("xml", "edit", {"edits": '[{"old": "a\n\tb", "new": "c"}]'})
+    assert calls_of(events_of("xml", text, tools=tools)) == [
+        ("edit", {"edits": [{"old": "a\n\tb", "new": "c"}]})
+    ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"n": {"type": "string"}}}]},
+        {"$ref": "#/$defs/whole", "$defs": {"whole": {"properties": {"n": {"type": "string"}}}}},
+        {"anyOf": [{"properties": {"m": {}}}, {"properties": {"n": {"type": "string"}}}]},
+        {"properties": {"n": {"$ref": "#/properties/m"}, "m": {"type": "string"}}},
+        {"additionalProperties": {"type": "string"}},
+        {"patternProperties": {"^n$": {"type": "string"}}},
+    ],
+)
+def test_the_schema_of_a_parameter_is_found_wherever_it_stands(schema: Any) -> None:
+    tools = [{"name": "f", "input_schema": schema}]
+    assert calls_of(events_of("xml", rendered("xml", "f", {"n": "5"}), tools=tools)) == [("f", {"n": "5"})]
+
+
+LS: Call = ("run", {"cmd": "ls"})
+
+
+@pytest.mark.parametrize(
+    ("body", "num_calls"),
+    [
+        ('{"name": "run", "parameters": {"cmd": "ls"}}', 1),
+        ('{"arguments": {"cmd": "ls"}, "name": "run"}', 1),
+        ('{"name": "run", "arguments": "{\\"cmd\\": \\"ls\\"}"}', 1),
+        ('{"type": "function", "function": {"name": "run", "arguments": {"cmd": "ls"}}}', 1),
+        ('{"name":"run","arguments":{"cmd":"ls"}}', 1),
+        ('\n\n  {\n  "name": "run",\n\t"arguments": {"cmd": "ls"}\n}  \n', 1),
+        ('{"name": "run", "arguments": {"cmd": "ls"}}\n{"name": "run", "arguments": {"cmd": "ls"}}', 2),
+        ('[{"name": "run", "arguments": {"cmd": "ls"}}, {"name": "run", "arguments": {"cmd": "ls"}}]', 2),
+    ],
+)
+def test_calls_in_json_that_are_not_quite_right_are_read(body: str, num_calls: int) -> None:
+    for end in ("</tool_call>", "\n</tool_call>\n", ""):
+        text = f"<tool_call>\n{body}{end}"
+        for pieces in (text, [text]):
+            assert summary(events_of("hermes", pieces)) == ("", "", [LS] * num_calls)
+    twice = f"<tool_call>\n{body}\n<tool_call>\n{body}\n</tool_call>"
+    assert summary(events_of("hermes", twice)) == ("", "", [LS] * 2 * num_calls)
+
+
+@pytest.mark.parametrize("arguments", ["null", '""', "{}", '"{}"', '" "'])
+def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
+    text = f'<tool_call>\n{{"name": "run", "arguments": {arguments}}}\n</tool_call>'
+    assert calls_of(events_of("hermes", text)) == [("run", {})]
+
+
+def test_too_many_calls_in_one_tag_are_content() -> None:
+    body = '{"name": "run"}' * 300
+    text = f"<tool_call>{body}</tool_call>"
+    assert summary(events_of("hermes", [text])) == ("", text, [])
+
+
 # --- properties ------------------------------------------------------------------------------------------
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<function=write_file>", "<function=other>", "</function>"),
     *("<parameter=path>", "<parameter=mode>", "<parameter=x>", "</parameter>", "<think>", "</think>"),
+    *(
+        "<parameter=",
+        "\n<parameter=path>\n",
+        "\n</parameter>\n",
+        "<parameter=tags>\n",
+        "</function>\n</tool_call>",
+    ),
     *("\n", "\n\n", " ", "a", "é", '"', "<", ">", "</", "5", "true", "null", "[1]", "{}", "\\"),
     *('{"name": "write_file", "arguments": {"path": "x"}}', '{"name": ', '"</tool_call>"', "}"),
 ]
@@ -314,6 +458,19 @@ def test_events_do_not_depend_on_where_the_text_is_cut(
     assert joined(events_of(family, text, is_thinking=is_thinking)) == whole
     for _, arguments in calls_of(whole):
         assert isinstance(arguments, dict)
+
+
+@settings(max_examples=400)
+@given(family=st.sampled_from(FAMILIES), text=texts, is_thinking=st.booleans())
+def test_what_is_told_of_a_call_is_always_the_beginning_of_json(
+    family: str, text: str, is_thinking: bool
+) -> None:
+    """Of complete calls and of those that the end of the answer cuts, after each character."""
+    told: dict[int, str] = {}
+    for event in events_of(family, text, is_thinking=is_thinking):
+        if isinstance(event, ToolCallArguments):
+            told[event.index] = told.get(event.index, "") + event.json_fragment
+            assert is_json_prefix(told[event.index]), told
 
 
 strings = st.text(st.sampled_from("ab \n\t\"\\<>/é{}'"), max_size=12) | st.sampled_from(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.server.output.typed_values import JSON_TYPES, finite_json, typed_json, types_of
+from coldstream.server.output.typed_values import JSON_TYPES, ValueSchema, dumped, finite_json
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,44 @@ from coldstream.server.output.typed_values import JSON_TYPES, finite_json, typed
         (True, "[3", "[3"),
         ({}, "null", None),
         ({"type": 7}, "x", "x"),
+        # What the schema lists is what it says.
+        ({"type": ["string", "null"], "enum": ["none", "all", None]}, "none", "none"),
+        ({"type": ["string", "null"], "enum": ["none", "all", None]}, "null", None),
+        ({"type": ["string", "null"], "enum": ["none", "all", None]}, "None", None),
+        ({"enum": ["null", None]}, "null", "null"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"enum": ["true", False]}, "true", "true"),
+        ({"type": "string", "enum": ["red"]}, " red\n", "red"),
+        ({"type": "string", "enum": ["red"]}, '"red"', "red"),
+        ({"type": "string", "enum": ["red"]}, "blue", "blue"),
+        ({"anyOf": [{"enum": ["off"]}, {"type": "boolean"}]}, "off", "off"),
+        ({"anyOf": [{"enum": ["off"]}, {"type": "boolean"}]}, "True", True),
+        # Null only where it is allowed, and other spellings of it only where no string fits.
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "none", "none"),
+        ({"type": ["integer", "null"]}, "none", None),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "null", None),
+        ({"type": "boolean"}, "TRUE", True),
+        # Bounds and parts decide between readings.
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 3}]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "exclusiveMinimum": 5}]}, "5", "5"),
+        ({"anyOf": [{"type": "string", "maxLength": 0}, {"type": "integer"}]}, "5", 5),
+        ({"oneOf": [{"type": "array"}, {"type": "string"}]}, '["a"]', ["a"]),
+        ({"anyOf": [{"anyOf": [{"type": "object"}, {"type": "null"}]}]}, '{"a": 1}', {"a": 1}),
+        ({"allOf": [{"$ref": "#/$defs/n"}], "description": "n"}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}, "3", 3),
+        # Line breaks and tabs in the strings of JSON.
+        ({"type": "array"}, '[{"old": "a\n\tb"}]', [{"old": "a\n\tb"}]),
+        ({"type": "object"}, '{"a": "\r\n"}', {"a": "\r\n"}),
+        ({"type": "string"}, '{"a": "\n"}', '{"a": "\n"}'),
+        (True, '"a\nb"', '"a\nb"'),
     ],
 )
 def test_values_have_the_type_of_their_schema(schema: Any, text: str, value: Any) -> None:
     whole = {"$defs": {"n": {"type": "integer"}, "a/b": {"type": "string"}}}
-    read = json.loads(typed_json(text, types_of(schema, whole)))
+    read = json.loads(ValueSchema(schema, whole).json(text))
     assert read == value
     assert type(read) is type(value)
 
@@ -68,7 +101,7 @@ def test_values_have_the_type_of_their_schema(schema: Any, text: str, value: Any
     ],
 )
 def test_what_does_not_fit_stays_as_it_was_written(kind: str, text: str, value: Any) -> None:
-    assert json.loads(typed_json(text, frozenset((kind,)))) == value
+    assert json.loads(ValueSchema({"type": kind}, {}).json(text)) == value
 
 
 @pytest.mark.parametrize(
@@ -84,11 +117,17 @@ def test_what_does_not_fit_stays_as_it_was_written(kind: str, text: str, value: 
 def test_references_that_lead_nowhere_allow_everything(schema: Any) -> None:
     loop = {"anyOf": [{"$ref": "#/$defs/b"}] * 100}
     whole = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}, "b": loop}}
-    assert types_of(schema, whole) == JSON_TYPES
+    assert ValueSchema(schema, whole).types == JSON_TYPES
+    assert json.loads(ValueSchema(schema, whole).json("5")) == 5
 
 
 @given(text=st.text(max_size=20), types=st.sets(st.sampled_from(sorted(JSON_TYPES)), min_size=1))
 def test_every_text_becomes_strict_json(text: str, types: set[str]) -> None:
-    value = finite_json(typed_json(text, frozenset(types)))
+    value = finite_json(ValueSchema({"type": sorted(types)}, {}).json(text))
     if types == {"string"}:
         assert value == text
+
+
+def test_half_a_surrogate_pair_is_escaped() -> None:
+    assert ValueSchema({"type": "array"}, {}).json('["\\ud800\n"]') == '["\\ud800\\n"]'
+    assert dumped("é") == '"é"'

@@ -1,16 +1,15 @@
 """Grammars of requests over a model's tokens, compiled by llguidance within fixed limits.
 
 Unit of work: one `Grammar` → a matcher that says which tokens may follow. Knows nothing of logits, to which
-`constraint.py` applies what it says. What a schema, regular expression or Lark text may hold is said by
-llguidance's documentation. The cost of compiling is bounded by the size of the text, by the number of a
-schema's properties (the time is quadratic in them) and by limits on states, symbols and steps.
+`constraint.py` applies what it says. Which schemas can be held is decided by `json_schema.py`; what a regular
+expression or Lark text may hold is said by llguidance's documentation. The cost of compiling is bounded by
+the size of the text, by the limits on schemas, and by limits on states, symbols and steps.
 """
 
 import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +18,25 @@ import numpy as np
 from coldstream.decoding import Grammar, LogitsProcessor, SamplingParams, Thought
 from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
 from coldstream.engine.generation import Request
-from coldstream.errors import ConfigError, InvalidRequestError
+from coldstream.engine.json_schema import held_schema
+from coldstream.engine.regular_languages import one_line, require_llguidance
+from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_PROPERTIES = 3000  # of all objects of a schema
 MAX_COMPILED = 32  # grammars that are kept, the least recently used go first
 MAX_LEXER_STATES = 50_000  # about 2 kB each
 MAX_GRAMMAR_SYMBOLS = 200_000
-# Between the tokens of JSON: a blank, or a new line with its indentation. Without a limit a model can write
-# blanks for ever.
-JSON_WHITESPACE = r"[ ]|\n[ \t]{0,64}"
+# JSON is compact: one blank at most, behind a comma or a colon, as blanks without a limit let a model write
+# nothing else. `\u` is not written, so that a name is written in one way only.
+JSON_OPTIONS: Mapping[str, Any] = {
+    "item_separator": ",[ ]?",
+    "key_separator": ":[ ]?",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 
 class Grammars:
@@ -101,7 +106,7 @@ class Grammars:
     @cached_property
     def _token_table(self) -> "LLTokenizer":
         """llguidance's view of the vocabulary: control tokens are no text, all end tokens end an answer."""
-        _require_llguidance()
+        require_llguidance()
         from llguidance import LLTokenizer, TokenizerWrapper
 
         ends = sorted(self._tokenizer.eos_ids)
@@ -140,7 +145,7 @@ class TokenMatcher:
     def append(self, token_id: int) -> None:
         """Takes a token. Raises InvalidRequestError if it may not follow, or at a limit of llguidance."""
         if not self._matcher.consume_token(token_id):
-            reason = _one_line(self._matcher.get_error()) or "it may not follow"
+            reason = one_line(self._matcher.get_error()) or "it may not follow"
             raise InvalidRequestError(f"grammar: token {token_id} of the answer cannot be matched: {reason}")
 
     def mask(self) -> Mask:
@@ -151,7 +156,7 @@ class TokenMatcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
         if self._matcher.is_error():
-            reason = _one_line(self._matcher.get_error())
+            reason = one_line(self._matcher.get_error())
             raise InvalidRequestError(f"grammar: it is too complex to go on with the answer: {reason}")
         return mask
 
@@ -174,12 +179,9 @@ class _Vocabulary:
 def _compiled(grammar: Grammar, tokens: "LLTokenizer") -> "LLMatcher":
     from llguidance import LLMatcher
 
-    schema, source = None, ""
     if grammar.kind in ("json_schema", "json_object"):
-        schema = _schema(grammar.text) if grammar.kind == "json_schema" else {"type": "object"}
-        options: Any = {"whitespace_pattern": JSON_WHITESPACE}
-        if grammar.is_lenient:
-            options["lenient"] = options["coerce_one_of"] = True
+        schema = _schema(grammar) if grammar.kind == "json_schema" else {"type": "object"}
+        options: Any = {**JSON_OPTIONS, "lenient": grammar.is_lenient}
         source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(grammar.text)
@@ -187,8 +189,8 @@ def _compiled(grammar: Grammar, tokens: "LLTokenizer") -> "LLMatcher":
         source = LLMatcher.grammar_from_lark(grammar.text)
     matcher = LLMatcher(tokens, source, log_level=0, limits=_limits())
     if matcher.is_error():
-        reason = _one_line(matcher.get_error())
-        raise InvalidRequestError(f"grammar ({grammar.kind}){_place(schema, reason)}: {reason}")
+        reason = one_line(matcher.get_error())
+        raise InvalidRequestError(f"grammar ({grammar.kind}): {reason}")
     _check_not_empty(grammar, matcher)
     return matcher
 
@@ -209,56 +211,11 @@ def _check_not_empty(grammar: Grammar, matcher: "LLMatcher") -> None:
         raise InvalidRequestError(f"grammar ({grammar.kind}): no answer can match it")
 
 
-def _schema(text: str) -> Any:
-    """The schema, checked for what bounds the time of compiling it."""
+def _schema(grammar: Grammar) -> dict[str, Any]:
+    """The schema of a grammar in the form that can be held."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"grammar (json_schema): the schema is not JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequestError("grammar (json_schema): a schema is an object, or true or false")
-    count = sum(
-        len(value)
-        for _, node in _objects(schema)
-        for key, value in node.items()
-        if key in ("properties", "required", "patternProperties") and isinstance(value, dict | list)
-    )
-    if count > MAX_PROPERTIES:
-        raise InvalidRequestError(
-            f"grammar (json_schema): {count} properties, at most {MAX_PROPERTIES} can be served"
-        )
-    return schema
-
-
-def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object in a JSON value, with its JSON pointer."""
-    waiting: list[tuple[str, Any]] = [("", schema)]
-    while waiting:
-        pointer, value = waiting.pop()
-        if isinstance(value, dict):
-            yield pointer, value
-            waiting += [(f"{pointer}/{key}", item) for key, item in reversed(value.items())]
-        elif isinstance(value, list):
-            waiting += [(f"{pointer}/{i}", item) for i, item in reversed(list(enumerate(value)))]
-
-
-def _place(schema: Any, reason: str) -> str:
-    """Where in a schema lies what the reason names, as far as that can be told."""
-    names = re.findall(r'"([^"]+)"', reason) or reason.split(": ")[-1:]
-
-    def is_named(node: dict[str, Any]) -> bool:
-        return any(key in names or (key == "type" and value in names) for key, value in node.items())
-
-    found = next((pointer for pointer, node in _objects(schema) if is_named(node)), None)
-    return "" if found is None else f" at #{found}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.replace("<non-verbose/>", "").split())
-
-
-def _require_llguidance() -> None:
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        raise ConfigError("grammars need the package llguidance: pip install 'coldstream[serve]'") from None
+    held = held_schema(schema, "grammar (json_schema)", is_strict=not grammar.is_lenient)
+    return held.alone(held.root)

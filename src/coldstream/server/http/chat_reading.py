@@ -19,6 +19,7 @@ from coldstream.server.http.models import context_errors
 from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.volatile_lines import without_volatile
 from coldstream.server.output import (
+    MAX_CALLS,
     OutputParser,
     forced_calls,
     output_parser,
@@ -100,7 +101,7 @@ def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
     if isinstance(demanded, str):
         return forced_calls(source, [tool for tool in tools if tool["function"]["name"] == demanded])
     if demanded:
-        return forced_calls(source, tools, is_parallel=body.parallel_tool_calls is not False)
+        return forced_calls(source, tools, most_calls=1 if body.parallel_tool_calls is False else MAX_CALLS)
     form = body.response_format
     if form is None or form.type == "text":
         return None

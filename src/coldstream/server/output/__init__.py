@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from coldstream.decoding import Grammar, Thought
+from coldstream.engine.json_schema import LARK
 from coldstream.errors import InvalidRequestError
-from coldstream.server.output.call_format import CallFormat
+from coldstream.server.output.call_format import MAX_CALLS, CallFormat
 from coldstream.server.output.events import (
     Content,
     OutputEvent,
@@ -21,11 +22,12 @@ from coldstream.server.output.events import (
 )
 from coldstream.server.output.hermes_calls import HermesCalls
 from coldstream.server.output.parser import THINK, THINK_END, OutputParser
-from coldstream.server.output.tools import LARK, ToolSignatures
+from coldstream.server.output.tools import ToolSignatures
 from coldstream.server.output.xml_calls import XmlCalls
 
 __all__ = [
     "LARK",
+    "MAX_CALLS",
     "Content",
     "OutputEvent",
     "OutputParser",
@@ -77,13 +79,11 @@ def prompt_opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK)
 
 
-def forced_calls(
-    template_source: str, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = False
-) -> Grammar:
-    """The grammar of an answer that is one call of one of `tools`, or several if `is_parallel`.
+def forced_calls(template_source: str, tools: Sequence[Mapping[str, Any]], *, most_calls: int = 1) -> Grammar:
+    """The grammar of an answer that is 1 to `most_calls` calls of `tools`.
 
     For `tool_choice`: "required" with all tools, or one that is named. Raises InvalidRequestError if there
-    are no tools, or if the model's chat template shows no format of calls.
+    are no tools, if the model's chat template shows no format of calls, or if a tool's schema cannot be held.
     """
     calls, signatures = call_format(template_source), ToolSignatures.of(tools)
     if not signatures.schemas:
@@ -94,7 +94,7 @@ def forced_calls(
         raise InvalidRequestError(
             "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out"
         )
-    return calls.forced(signatures, is_parallel=is_parallel)
+    return calls.forced(signatures, most_calls=most_calls)
 
 
 def thought_after(

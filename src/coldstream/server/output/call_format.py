@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from coldstream.decoding import Grammar
-from coldstream.engine.grammar import JSON_WHITESPACE
+from coldstream.engine.grammar import JSON_OPTIONS
+from coldstream.engine.json_schema import HeldSchema, held_schema
+from coldstream.errors import InvalidRequestError
 from coldstream.server.output.tools import ToolSignatures
 
-# A tool's schema guides what is written: what cannot be enforced of it is no reason to refuse a request.
-_GUIDANCE: Final = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": JSON_WHITESPACE}
+MAX_CALLS: Final = 128  # of one answer, as weak models write calls without end
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class CallReader(Protocol):
 
 @dataclass(frozen=True)
 class Begun:
-    """A call has begun; `num_read` characters are done with."""
+    """A call has begun, or several that follow each other; `num_read` characters are done with."""
 
     num_read: int
-    reader: CallReader
+    readers: tuple[CallReader, ...]
 
 
 class CallFormat(Protocol):
@@ -54,8 +55,11 @@ class CallFormat(Protocol):
         In a thought only calls of `tools` are calls.
         """
 
-    def forced(self, tools: ToolSignatures, *, is_parallel: bool) -> Grammar:
-        """What matches one call of one of `tools`, or several if `is_parallel`, and nothing else."""
+    def forced(self, tools: ToolSignatures, *, most_calls: int) -> Grammar:
+        """What matches 1 to `most_calls` calls of `tools`, and nothing else.
+
+        Raises InvalidRequestError for a tool whose schema cannot be held.
+        """
 
 
 def begins(text: str, words: Sequence[str]) -> str | bool:
@@ -74,6 +78,25 @@ def num_held(text: str, words: Sequence[str]) -> int:
     return 0
 
 
-def lark_json(schema: dict[str, Any]) -> str:
-    """What matches JSON of a schema within a rule of Lark."""
-    return f"%json {json.dumps(schema | {'x-guidance': _GUIDANCE})}"
+def held_parameters(tools: ToolSignatures, name: str) -> HeldSchema:
+    """The schema of a tool's arguments, an object, in the form that a grammar can hold.
+
+    What cannot be held of it is left out, unless the tool is strict. Raises InvalidRequestError.
+    """
+    schema = dict(tools.schemas[name])
+    types = schema.get("type", "object")
+    if "object" not in ([types] if isinstance(types, str) else types if isinstance(types, list) else ()):
+        raise InvalidRequestError(f"tools: {name}: parameters must be the schema of an object")
+    return held_schema(
+        {**schema, "type": "object"}, f"tools: {name}: parameters", is_strict=name in tools.strict
+    )
+
+
+def lark_json(schema: dict[str, Any], *, is_strict: bool) -> str:
+    """What matches JSON of a held schema within a rule of Lark."""
+    return f"%json {json.dumps(schema | {'x-guidance': {**JSON_OPTIONS, 'lenient': not is_strict}})}"
+
+
+def lark_calls(most_calls: int) -> str:
+    """The rule of an answer that is 1 to `most_calls` calls."""
+    return "start: call" if most_calls == 1 else f'start: call ("\\n" call){{0,{most_calls - 1}}}'

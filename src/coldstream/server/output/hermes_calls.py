@@ -4,21 +4,27 @@
     {"name": NAME, "arguments": {KEY: VALUE, …}}
     </tool_call>
 
-A call is told when it is complete, as only then it is known to be JSON. Line breaks in strings need not be
-escaped: models forget it, and nothing else can be meant.
+A call is told when it is complete, as only then it is known to be JSON. Models deviate where nothing else
+can be meant, so this is read, too: line breaks in strings without an escape, `parameters` for `arguments`,
+arguments as JSON within a string, the shape `{"function": {"name", "arguments"}}` of OpenAI's API, several
+calls in one tag or in a list, and a missing closing tag before the next call or the end of the answer.
 """
 
 import json
+import re
 from typing import Any, Final
 
 from coldstream.decoding import Grammar
 from coldstream.errors import InvalidRequestError
-from coldstream.server.output.call_format import Begun, Progress, lark_json
+from coldstream.server.output.call_format import Begun, Progress, held_parameters, lark_calls, lark_json
 from coldstream.server.output.tools import ToolSignatures
-from coldstream.server.output.typed_values import finite_json, quoted
+from coldstream.server.output.typed_values import dumped, finite_json, finite_json_at, quoted
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
+_END: Final = re.compile(f"{_CLOSE}|{_OPEN}")
+_BETWEEN: Final = re.compile(r"[\s,]*")
+MAX_IN_ONE_TAG: Final = 256  # calls
 
 
 class HermesCalls:
@@ -37,27 +43,32 @@ class HermesCalls:
         return begun
 
     def _begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
-        if text[len(_OPEN) :].lstrip()[:1] not in ("{", ""):
+        if text[len(_OPEN) :].lstrip()[:1] not in ("{", "[", ""):
             return False
-        while (end := text.find(_CLOSE, max(self._num_tried, len(_OPEN)))) >= 0:
-            try:
-                call = finite_json(text[len(_OPEN) : end], is_strict=False)
-            except ValueError as error:
-                if not _is_inside_string(error):
-                    return False
-                self._num_tried = end + 1
-                continue
-            return _begun(call, end + len(_CLOSE), tools, is_thinking=is_thinking)
+        while (match := _END.search(text, max(self._num_tried, len(_OPEN)))) is not None:
+            if (begun := self._tried(text, match.start(), tools, is_thinking)) is not True:
+                return begun
+            self._num_tried = match.start() + 1
         self._num_tried = max(self._num_tried, len(text) - len(_CLOSE) + 1)
         if not is_last:
             return True
-        try:
-            call = finite_json(text[len(_OPEN) :], is_strict=False)
-        except ValueError:
-            return False
-        return _begun(call, len(text), tools, is_thinking=is_thinking)
+        begun = self._tried(text, len(text), tools, is_thinking)
+        return begun is not True and begun
 
-    def forced(self, tools: ToolSignatures, *, is_parallel: bool) -> Grammar:
+    def _tried(self, text: str, end: int, tools: ToolSignatures, is_thinking: bool) -> Begun | bool:
+        """The calls before a tag or the end of the text at `end`; True if that lies inside a string."""
+        try:
+            values = _values(text[len(_OPEN) : end])
+        except ValueError as error:
+            return _is_inside_string(error)
+        calls = [_call(value) for value in values]
+        names = [None if call is None else call.name for call in calls]
+        if not calls or None in names or (is_thinking and not set(names) <= set(tools.schemas)):
+            return False
+        after = end + len(_CLOSE) if text.startswith(_CLOSE, end) else end
+        return Begun(after, tuple(call for call in calls if call is not None))
+
+    def forced(self, tools: ToolSignatures, *, most_calls: int) -> Grammar:
         """See `CallFormat`. Raises InvalidRequestError for a Lark grammar, as text in JSON is escaped."""
         if tools.with_lark is not None:
             raise InvalidRequestError(
@@ -65,13 +76,15 @@ class HermesCalls:
                 " JSON, in which no Lark grammar can be obeyed: leave tool_choice out, or give a regex"
             )
         calls = [f"call_{i}" for i in range(len(tools.schemas))]
-        rules = ['start: call ("\\n" call)*' if is_parallel else "start: call"]
+        rules = [lark_calls(most_calls)]
         rules.append(
             f"call: {quoted(_OPEN + chr(10))} ({' | '.join(calls)}) {quoted('}' + chr(10) + _CLOSE)}"
         )
-        for rule, (name, schema) in zip(calls, tools.schemas.items(), strict=True):
+        for rule, name in zip(calls, tools.schemas, strict=True):
             head = quoted('{"name": ' + quoted(name) + ', "arguments": ')
-            rules.append(f"{rule}: {head} {lark_json({'type': 'object', **schema})}")
+            held = held_parameters(tools, name)
+            schema = lark_json(held.alone(held.root), is_strict=name in tools.strict)
+            rules.append(f"{rule}: {head} {schema}")
         return Grammar("lark", "\n".join(rules))
 
 
@@ -86,19 +99,42 @@ class _Complete:
         return Progress((self._arguments,), 0, has_ended=True)
 
 
-def _begun(call: Any, num_read: int, tools: ToolSignatures, *, is_thinking: bool) -> Begun | bool:
-    """The call that JSON says; False if it says none."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return False
-    arguments = call.get("arguments", {})
+def _values(text: str) -> list[Any]:
+    """The JSON values that follow each other in `text`; those of a list are on their own.
+
+    Raises ValueError for anything else.
+    """
+    values: list[Any] = []
+    place = _skip(text, 0)
+    while place < len(text):
+        value, place = finite_json_at(text, place)
+        values += value if isinstance(value, list) else [value]
+        place = _skip(text, place)
+        if len(values) > MAX_IN_ONE_TAG:
+            raise ValueError("too many calls in one tag")
+    return values
+
+
+def _skip(text: str, start: int) -> int:
+    between = _BETWEEN.match(text, start)
+    assert between is not None, "it matches nothing, too"
+    return between.end()
+
+
+def _call(value: Any) -> _Complete | None:
+    """The call that JSON says; None if it says none."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # as the API carries them
         try:
-            arguments = finite_json(arguments)
+            arguments = finite_json(arguments, is_strict=False) if arguments.strip() else {}
         except ValueError:
-            return False
-    if not isinstance(arguments, dict) or (is_thinking and call["name"] not in tools.schemas):
-        return False
-    return Begun(num_read, _Complete(call["name"], json.dumps(arguments, ensure_ascii=False)))
+            return None
+    arguments = {} if arguments is None else arguments
+    return _Complete(value["name"], dumped(arguments)) if isinstance(arguments, dict) else None
 
 
 def _is_inside_string(error: ValueError) -> bool:

@@ -59,7 +59,7 @@ class OutputParser:
         self._phase = _Phase.HEAD if has_thoughts or is_thinking else _Phase.TEXT
         self._is_thinking = is_thinking
         self._blanks = _Blanks(keeps_first=not is_thinking)
-        self._reader: CallReader | None = None
+        self._readers: list[CallReader] = []  # of the call that is read, and of those that follow it
         self._num_calls = 0
         self._read: list[str] = []  # of the call so far
         self._is_close_due = False  # whether a call ended the thought, so that its closing tag may follow
@@ -131,16 +131,18 @@ class OutputParser:
     def _begin_call(self, begun: Begun, events: list[OutputEvent]) -> None:
         if self._phase is _Phase.THOUGHT:
             self._end_thought(is_closed=False)
-        self._reader, self._phase = begun.reader, _Phase.CALL
+        self._readers, self._phase = list(begun.readers), _Phase.CALL
         self._read = [self._text[: begun.num_read]]
         self._text = self._text[begun.num_read :]
-        events.append(ToolCallStart(self._num_calls, self._new_id(), begun.reader.name))
+        self._tell_start(events)
+
+    def _tell_start(self, events: list[OutputEvent]) -> None:
+        events.append(ToolCallStart(self._num_calls, self._new_id(), self._readers[0].name))
 
     def _read_call(self, events: list[OutputEvent], is_last: bool) -> bool:
         """Reads on in a call. Whether to go on."""
-        assert self._reader is not None
         index = self._num_calls
-        progress = self._reader.read(self._text, is_last=is_last)
+        progress = self._readers[0].read(self._text, is_last=is_last)
         fragment = "".join(progress.fragments)
         if fragment:
             events.append(ToolCallArguments(index, fragment))
@@ -154,7 +156,11 @@ class OutputParser:
         else:
             return False
         self._num_calls += 1
-        self._reader, self._read = None, []
+        del self._readers[0]
+        self._read = []
+        if self._readers:
+            self._tell_start(events)
+            return True
         self._phase = _Phase.TEXT
         self._blanks = _Blanks(keeps_first=self._has_content)
         return True

@@ -1,46 +1,75 @@
 """The values of a call's parameters: from the text that a model wrote to JSON, by the parameter's schema.
 
-Formats that write values without quotes leave open what `5` is: a schema that allows strings only makes it
-"5", any other one that allows a number makes it 5. What fits no type that the schema names stays as the model
-wrote it, as JSON if it is JSON, otherwise as a string: a value is never lost, and the client's own validation
-says what is wrong with it.
+Formats that write values without quotes leave open what `5` is. A text is read in every way that it can be
+meant, and the first reading that the schema allows is the value:
+
+1. a string that the schema lists, as `none` in an `enum`;
+2. JSON, in which strings may hold line breaks and tabs that are not escaped;
+3. `True`, `False` and `None`, as chat templates write them;
+4. the text itself, as a string;
+5. a JSON string without its quotes, and these names in another case.
+
+So a schema that allows strings only makes `5` a string, and any other one that allows a number makes it 5.
+What fits nothing stays as the model wrote it, as JSON of a type that the schema names or as JSON at all,
+otherwise as a string: a value is never lost, and the client's own validation says what is wrong with it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from coldstream.server.output.tools import Schema
+from coldstream.server.output.tools import Schema, referred
 
 JSON_TYPES: Final = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
-_MAX_LOOKED_INTO: Final = 200  # schemas; references may go round in circles
-_LITERALS: Final = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
+_MAX_LOOKED_INTO: Final = 200  # schemas for one question; references may go round in circles
+_TEMPLATE_NAMES: Final = {"True": "true", "False": "false", "None": "null"}
+_OTHER_NAMES: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def types_of(schema: Any, whole: Schema) -> frozenset[str]:
-    """The JSON types that a schema may allow; all if it does not say. `whole` is what `$ref` refers to."""
-    return _Types(whole).of(schema) & JSON_TYPES or JSON_TYPES
+@dataclass(frozen=True)
+class ValueSchema:
+    """The schema of one parameter; `whole` is what its references are of."""
 
+    schema: Any
+    whole: Schema
 
-def typed_json(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of one of `types` if it can be read so; see the module's docstring."""
-    stripped = text.strip()
-    literal = _LITERALS.get(stripped.lower())
-    if literal in types:
-        return "null" if literal == "null" else stripped.lower()
-    kind, written = _read(stripped)
-    if kind in types or (kind == "integer" and "number" in types):
-        return written if kind != "string" else quoted(text)
-    if kind == "number" and "integer" in types and float(written).is_integer():
-        return str(int(float(written)))
-    if kind is None or "string" in types:
-        return quoted(text)
-    return written
+    @property
+    def types(self) -> frozenset[str]:
+        """The JSON types that may be meant; all if the schema does not say."""
+        return _Inspection(self.whole).types(self.schema) & JSON_TYPES or JSON_TYPES
+
+    @property
+    def is_any_string(self) -> bool:
+        """Whether every text is itself the value, so that it can be told while it is written."""
+        return self.types == frozenset(("string",)) and not _Inspection(self.whole).lists_values(self.schema)
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value fits, apart from what is inside of it."""
+        return _Inspection(self.whole).allows(self.schema, value)
+
+    def json(self, text: str) -> str:
+        """`text` as JSON; see the module's docstring."""
+        readings = list(_readings(text, self))
+        for value, written in readings:
+            if self.allows(value):
+                return written
+        types = self.types
+        for value, written in readings:
+            if types & _types_of_value(value):
+                return written
+        return next((written for value, written in readings if not isinstance(value, str)), quoted(text))
 
 
 def quoted(text: str) -> str:
     """`text` as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+    return dumped(text)
+
+
+def dumped(value: Any) -> str:
+    """A value as JSON that can be encoded: characters are escaped if one of them is half a surrogate pair."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or _is_encodable(text) else json.dumps(value)
 
 
 def finite_json(text: str, *, is_strict: bool = True) -> Any:
@@ -54,69 +83,181 @@ def finite_json(text: str, *, is_strict: bool = True) -> Any:
         raise ValueError("JSON too deeply nested") from None
 
 
-class _Types:
-    """Collects the types of a schema, looking into a bounded number of schemas in it."""
+def finite_json_at(text: str, start: int) -> tuple[Any, int]:
+    """The value of JSON that begins at `start`, and where it ends; control characters in strings need no
+    escape. Raises ValueError.
+    """
+    try:
+        return _TOLERANT.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("JSON too deeply nested") from None
+
+
+def _readings(text: str, schema: ValueSchema) -> Iterator[tuple[Any, str]]:
+    """The values that `text` may mean, with their JSON, the likeliest first."""
+    stripped = text.strip()
+    listed = _Inspection(schema.whole).listed_strings(schema.schema)
+    for string in (text, stripped):
+        if string in listed:
+            yield string, quoted(string)
+    found = _json_reading(stripped)
+    if found is not None and not isinstance(found[0], str):
+        yield found
+        if isinstance(found[0], float) and found[0].is_integer():
+            yield int(found[0]), str(int(found[0]))
+    if stripped in _TEMPLATE_NAMES:
+        yield _named(_TEMPLATE_NAMES[stripped])
+    yield text, quoted(text)
+    if found is not None and isinstance(found[0], str):
+        yield found
+    if stripped.lower() in _OTHER_NAMES:
+        yield _named(_OTHER_NAMES[stripped.lower()])
+
+
+def _named(name: str) -> tuple[Any, str]:
+    return json.loads(name), name
+
+
+def _json_reading(text: str) -> tuple[Any, str] | None:
+    """The value of JSON and how it is written, if it is JSON."""
+    try:
+        return finite_json(text), text
+    except ValueError:
+        pass
+    try:
+        value = finite_json(text, is_strict=False)
+    except ValueError:
+        return None
+    return (value, dumped(value)) if isinstance(value, list | dict) else None
+
+
+class _Inspection:
+    """One question to a schema, which looks into a bounded number of schemas in it."""
 
     def __init__(self, whole: Schema) -> None:
         self._whole = whole
         self._num_left = _MAX_LOOKED_INTO
 
-    def of(self, schema: Any) -> frozenset[str]:
-        self._num_left -= 1
-        if not isinstance(schema, Mapping) or self._num_left < 0:
+    def types(self, schema: Any) -> frozenset[str]:
+        """The types that a schema names, directly or by its values and parts; all if it names none."""
+        if not self._may_look_into(schema):
             return JSON_TYPES
+        if not schema:
+            return JSON_TYPES
+        found = JSON_TYPES
         names = schema.get("type")
-        if isinstance(names, str):
-            return frozenset((names,))
-        if isinstance(names, list):
-            return frozenset(name for name in names if isinstance(name, str))
-        if "const" in schema:
-            return frozenset((_type_of(schema["const"]),))
-        if isinstance(schema.get("enum"), list):
-            return frozenset(map(_type_of, schema["enum"]))
+        if isinstance(names, str | list):
+            found = frozenset(
+                name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)
+            )
+            found |= {"integer"} if "number" in found else frozenset()
+        for values in _listed_values(schema):
+            found &= frozenset().union(*map(_types_of_value, values))
         if isinstance(reference := schema.get("$ref"), str):
-            return self.of(_referred(reference, self._whole))
-        options = [self.of(option) for key in ("anyOf", "oneOf") for option in _list(schema.get(key))]
-        if options:
-            return frozenset.union(*options)
-        return frozenset.intersection(JSON_TYPES, *map(self.of, _list(schema.get("allOf"))))
+            found &= self.types(referred(reference, self._whole))
+        for key in ("anyOf", "oneOf"):
+            if options := _list(schema.get(key)):
+                found &= frozenset().union(*map(self.types, options))
+        for part in _list(schema.get("allOf")):
+            found &= self.types(part)
+        return found
+
+    def lists_values(self, schema: Any) -> bool:
+        """Whether a schema has an `enum` or a `const`, directly or in one of its parts."""
+        if not self._may_look_into(schema):
+            return False
+        return bool(_listed_values(schema)) or any(map(self.lists_values, self._parts(schema)))
+
+    def listed_strings(self, schema: Any) -> frozenset[str]:
+        """The strings in the `enum` and `const` of a schema and its parts."""
+        if not self._may_look_into(schema):
+            return frozenset()
+        own = (value for values in _listed_values(schema) for value in values if isinstance(value, str))
+        return frozenset(own).union(*map(self.listed_strings, self._parts(schema)))
+
+    def allows(self, schema: Any, value: Any) -> bool:
+        """Whether the value fits, apart from what is inside of it."""
+        if isinstance(schema, bool):
+            return schema
+        if not self._may_look_into(schema):
+            return True
+        names = schema.get("type")
+        if isinstance(names, str | list) and not _types_of_value(value) & set(
+            [names] if isinstance(names, str) else names
+        ):
+            return False
+        if not all(any(_is_same(value, listed) for listed in values) for values in _listed_values(schema)):
+            return False
+        if not _is_in_bounds(value, schema):
+            return False
+        if isinstance(reference := schema.get("$ref"), str):
+            target = referred(reference, self._whole)
+            if not self.allows(target, value):
+                return False
+        options = [_list(schema.get(key)) for key in ("anyOf", "oneOf")]
+        if any(each and not any(self.allows(option, value) for option in each) for each in options):
+            return False
+        return all(self.allows(part, value) for part in _list(schema.get("allOf")))
+
+    def _parts(self, schema: Schema) -> Iterator[Any]:
+        if isinstance(reference := schema.get("$ref"), str):
+            yield referred(reference, self._whole)
+        for key in ("anyOf", "oneOf", "allOf"):
+            yield from _list(schema.get(key))
+
+    def _may_look_into(self, schema: Any) -> bool:
+        self._num_left -= 1
+        return isinstance(schema, Mapping) and self._num_left >= 0
 
 
-def _referred(reference: str, whole: Schema) -> Any:
-    """What a local JSON pointer refers to; anything for another one."""
-    value: Any = whole
-    if not reference.startswith("#/"):
+def _listed_values(schema: Schema) -> list[list[Any]]:
+    """The values of `enum` and of `const`, those of them that the schema has."""
+    found = [schema["enum"]] if isinstance(schema.get("enum"), list) else []
+    return [*found, [schema["const"]]] if "const" in schema else found
+
+
+def _is_in_bounds(value: Any, schema: Schema) -> bool:
+    """Whether a number or the length of a string keeps the bounds of a schema."""
+    if isinstance(value, str):
+        return bool(_number(schema, "minLength", 0) <= len(value) <= _number(schema, "maxLength", len(value)))
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return True
-    for part in reference[2:].split("/"):
-        value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
-    return True if value is None else value
+    low, high = _number(schema, "exclusiveMinimum", None), _number(schema, "exclusiveMaximum", None)
+    if (low is not None and value <= low) or (high is not None and value >= high):
+        return False
+    return bool(_number(schema, "minimum", value) <= value <= _number(schema, "maximum", value))
 
 
-def _read(text: str) -> tuple[str | None, str]:
-    """The type of JSON text, and the text; no type for what is no JSON."""
-    try:
-        return _type_of(finite_json(text)), text
-    except ValueError:
-        return None, text
+def _number(schema: Schema, key: str, default: Any) -> Any:
+    value = schema.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
-def _type_of(value: object) -> str:
+def _is_same(value: Any, listed: Any) -> bool:
+    """Whether two values are equal as JSON: 1 is 1.0, and true is not 1."""
+    return isinstance(value, bool) == isinstance(listed, bool) and bool(value == listed)
+
+
+def _types_of_value(value: object) -> frozenset[str]:
+    """The JSON types of a value, two for a whole number."""
     if isinstance(value, bool):
-        return "boolean"
-    for kind, name in (
-        (int, "integer"),
-        (float, "number"),
-        (str, "string"),
-        (list, "array"),
-        (dict, "object"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "null"
+        return frozenset(("boolean",))
+    if isinstance(value, int):
+        return frozenset(("integer", "number"))
+    kinds = ((float, "number"), (str, "string"), (list, "array"), (dict, "object"))
+    return frozenset((next((name for kind, name in kinds if isinstance(value, kind)), "null"),))
 
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_number(name: str) -> float:
@@ -128,3 +269,6 @@ def _finite(text: str) -> float:
     if abs(value) == float("inf"):
         raise ValueError(f"{text[:40]} is beyond a double")
     return value
+
+
+_TOLERANT: Final = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite, strict=False)

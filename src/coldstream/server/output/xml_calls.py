@@ -10,71 +10,83 @@
 
 Values are not escaped: strings stand there as they are, everything else as JSON. One line break on either
 side of a value belongs to the tags. As a value may hold any of these tags, `</parameter>` ends one only
-before the next parameter or the end of the call. Models leave out tags: calls without `<tool_call>` around
-them and values without `</parameter>` at the end of a call are read, too.
+before the next parameter, the end of the call or the next call. Models leave out tags, so these end a value,
+too: a line that opens a parameter which the tool declares and the call does not have yet, and the closing
+tags of the call before another call or the end of the answer. `<tool_call>` may be missing. A parameter
+whose tag has no name is left out.
 
 Strings are told while they are written, other values when they are complete.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
 
 from coldstream.decoding import Grammar
-from coldstream.server.output.call_format import Begun, Progress, begins, lark_json, num_held
-from coldstream.server.output.tools import LARK, ToolSignatures
-from coldstream.server.output.typed_values import quoted, typed_json, types_of
+from coldstream.server.output.call_format import Begun, Progress, begins, num_held
+from coldstream.server.output.tools import ToolSignatures
+from coldstream.server.output.typed_values import ValueSchema, quoted
+from coldstream.server.output.xml_grammar import xml_calls_grammar
+from coldstream.server.output.xml_tags import (
+    CLOSE,
+    FUNCTION,
+    FUNCTION_END,
+    OPEN,
+    PARAMETER,
+    PARAMETER_END,
+)
 
-_OPEN: Final = "<tool_call>"
-_CLOSE: Final = "</tool_call>"
-_FUNCTION: Final = "<function="
-_FUNCTION_END: Final = "</function>"
-_PARAMETER: Final = "<parameter="
-_PARAMETER_END: Final = "</parameter>"
 _MAX_NAME_CHARS: Final = 256
 
-_AFTER_FUNCTION: Final = (_PARAMETER, _FUNCTION_END, _CLOSE)
-_VALUE_ENDS: Final = (f"\n{_PARAMETER_END}", _PARAMETER_END, f"\n{_FUNCTION_END}", _FUNCTION_END)
+_AFTER_FUNCTION: Final = (PARAMETER, FUNCTION_END, CLOSE)
+_AFTER_VALUE: Final = (*_AFTER_FUNCTION, OPEN, FUNCTION)
+_VALUE_ENDS: Final = tuple(
+    f"{before}{tag}" for before in ("\n", "") for tag in (PARAMETER_END, FUNCTION_END, CLOSE, PARAMETER)
+)
+_AROUND_NAMES: Final = " \t\r'\""
+_NAME: Final = re.compile(rf"([^<>\n]{{0,{_MAX_NAME_CHARS}}})>")
 _BLANKS: Final = re.compile(r"[ \t\r\n]*")
-_VALUE_END: Final = re.compile(f"\n?({re.escape(_PARAMETER_END)}|{re.escape(_FUNCTION_END)})")
+_VALUE_END: Final = re.compile(
+    f"\n?({'|'.join(re.escape(tag) for tag in (PARAMETER_END, FUNCTION_END, CLOSE, PARAMETER))})"
+)
 
 
 class XmlCalls:
     """The format; see the module's docstring."""
 
-    openers = (_OPEN, _FUNCTION)
+    openers = (OPEN, FUNCTION)
 
     def begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
         """See `CallFormat`. A call without `<tool_call>` has to be one of `tools`, too."""
-        start = len(_OPEN) if text.startswith(_OPEN) else 0
+        start = len(OPEN) if text.startswith(OPEN) else 0
         start = _skip_blanks(text, start)
-        tag = begins(text[start:], (_FUNCTION,))
+        tag = begins(text[start:], (FUNCTION,))
         if not isinstance(tag, str):
             return tag and not is_last
-        start += len(tag)
-        end = text.find(">", start, start + _MAX_NAME_CHARS)
-        if end < 0 or "\n" in text[start:end]:
-            return not is_last and len(text) - start < _MAX_NAME_CHARS and "\n" not in text[start:]
-        name = text[start:end].strip()
-        is_known = name in tools.schemas
-        if not name or not (is_known or (text.startswith(_OPEN) and not is_thinking)):
+        found = _tag_name(text, start + len(tag))
+        if not isinstance(found, _TagName):
+            return found and not is_last
+        is_known = found.name in tools.schemas
+        if not (is_known or (text.startswith(OPEN) and not is_thinking)):
             return False
-        body = _skip_blanks(text, end + 1)
+        body = _skip_blanks(text, found.end)
         follows = begins(text[body:], _AFTER_FUNCTION)
         if not isinstance(follows, str):
             return follows and not is_last
-        return Begun(body, _XmlReader(name, tools))
+        return Begun(body, (_XmlReader(found.name, tools),))
 
-    def forced(self, tools: ToolSignatures, *, is_parallel: bool) -> Grammar:
-        """See `CallFormat`. Parameters come in the order of the schema; those not required may be missing."""
-        functions = [f"function_{i}" for i in range(len(tools.schemas))]
-        head, end = quoted(f"{_OPEN}\n"), quoted(f"{_FUNCTION_END}\n{_CLOSE}")
-        rules = ['start: call ("\\n" call)*' if is_parallel else "start: call"]
-        rules.append(f"call: {head} ({' | '.join(functions)}) {end}")
-        for rule, (name, schema) in zip(functions, tools.schemas.items(), strict=True):
-            rules += _function_rules(rule, name, schema)
-        return Grammar("lark", "\n".join(rules))
+    def forced(self, tools: ToolSignatures, *, most_calls: int) -> Grammar:
+        """See `CallFormat`."""
+        return xml_calls_grammar(tools, most_calls=most_calls)
+
+
+@dataclass(frozen=True)
+class _TagName:
+    """The name in an opening tag, and where the text goes on behind the tag."""
+
+    name: str
+    end: int
 
 
 class _XmlReader:
@@ -83,8 +95,10 @@ class _XmlReader:
     def __init__(self, name: str, tools: ToolSignatures) -> None:
         self.name = name
         self._tools = tools
+        self._declared = tools.parameters(name)
         self._keys: set[str] = set()
         self._value: _Value | None = None  # that is being read
+        self._is_value_empty = True  # so far
         self._is_closed = False  # whether only the closing tag may follow
 
     def read(self, text: str, *, is_last: bool) -> Progress:
@@ -107,33 +121,39 @@ class _XmlReader:
     def _read_tag(self, text: str, start: int, fragments: list[str]) -> tuple[int, bool]:
         """Reads blanks and a tag between parameters; where it got to, and whether the call is over."""
         tag_start = _skip_blanks(text, start)
-        tag = begins(text[tag_start:], _AFTER_FUNCTION)
-        if tag == _PARAMETER:
-            name_start = tag_start + len(_PARAMETER)
-            end = text.find(">", name_start)
-            if end < 0 or len(text) == end + 1:
+        tag = begins(text[tag_start:], _AFTER_VALUE)
+        if tag == PARAMETER:
+            found = _tag_name(text, tag_start + len(PARAMETER))
+            if isinstance(found, _TagName) and found.end < len(text):
+                self._begin_value(found.name, fragments)
+                return found.end + (text[found.end] == "\n"), False
+            if found is not False:
                 return start, False
-            self._begin_value(text[name_start:end].strip(), fragments)
-            return end + 1 + (text[end + 1] == "\n"), False
+            self._begin_value(None, fragments)
+            return tag_start + len(PARAMETER), False
         if not isinstance(tag, str):
             assert tag, "a value ends before a tag only"
             return start, False
         fragments.append("}" if self._keys else "{}")
-        self._is_closed = tag == _FUNCTION_END
-        return tag_start + len(tag), not self._is_closed
+        self._is_closed = tag == FUNCTION_END
+        return tag_start + (len(tag) if tag in _AFTER_FUNCTION else 0), not self._is_closed
 
-    def _begin_value(self, key: str, fragments: list[str]) -> None:
-        if key in self._keys:
+    def _begin_value(self, key: str | None, fragments: list[str]) -> None:
+        """None: the value has no name, and is left out as one whose name has a value already."""
+        self._is_value_empty = True
+        if key is None or key in self._keys:
             self._value = _Value(None)
             return
         fragments.append(f"{', ' if self._keys else '{'}{quoted(key)}: ")
         self._keys.add(key)
-        self._value = _Value(types_of(*self._tools.parameter(self.name, key)))
+        self._value = _Value(ValueSchema(*self._tools.parameter(self.name, key)))
 
     def _read_value(self, text: str, start: int, is_last: bool, fragments: list[str]) -> int:
         """Reads on in a value; where it got to."""
         assert self._value is not None
-        end, after = _value_end(text, start, is_last=is_last)
+        names = self._declared - self._keys
+        end, after = _value_end(text, start, names, is_empty=self._is_value_empty, is_last=is_last)
+        self._is_value_empty &= end == start
         fragments += self._value.push(text[start:end])
         if after is None:
             return end
@@ -144,24 +164,24 @@ class _XmlReader:
     def _closing(self, text: str, start: int, is_last: bool, fragments: list[str]) -> Progress:
         """Reads the closing tag, if there is one."""
         tag_start = _skip_blanks(text, start)
-        tag = begins(text[tag_start:], (_CLOSE,))
+        tag = begins(text[tag_start:], (CLOSE,))
         if tag is True and not is_last:
             return Progress(tuple(fragments), start)
-        after = tag_start + len(_CLOSE) if isinstance(tag, str) else len(text) if tag else start
+        after = tag_start + len(CLOSE) if isinstance(tag, str) else len(text) if tag else start
         return Progress(tuple(fragments), after, has_ended=True)
 
 
 class _Value:
-    """A value of some types, as JSON: a string at once, others when they are complete. None: is left out."""
+    """A value of a schema, as JSON: a string at once, others when they are complete. None: is left out."""
 
-    def __init__(self, types: frozenset[str] | None) -> None:
-        self._types = types
-        self._is_string = types == frozenset(("string",))
+    def __init__(self, schema: ValueSchema | None) -> None:
+        self._schema = schema
+        self._is_string = schema is not None and schema.is_any_string
         self._has_begun = False
         self._texts: list[str] = []
 
     def push(self, text: str) -> Iterator[str]:
-        if self._types is None or not text:
+        if self._schema is None or not text:
             return
         if self._is_string:
             yield ("" if self._has_begun else '"') + quoted(text)[1:-1]
@@ -172,62 +192,76 @@ class _Value:
     def finish(self) -> Iterator[str]:
         if self._is_string:
             yield '"' if self._has_begun else '""'
-        elif self._types is not None:
-            yield typed_json("".join(self._texts), self._types)
+        elif self._schema is not None:
+            yield self._schema.json("".join(self._texts))
 
 
-def _value_end(text: str, start: int, *, is_last: bool) -> tuple[int, int | None]:
-    """How far a value certainly goes, and where the text goes on behind its end, None if that is open."""
+def _value_end(
+    text: str, start: int, names: Set[str], *, is_empty: bool, is_last: bool
+) -> tuple[int, int | None]:
+    """How far a value certainly goes, and where the text goes on behind its end, None if that is open.
+
+    names: parameters that may still come. is_empty: whether nothing of the value lies before `start`.
+    """
+    value_start = start if is_empty else -1
     while (match := _VALUE_END.search(text, start)) is not None:
-        tag_end = _skip_blanks(text, match.end())
-        if match[1] == _PARAMETER_END:
-            follows = begins(text[tag_end:], _AFTER_FUNCTION)
-            if isinstance(follows, str) or (is_last and tag_end == len(text)):
-                return match.start(), match.end()
+        tag = match[1]
+        if tag == PARAMETER:
+            is_line = match.start() in (match.start(1) - 1, value_start)
+            verdict = is_line and _may_open(text, match.end(), names)
+        elif tag == PARAMETER_END:
+            verdict = _follows(text, match.end(), _AFTER_VALUE, is_last=is_last)
         else:
-            follows = begins(text[tag_end:], (_CLOSE,))
-            if isinstance(follows, str):
-                call_end = _skip_blanks(text, tag_end + len(_CLOSE))
-                follows = begins(text[call_end:], (_OPEN,))
-                if isinstance(follows, str) or (is_last and call_end == len(text)):
-                    return match.start(), match.end() - len(_FUNCTION_END)
-        if follows is True and not is_last:
+            verdict = _closes_call(text, match.start(1), is_last=is_last)
+        if verdict is True:
+            return match.start(), match.end() if tag == PARAMETER_END else match.start(1)
+        if verdict is None and not is_last:
             return match.start(), None
         start = match.end()
     held = 0 if is_last else num_held(text[start:], _VALUE_ENDS)
     return len(text) - held, None
 
 
+def _may_open(text: str, start: int, names: Set[str]) -> bool | None:
+    """Whether a tag whose name begins at `start` opens one of the parameters `names`; None if it may."""
+    found = _tag_name(text, start)
+    if isinstance(found, _TagName):
+        return found.name in names
+    begun = text[start:].lstrip(_AROUND_NAMES)
+    return None if found and any(name.startswith(begun.rstrip(_AROUND_NAMES)) for name in names) else False
+
+
+def _closes_call(text: str, start: int, *, is_last: bool) -> bool | None:
+    """Whether closing tags at `start` end a call: with them the answer ends, or another call follows."""
+    if text.startswith(FUNCTION_END, start):
+        start = _skip_blanks(text, start + len(FUNCTION_END))
+        if is_last and start == len(text):
+            return True
+        if (closed := _follows(text, start, (CLOSE,), is_last=False)) is not True:
+            return closed
+    return _follows(text, start + len(CLOSE), (OPEN,), is_last=is_last)
+
+
+def _follows(text: str, start: int, tags: Sequence[str], *, is_last: bool) -> bool | None:
+    """Whether one of `tags` comes at `start`, perhaps after blanks, or the answer ends; None if it may."""
+    start = _skip_blanks(text, start)
+    if is_last and start == len(text):
+        return True
+    tag = begins(text[start:], tags)
+    return isinstance(tag, str) or (None if tag else False)
+
+
+def _tag_name(text: str, start: int) -> _TagName | bool:
+    """The name in a tag that begins at `start`; True if it is not all there, False if there is none."""
+    match = _NAME.match(text, start)
+    if match is None:
+        rest = text[start:]
+        return len(rest) < _MAX_NAME_CHARS and not any(char in rest for char in "<>\n")
+    name = match[1].strip(_AROUND_NAMES)
+    return _TagName(name, match.end()) if name else False
+
+
 def _skip_blanks(text: str, start: int) -> int:
     blanks = _BLANKS.match(text, start)
     assert blanks is not None, "it matches nothing, too"
     return blanks.end()
-
-
-def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Rules of Lark for one function: its tag and its parameters."""
-    properties = schema.get("properties")
-    required = schema.get("required")
-    rules, parts = [], [quoted(f"{_FUNCTION}{name}>\n")]
-    for i, (key, value) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
-        part = f"{rule}_{i}"
-        parts.append(part if isinstance(required, list) and key in required else f"{part}?")
-        rules += _parameter_rules(part, key, value, schema)
-    return [f"{rule}: {' '.join(parts)}", *rules]
-
-
-def _parameter_rules(rule: str, key: str, schema: Any, whole: Mapping[str, Any]) -> list[str]:
-    head, end = quoted(f"{_PARAMETER}{key}>\n"), f"\n{_PARAMETER_END}\n"
-    if isinstance(schema, Mapping) and isinstance(lark := schema.get(LARK), str):
-        return [f"{rule}: {head} {rule}_lark {quoted(end)}", f"{rule}_lark: %lark {{\n{lark}\n}}"]
-    if not isinstance(schema, Mapping) or "string" in types_of(schema, whole):
-        options = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(options, list) and options:
-            texts = [option if isinstance(option, str) else json.dumps(option) for option in options]
-            return [f"{rule}: {head} ({' | '.join(quoted(text + end) for text in texts)})"]
-        return [f"{rule}: {head} {rule}_text", f"{rule}_text[suffix={quoted(end)}]: /(?s:.*)/"]
-    definitions = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-    return [
-        f"{rule}: {head} {rule}_json {quoted(end)}",
-        f"{rule}_json: {lark_json({**schema, **definitions})}",
-    ]

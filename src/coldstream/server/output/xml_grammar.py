@@ -1,0 +1,170 @@
+"""The grammar of calls in XML that are demanded, see `xml_calls.py`.
+
+Parameters come in the order of the schema, those that it does not list behind them. Strings are plain text
+up to the closing tag and hold nothing that the reader of calls would take for the end of the value; other
+values are JSON.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from coldstream.decoding import Grammar
+from coldstream.engine.json_schema import HeldSchema
+from coldstream.engine.regular_languages import is_empty
+from coldstream.errors import InvalidRequestError
+from coldstream.server.output.call_format import held_parameters, lark_calls, lark_json
+from coldstream.server.output.object_forms import FormsError, ObjectForm, Schemas, object_forms
+from coldstream.server.output.text_forms import TextForm, text_forms, without_strings
+from coldstream.server.output.tools import ToolSignatures
+from coldstream.server.output.typed_values import quoted
+from coldstream.server.output.xml_tags import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
+
+MAX_RULES_OF_COUNTS: Final = 4000  # for one tool with minProperties or maxProperties
+_TEXT_END: Final = f"\n{PARAMETER_END}\n"
+# Text without what ends a value for `xml_calls.py`, and names of parameters without what ends them.
+_TEXT: Final = (
+    r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>[ \t\r\n]*<(parameter=|\/function>|\/tool_call>|tool_call>"
+    r"|function=)|<\/tool_call>[ \t\r\n]*<tool_call>|\n<parameter=)(?s:.*)/ & ~/<parameter=(?s:.*)/"
+)
+_NAME: Final = r"/[^<>\n \t\r'\"]([^<>\n]{0,62}[^<>\n \t\r'\"])?/"
+
+
+def xml_calls_grammar(tools: ToolSignatures, *, most_calls: int) -> Grammar:
+    """What matches 1 to `most_calls` calls of `tools`, and nothing else.
+
+    Raises InvalidRequestError for a tool whose schema cannot be held.
+    """
+    head, end = quoted(f"{OPEN}\n"), quoted(f"{FUNCTION_END}\n{CLOSE}")
+    functions = [f"function_{i}" for i in range(len(tools.schemas))]
+    rules = [
+        lark_calls(most_calls),
+        f"call: {head} ({' | '.join(functions)}) {end}",
+        f"TEXT: {_TEXT}",
+    ]
+    for rule, name in zip(functions, tools.schemas, strict=True):
+        try:
+            rules += _FunctionRules(rule, held_parameters(tools, name), is_strict=name in tools.strict).of(
+                name
+            )
+        except FormsError as error:
+            raise InvalidRequestError(f"tools: {name}: the schema cannot be held, as {error}") from None
+    return Grammar("lark", "\n".join(rules))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter as a rule."""
+
+    rule: str
+    is_required: bool
+
+
+class _FunctionRules:
+    """The rules of one function."""
+
+    def __init__(self, rule: str, schema: HeldSchema, *, is_strict: bool) -> None:
+        self._rule, self._schema, self._is_strict = rule, schema, is_strict
+        self._rules: list[str] = []
+        self._num_rules = 0
+
+    def of(self, name: str) -> list[str]:
+        """The rules of a call of the function `name`. Raises FormsError."""
+        forms = [rule for form in object_forms(self._schema) if (rule := self._form(form)) is not None]
+        if not forms:
+            raise FormsError("no value satisfies it")
+        head = quoted(f"{FUNCTION}{name}>\n")
+        return [f"{self._rule}: {head} ({' | '.join(forms)})", *self._rules]
+
+    def _form(self, form: ObjectForm) -> str | None:
+        """The rule of one form; None if nothing can be written by it."""
+        parts: list[_Part] = []
+        for name, schemas in form.properties.items():
+            is_required = name in form.required
+            value = self._value(schemas) if _is_readable(name) else None
+            if value is not None:
+                rule = self._add(f"{quoted(f'{PARAMETER}{name}>')} {value}")
+                parts.append(_Part(rule, is_required))
+            elif is_required:
+                return None
+        free = [self._free(names.language, names.schemas) for names in form.free_names]
+        return self._sequence(parts, [rule for rule in free if rule is not None], form)
+
+    def _free(self, language: str, schemas: Schemas) -> str | None:
+        """The rule of a parameter with a name that is not listed."""
+        value = self._value(schemas)
+        language = f"{_NAME} & {language}"
+        if value is None or is_empty(language):
+            return None
+        name = self._add(language, is_text=True)
+        return self._add(f"{quoted(PARAMETER)} {name} {quoted('>')} {value}")
+
+    def _sequence(self, parts: list[_Part], free: list[str], form: ObjectForm) -> str | None:
+        """The rule of parameters that follow each other, as many as a form allows."""
+        num_required = sum(part.is_required for part in parts)
+        if form.least <= num_required and form.most is None:
+            written = [part.rule if part.is_required else f"{part.rule}?" for part in parts]
+            others = f"({' | '.join(free)})*" if free else ""
+            return self._add(" ".join([*written, others]) or '""')
+        most = form.least if form.most is None else form.most
+        if (len(parts) + 1) * (most + 1) > MAX_RULES_OF_COUNTS:
+            raise FormsError("minProperties and maxProperties are too large for its properties")
+        return self._counted(parts, free, form, most)
+
+    def _counted(self, parts: list[_Part], free: list[str], form: ObjectForm, most: int) -> str | None:
+        """As `_sequence`, from the last parameter to the first: a rule for each number of those before."""
+        rest: list[str | None] = []
+        for count in range(most + 1):
+            least = max(0, form.least - count)
+            room = "" if form.most is None else str(form.most - count)
+            if not free:
+                rest.append('""' if least == 0 else None)
+            else:
+                rest.append(self._add(f"({' | '.join(free)}){{{least},{room}}}") if room != "0" else '""')
+        for part in reversed(parts):
+            before: list[str | None] = []
+            for count in range(most + 1):
+                more = min(count + 1, most) if form.most is None else count + 1
+                then = rest[more] if more <= most else None
+                options = [f"{part.rule} {then}"] if then is not None else []
+                if not part.is_required and rest[count] is not None:
+                    options.append(str(rest[count]))
+                before.append(self._add(" | ".join(options)) if options else None)
+            rest = before
+        return rest[0]
+
+    def _value(self, schemas: Schemas) -> str | None:
+        """The rule of a value that satisfies schemas, with its closing tag; None if there is none."""
+        schema = schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)} if schemas else True
+        texts = text_forms(schema, self._schema)
+        if any(form.is_anything for form in texts):
+            return self._text("TEXT")
+        options = [self._text_rule(form) for form in texts if form.lark or not is_empty(form.language(_TEXT))]
+        other = without_strings(schema, self._schema) if texts else schema
+        if other is not False:
+            json = self._add(lark_json(self._schema.alone(other), is_strict=self._is_strict))
+            options.append(self._add(f"{quoted(chr(10))} {json} {quoted(_TEXT_END)}"))
+        return f"({' | '.join(options)})" if options else None
+
+    def _text_rule(self, form: TextForm) -> str:
+        if form.lark is None:
+            return self._text(form.language("TEXT"))
+        lark = self._add(f"%lark {{\n{form.lark}\n}}")
+        return self._add(f"{quoted(chr(10))} {lark} {quoted(_TEXT_END)}")
+
+    def _text(self, language: str) -> str:
+        name = self._add(language, is_text=True) if language != "TEXT" else language
+        rule = self._add(name, attributes=f"[suffix={quoted(_TEXT_END)}]")
+        return f"{quoted(chr(10))} {rule}"
+
+    def _add(self, body: str, *, is_text: bool = False, attributes: str = "") -> str:
+        """A new rule, or a new terminal."""
+        name = f"{self._rule}_{self._num_rules}"
+        name = name.upper() if is_text else name
+        self._num_rules += 1
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+
+def _is_readable(name: str) -> bool:
+    """Whether a name is read as it is written in a tag."""
+    return 0 < len(name) <= 256 and name == name.strip(" \t\r'\"") and not set(name) & set("<>\n")
