@@ -4,10 +4,11 @@ const STORED = "coldstream-key";
 let key = sessionStorage.getItem(STORED) ?? "";
 
 export class ServerError extends Error {
-  // status: of HTTP; 0 if no answer came
-  constructor(status, message) {
+  // status: of HTTP; 0 if no answer came, or only a part of one. code: of the error's body, or null
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -16,6 +17,8 @@ export function useKey(text) {
   key = text;
   sessionStorage.setItem(STORED, text);
 }
+
+export const hasKey = () => key !== "";
 
 export async function getJson(path) {
   const response = await request(path, {});
@@ -35,17 +38,19 @@ export async function* events(path, body, signal) {
     const data = line.slice(5).trim();
     if (data === "[DONE]") return;
     const value = JSON.parse(data);
-    if (value.error) throw new ServerError(response.status, value.error.message);
+    if (value.error) throw new ServerError(response.status, value.error.message, value.error.code);
     yield value;
   }
-  throw new ServerError(0, "The connection ended before the answer did.");
+  throw lost();
 }
 
 async function* lines(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : lost();
+    });
     if (done) return;
     const parts = (rest + value).split("\n");
     rest = parts.pop();
@@ -63,14 +68,17 @@ async function request(path, options) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, "The server does not answer.");
   }
-  if (!response.ok) throw new ServerError(response.status, await complaint(response));
+  if (!response.ok) throw await complaint(response);
   return response;
 }
 
 async function complaint(response) {
   try {
-    return (await response.json()).error.message;
+    const { message, code } = (await response.json()).error;
+    return new ServerError(response.status, message, code);
   } catch {
-    return `The server answered with status ${response.status}.`;
+    return new ServerError(response.status, `The server answered with status ${response.status}.`);
   }
 }
+
+const lost = () => new ServerError(0, "The connection was lost before the answer ended.");

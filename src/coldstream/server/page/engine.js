@@ -9,11 +9,14 @@ const show = (id, text) => {
 };
 
 export class Engine {
-  // map: a HeatMap; onRefused: called when the server wants a key
-  constructor(map, onRefused) {
+  // map: a HeatMap; onRefused: called when the server wants a key; onSeen: called with each state of the server, and
+  // whether another engine or model gave it than the one before
+  constructor(map, onRefused, onSeen) {
     this.map = map;
     this.onRefused = onRefused;
+    this.onSeen = onSeen;
     this.before = null;
+    this.known = null;
     document.addEventListener("visibilitychange", () => this.start());
   }
 
@@ -32,6 +35,8 @@ export class Engine {
       this.take(await getJson("live"));
     } catch (error) {
       show("state", error.message);
+      document.getElementById("state").dataset.state = "away";
+      this.known = null;
       if (error.status === 401) this.onRefused();
     }
   }
@@ -39,10 +44,14 @@ export class Engine {
   take(live) {
     show("model", live.model_alias ?? "no model yet");
     show("state", stateOf(live));
+    document.getElementById("state").dataset.state = live.state;
     const now = live.statistics;
     if (now) this.figures(now, live);
     this.map.show(live.experts);
     this.before = now && { statistics: now, clock: live.clock_s };
+    const known = live.model_alias && `${live.model_alias} ${live.restarts}`;
+    this.onSeen(live, known !== null && known !== this.known);
+    this.known = known;
   }
 
   figures(now, live) {
