@@ -1,0 +1,90 @@
+"""Modules of the page by themselves, in a real browser: what a visit would show too late or too slowly."""
+
+from collections.abc import Iterator
+
+import pytest
+from page_visits import CHROMIUM, MARKDOWN, browsing, serving, visiting
+from playwright.sync_api import Browser, Page
+
+from coldstream.server.local_client import LocalClient
+
+LISTS = """1. a
+
+2. b
+
+text
+2. c
+
+- x
+
+      y
+- z
+
+***
+
+head
+===
+
+> q
+lazy
+
+    code
+
+~~~
+open"""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, local_client: LocalClient) -> Iterator[Page]:
+    with serving(local_client) as url, visiting(browser.new_context(), url) as visit:
+        yield visit.page
+
+
+def test_an_answer_that_grows_looks_like_one_that_came_whole(page: Page) -> None:
+    """Only its end is read again while it grows: each beginning looks as if it was read from the start."""
+    differences = page.evaluate(
+        """async texts => {
+            const { Markdown } = await import('/page/markdown.js');
+            const differences = [];
+            for (const text of texts) {
+                const growing = new Markdown();
+                for (let end = 1; end <= text.length; end += 1) {
+                    growing.show(text.slice(0, end), false);
+                    const whole = new Markdown();
+                    whole.show(text.slice(0, end), true);
+                    const isEqual = growing.element.innerHTML === whole.element.innerHTML;
+                    if (!isEqual) differences.push(text.slice(0, end));
+                }
+            }
+            return differences;
+        }""",
+        [MARKDOWN, LISTS, "a\r\nb\r\n\r\nc\r\n\r\n| a |\r\n|---|\r\n| b |\r\n\r\nd"],
+    )
+    assert differences == []
+
+
+def test_the_oldest_conversations_go_when_there_are_too_many(page: Page) -> None:
+    titles = page.evaluate(
+        """async () => {
+            const { openStore } = await import('/page/store.js');
+            const { newConversation } = await import('/page/conversation.js');
+            const store = await openStore({ conversations: 4, chars: 2000 });
+            const write = (title, updated, content) => store.write({
+                ...newConversation(), title, updated,
+                messages: [{ id: 1, parent: null, role: 'user', content }],
+            });
+            for (let n = 0; n < 6; n += 1) await write(`c${n}`, n, '');
+            const byNumber = (await store.list()).map(each => each.title);
+            for (let n = 0; n < 3; n += 1) await write(`big${n}`, 10 + n, 'x'.repeat(700));
+            return [byNumber, (await store.list()).map(each => each.title)];
+        }"""
+    )
+    assert titles == [["c5", "c4", "c3", "c2"], ["big2", "big1"]]
