@@ -43,11 +43,12 @@ class FakeDevice:
 
     def launch(self, start: StepStart) -> None:
         """Changes the table, begins the copies, and lets the step read."""
-        for expert in start.withdrawn.tolist():
-            del self.table[expert]
+        changed = [self.table.pop(expert) for expert in start.withdrawn.tolist()]
         for expert, slot in zip(start.arrived.tolist(), start.slots.tolist(), strict=True):
             assert expert not in self.table
             self.table[expert] = self.expert_bytes[expert], slot
+            changed.append(self.table[expert])
+        assert len(set(changed)) == len(changed), "the entries of a slot change once where a step starts"
         assert len(set(self.table.values())) == len(self.table), "a slot has one owner"
         for copy in start.copies:
             self.begin(copy)

@@ -63,9 +63,9 @@ def expert_at(address: int) -> int:
     )
 
 
-def make_slots(segment_bytes: int) -> SlotSegments:
+def make_slots(segment_bytes: int, of_a_size: int = SLOTS_OF_A_SIZE) -> SlotSegments:
     return SlotSegments(
-        dict.fromkeys(SIZES, SLOTS_OF_A_SIZE),
+        dict.fromkeys(SIZES, of_a_size),
         lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         segment_bytes,
     )

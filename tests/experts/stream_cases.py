@@ -77,6 +77,7 @@ class Prompts:
         # One layer after the other uses the same memory.
         self.x = torch.zeros(CHUNK, SIZE)
         self.ids = torch.zeros(CHUNK, RANKS, dtype=torch.int32)
+        self.only: list[int] | None = None  # the experts that routers may choose
 
     def step(self, rows: int) -> None:
         self.stream.start_step(rows)
@@ -87,7 +88,8 @@ class Prompts:
 
     def _layer(self, layer: int, rows: int) -> None:
         width = self.rng.integers(RANKS, NUM_EXPERTS + 1)  # few experts for all tokens, or many
-        chosen = np.stack([self.rng.permutation(width)[:RANKS] for _ in range(rows)]).astype(np.int32)
+        among = np.arange(width) if self.only is None else np.array(self.only)
+        chosen = np.stack([self.rng.permutation(among)[:RANKS] for _ in range(rows)]).astype(np.int32)
         values = self.rng.normal(size=(rows, SIZE)).astype(np.float32)
         x, ids = self.x[:rows], self.ids[:rows]
 

@@ -1,10 +1,15 @@
-"""How much is fetched ahead, and in how many bytes."""
+"""How much is fetched ahead, in how many bytes, and where."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("cuda.bindings")
+
+from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
+from coldstream.kernels.cuda.memory import ALIGNMENT
 
 distances, counts = st.integers(1, 4), st.integers(1, MAX_PREFETCHED)
 
@@ -35,3 +40,21 @@ def test_what_fits_is_as_much_as_finds_places(
     if fitting is not None:
         assert (fitting.distance, fitting.cap_bytes) == (distance, count * one_each)
         assert fitting.fitting(num_bytes, expert_bytes) == fitting, "what was decided stays"
+
+
+@given(distances, st.integers(1, 8), st.integers(0, 3 * ALIGNMENT))
+def test_places_are_aligned_apart_and_within_the_memory(distance: int, experts: int, rest: int) -> None:
+    data = torch.zeros((distance + 1) * experts * ALIGNMENT + rest, dtype=torch.uint8)
+    ring = PrefetchRing(
+        Prefetching(distance, experts), data, lambda shape, dtype: torch.zeros(shape, dtype=torch.int32), 6
+    )
+    assert ring.num_bytes <= data.numel()
+    begins = []
+    for layer in range(distance, 2 * distance + 1):
+        room = ring.prefetched(layer, ()).room
+        assert room.count == experts
+        assert room.place_bytes % ALIGNMENT == 0
+        begins += [room.data + place * room.place_bytes - data.data_ptr() for place in range(experts)]
+    assert len(set(begins)) == len(begins)
+    assert all(begin >= 0 and begin % ALIGNMENT == 0 for begin in begins)
+    assert sorted(begins)[-1] + ring.prefetched(distance, ()).room.place_bytes <= ring.num_bytes

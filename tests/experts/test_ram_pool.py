@@ -93,6 +93,18 @@ def test_experts_of_the_gpu_go_first_and_then_those_of_the_lowest_scores(
         assert gone == min(before, key=lambda number: (not on_gpu[number], scores[number]))
 
 
+def test_the_bytes_of_slots_are_those_of_each_size(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, types={"blk.1.ffn_down_exps.weight": "Q4_K"})
+    with GGUFFile.open(path) as file:
+        stacks = PooledStacks(file, expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors)))
+        assert stacks.slot_bytes == 0
+        large, small = sorted(set(stacks.expert_bytes), reverse=True)
+        assert small == stacks.expert_bytes[1]
+        stacks.allocate({large: 5, small: 2}, 1)
+        assert stacks.slot_bytes == 5 * large + 2 * small
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_trap_20_held_addresses_are_those_of_the_experts_bytes(tmp_path: Path, fused: bool) -> None:
     """Also where gate and up are rows of one tensor, and layers have experts of several sizes."""

@@ -350,3 +350,20 @@ def test_ex04_addresses_stay_until_they_are_read(seed: int) -> None:
             writer.write(where[: number % 2 + 1], np.array([number, -number])[: number % 2 + 1])
         device.synchronize()
         assert table.tolist() == [6, -5]
+
+
+def test_all_slots_are_filled_where_one_step_starts() -> None:
+    with model_device(1) as device:
+        slots = make_slots(ONE_SEGMENT, NUM_EXPERTS)  # of each of the two sizes
+        residency = ExpertResidency(
+            LAYERS, ExpertCache(SIZES, NUM_EXPERTS, slots.num_slots, RandomResidency(1)), slots
+        )
+        assert residency.num_slots == 2 * NUM_EXPERTS
+        residency.load(range(2 * NUM_EXPERTS))
+        device.synchronize()
+        for number in range(2 * NUM_EXPERTS):
+            layer, expert = divmod(number, NUM_EXPERTS)
+            for stack in LAYERS[layer]:
+                expected = stack.host.values[expert].numpy().tobytes()
+                assert read(int(stack.addresses[expert]), stack.step) == expected
+        residency.close()

@@ -137,6 +137,36 @@ def test_trap_15_copies_are_no_more_than_on_demand_but_for_what_is_counted_as_un
             assert copied[0] == sum(experts * sizes)
 
 
+def test_the_cpu_takes_part_in_steps_of_as_many_rows_as_it_has_room_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuShare, "split", SHARES["all"])
+    with prompts_of(path, seed=1) as prompts:
+        prompts.stream.resident[:] = False
+        on_cpu = prompts.stream.counters.on_cpu
+        prompts.step(MAX_CPU_ROWS + 1)
+        assert not on_cpu.any()
+        prompts.step(MAX_CPU_ROWS)
+        assert on_cpu[0] > 0
+
+
+def test_copies_ahead_are_those_of_the_experts_that_the_last_step_chose(path: Path) -> None:
+    """The last ones by number, so that no order of the file gives them."""
+    with prompts_of(path, seed=1) as prompts:
+        prompts.stream.resident[:] = False
+        prompts.only = [NUM_EXPERTS - 3, NUM_EXPERTS - 2, NUM_EXPERTS - 1]
+        prompts.step(CHUNK)
+        for layer in range(NUM_LAYERS):
+            ahead = [expert for group in prompts.stream._waiting for expert in group.experts]
+            assert len(set(ahead) & set(prompts.only)) == min(len(ahead), len(prompts.only))
+            assert bool(ahead) == (layer > 0)
+            if layer == 0:
+                prompts.stream.start_step(CHUNK)
+            prompts._layer(layer, CHUNK)
+        prompts.device.current.synchronize()
+        prompts.stream.end_step()
+
+
 @any_schedule
 @given(seed=seeds, first=st.integers(0, 20), registers=st.booleans())
 def test_ex01_a_copy_refused_twice_is_an_error_and_the_next_step_is_right(

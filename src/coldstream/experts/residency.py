@@ -61,7 +61,8 @@ class ExpertResidency:
         self._addresses = _ExpertAddresses(layers, slots)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[_Copies] = deque()
-        self._writer = AddressWriter(2 * MATRICES * self.num_slots)
+        # Where a step starts, a slot's expert arrives or is withdrawn: what replaces it is copied later.
+        self._writer = AddressWriter(MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
         self._next_step = self._begin_step()
