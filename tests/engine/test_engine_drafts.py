@@ -11,7 +11,7 @@ from test_drafts import PARAMS, PROMPTS, Pair, Told
 
 from coldstream import kvcache
 from coldstream.assets import demo_model_path
-from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Speculation
+from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Speculation, TokenTree
 from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import Batch
@@ -120,6 +120,28 @@ def test_it_is_drafted_again_once_the_others_are_gone(demo: Pair) -> None:
         assert client.answers(first) == plain(demo, PROMPTS[0], GREEDY)
         assert client.answers(second) == plain(demo, PROMPTS[1], short)
     assert drafter.gaps > 0
+
+
+def test_no_draft_is_longer_than_what_is_left_of_the_answer_without_the_token_that_follows_it(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, asked = told(demo), []
+    propose = drafter.propose
+
+    def noted(context: Sequence[int], budget: int) -> TokenTree:
+        asked.append((len(context), budget))
+        return propose(context, budget)
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    prompt = ids_of(demo, PROMPTS[0])
+    with engine_of(drafting(demo, drafter, num_nodes=6)) as client:
+        for count in (9, 5, 2):
+            asked.clear()
+            client.add(prompt, seeded(replace(GREEDY, max_tokens=count)))
+            client.drain()
+            left = [(len(prompt) + count - length, budget) for length, budget in asked]
+            assert [budget for _, budget in left] == [min(6, most - 1) for most, _ in left if most > 1]
+            assert asked or count == 2
 
 
 def test_the_next_turn_is_drafted_from_what_is_reused(demo: Pair) -> None:

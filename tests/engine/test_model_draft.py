@@ -1,14 +1,21 @@
 """A drafter that is named: opened, planned, used and refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from builders import write_gguf
-from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
+from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model, opened_model
 from coldstream.engine.planning import plan_by_name
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.errors import (
+    ColdstreamError,
+    ConfigError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+)
 from coldstream.placement.plan_file import save_plan
 from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder, write_gguf_drafter
 
@@ -115,6 +122,38 @@ def test_one_that_does_not_fit_is_refused_or_left_out_with_a_warning(
     with llm:
         assert llm.opened.plan.spec_type == "none"
         assert llm.generate("def", PARAMS)[0].statistics.speculation is None
+
+
+def test_one_that_does_not_fit_is_closed(model: str, tmp_path: Path) -> None:
+    values = config(**MIXED, hidden_size=256, vocab_size=512, num_target_layers=4)
+    values["dflash_config"] = {"target_layer_ids": [0, 1, 3], "mask_token_id": 319}
+    spec = spec_of(values)
+    path = write_gguf_drafter(tmp_path / "other.gguf", spec, random_tensors(spec))
+    refused = []  # an error that is kept holds the frames that it went through
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="a vocabulary of 512 tokens") as caught:
+            LLM(model, device="cpu", spec_type="dflash", model_draft=str(path))
+        refused.append(caught)
+        opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+        assert str(path) not in opened
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("no memory for a drafter"), ModelFormatError("a tensor that is not finite")]
+)
+def test_one_that_cannot_be_loaded_is_left_out_only_where_it_was_not_asked_for(
+    model: str, drafter: str, monkeypatch: pytest.MonkeyPatch, error: ColdstreamError
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(opened_model, "open_speculation", fails)
+    with pytest.raises(type(error), match=str(error)):
+        open_model(EngineConfig(model, device="cpu", spec_type="dflash", model_draft=drafter))
+    opened = open_model(EngineConfig(model, device="cpu", model_draft=drafter))
+    assert opened.speculation is None
+    assert opened.warnings == (f"nothing is drafted: {error}",)
+    opened.close()
 
 
 def test_one_without_kernels_is_refused_on_a_gpu_alone(model: str, tmp_path: Path) -> None:

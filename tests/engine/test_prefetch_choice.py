@@ -65,6 +65,16 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
         assert planned.run.copy_bytes_per_step == COPY_BYTES_PER_STEP
 
 
+@pytest.mark.parametrize(("num_cores", "threads"), [(1, 1), (2, 1), (4, 3)])
+def test_one_core_is_left_to_the_gpu_where_there_are_several(num_cores: int, threads: int) -> None:
+    machine = replace(MACHINE, num_physical_cores=num_cores)
+    vram = budget_for_a_part_of_the_experts(machine)
+    config = EngineConfig(str(demo_model_path()), device="cuda", vram=vram, ctx_size=256)
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        assert plan_model(config, file, spec, machine).run.threads == threads
+
+
 def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:
     def measured() -> Hardware:
         raise AssertionError("nothing follows from rates")

@@ -296,6 +296,16 @@ def test_ca09_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
+def test_closing_twice_closes_no_descriptor_of_somebody_else(tmp_path: Path) -> None:
+    disk = PrefixDisk(tmp_path, IDENTITY, BUDGET)
+    disk.close()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # one of them has the number of the lock
+    disk.close()
+    for each in others:
+        os.fstat(each)
+        os.close(each)
+
+
 def test_pc01_a_file_is_not_found_under_another_key(tmp_path: Path) -> None:
     with opened(tmp_path) as disk:
         for namespace in ("key of one", "key of another"):

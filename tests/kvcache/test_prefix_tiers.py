@@ -185,6 +185,25 @@ def test_what_does_not_fit_into_a_budget_pushes_nothing_out(tmp_path: Path) -> N
         assert tier.statistics().num_bytes <= 20_000
 
 
+@pytest.mark.parametrize("first_block", [0, 1, 2])
+def test_a_prefix_is_used_with_the_pages_that_its_reader_has_already(
+    tmp_path: Path, first_block: int
+) -> None:
+    first, second, third = (ids_of(512, start) for start in (0, 10_000, 20_000))
+    for kind in (PrefixRam, lambda budget: PrefixDisk(tmp_path, IDENTITY, budget)):
+        tier = kind(1 << 24)
+        assert tier.save("", first, Source(512))
+        room = 2 * tier.statistics().num_bytes
+        tier.close()
+        tier = kind(room)
+        for ids in (first, second):
+            assert tier.save("", ids, Source(512))
+        assert tier.load("", ids_of(513), 512, first_block) is not None
+        assert tier.save("", third, Source(512))
+        assert [tier.longest("", ids_of(513, start), 512) for start in (0, 10_000, 20_000)] == [512, 0, 512]
+        tier.close()
+
+
 def fill(folder: Path, *, restarts: bool) -> None:
     """Saves prefixes that continue each other beyond the budget, and checks what is left."""
     ram, disk = PrefixRam(25_000), PrefixDisk(folder, IDENTITY, 25_000)

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coldstream.errors import (
@@ -18,7 +19,7 @@ from coldstream.errors import (
 )
 from coldstream.models.dflash_config import MAX_CONFIG_BYTES, read_config
 from coldstream.models.dflash_rope import DflashRope, Yarn, yarn_magnitude
-from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer, check_target, tensor_shapes
+from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer, check_target, tensor_shapes, visible_rows
 from dflash_cases import CASES, MIXED, SECOND, TINY, YARN, config, spec_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -313,3 +314,14 @@ def test_trap_35_a_target_of_another_shape_is_an_error_with_its_reason() -> None
     check_target(unstated, target(num_layers=7))
     with pytest.raises(ConfigError, match="after layer 6, and the last layer of the model is 5"):
         check_target(unstated, target(num_layers=6))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_rows_nearer_than_the_window_are_seen(window: int | None, is_causal: bool) -> None:
+    queries, keys = np.arange(5, 9), np.arange(12)
+    found = visible_rows(DflashLayer(window, is_causal), queries, keys)
+    for row, query in enumerate(queries):
+        for column, key in enumerate(keys):
+            is_seen = (window is None or abs(key - query) < window) and (key <= query or not is_causal)
+            assert (found is None or found[row, column]) == is_seen
