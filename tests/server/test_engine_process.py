@@ -26,11 +26,12 @@ from coldstream.engine.generation import completion
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
-from coldstream.server import engine_process
+from coldstream.server import engine_process, supervisor
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.codec import decode
 from coldstream.server.event_stream import EventStream
 from coldstream.server.messages import (
+    Alive,
     Cancel,
     Died,
     FromEngine,
@@ -133,6 +134,23 @@ async def test_statistics_come_from_the_process(engine: Supervisor) -> None:
     after = await engine.statistics()
     assert after.generated_tokens - before.generated_tokens == 3
     assert (after.running, after.waiting) == (0, 0)
+
+
+async def test_nothing_is_kept_of_a_question_that_was_answered_or_given_up(
+    engine: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        await engine.live()
+    running = engine._running
+    assert running is not None
+    assert not running.counts
+    monkeypatch.setattr(supervisor, "COUNT_S", 0.0)
+    for _ in range(3):
+        await engine.live()  # what was told last
+    assert not running.counts
+    await submit(engine, "a", SamplingParams(max_tokens=2))
+    assert not running.taken
+    assert not running.streams
 
 
 async def test_the_live_state_has_the_uses_of_experts(engine: Supervisor, llm: LLM) -> None:
@@ -361,3 +379,54 @@ async def test_pr03_the_engine_dies_with_its_parent(state: str) -> None:
         parent.kill()
         gone, alive = psutil.wait_procs([child], timeout=10)
     assert (gone, alive) == ([child], [])
+
+
+class Clock:
+    """Time that passes where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class _EndedError(Exception):
+    pass
+
+
+class Silent:
+    """An engine whose steps give no events, as of a long prompt, and take a quarter of a second each."""
+
+    is_idle = False
+
+    def __init__(self, clock: Clock, num_steps: int) -> None:
+        self._clock, self._left = clock, num_steps
+
+    def rest(self) -> bool:
+        return False
+
+    def step(self) -> list[Event]:
+        if not self._left:
+            raise _EndedError
+        self._left -= 1
+        self._clock.now += 0.25
+        return []
+
+
+async def test_while_steps_give_no_events_the_parent_hears_of_a_healthy_engine_every_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine_process, "time", clock)
+    parent, child = socket.socketpair()
+    with parent, child:
+        with pytest.raises(_EndedError):
+            engine_process._serve(engine_process._Connection(child), Silent(clock, 400))
+        child.close()
+        with parent.makefile("rb") as stream:
+            told = []
+            while header := stream.read(4):
+                told.append(decode(stream.read(payload_length(header)), FromEngine))
+    assert told == [Alive()] * 100  # and not at every step
+    assert RestartPolicy().hang_s > 3 * engine_process.ALIVE_S

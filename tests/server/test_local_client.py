@@ -210,3 +210,29 @@ async def test_sc05_a_reader_that_falls_too_far_behind_is_ended_and_others_go_on
     assert isinstance(last.error, SlowReaderError)
     assert isinstance((await events_of(client, 2))[-1], Delta)
     assert (await client.statistics()).cancelled_requests == 1
+
+
+async def test_a_question_that_waits_for_a_step_that_fails_is_answered(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def fails(engine: Engine) -> list[Event]:
+        begun.set()
+        goes_on.wait()
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Engine, "step", fails)
+    stream = await client.submit(submission(client, 1))
+    await asyncio.to_thread(begun.wait)
+    asked = [asyncio.create_task(client.live()) for _ in range(3)]
+    while len(client._work) < 3:
+        await asyncio.sleep(0)
+    goes_on.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*asked, return_exceptions=True)
+        *_, last = [event async for event in stream]
+        assert isinstance(last, Failed)
+        assert "broken" in str(last.error)
+        with pytest.raises(ServiceUnavailable, match="broken"):
+            await client.live()

@@ -68,6 +68,17 @@ def test_rq12_log_injection_is_one_escaped_line(kind: Any) -> None:
     assert "\r" not in sink.text
 
 
+def test_a_line_that_is_written_in_parts_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, write = Sink(), os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    with Log(sink.descriptor) as log:
+        for number in range(3):
+            log.write("info", "request", f"GET /{number} 200 of a long line")
+    assert [line.partition(" ")[2] for line in sink.lines] == [
+        f"GET /{number} 200 of a long line" for number in range(3)
+    ]
+
+
 def test_pr07_a_blocked_reader_drops_lines_and_holds_up_nobody() -> None:
     """A pipe that nobody reads."""
     read, write = os.pipe()
