@@ -194,3 +194,20 @@ def test_memory_does_not_grow_with_steps_or_depth() -> None:
         claimed = [draws.random() for _ in range(40)]
         model.record("d", _chain(*claimed), range(draws.randrange(41)))
     assert len(model._shares) <= 14 * 17
+
+
+@pytest.mark.parametrize(("with_draft", "without"), [(0, 0), (3, 0), (0, 160), (2, 48)])
+def test_evidence_fades_with_drafts_and_a_sixteenth_as_fast_without(with_draft: int, without: int) -> None:
+    """By the formula of the module's docstring, with a hit of one trial before."""
+    memory, probability = 20.0, 0.25
+    tree, other = _chain(probability), _chain(0.9)
+    model = AcceptanceModel(memory)
+    model.record("d", tree, [0])
+    for _ in range(with_draft):
+        model.record("d", other, [])
+    for _ in range(without):
+        model.record("d", NO_DRAFT, [])
+    left = (1 - 1 / memory) ** (with_draft + without / 16)
+    of_all = (left + 8 * probability) / (left + 8)
+    assert model.expected("d", tree) == pytest.approx([(left + 8 * of_all) / (left + 8)])
+    assert model.expected("another", tree) == pytest.approx([probability])

@@ -129,3 +129,17 @@ def test_drafts_that_are_free_and_not_used_do_not_keep_a_drafter_awake() -> None
         else:
             sizes.went_on(1, 0.01)
     assert sizes.is_idle()
+
+
+def test_steps_are_told_of_together_up_to_the_next_one_with_a_draft() -> None:
+    sizes = SizesByCost("d")
+    assert sizes.num_together() == 1  # those after a draft, or after nothing, one by one
+    for _ in range(2):
+        sizes.went_on(1, 0.01)
+    assert sizes.num_together() == 16
+    sizes.went_on(16, 0.16)
+    assert not sizes.will_draft(8)
+    assert sizes.num_together() == 6  # of the first 24
+    sizes.went_on(6, 0.06)
+    assert sizes.will_draft(8)
+    assert sizes.num_together() == 0

@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from coldstream.decoding.rest import AWAKE_STEPS, TOLD_STEPS, WAKE_DISTANCE
-from coldstream.decoding.round_sizes import MOST_NODES, FixedRounds, RoundsByCost
+from coldstream.decoding.rest import AWAKE_STEPS, TOLD_STEPS, WAKE_DISTANCE, Rest
+from coldstream.decoding.round_sizes import MOST_NODES, FixedRounds, RoundsByCost, _chain
 from coldstream.kernels.rounds.reference import Accepted
 
 STEP_S, ROW_S, LINK_S = 2e-3, 3e-4, 2.5e-4
@@ -116,3 +116,31 @@ def test_the_first_round_of_a_text_tells_no_time() -> None:
 def test_fixed_rounds_have_one_size() -> None:
     sizes = FixedRounds(3)
     assert (sizes.next(), sizes.next(), sizes.most) == (3, 3, 3)
+
+
+def test_the_last_round_of_a_text_says_nothing_of_what_is_accepted() -> None:
+    """Its draft was cut off by the end of the text, not by the model."""
+    sizes, other = RoundsByCost(), RoundsByCost()
+    for each, is_last in ((sizes, True), (other, False)):
+        for _ in range(40):
+            each.next()
+            each.record(accepted(3, 0, is_last=is_last), STEP_S)
+    fresh = RoundsByCost()._acceptance.expected("rounds", _chain(3))
+    assert sizes._acceptance.expected("rounds", _chain(3)) == fresh
+    assert other._acceptance.expected("rounds", _chain(3))[0] < fresh[0] / 2
+
+
+def test_drafts_rest_from_the_512th_step_on_in_which_they_have_not_gained() -> None:
+    rest = Rest()
+    rest.went_by(AWAKE_STEPS - 1, has_gained=False)
+    assert rest.num_steps == 0
+    rest.went_by(1, has_gained=False)
+    assert rest.num_steps == WAKE_DISTANCE - AWAKE_STEPS
+    rest.went_by(WAKE_DISTANCE - AWAKE_STEPS - 1, has_gained=False)
+    assert rest.num_steps == 1
+    rest.went_by(1, has_gained=False)
+    assert rest.num_steps == 0
+    rest.went_by(AWAKE_STEPS, has_gained=False)
+    assert rest.num_steps > 0
+    rest.went_by(1, has_gained=True)
+    assert rest.num_steps == 0

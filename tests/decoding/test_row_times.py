@@ -149,3 +149,23 @@ def test_the_age_is_that_of_the_last_step_that_was_measured() -> None:
     times.record(12, 0.01)
     times.record(1, 0.01)
     assert (times.age(1), times.age(9), times.age(2)) == (0, 1, 4)
+
+
+def test_steps_that_were_timed_together_count_as_one_measurement_of_a_step() -> None:
+    times = StepTimes()
+    for _ in range(3):
+        times.record(2, 1.0, num_steps=8)
+    assert times.seconds(2) == 0.125
+    assert times.age(2) == 0
+    assert times.age(5) == 24
+
+
+def test_what_was_measured_long_ago_is_used_as_long_as_nothing_newer_is_known() -> None:
+    times = _measured({1: 0.5})
+    times.skip(10**6)
+    assert times.seconds(1) == 0.5
+    assert times.age(1) == 10**6
+    for _ in range(2):
+        times.record(4, 0.125)
+    assert times.seconds(4) == 0.125
+    assert times.seconds(1) < 0.125, "what was measured long ago counts no more"

@@ -187,8 +187,9 @@ def test_what_does_not_fit_into_a_budget_pushes_nothing_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
 def test_a_prefix_is_used_with_the_pages_that_its_reader_has_already(
-    tmp_path: Path, first_block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_block: int
 ) -> None:
+    monkeypatch.setattr("coldstream.kvcache.prefix_disk.PART_BYTES", 1)  # a file of each page
     first, second, third = (ids_of(512, start) for start in (0, 10_000, 20_000))
     for kind in (PrefixRam, lambda budget: PrefixDisk(tmp_path, IDENTITY, budget)):
         tier = kind(1 << 24)

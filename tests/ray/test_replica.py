@@ -21,8 +21,10 @@ from coldstream.errors import (
 from coldstream.ray.messages import ReplicaState
 from coldstream.ray.options import ServiceOptions
 from coldstream.ray.replica import EngineReplica
+from coldstream.server.client import Health
 from coldstream.server.codec import decode, encode
 from coldstream.server.messages import Accepted, Died, FromEngine, Refused
+from coldstream.server.restarts import RestartPolicy
 from http_serving import CTX_SIZE
 
 ARGS = {"engine": {"ctx_size": CTX_SIZE, "threads": 1, "device": "cpu"}}
@@ -157,7 +159,14 @@ async def test_an_engine_that_hangs_is_unhealthy(
     batches = asked(replica, submission(replica, 1, ENDLESS))
     await anext(batches)
     await replica.check_health()
-    monkeypatch.setattr("coldstream.ray.replica._HANG_S", -1.0)
-    with pytest.raises(GenerationFault, match="made no progress"):
+    age_s = RestartPolicy().hang_s - 1
+
+    async def health() -> Health:
+        return Health("ready", last_progress_age_s=age_s)
+
+    monkeypatch.setattr(replica._client, "health", health)
+    await replica.check_health()
+    age_s += 2
+    with pytest.raises(GenerationFault, match="made no progress for 601 s"):
         await replica.check_health()
     await batches.aclose()

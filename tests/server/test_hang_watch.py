@@ -48,3 +48,18 @@ async def test_sc09_silence_beyond_the_limit_counts_when_it_is_seen_twice_in_tur
     silences: list[float], result: float | None
 ) -> None:
     assert await told(silences) == result
+
+
+@pytest.mark.parametrize(("limit_s", "pause_s"), [(2.0, 0.5), (20.0, 5.0), (600.0, 5.0)])
+async def test_it_looks_four_times_within_the_limit_and_every_five_seconds_at_least(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, pause_s: float
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    silences = iter([0.0, limit_s + 1, limit_s + 2])
+    assert await until_hung(lambda: next(silences), limit_s) == limit_s + 2
+    assert pauses == [pause_s] * 3

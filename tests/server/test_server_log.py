@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from coldstream.server.access_log import AccessLog
-from coldstream.server.log import MAX_QUEUED, Log, LogHandler
+from coldstream.server.log import MAX_LINE_CHARS, MAX_QUEUED, Log, LogHandler
 
 
 class Sink:
@@ -103,6 +103,19 @@ def test_lost_lines_are_counted_in_the_next_one() -> None:
     with log:
         pass
     assert json.loads(sink.lines[-1])["dropped_lines"] == 5
+    with Log(sink.descriptor, "json") as log:
+        log._num_dropped = 5
+        for _ in range(2):
+            log.write("info", "request", "after")
+    assert [json.loads(line).get("dropped_lines") for line in sink.lines[-2:]] == [5, None]
+
+
+def test_a_line_is_bounded_as_it_is_written() -> None:
+    sink = Sink()
+    with Log(sink.descriptor, "json") as log:
+        log.write("info", "request", "\x1b" * 3 * MAX_LINE_CHARS)
+    (line,) = sink.lines
+    assert len(json.loads(line)["message"]) == MAX_LINE_CHARS
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
@@ -167,6 +180,8 @@ async def test_rq12_a_request_is_one_line_without_its_query() -> None:
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
     assert line["complete"]
     assert "secret" not in json.dumps(line)
+    (line,) = await requested("/" + "a" * 5000, start(200), END)
+    assert len(line["path"]) == 200
 
 
 async def test_an_answer_that_was_cut_off_says_so() -> None:
