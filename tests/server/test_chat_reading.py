@@ -9,7 +9,7 @@ from coldstream.server.http import ServerSettings
 from coldstream.server.http.chat_reading import read_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.local_client import LocalClient
-from coldstream.server.output import forced_calls
+from coldstream.server.output import MAX_CALLS, forced_calls
 from http_serving import WithTemplate
 from output_samples import TOOLS
 
@@ -27,7 +27,7 @@ def test_several_calls_may_be_demanded_unless_the_request_says_otherwise(
 ) -> None:
     fields = {} if given == {} else {"parallel_tool_calls": given}
     source = WithTemplate(local_client).model.template_source or ""
-    several, one = (forced_calls(source, TOOLS, is_parallel=each) for each in (True, False))
+    several, one = (forced_calls(source, TOOLS, most_calls=most) for most in (MAX_CALLS, 1))
     assert several != one
     found = grammar_of(local_client, tool_choice="required", **fields)
     assert found == (several if is_parallel else one)
