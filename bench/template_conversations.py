@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coldstream.gguf.template_capabilities import EFFORTS
+
 Message = dict[str, Any]
 Spell = Callable[[str], str]
 
@@ -222,7 +224,7 @@ class _Forger:
         messages.append(user(text()))
         settings = dict(rng.choice(SETTINGS))
         if rng.random() < 0.2:
-            settings["reasoning_effort"] = text()
+            settings["reasoning_effort"] = rng.choice(EFFORTS)
         return Conversation(messages, tools, settings, rng.random() < 0.8)
 
     def _text(self) -> str:

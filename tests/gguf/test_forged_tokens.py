@@ -87,9 +87,8 @@ def test_ids_to_compare_with_are_those_of_apply_chat_template() -> None:
     with Comparison("Qwen3.5", CHATML) as comparison:
         for conversation in list(honest().values())[:40]:
             if theirs := comparison.theirs(conversation):
-                assert theirs[1] == comparison.apply_chat_template(
-                    conversation.messages, conversation, tokenize=True
-                )
+                fitted = comparison.fitted(conversation)
+                assert theirs[1] == comparison.apply_chat_template(fitted.messages, fitted, tokenize=True)
 
 
 @settings(max_examples=100, deadline=None)

@@ -219,9 +219,18 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
     "changes",
     [
         {"messages": []},
-        {"messages": [USER, {"role": "assistant", "content": "import"}]},
-        {"messages": [{"role": "system", "content": "a"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": 5}]}]},
+        {"messages": [{"role": "user", "content": ["a"]}]},
+        {"messages": [{"role": "wizard", "content": "a"}]},
+        {"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]},
+            ]
+        },
+        {"output_config": {"effort": "frantic"}},
         {
             "messages": [
                 {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
@@ -236,7 +245,7 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
         {"tool_choice": {"type": "tool", "name": "fly"}, "tools": TOOLS},
         {"thinking": {"type": "always"}},
         {"stop_sequences": [""]},
-        {"system": [{"type": "image"}]},
+        {"system": [{"text": "a"}]},
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )
@@ -253,7 +262,7 @@ async def test_errors_are_the_official_clients_own(claude: AsyncAnthropic, conne
     with pytest.raises(sdk.NotFoundError):
         await claude.messages.create(**{**GREEDY, "model": "claude-opus"})
     too_long: Any = [{"role": "user", "content": "x = 1\n" * 4000}]
-    with pytest.raises(sdk.BadRequestError, match=r"prompt is too long: .*2048"):
+    with pytest.raises(sdk.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047 maximum"):
         await claude.messages.create(**{**GREEDY, "messages": too_long})
     with pytest.raises(sdk.BadRequestError, match="prompt is too long"):
         await claude.messages.count_tokens(model="demo", messages=too_long)

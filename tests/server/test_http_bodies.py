@@ -21,8 +21,10 @@ async def refused(http: httpx2.AsyncClient, path: str, body: Any) -> dict[str, A
     response = await http.post(path, content=content, headers=JSON)
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    is_full = error["code"] == "context_length_exceeded"
+    sizes = {"n_prompt_tokens", "n_ctx"} if is_full else set()
+    assert error.keys() == {"message", "type", "param", "code"} | sizes
+    assert error["type"] == ("exceed_context_size_error" if is_full else "invalid_request_error")
     return error
 
 
@@ -167,11 +169,12 @@ USER = {"role": "user", "content": "def"}
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": ["a"]}, "messages[0]"),
         ({"messages": [USER] * 8193}, "messages"),
-        (
-            {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
-            "messages",
-        ),
-        ({"messages": [{**USER, "content": [{"type": "input_audio"}]}]}, "messages"),
+        ({"messages": [{**USER, "content": [{"image_url": {"url": "a"}}]}]}, "messages[0].content"),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
+        ({"reasoning_effort": "frantic"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": "frantic"}}, "reasoning_effort"),
+        ({"continue_final_message": True}, "continue_final_message"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
             "messages[0].tool_calls[0]",
@@ -249,6 +252,9 @@ async def test_rq07_the_border_of_the_context_is_exact(http: httpx2.AsyncClient,
     for prompt in ([1] * size, [[1] * size], "x = 1\n" * size):
         error = await refused(http, "/v1/completions", {"prompt": prompt})
         assert error["code"] == "context_length_exceeded"
+        assert error["n_ctx"] == size
+        exact = len(llm.opened.tokenizer.encode(prompt)) if isinstance(prompt, str) else size
+        assert error["n_prompt_tokens"] == exact
     chat = {"messages": [{"role": "user", "content": "x = 1\n" * size}]}
     assert (await refused(http, "/v1/chat/completions", chat))["code"] == "context_length_exceeded"
     assert (await refused(http, "/v1/chat/completions", {**chat, "stream": True}))["param"] == "messages"

@@ -233,6 +233,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]: ...
@@ -244,6 +245,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]: ...
@@ -254,16 +256,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation of `{"role": …, "content": …}`, or each of a list of conversations.
 
         The model's chat template writes them out; `tools` are functions in the shape of OpenAI's API, for
-        that template. Otherwise as `generate`.
+        that template. With `continue_final_message`, and without `add_generation_prompt`, the answer goes on
+        with the last message, the assistant's. Otherwise as `generate`.
         """
         self._turns.check()
-        settings = template_settings(chat_template_kwargs, tools, add_generation_prompt)
+        settings = template_settings(
+            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
+        )
         conversations = as_conversations(messages)
         params = params_of_each(sampling_params, len(conversations), self._opened.default_sampling)
         requests = [
@@ -278,6 +284,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
@@ -286,7 +293,9 @@ class LLM:
         only what is new.
         """
         self._turns.check()
-        settings = template_settings(chat_template_kwargs, tools, add_generation_prompt)
+        settings = template_settings(
+            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
+        )
         params = one_params(sampling_params, self._opened.default_sampling)
         return self._stream(self._reader.of_chat(messages, params, settings), progress)
 

@@ -32,7 +32,7 @@ Prompt = str | TokenIds | TextPrompt | TokensPrompt
 
 Conversation = Sequence[Mapping[str, Any]]
 
-_RENDERER_ARGUMENTS = ("messages", "tools", "add_generation_prompt")
+_RENDERER_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _WANTED = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 
@@ -105,20 +105,26 @@ def as_conversations(messages: object) -> list[Conversation]:
 
 
 def template_settings(
-    chat_template_kwargs: object, tools: object, add_generation_prompt: object
+    chat_template_kwargs: object,
+    tools: object,
+    add_generation_prompt: object,
+    continue_final_message: object = False,
 ) -> dict[str, Any]:
     """The chat template's arguments beside the messages. Raises InvalidRequestError for what are none."""
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         raise InvalidRequestError(f"chat_template_kwargs must be a dict, not {_named(chat_template_kwargs)}")
-    if not isinstance(add_generation_prompt, bool):
-        raise InvalidRequestError(
-            f"add_generation_prompt must be True or False, not {shown(add_generation_prompt)}"
-        )
+    flags = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InvalidRequestError(f"{name} must be True or False, not {shown(flag)}")
     settings = dict(chat_template_kwargs or {})
     for name in settings:
         if not isinstance(name, str) or name in _RENDERER_ARGUMENTS:
             raise InvalidRequestError(f"chat template setting {shown(name)}: reserved for the renderer")
-    return {**settings, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    return {**settings, "tools": tools, **flags}
 
 
 def checked_ids(
@@ -129,11 +135,11 @@ def checked_ids(
     """
     ids = _token_ids(token_ids, name)
     if not 1 <= len(ids) <= max_tokens:
-        kind = ContextFullError if len(ids) > max_tokens else InvalidRequestError
-        raise kind(
+        message = (
             f"{name}: {len(ids)} tokens: a context of {ctx_size} has room for 1 to {max_tokens}; shorten the "
             "prompt or raise ctx_size (--ctx-size)"
         )
+        raise ContextFullError(message, len(ids)) if ids else InvalidRequestError(message)
     for token_id in ids:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id < vocab_size:

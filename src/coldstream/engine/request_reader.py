@@ -8,7 +8,7 @@ from coldstream.decoding import SEED_BITS, SamplingParams
 from coldstream.engine.generation import Request
 from coldstream.engine.grammar import Grammars
 from coldstream.engine.prompts import Conversation, checked_ids, read_prompt
-from coldstream.errors import InvalidRequestError, host_memory_errors
+from coldstream.errors import ContextFullError, InvalidRequestError, host_memory_errors
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.tokenizer import Tokenizer
 
@@ -73,7 +73,10 @@ class RequestReader:
                 text, parse_special=True, max_tokens=self._opened.ctx_size - 1
             )
         except InvalidRequestError as error:
-            raise type(error)(str(error).replace("prompt", name, 1)) from error
+            named = str(error).replace("prompt", name, 1)
+            if isinstance(error, ContextFullError):
+                raise ContextFullError(named, error.num_tokens, is_exact=error.is_exact) from error
+            raise type(error)(named) from error
 
     def _with_params(
         self, prompt: str | None, token_ids: Sequence[int], name: str, params: SamplingParams

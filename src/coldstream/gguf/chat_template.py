@@ -19,16 +19,24 @@ anywhere. So the text of a prompt equals that of other implementations, forged t
 differ exactly where they parse what a caller spelt. A token that the file calls user-defined (`<think>` in
 Qwen's) is no control token: any text may hold it. The price: a template's own control token counts as text if
 it went through an operation that keeps no origins, such as `tojson` or `%`.
+
+**What a template does not accept** is not the caller's business: `fitted_messages.py` gives system messages
+in the middle and other orders of roles a form that this template shows, and `template_capabilities.py` maps
+efforts to those that it knows. All who chat render here, so there is one way in which that is done.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from coldstream.errors import InvalidRequestError, TemplateError
+from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError
+from coldstream.gguf.fitted_messages import fitted_messages
+from coldstream.gguf.template_capabilities import TemplateCapabilities
 from coldstream.gguf.template_process import Rendering, TemplateLimits, TemplateProcess
 from coldstream.gguf.tokenizer import Segment
 from coldstream.gguf.vocabulary import Vocabulary
@@ -101,31 +109,60 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **settings: Any,
     ) -> RenderedChat:
         """The prompt for `messages` and `tools`, which have the shape of OpenAI's API.
 
-        `settings` are those of `SETTINGS`. Raises `InvalidRequestError` for messages, tools or settings in
-        another shape, `TemplateError` when the template is absent, fails, refuses or reaches a limit.
+        `settings` are those of `SETTINGS`. With `continue_final_message` the prompt ends within the last
+        message, the assistant's, so that the answer goes on with its text. Raises `InvalidRequestError` for
+        messages, tools or settings in another shape, `TemplateError` when the template is absent, fails,
+        refuses or reaches a limit.
         """
-        process = self._usable()
+        self._usable()
         _check_settings(settings)
         checked = [_checked_message(*item) for item in enumerate(_as_list("messages", messages))]
         tool_list = None if tools is None else _as_list("tools", tools)
-        request = {"messages": checked, "tools": tool_list, "documents": None, **settings}
+        if continue_final_message:
+            _check_continued(checked, add_generation_prompt)
+        fitted = fitted_messages(checked, self.capabilities)
+        end = _unused_word(fitted) if continue_final_message else ""
+        if continue_final_message:
+            fitted[-1] = {**fitted[-1], "content": fitted[-1].get("content", "") + end}
+        variables = {"tools": tool_list, **self.capabilities.with_known_effort(settings)}
+        shown = self.capabilities.with_contents(fitted)
+        rendering = self._rendered(shown, variables, add_generation_prompt)
+        return RenderedChat(tuple(self._segments(_until(rendering, end) if end else rendering)))
+
+    @cached_property
+    def capabilities(self) -> TemplateCapabilities:
+        """What the template accepts and knows. Raises `TemplateError` if it is absent."""
+        self._usable()
+
+        def render(messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+            return self._rendered(messages, {"tools": None, **settings}, True).text
+
+        return TemplateCapabilities(render, str(self._source))
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], add_generation_prompt: bool
+    ) -> Rendering:
+        process = self._usable()
         own = {"add_generation_prompt": add_generation_prompt, **self._special_texts}
-        opened = [_with_opened_arguments(message) for message in checked]
+        opened = [_with_arguments(message, _opened_arguments) for message in messages]
         try:
-            rendering = process.render({**request, "messages": opened}, own, ROLES)
+            return process.render({"messages": opened, "documents": None, **variables}, own, ROLES)
+        except TemplateLimitError:
+            raise
         except TemplateError as error:
-            # Older templates, DeepSeek's among them, write arguments as the given text.
-            if opened == checked:
+            # Older templates, DeepSeek's among them, write arguments as text.
+            closed = [_with_arguments(message, _closed_arguments) for message in messages]
+            if closed == opened:
                 raise
             try:
-                rendering = process.render(request, own, ROLES)
+                return process.render({"messages": closed, "documents": None, **variables}, own, ROLES)
             except TemplateError:
                 raise error from None
-        return RenderedChat(tuple(self._segments(rendering)))
 
     def close(self) -> None:
         """End the process that renders, if it was started."""
@@ -214,19 +251,65 @@ def _plain_content(index: int, content: object) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _with_opened_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's API carries the arguments of calls as JSON text; templates walk through them as objects."""
+def _check_continued(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
+    """Raises InvalidRequestError for what cannot be gone on with."""
+    name = "continue_final_message"
+    if add_generation_prompt:
+        raise InvalidRequestError(f"{name}: not together with add_generation_prompt, which begins an answer")
+    if not messages or messages[-1]["role"] != "assistant":
+        raise InvalidRequestError(f"{name}: the last message must be the assistant's")
+    if messages[-1].get("tool_calls"):
+        raise InvalidRequestError(f"{name}: the last message has tool_calls, behind which no text can come")
+
+
+def _unused_word(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A word that is in none of the messages."""
+    text = str(messages)
+    return next(word for index in itertools.count() if (word := f"qvzwend{index}x") not in text)
+
+
+def _until(rendering: Rendering, end: str) -> Rendering:
+    """`rendering` up to where `end` begins. Raises TemplateError if it is not there once."""
+    if rendering.text.count(end) != 1:
+        raise TemplateError("chat template: it does not show the last message once: it cannot be continued")
+    length = rendering.text.index(end)
+    written = [(start, min(stop, length)) for start, stop in rendering.written if start < length]
+    return Rendering(rendering.text[:length], tuple(written))
+
+
+def _with_arguments(message: Mapping[str, Any], convert: Callable[[object], object]) -> Mapping[str, Any]:
+    """`message` with the arguments of its calls as `convert` gives them."""
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            arguments = convert(function.get("arguments"))
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        else:
+            calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _opened_arguments(arguments: object) -> Mapping[str, Any]:
+    """Arguments as an object: OpenAI's API carries them as JSON text, templates walk through them.
+
+    Nothing means none. What is no JSON, as a weak model may have written it, or no object is one with that
+    under the name `arguments`.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return {"arguments": arguments}
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+
+
+def _closed_arguments(arguments: object) -> str:
+    """Arguments as JSON text, a text as it is."""
+    if isinstance(arguments, str) and arguments.strip():
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)

@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from coldstream.errors import InvalidRequestError, TemplateError
+from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError
 from coldstream.forks import OwnProcess
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -148,7 +148,7 @@ class TemplateProcess:
             whole = "fatal" not in answer
             return answer
         except (OSError, ValueError):  # it died while being written to, or wrote what is no answer
-            raise TemplateError(f"chat template: {self._cause_of_death(process)}") from None
+            raise TemplateLimitError(f"chat template: {self._cause_of_death(process)}") from None
         finally:
             if not whole:
                 self._end()
@@ -161,13 +161,13 @@ class TemplateProcess:
         data = bytearray()
         while not data.endswith(b"\n"):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TemplateError(f"chat template: no answer in {self._limits.wall_s:g} s, stopped")
+                raise TemplateLimitError(f"chat template: no answer in {self._limits.wall_s:g} s, stopped")
             part = os.read(process.stdout.fileno(), 1 << 16)
             if not part:
-                raise TemplateError(f"chat template: {self._cause_of_death(process)}")
+                raise TemplateLimitError(f"chat template: {self._cause_of_death(process)}")
             data += part
             if len(data) > max_bytes:
-                raise TemplateError(f"chat template: an answer of more than {max_bytes} bytes")
+                raise TemplateLimitError(f"chat template: an answer of more than {max_bytes} bytes")
         return bytes(data)
 
     def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
@@ -196,7 +196,7 @@ def _spawn() -> subprocess.Popen[bytes]:
             process_group=0,
         )
     except OSError as error:
-        raise TemplateError(f"chat template: no process to run it in: {error}") from None
+        raise TemplateLimitError(f"chat template: no process to run it in: {error}") from None
 
 
 def _kill(process: subprocess.Popen[bytes], owner: OwnProcess) -> None:

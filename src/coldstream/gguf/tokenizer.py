@@ -165,17 +165,19 @@ class Tokenizer:
         return [bos] if self.vocabulary.add_bos and bos is not None else []
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
-        if len(text) > MAX_TEXT_CHARS:
-            raise InvalidRequestError(
-                f"prompt: {len(text)} characters, at most {MAX_TEXT_CHARS} can be served"
-            )
         if max_tokens is not None:
             limit = max_tokens * self._longest_token  # a token spells at most its own length
             if len(text) > limit:
                 raise ContextFullError(
                     f"prompt: {len(text)} characters, at most {limit} can fit into {max_tokens} tokens: "
-                    "shorten it, or choose a larger --ctx-size"
+                    "shorten it, or choose a larger --ctx-size",
+                    -(-len(text) // self._longest_token),
+                    is_exact=False,
                 )
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidRequestError(
+                f"prompt: {len(text)} characters, at most {MAX_TEXT_CHARS} can be served"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -185,7 +187,8 @@ class Tokenizer:
         if max_tokens is not None and len(ids) > max_tokens:
             raise ContextFullError(
                 f"prompt: {len(ids)} tokens, the limit is {max_tokens}: shorten it, or choose a "
-                "larger --ctx-size"
+                "larger --ctx-size",
+                len(ids),
             )
         return ids
 

@@ -19,7 +19,7 @@ from coldstream.server.http.chat_reading import Chat, read_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
-from coldstream.server.http.problems import CONTEXT_FULL, ProblemError, problem_of, refused
+from coldstream.server.http.problems import problem_of
 from coldstream.server.http.shapes import (
     AnthropicError,
     AnthropicMessageShape,
@@ -70,12 +70,7 @@ async def _answer(serving: Serving, body: MessagesRequest, scope: Scope) -> Resp
 
 async def _read(serving: Serving, body: Callable[[], ChatRequest], model: str | None) -> Chat:
     served = served_model(serving.client, model)
-    try:
-        return await run_in_threadpool(lambda: read_chat(body(), served, serving.settings))
-    except ProblemError as error:
-        if error.problem.code != CONTEXT_FULL:
-            raise
-        raise refused(f"prompt is too long: {error.problem.message}", code=CONTEXT_FULL) from error
+    return await run_in_threadpool(lambda: read_chat(body(), served, serving.settings))
 
 
 def _message(chat: Chat, **fields: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One answer as blocks of Anthropic's messages API: whole, and as the events that build it."""
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, Final
@@ -98,6 +100,9 @@ class MessageBlocks:
 
     def _closed(self) -> Iterator[Fields]:
         if self._is_open:
+            if self._blocks[-1]["type"] == "thinking":
+                signature = signature_of(self._blocks[-1]["thinking"])
+                yield self._grown("signature", signature, "signature_delta", "signature")
             self._is_open = False
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
@@ -117,6 +122,14 @@ def _whole(block: Fields) -> Fields:
         **{name: block[name] for name in ("type", "id", "name")},
         "input": json.loads(block["json"] or "{}"),
     }
+
+
+def signature_of(thought: str) -> str:
+    """The signature of a thinking block, which clients send back with it: the number of this form, and the
+    SHA-256 of the thought in base64. It says that the block is whole, and is not checked when it comes back.
+    """
+    digest = hashlib.sha256(thought.encode("utf-8", "surrogatepass")).digest()
+    return f"1:{base64.b64encode(digest).decode()}"
 
 
 def usage_of(statistics: Statistics) -> Fields:

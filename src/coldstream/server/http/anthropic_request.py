@@ -1,13 +1,13 @@
 """The body of Anthropic's messages API, and the chat request that means the same."""
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from coldstream.server.http.chat_tools import MAX_TOOLS
+from coldstream.server.http.content_parts import ContentPart, text_of_content
 from coldstream.server.http.fields import Body, Flag, Name, Number, StopString, Text, TokenCount
 from coldstream.server.http.problems import refused
 
@@ -20,16 +20,10 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought of an earlier answer."""
+    """A thought of an earlier answer. Its signature is not looked at: the text alone counts."""
 
     type: Literal["thinking"]
     thinking: Text
-
-
-class HiddenThinkingBlock(Body):
-    """A thought that only its author could read; it is left out."""
-
-    type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Body):
@@ -46,20 +40,35 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None = None
     is_error: Flag | None = None
 
 
+def _tag(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("text", "thinking", "tool_use", "tool_result") else "other"
+
+
 Block = Annotated[
-    TextBlock | ThinkingBlock | HiddenThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ContentPart, Tag("other")],  # read as text, see `content_parts.py`
+    Discriminator(
+        _tag,
+        custom_error_type="block_type",
+        custom_error_message="a content block is an object with a type",
+    ),
 ]
 
 
 class AnthropicMessage(Body):
-    """A message of either side."""
+    """A message of either side, or of the system, which may come anywhere."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[Block], Field(max_length=MAX_PARTS)]
 
     @property
@@ -111,7 +120,7 @@ class CountRequest(Body):
 
     model: Name | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    system: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -119,13 +128,9 @@ class CountRequest(Body):
 
     def as_chat(self, **more: Any) -> ChatRequest:
         """The chat request that means the same; `more` of its fields. Raises ProblemError."""
-        if self.messages[-1].role != "user":
-            raise refused(
-                "messages: the last one must be the user's, answers are not gone on with", "messages"
-            )
         choice, thinking = self.tool_choice, self.thinking
         is_thinking = thinking is not None and thinking.type != "disabled"
-        fields = {
+        fields: dict[str, Any] = {
             "messages": list(self._chat_messages()),
             "tools": [_as_function(tool) for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else _as_choice(choice),
@@ -134,6 +139,8 @@ class CountRequest(Body):
         }
         if choice is not None and choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
+        if self.messages[-1].role == "assistant":
+            fields |= {"continue_final_message": True, "thinking_budget": None}
         output = self.output_config or OutputConfig()
         if output.effort is not None:
             fields["reasoning_effort"] = output.effort
@@ -148,12 +155,15 @@ class CountRequest(Body):
 
     def _chat_messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": _joined(self.system)}
-        for message in self.messages:
+            yield {"role": "system", "content": text_of_content(self.system, "system", "\n")}
+        for index, message in enumerate(self.messages):
+            name = f"messages[{index}].content"
             if message.role == "assistant":
-                yield _as_answer(message.blocks)
+                yield _as_answer(message.blocks, name)
+            elif message.role == "user":
+                yield from _as_turns(message.blocks, name)
             else:
-                yield from _as_turns(message.blocks)
+                yield {"role": "system", "content": _texts_of_system(message.blocks, name)}
 
 
 class MessagesRequest(CountRequest):
@@ -188,44 +198,53 @@ def _as_choice(choice: ToolChoice) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _as_answer(blocks: list[Any]) -> dict[str, Any]:
+def _as_answer(blocks: list[Any], name: str) -> dict[str, Any]:
     """An earlier answer, whose text, thoughts and calls are each in one place."""
     if any(isinstance(block, ToolResultBlock) for block in blocks):
-        raise refused("messages: a tool_result is the user's, not the assistant's", "messages")
+        raise refused(f"{name}: a tool_result is the user's, not the assistant's", name)
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
         {
             "id": block.id,
             "type": "function",
-            "function": {"name": block.name, "arguments": json.dumps(block.input)},
+            "function": {"name": block.name, "arguments": block.input},
         }
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
     return {
         "role": "assistant",
-        "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        "content": _text_of(blocks, name),
         "reasoning_content": "\n".join(thoughts) or None,
         "tool_calls": calls or None,
     }
 
 
-def _as_turns(blocks: list[Any]) -> Iterator[dict[str, Any]]:
+def _as_turns(blocks: list[Any], name: str) -> Iterator[dict[str, Any]]:
     """What the user sends: each result of a tool is a message of its own, and so is the text between."""
-    texts: list[str] = []
+    texts: list[Any] = []
     for block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolResultBlock):
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-                texts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content or "")}
-        else:
-            raise refused(f"messages: a {block.type} block is the assistant's, not the user's", "messages")
+        if isinstance(block, ToolUseBlock):
+            raise refused(f"{name}: a tool_use block is the assistant's, not the user's", name)
+        if not isinstance(block, ToolResultBlock):
+            texts.append(block)
+            continue
+        if texts:
+            yield {"role": "user", "content": _text_of(texts, name, "\n")}
+            texts = []
+        result = text_of_content(block.content, f"{name}.content", "\n")
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
     if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+        yield {"role": "user", "content": _text_of(texts, name, "\n")}
 
 
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _texts_of_system(blocks: list[Any], name: str) -> str:
+    if any(isinstance(block, ToolUseBlock | ToolResultBlock) for block in blocks):
+        raise refused(f"{name}: a system message has no calls and no results of tools", name)
+    return _text_of(blocks, name, "\n")
+
+
+def _text_of(blocks: list[Any], name: str, separator: str = "") -> str:
+    """The text of all blocks but thoughts and calls."""
+    others = [block.model_dump() for block in blocks if isinstance(block, TextBlock | ContentPart)]
+    return text_of_content(others, name, separator)

@@ -89,7 +89,8 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     with context_errors(served, "messages"):
         request = served.requests.of_chat(messages, params, template_settings_of(body, tools))
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
-    if grammar is not None or body.thinking_budget is not None:
+    has_thought = not body.continue_final_message
+    if has_thought and (grammar is not None or body.thinking_budget is not None):
         thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
         request = replace(request, params=replace(params, thought=thought))
     return Chat(body, served, request, tools, prompt_opens_thought(tail))

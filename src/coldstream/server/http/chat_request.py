@@ -1,10 +1,10 @@
 """The body of a chat completion request, and what the model's chat template is given of it."""
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from coldstream.gguf.chat_template import SETTINGS
 from coldstream.server.http.chat_tools import (
@@ -16,6 +16,7 @@ from coldstream.server.http.chat_tools import (
     demanded,
     offered,
 )
+from coldstream.server.http.content_parts import ContentPart, text_of_content, text_of_part
 from coldstream.server.http.fields import (
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
@@ -31,31 +32,54 @@ from coldstream.server.http.problems import refused
 MAX_MESSAGES: Final = 8192
 MAX_PARTS: Final = 1024
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-
-class ContentPart(Body):
-    """A part of a message. Only text can be read."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Name
-    text: Text | None = None
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class CalledFunction(Body):
-    """A function that an earlier answer called, with its arguments as JSON text or as an object."""
+    """A function that an earlier answer called. Its arguments are JSON text or an object; weak models wrote
+    other things, too, and the template is given these as they are.
+    """
 
     name: Name
-    arguments: Text | dict[str, Any] = ""
+    arguments: Any = None
+
+
+class CustomCall(Body):
+    """A tool that an earlier answer called with a text."""
+
+    name: Name
+    input: Text = ""
 
 
 class EarlierCall(Body):
-    """A call of an earlier answer."""
+    """A call of an earlier answer, of a function or of a custom tool."""
 
     id: Name | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def _calls_something(self) -> Self:
+        if self.function is None and self.custom is None:
+            raise PydanticCustomError("missing", "a call has a function with a name, or a custom tool")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The call in the shape that templates read, of a function."""
+        if self.function is not None:
+            function = {"name": self.function.name, "arguments": self.function.arguments}
+        else:
+            assert self.custom is not None, "checked when it was read"
+            function = {"name": self.custom.name, "arguments": {"input": self.custom.input}}
+        call = {"id": self.id, "type": "function", "function": function}
+        return {name: value for name, value in call.items() if value is not None}
+
+
+class SpokenAnswer(Body):
+    """An earlier answer as sound, which is kept where it was made."""
+
+    id: Name | None = None
 
 
 class ChatMessage(Body):
@@ -66,16 +90,35 @@ class ChatMessage(Body):
     name: Name | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
+    refusal: Text | None = None
+    audio: SpokenAnswer | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: CalledFunction | None = None  # the older form of `tool_calls`
     tool_call_id: Name | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message in the shape that templates read; what OpenAI calls developer is their system."""
-        given = self.model_dump(exclude_none=True)
-        if self.role == "developer":
-            given["role"] = "system"
-        given.setdefault("content", "")
-        return given
+    def for_template(self, index: int) -> dict[str, Any]:
+        """The message, which is that of `index`, in the shape that templates read. Raises ProblemError."""
+        calls = list(self.tool_calls or ())
+        if self.function_call is not None:
+            calls.append(EarlierCall(function=self.function_call))
+        given = {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": self._text(index),
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "reasoning": self.reasoning,
+            "tool_calls": [call.for_template() for call in calls] or None,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _text(self, index: int) -> str:
+        text = text_of_content(self.content, f"messages[{index}].content")
+        if not text and self.refusal:
+            return self.refusal
+        if not text and self.audio is not None:
+            return text_of_part({"type": "output_audio"}, f"messages[{index}].audio")
+        return text
 
 
 class JsonSchema(Body):
@@ -114,6 +157,8 @@ class ChatRequest(SamplingFields):
     thinking_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] | None = None
     stop_repetition: Flag | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     functions: Any = None
     modalities: Any = None
     audio: Any = None
@@ -153,31 +198,26 @@ def template_settings_of(request: ChatRequest, tools: Sequence[Mapping[str, Any]
             raise refused(f"chat_template_kwargs: known are {known}", "chat_template_kwargs")
     if request.reasoning_effort is not None:
         settings.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            settings.setdefault("enable_thinking", False)
     if request.enable_thinking is not None:
         settings["enable_thinking"] = request.enable_thinking
-    return {**settings, "tools": tools or None, "add_generation_prompt": True}
+    is_continued = bool(request.continue_final_message)
+    if is_continued:  # what is gone on with is the answer, not a thought before it
+        settings["enable_thinking"] = False
+    return {
+        **settings,
+        "tools": tools or None,
+        "continue_final_message": is_continued,
+        "add_generation_prompt": _first_given(request.add_generation_prompt, not is_continued),
+    }
+
+
+def _first_given(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
 
 
 def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
-    """The messages in the shape that templates read. What agents send as several system messages at the
-    beginning is one: templates refuse others.
-    """
-    messages = [message.for_template() for message in request.messages]
-    leading = list(takewhile(lambda message: message["role"] == "system", messages))
-    if len(leading) <= 1:
-        return messages
-    texts = [_plain_text(message["content"]) for message in leading]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(leading) :]]
-
-
-def _plain_text(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    if any(part["type"] != "text" for part in content):
-        raise refused("messages: only text parts are read", "messages")
-    return "".join(part.get("text") or "" for part in content)
+    """The messages in the shape that templates read. Raises ProblemError for a part that is none."""
+    return [message.for_template(index) for index, message in enumerate(request.messages)]
 
 
 def check_served(request: ChatRequest) -> None:
@@ -196,3 +236,14 @@ def check_served(request: ChatRequest) -> None:
         )
     if form is not None and form.type == "json_schema" and form.schema_given is None:
         raise refused("response_format: json_schema needs a schema", "response_format")
+    if request.continue_final_message:
+        _check_continued(request)
+
+
+def _check_continued(request: ChatRequest) -> None:
+    """The template checks the messages; a grammar would be that of a whole answer."""
+    name = "continue_final_message"
+    if request.response_format is not None and request.response_format.type != "text":
+        raise refused(f"{name}: not together with response_format, which is for whole answers", name)
+    if request.demanded_call:
+        raise refused(f"{name}: not together with a tool_choice that demands a call", name)

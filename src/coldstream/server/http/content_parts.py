@@ -61,7 +61,7 @@ def text_of_part(part: Fields, name: str) -> str:
         raise refused(f"{name}: a part of a content is an object with a type", name)
     if kind in _TEXTS:
         if not isinstance(part.get("text"), str):
-            raise refused(f"{name}.text: a part of type {kind} needs a text", name)
+            raise refused(f"{name}.text: a part of type {kind} needs a text", f"{name}.text")
         return str(part["text"])
     try:
         return _read(part, kind)
@@ -224,6 +224,7 @@ _READERS: Final[Mapping[str, Callable[[Fields], str]]] = {
     "image_url": _media("image"),
     "input_image": _media("image"),
     "input_audio": _audio,
+    "output_audio": _audio,  # of earlier answers
     "video_url": _media("video"),
     "file": _file,
     "input_file": _file,

@@ -8,7 +8,13 @@ from fastapi import APIRouter
 
 from coldstream.errors import ContextFullError, shown
 from coldstream.server.client import EngineClient
-from coldstream.server.http.problems import CONTEXT_FULL, Problem, ProblemError, refused
+from coldstream.server.http.problems import (
+    CONTEXT_FULL,
+    CONTEXT_FULL_KIND,
+    FullContext,
+    Problem,
+    ProblemError,
+)
 from coldstream.server.http.shapes import Model, ModelList, documented
 from coldstream.server.served_model import ServedModel
 
@@ -27,12 +33,16 @@ def served_model(client: EngineClient, name: str | None) -> ServedModel:
 
 @contextmanager
 def context_errors(served: ServedModel, field: str) -> Iterator[None]:
-    """Says of a prompt that is too long what clients look for: the code, and the words of OpenAI's API."""
+    """Says of a prompt that is too long what clients look for: the code and the words of OpenAI's API, and
+    llama.cpp's type and numbers.
+    """
     try:
         yield
     except ContextFullError as error:
         message = f"this model's maximum context length is {served.ctx_size} tokens: {error}"
-        raise refused(message, field, CONTEXT_FULL) from error
+        full = FullContext(error.num_tokens, error.is_exact, served.ctx_size)
+        problem = Problem(400, message, CONTEXT_FULL_KIND, CONTEXT_FULL, field, full_context=full)
+        raise ProblemError(problem) from error
 
 
 def models_router(client: EngineClient) -> APIRouter:

@@ -27,7 +27,28 @@ _MAX_MESSAGE_CHARS: Final = 800
 _BUSY_RETRY_S: Final = 1.0  # queues of an engine move within seconds
 _FAULT_RETRY_S: Final = 5.0
 CONTEXT_FULL: Final = "context_length_exceeded"
+CONTEXT_FULL_KIND: Final = "exceed_context_size_error"  # llama.cpp's
 ANTHROPIC_PREFIX: Final = "/v1/messages"
+
+
+@dataclass(frozen=True)
+class FullContext:
+    """The sizes of a prompt that is too long."""
+
+    num_tokens: int | None  # of the prompt; None: not known
+    is_exact: bool  # or the prompt has at least so many
+    ctx_size: int
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """llama.cpp's names for them."""
+        return {"n_prompt_tokens": self.num_tokens or self.ctx_size, "n_ctx": self.ctx_size}
+
+    @property
+    def anthropic_message(self) -> str:
+        """In the words by which clients of Anthropic's API find both numbers."""
+        count = f"{'' if self.is_exact else 'at least '}{self.num_tokens or self.ctx_size}"
+        return f"prompt is too long: {count} tokens > {self.ctx_size - 1} maximum"
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,7 @@ class Problem:
     code: str | None = None
     param: str | None = None
     retry_after_s: float | None = None
+    full_context: FullContext | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -50,6 +72,7 @@ class Problem:
                 "type": self.kind,
                 "param": None if self.param is None else _clean(self.param),
                 "code": self.code,
+                **(self.full_context.fields if self.full_context else {}),
             }
         }
 
@@ -59,7 +82,8 @@ class Problem:
         kind = _ANTHROPIC_KINDS.get(
             self.status, "api_error" if self.status >= 500 else "invalid_request_error"
         )
-        return {"type": "error", "error": {"type": kind, "message": _clean(self.message)}}
+        message = self.full_context.anthropic_message if self.full_context else _clean(self.message)
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -110,7 +134,7 @@ def problem_of(error: Exception) -> Problem:
         case ProblemError():
             return error.problem
         case ContextFullError():
-            return Problem(400, message, code=CONTEXT_FULL, param=_param(message))
+            return Problem(400, message, CONTEXT_FULL_KIND, CONTEXT_FULL, _param(message))
         case InvalidRequestError():
             return Problem(400, message, param=_param(message))
         case QueueFullError():
