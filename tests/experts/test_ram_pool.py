@@ -157,6 +157,31 @@ def test_experts_are_brought_in_portions_that_may_be_held(file: GGUFFile) -> Non
         assert not held(pool)
 
 
+def test_an_expert_of_the_gpu_goes_before_one_that_nobody_has_used(file: GGUFFile) -> None:
+    """Though it scores highest, and the other one nothing."""
+    with opened(file, 3) as (host, pool):
+        pool.load([[1, 2, 3]])
+        scores, on_gpu = np.zeros(NUM_ALL), np.zeros(NUM_ALL, bool)
+        scores[[1, 2, 3]], on_gpu[3] = (0, 5, 9), True
+        pool.order(scores, on_gpu)
+        ask(host, 0, [4])
+        assert held(pool) == {1, 2, 4}
+
+
+def test_what_was_done_before_the_pool_was_emptied_does_not_count(file: GGUFFile) -> None:
+    with opened(file, 6) as (host, pool):
+        ask(host, 0, [1, 2])
+        ask(host, 0, [1, 2])
+        before = pool.statistics()
+        assert min(before.hits, before.misses, before.bytes_read) > 0
+        assert before.wait_s > 0
+        pool.empty()
+        after = pool.statistics()
+        assert (after.hits, after.misses, after.bytes_read, after.wait_s, after.retries) == (0, 0, 0, 0, 0)
+        ask(host, 0, [1])
+        assert pool.statistics().misses == 1
+
+
 def test_progress_is_told_and_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
@@ -190,4 +215,5 @@ def test_memory_is_locked_once_and_given_back(file: GGUFFile, monkeypatch: pytes
         assert calls == [(address, num_bytes, False)]
         assert not host.is_readable
         assert torch.tensor(pool.stacks.slot_bytes) == num_bytes
+    pool.close()
     assert closed == [address]

@@ -24,6 +24,7 @@ def test_segments_hold_all_slots_and_are_of_a_size(num_slots: int, slot_bytes: i
     assert all(0 < count <= max(1, SEGMENT_BYTES // slot_bytes) for count in counts)
     assert len(set(counts[1:])) <= 1  # and the first has the rest
     assert counts == sorted(counts)
+    assert all(count > max(1, SEGMENT_BYTES // slot_bytes) // 2 for count in counts[1:])
 
 
 @pytest.mark.parametrize("slot_bytes", [1_105_920, 1_769_472, 2_064_384, 591_872, 3_244_032])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_cases import fixed, models, random_uses, sizes
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
+from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
 from coldstream.placement.sizes import ModelSizes
 
 NO_RING = PlanOptions(has_ring=False)
@@ -226,3 +226,32 @@ def test_a_plan_that_contradicts_itself_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="caches cannot be -1 bytes"):
         FixedPart(1, "f16", 1, 0, -1, 0)
     assert isinstance(plan, PlacementPlan)
+
+
+@pytest.mark.parametrize("per_tok", [1, 2, 3])
+def test_no_more_is_needed_than_for_all_experts_though_a_ring_would_take_more(per_tok: int) -> None:
+    """A ring is for two layers' experts of a token, and a model of one layer has four experts."""
+    model = sizes(10, num_experts_per_tok=per_tok)
+    least = least_budget(model, fixed(weights=7), PlanOptions(min_per_layer=1))
+    assert least == 7 + min(2 * per_tok * 10 + 10, 40)
+    assert plan_placement(model, fixed(weights=7), least, options=PlanOptions(min_per_layer=1)).resident
+    with pytest.raises(OutOfMemoryError, match="below the minimum"):
+        plan_placement(model, fixed(weights=7), least - 1, options=PlanOptions(min_per_layer=1))
+
+
+def test_experts_of_pinned_layers_are_none_of_those_of_a_size_that_others_need() -> None:
+    model = sizes(10, 10, 10)
+    chosen = PlanOptions(num_pinned_layers=1, min_per_size=3, has_ring=False)
+    plan = plan_placement(model, fixed(), 70, options=chosen)
+    assert plan.pinned_layers == (0,)
+    assert plan.num_resident == 4 + 3
+    assert least_budget(model, fixed(), chosen) == 70
+
+
+def test_a_ring_takes_half_of_what_is_left_at_most_unless_a_token_needs_more() -> None:
+    mib = 2**20
+    model = sizes(*[4 * mib] * 8, num_experts=64)
+    for left in (16, 64, 256, 400, 800, 1600):
+        ring = plan_placement(model, fixed(), left * mib).ring_bytes
+        assert ring == max(8 * mib, min(left * mib // 2, 256 * mib))
+    assert plan_placement(sizes(*[4 * mib] * 40, num_experts=64), fixed(), 4096 * mib).ring_bytes == 512 * mib

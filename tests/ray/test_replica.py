@@ -38,6 +38,8 @@ def replica() -> Iterator[EngineReplica]:
     yield replica
     for _ in range(2):
         replica.close()
+    with pytest.raises(ValueError, match="is closed"):
+        replica._opened.runner.file.descriptor(0)
 
 
 def submission(
@@ -137,6 +139,7 @@ async def test_an_engine_that_fails_has_died_for_everybody(
 ) -> None:
     batches = asked(replica, submission(replica, 1, ENDLESS))
     assert await anext(batches) == [Accepted(1)]
+    assert (await state_of(replica)).live is not None
 
     def fail(engine: Engine) -> None:
         raise RuntimeError("as planned")

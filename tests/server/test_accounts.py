@@ -1,0 +1,55 @@
+"""Counts and times of answers, in the shapes of OpenAI's API and of llama.cpp's server."""
+
+import time
+
+import pytest
+
+from coldstream.engine.events import PromptProgress
+from coldstream.engine.request import Statistics
+from coldstream.server.http.accounts import prompt_progress, timings, usage
+
+
+def statistics(prompt: int, reused: int, generated: int, first_s: float, generation_s: float) -> Statistics:
+    return Statistics(prompt, reused, generated, first_s, generation_s, "none", 1, 0)
+
+
+# Two prompts, the first with two answers: its second one reused all of the prompt but a token.
+ANSWERS = [
+    [statistics(10, 4, 5, 0.5, 2.0), statistics(10, 9, 7, 0.25, 3.0)],
+    [statistics(20, 0, 11, 1.5, 1.0)],
+]
+
+
+def test_a_prompt_with_several_answers_is_counted_once() -> None:
+    found = usage(ANSWERS)
+    assert found["prompt_tokens"] == 30
+    assert found["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert (found["completion_tokens"], found["total_tokens"]) == (23, 53)
+    assert "reasoning_tokens" not in found["completion_tokens_details"]
+
+
+@pytest.mark.parametrize(("told", "counted"), [(0, 0), (22, 22), (24, 23)])
+def test_a_thought_has_no_more_tokens_than_its_answer(told: int, counted: int) -> None:
+    assert usage(ANSWERS, told)["completion_tokens_details"]["reasoning_tokens"] == counted
+
+
+def test_answers_side_by_side_count_by_the_one_that_took_longest() -> None:
+    found = timings(ANSWERS)
+    assert (found["cache_n"], found["prompt_n"], found["predicted_n"]) == (4, 26, 23)
+    assert (found["prompt_ms"], found["predicted_ms"]) == (1500, 3000)
+    assert found["prompt_per_second"] == pytest.approx(26 / 1.5)
+    assert found["prompt_per_token_ms"] == pytest.approx(1500 / 26)
+    assert found["predicted_per_second"] == pytest.approx(23 / 3)
+    assert found["predicted_per_token_ms"] == pytest.approx(3000 / 23)
+    assert "draft_n" not in found
+
+
+def test_nothing_is_divided_by_no_time_or_tokens() -> None:
+    found = timings([[statistics(3, 3, 0, 0.0, 0.0)]])
+    assert [found[name] for name in found if "_per_" in name] == [0.0] * 4
+
+
+def test_progress_is_told_in_milliseconds() -> None:
+    told = prompt_progress(PromptProgress(1, 256, 1000), 64, time.monotonic() - 2)
+    assert 2000 <= told.pop("time_ms") < 60_000
+    assert told == {"total": 1000, "cache": 64, "processed": 256}
