@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.errors import DownloadError, ModelNotFoundError
-from coldstream.gguf.hub_files import HubName, check_relative, choose, group_models
+from coldstream.gguf.hub_files import HubName, check_relative, choose, enumerate_some, group_models
 
 UNSLOTH = [
     *("Qwen3.6-35B-A3B-UD-Q4_K_XL.gguf", "Qwen3.6-35B-A3B-UD-Q4_K_M.gguf", "Qwen3.6-35B-A3B-Q8_0.gguf"),
@@ -77,8 +77,8 @@ def test_gg14_missing_part(missing: int) -> None:
         chosen("o/r", paths)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (1, 3), (2, 2)])
-def test_gg14_part_numbers_out_of_range(numbers: tuple[int, int]) -> None:
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 3), (2, 2), (0,), (3,), (0, 3)])
+def test_gg14_part_numbers_out_of_range(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ModelNotFoundError, match="no complete"):
         chosen("o/r", [f"m-Q4_K_M-{number:05}-of-00002.gguf" for number in numbers])
 
@@ -86,6 +86,20 @@ def test_gg14_part_numbers_out_of_range(numbers: tuple[int, int]) -> None:
 def test_long_listings_are_cut() -> None:
     with pytest.raises(ModelNotFoundError, match="and 88 more"):
         chosen("o/r", [f"m{index}.gguf" for index in range(100)])
+
+
+@pytest.mark.parametrize(("count", "end"), [(11, "m10"), (12, "m11"), (13, "m11.gguf and 1 more")])
+def test_a_listing_says_how_many_more_there_are(count: int, end: str) -> None:
+    text = enumerate_some(f"m{index:02}.gguf" for index in range(count))
+    assert text.removesuffix(".gguf").endswith(end)
+    assert text.count(".gguf") == min(count, 12)
+
+
+def test_of_several_quants_in_a_name_the_last_one_is_its_own() -> None:
+    (model,) = group_models(["m-of-F16-Q4_K_M.gguf"])
+    assert model.quant == "Q4_K_M"
+    (model,) = group_models(["BF16/m-F16-Q8_0-00001-of-00001.gguf"])
+    assert model.quant == "Q8_0"
 
 
 PARTS = st.sampled_from(["a", "..", ".", "", "b c", "\\", "C:", "é", "\n", "...", "~"])

@@ -112,6 +112,24 @@ def test_tensors(tmp_path: Path) -> None:
             assert os.pread(file.descriptor(0), num_bytes, info.offset) == data[offset : offset + num_bytes]
 
 
+def test_a_read_that_brings_less_than_asked_for_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.random.default_rng(0).bytes(64 * 34)
+    path = tmp_path / "a.gguf"
+    path.write_bytes(raw.gguf_bytes([], [raw.tensor("a", (32, 64), 8, 0)], data))
+    read, calls = os.preadv, []
+
+    def short(descriptor: int, views: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return read(descriptor, [views[0][:999]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with GGUFFile.open(path) as file:
+        assert file.read(file.tensors["a"]).tobytes() == data
+    assert len(calls) == 3
+
+
 def test_version_2_and_bytes_behind_the_last_tensor(tmp_path: Path) -> None:
     path = tmp_path / "old.gguf"
     path.write_bytes(raw.gguf_bytes([], [raw.tensor()], bytes(1000), version=2))

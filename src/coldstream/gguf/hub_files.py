@@ -44,21 +44,25 @@ class HubName:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """One model: its files in order, as POSIX paths in the repository. The names claim `num_parts` files."""
+    """One model: its files in order, as POSIX paths in the repository. The names claim `num_parts` files.
+
+    num_there: parts among them; a file whose number is beyond `num_parts` is none.
+    """
 
     stem: str
     quant: str | None
     files: tuple[str, ...]
     num_parts: int
+    num_there: int
 
     @property
     def complete(self) -> bool:
-        return len(self.files) == self.num_parts
+        return self.num_there == self.num_parts
 
     @property
     def label(self) -> str:
         """The name after the colon, with a remark if parts are missing."""
-        missing = "" if self.complete else f" ({len(self.files)} of {self.num_parts} parts)"
+        missing = "" if self.complete else f" ({self.num_there} of {self.num_parts} parts)"
         return f"{self.quant or self.files[0]}{missing}"
 
 
@@ -131,7 +135,7 @@ def _model_of(stem: str, count: int, parts: dict[int, str]) -> ModelFiles:
     folder = _QUANT.fullmatch(PurePosixPath(stem).parent.name)
     quant = found[-1] if found else folder["quant"].upper() if folder else None
     expected = tuple(parts[number] for number in range(1, count + 1) if number in parts)
-    return ModelFiles(stem, quant, expected or tuple(parts.values()), count)
+    return ModelFiles(stem, quant, expected or tuple(parts.values()), count, len(expected))
 
 
 def _matches(quant: str | None, models: Sequence[ModelFiles]) -> list[ModelFiles]:
