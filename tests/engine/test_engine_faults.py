@@ -264,7 +264,16 @@ def test_trap_52_bad_submissions_change_nothing(opened: OpenedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_running": 0}, {"max_running": 65}, {"max_waiting": 0}, {"target_step_ms": float("nan")}]
+    "limits",
+    [
+        {"max_running": 0},
+        {"max_running": 65},
+        {"max_waiting": 0},
+        {"target_step_ms": float("nan")},
+        {"target_step_ms": 0},
+        {"max_waiting_of_owner": 0},
+        {"max_waiting_of_owner": 11, "max_waiting": 10},
+    ],
 )
 def test_limits_are_checked(limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):

@@ -335,6 +335,71 @@ def test_files_of_models_that_are_not_in_use_count_against_the_budget(tmp_path: 
         assert not [*tmp_path.glob("*/*.prefix")]
 
 
+def open_descriptors() -> list[str]:
+    return sorted(os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd"))
+
+
+def test_folders_of_others_are_let_go_of_however_they_were_left(tmp_path: Path) -> None:
+    """Those that were emptied, and those that another process uses."""
+    for identity in (b"emptied", b"in use"):
+        with opened(tmp_path, identity) as disk:
+            assert disk.save("", ids_of(LENGTH), Source(LENGTH))
+    with opened(tmp_path, b"in use"):
+        before = open_descriptors()
+        with opened(tmp_path, budget=0):
+            assert len(open_descriptors()) == len(before) + 1
+        assert open_descriptors() == before
+    with opened(tmp_path, b"emptied") as disk:
+        assert disk.statistics().pages == 0
+
+
+def test_a_folder_that_cannot_be_read_or_is_in_use_is_let_go_of(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, errors = open_descriptors(), []  # an error that is kept holds the frames that it went through
+
+    def fails(path: Path) -> Iterator[Path]:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", fails)
+        with pytest.raises(StorageError, match="cannot be read: Input/output error") as caught:
+            PrefixDisk(tmp_path, IDENTITY, BUDGET)
+    errors.append(caught)
+    assert open_descriptors() == before
+    with opened(tmp_path):
+        inside = open_descriptors()
+        with pytest.raises(StorageError, match="in use by another process") as caught:
+            PrefixDisk(tmp_path, IDENTITY, BUDGET)
+        errors.append(caught)
+        assert open_descriptors() == inside
+
+
+def test_others_keep_what_fits_to_the_byte(tmp_path: Path) -> None:
+    for identity in (b"older", b"newer"):
+        with opened(tmp_path, identity) as disk:
+            assert disk.save("", ids_of(LENGTH), Source(LENGTH))
+            one = disk.statistics().num_bytes
+    for budget, left in ((2 * one, 2), (2 * one - 1, 1), (one, 1), (one - 1, 0)):
+        with opened(tmp_path, budget=budget):
+            assert len([*tmp_path.glob("*/*.prefix")]) == left
+
+
+def test_a_folder_that_was_used_last_goes_last_though_nothing_was_saved_in_it(tmp_path: Path) -> None:
+    for identity in (b"first", b"second"):
+        with opened(tmp_path, identity) as disk:
+            assert disk.save("", ids_of(LENGTH), Source(LENGTH))
+            one = disk.statistics().num_bytes
+        lock = tmp_path / sha256(identity).hex()[:32] / "lock"
+        os.utime(lock, (1e9, 1e9 + (identity == b"second")))
+    with opened(tmp_path, b"first"):
+        pass
+    with opened(tmp_path, budget=one):
+        pass
+    with opened(tmp_path, b"first") as disk:
+        assert load(disk) is not None
+
+
 def test_damaged_files_are_removed_when_the_folder_is_opened(tmp_path: Path, file: Path) -> None:
     file.write_bytes(b"half")
     foreign = file.with_name("foreign.prefix")

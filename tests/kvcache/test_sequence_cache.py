@@ -10,8 +10,10 @@ from test_cache import Shape
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
+from coldstream.kvcache import sequence_cache
 from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
+from coldstream.kvcache.cache_bytes import block_bytes, state_bytes_of
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
@@ -289,6 +291,27 @@ def test_a_row_that_was_left_out_gives_its_block_back() -> None:
     for each in (sequence, cache.new()):
         with pytest.raises(InvalidRequestError, match=f"no row after {each.length} tokens"):
             cache.take_back(each)
+
+
+@pytest.mark.parametrize("kind", ["state", "block"])
+def test_bytes_that_cannot_be_written_leave_no_memory_taken(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
+    before = cache.free
+    block, state = block_bytes(cache.tensors), state_bytes_of(cache.tensors)
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sequence_cache, f"write_{kind}", fails)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                cache.written(BLOCK_POSITIONS, [bytes(block)], bytes(state))
+            assert cache.free == before
+    cache.release(cache.written(BLOCK_POSITIONS, [bytes(block)], bytes(state)))
+    assert cache.free == before
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK_POSITIONS, BLOCK_POSITIONS + 1, 2 * BLOCK_POSITIONS + 5])
