@@ -19,6 +19,7 @@ from coldstream.engine.json_schema import MAX_PROPERTIES
 from coldstream.errors import ConfigError, InvalidRequestError
 from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
 
+FIVES_TO_4 = {"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}
 ANY_OF_FOUR = {"anyOf": [{"properties": {f"p{i}": {"type": "string"}}} for i in range(4)]}
 
 
@@ -257,6 +258,25 @@ def test_gr01_a_costly_grammar_is_cheap_or_ends_its_own_request(plain: LLM, gram
     with suppress(InvalidRequestError):
         answer(plain, grammar, max_tokens=20)
     assert answer(plain, Grammar("regex", "fine")).text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar("lark", 'start: "x" A\nA: /a/ & /b/'), "dead end: nothing can follow 'x'"),
+        (Grammar("lark", 'start: "a" start'), "without an end"),
+        (Grammar("lark", 'start: "ab" /c/ x\nx: "y" B\nB: /[0-9]/ & /[a-z]/'), "nothing can follow 'abcy'"),
+        (Grammar("gbnf", 'root ::= "a" root'), "without an end"),
+        (of_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}), "no answer"),
+        (of_schema({"items": FIVES_TO_4, "minItems": 1, "type": "array"}), "at #/items: no answer"),
+        (of_schema({"type": "array", "minItems": 2, "maxItems": 1}), "at #: no answer"),
+        (of_schema({"properties": {"a": False}, "required": ["a"], "type": "object"}), "no answer"),
+        (of_schema(False), "no answer"),
+    ],
+)  # fmt: skip
+def test_a_grammar_with_a_dead_end_is_refused(plain: LLM, grammar: Grammar, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        plain.opened.grammars.check(SamplingParams(grammar=grammar))
 
 
 def test_gr02_compiled_grammars_are_bounded(plain: LLM) -> None:

@@ -12,7 +12,12 @@ from openai.types.chat import ChatCompletionChunk
 
 from coldstream.decoding import derived_seed
 from coldstream.engine import LLM, SamplingParams
-from http_serving import Connect, events_of
+from coldstream.engine.events import Delta, Started
+from coldstream.engine.request import Piece, Statistics
+from coldstream.engine.submission import Submission
+from coldstream.server.event_stream import EventStream
+from coldstream.server.output import MAX_CALLS
+from http_serving import Connect, Scripted, WithTemplate, events_of, written
 
 MESSAGES: Any = [
     {"role": "system", "content": "Write Python."},
@@ -371,3 +376,50 @@ async def test_models_are_listed_and_found_by_name(openai: AsyncOpenAI) -> None:
     assert (await openai.models.retrieve(model.id)) == model
     with pytest.raises(sdk.NotFoundError):
         await openai.models.retrieve("org/other:Q4")
+
+
+class Endless(Scripted):
+    """A client of a model that calls a tool again and again, until its request is cancelled."""
+
+    async def submit(self, submission: Submission) -> EventStream:
+        self.num_answers = submission.request.params.n
+        self.stream = await super().submit(submission)
+        return self.stream
+
+    async def cancel(self, request_id: int) -> None:
+        assert request_id == self.stream.request_id
+        self.cancelled.append(request_id)
+        statistics = Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0)
+        for index in range(self.num_answers):
+            end = Piece("", finish_reason="cancelled", statistics=statistics)
+            self.stream.push(Delta(request_id, index, end))
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"), [({}, MAX_CALLS), ({"parallel_tool_calls": False}, 1), ({"n": 2}, MAX_CALLS)]
+)
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_endless_calls_end_at_a_limit(
+    connect: Connect, thinker: WithTemplate, fields: Any, most: int, is_streamed: bool
+) -> None:
+    call = written("turn", angle="5", side="left")
+    script = [
+        Delta(1, index, Piece(text, (1,)))
+        for _ in range(MAX_CALLS + 20)
+        for text in (call, "\n", "And again. ")
+        for index in range(fields.get("n", 1))
+    ]
+    client = Endless(thinker, Started(1, 2, 5), *script)
+    body = {"messages": MESSAGES, "tools": TOOLS, "enable_thinking": False, "stream": is_streamed, **fields}
+    async with connect(client) as http:
+        response = await http.post("/v1/chat/completions", json=body)
+    assert len(client.cancelled) == 1
+    calls: dict[int, int] = {}
+    reasons = []
+    for event in events_of(response.text)[:-1] if is_streamed else [response.json()]:
+        for choice in event["choices"]:
+            told = choice["delta" if is_streamed else "message"].get("tool_calls") or ()
+            calls[choice["index"]] = calls.get(choice["index"], 0) + sum("id" in each for each in told)
+            reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert calls == dict.fromkeys(range(fields.get("n", 1)), most)
+    assert reasons == ["tool_calls"] * fields.get("n", 1)

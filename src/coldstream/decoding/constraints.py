@@ -9,9 +9,10 @@ from typing import Literal, get_args
 from coldstream.decoding.checks import MAX_COUNT, check_flag, check_integer
 from coldstream.errors import InvalidRequestError, shown
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "gbnf"]
 
 MAX_GRAMMAR_CHARS = 1 << 19
+MAX_WHITESPACE_CHARS = 256
 MAX_TAG_CHARS = 256
 MAX_REPETITION_PERIOD = 4096
 
@@ -21,14 +22,18 @@ class Grammar:
     """A language that an answer has to belong to.
 
     kind: json_schema (`text` is the schema as JSON), json_object (any object, `text` is empty), regex (Rust's
-    syntax, to match the whole answer) or lark (llguidance's variant of Lark). Creation raises
-    InvalidRequestError for an unknown kind or a text that is too long; what it says is checked by
+    syntax, to match the whole answer), lark (llguidance's variant of Lark) or gbnf (llama.cpp's). Creation
+    raises InvalidRequestError for an unknown kind or a text that is too long; what it says is checked by
     `coldstream.engine.grammar`.
     """
 
     kind: GrammarKind
     text: str = ""
     is_lenient: bool = False  # whether keywords of a schema that cannot be enforced are ignored
+    # A regular expression of the blanks between the tokens of JSON; empty: one blank at most, behind a comma
+    # or a colon. One that allows blanks without a limit lets a model write nothing else.
+    whitespace: str = ""
+    calls: str = ""  # Lark of calls of tools, which the answer may be instead
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -36,6 +41,8 @@ class Grammar:
             raise InvalidRequestError(f"grammar.kind: {shown(self.kind)} is not one of {known}")
         _check_text("grammar.text", self.text, MAX_GRAMMAR_CHARS, is_empty=self.kind == "json_object")
         check_flag("grammar.is_lenient", self.is_lenient)
+        for name, most in (("whitespace", MAX_WHITESPACE_CHARS), ("calls", MAX_GRAMMAR_CHARS)):
+            _check_text(f"grammar.{name}", getattr(self, name), most, is_empty=not getattr(self, name))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 class Matcher(Protocol):
-    """A grammar at some point of an answer; its methods raise InvalidRequestError at its limits."""
+    """A grammar at some point of an answer."""
 
     whitespace: Mask
 
@@ -38,7 +38,9 @@ class Matcher(Protocol):
         """Takes a token that may follow."""
 
     def mask(self) -> Mask:
-        """Which tokens may follow; end tokens are among them exactly if the answer may end."""
+        """Which tokens may follow; end tokens are among them exactly if the answer may end. None may where
+        the grammar has a dead end.
+        """
 
 
 class _Phase(Enum):
@@ -144,8 +146,17 @@ class AnswerConstraint:
             if self._matcher is not None:
                 logits[self._end_ids + self._unwanted_in_thought(place)] = -np.inf
         elif self._matcher is not None:
-            logits[~self._mask(place, self._matcher)] = -np.inf
+            mask = self._mask(place, self._matcher)
+            mask[self._end_ids] |= not mask.any()
+            logits[~mask] = -np.inf
         return logits
+
+    def is_dead_end(self, answer: Sequence[int]) -> bool:
+        """Whether nothing may follow an answer so far that does not match yet: it can only be ended."""
+        self._follow(answer)
+        place = self._places[-1]
+        is_in_text = self._forced(place) is None and place.phase is not _Phase.THOUGHT
+        return is_in_text and self._matcher is not None and not self._mask(place, self._matcher).any()
 
     def _forced(self, place: _Place) -> int | None:
         """The token that a budget forces, if it does."""

@@ -13,7 +13,6 @@ from typing import Self
 from coldstream.decoding import (
     AnyLogits,
     Chosen,
-    LogitsProcessor,
     Pick,
     RepetitionWatch,
     Rounds,
@@ -30,6 +29,7 @@ from coldstream.decoding import (
     generate_tokens_ahead,
     generate_tokens_speculatively,
 )
+from coldstream.engine.constraint import AnswerConstraint
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.request import (
     CompletionOutput,
@@ -73,7 +73,7 @@ def generate_pieces(
     tokenizer: Tokenizer,
     is_cancelled: Callable[[], bool],
     progress: Progress | None = None,
-    constraint: LogitsProcessor | None = None,
+    constraint: AnswerConstraint | None = None,
 ) -> Generator[Piece, None, None]:
     """Yield a piece per token and a last one with the statistics. Raises what computing raises.
 
@@ -169,7 +169,7 @@ class Answer:
         request: Request,
         tokenizer: Tokenizer,
         expert_uses: tuple[int, int] | None,
-        constraint: LogitsProcessor | None = None,
+        constraint: AnswerConstraint | None = None,
     ) -> None:
         """expert_uses: of the model so far, see `ModelRunner`; constraint: that of the request, by
         `Grammars.constraint`.
@@ -184,6 +184,9 @@ class Answer:
             None if request.params.repetition is None else RepetitionWatch(request.params.repetition)
         )
         self._is_repeating = False
+        self._constraint = constraint
+        self._ids: list[int] = []
+        self._is_dead_end = False  # whether the grammar ended the answer where it does not match
         self.chooser = TokenChooser(
             request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids, constraint
         )
@@ -203,6 +206,8 @@ class Answer:
         self._is_repeating = self._repetition is not None and self._repetition.push(token_id)
         if self.has_stopped:
             self._stop_piece = piece
+            self._is_dead_end = self._constraint is not None and self._constraint.is_dead_end(self._ids)
+        self._ids.append(token_id)
         return piece
 
     def last_piece(
@@ -216,12 +221,17 @@ class Answer:
         return replace(
             self._stop_piece,
             text=self._stop_piece.text + self._text.finish(),
-            finish_reason="stop" if self._text.has_ended else "repetition" if self._is_repeating else reason,
+            finish_reason=self._finish_reason(reason),
             stop_reason=self._text.stop_reason,
             statistics=self._clock.statistics(
                 self._request, num_reused, _hit_rate(self._uses_before, expert_uses), speculation
             ),
         )
+
+    def _finish_reason(self, reason: FinishReason) -> FinishReason:
+        if self._is_dead_end:
+            return "grammar"
+        return "stop" if self._text.has_ended else "repetition" if self._is_repeating else reason
 
 
 def cancelled_piece(request: Request) -> Piece:

@@ -6,19 +6,18 @@ expression or Lark text may hold is said by llguidance's documentation. The cost
 the size of the text, by the limits on schemas, and by limits on states, symbols and steps.
 """
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coldstream.decoding import Grammar, LogitsProcessor, SamplingParams, Thought
+from coldstream.decoding import Grammar, SamplingParams, Thought
 from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
 from coldstream.engine.generation import Request
-from coldstream.engine.json_schema import held_schema
+from coldstream.engine.grammar_source import check_ends, grammar_source, is_dead_end
 from coldstream.engine.regular_languages import one_line, require_llguidance
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
@@ -29,14 +28,6 @@ if TYPE_CHECKING:
 MAX_COMPILED = 32  # grammars that are kept, the least recently used go first
 MAX_LEXER_STATES = 50_000  # about 2 kB each
 MAX_GRAMMAR_SYMBOLS = 200_000
-# JSON is compact: one blank at most, behind a comma or a colon, as blanks without a limit let a model write
-# nothing else. `\u` is not written, so that a name is written in one way only.
-JSON_OPTIONS: Mapping[str, Any] = {
-    "item_separator": ",[ ]?",
-    "key_separator": ":[ ]?",
-    "whitespace_flexible": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 
 
 class Grammars:
@@ -62,7 +53,7 @@ class Grammars:
         if params.grammar is not None:
             self._prototype(params.grammar)
 
-    def constraint(self, request: Request) -> LogitsProcessor | None:
+    def constraint(self, request: Request) -> AnswerConstraint | None:
         """What carries out the grammar and the thought's budget of one answer; None if it has neither.
 
         It is for that answer alone. Raises as `check`.
@@ -80,7 +71,8 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> "TokenMatcher":
         """A matcher at the beginning of an answer. Raises as `check`."""
-        return TokenMatcher(self._prototype(grammar), self._tokenizer.vocab_size, self._whitespace)
+        prototype = self._prototype(grammar)
+        return TokenMatcher(prototype, lambda: self._compiled_anew(grammar), self._whitespace)
 
     def _thought_tokens(self, thought: Thought, is_before_grammar: bool) -> ThoughtTokens:
         overrunning: tuple[tuple[int, ...], ...] = ()
@@ -102,6 +94,16 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled
+
+    def _compiled_anew(self, grammar: Grammar) -> "LLMatcher":
+        """Copies of a matcher share what was computed for them, and it is not forgotten: at a limit of that a
+        grammar begins anew.
+        """
+        matcher = _matcher_of(grammar, grammar_source(grammar), self._token_table)
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled[grammar] = matcher
+        return matcher
 
     @cached_property
     def _token_table(self) -> "LLTokenizer":
@@ -127,38 +129,63 @@ class Grammars:
 
 
 class TokenMatcher:
-    """A grammar at some point of an answer. Belongs to one answer."""
+    """A grammar at some point of an answer. Belongs to one answer.
 
-    def __init__(self, prototype: "LLMatcher", vocab_size: int, whitespace: Mask) -> None:
-        self._prototype, self._vocab_size = prototype, vocab_size
+    What it says depends on its tokens alone: at a limit of llguidance, which may be reached by what others
+    have computed of the same grammar, it is tried again with nothing but these tokens.
+    """
+
+    def __init__(self, prototype: "LLMatcher", anew: Callable[[], "LLMatcher"], whitespace: Mask) -> None:
+        """anew: compiles the grammar again, into a matcher that shares nothing."""
+        self._prototype, self._anew = prototype, anew
         self._matcher = prototype.deep_copy()
+        self._ids: list[int] = []
         self.whitespace = whitespace
 
     def fresh(self) -> "TokenMatcher":
         """The same grammar at the beginning."""
-        return TokenMatcher(self._prototype, self._vocab_size, self.whitespace)
+        return TokenMatcher(self._prototype, self._anew, self.whitespace)
 
     def accepts(self, token_id: int) -> bool:
         """Whether `token_id` may follow."""
-        return self._matcher.validate_tokens([token_id]) == 1
+        num_valid = self._matcher.validate_tokens([token_id])
+        if self._is_at_limit and self._begin_anew():
+            num_valid = self._matcher.validate_tokens([token_id])
+        return num_valid == 1
 
     def append(self, token_id: int) -> None:
         """Takes a token. Raises InvalidRequestError if it may not follow, or at a limit of llguidance."""
-        if not self._matcher.consume_token(token_id):
+        is_taken = self._matcher.consume_token(token_id)
+        if self._is_at_limit and self._begin_anew():
+            is_taken = self._matcher.consume_token(token_id)
+        self._ids.append(token_id)
+        if not is_taken:
             reason = one_line(self._matcher.get_error()) or "it may not follow"
             raise InvalidRequestError(f"grammar: token {token_id} of the answer cannot be matched: {reason}")
 
     def mask(self) -> Mask:
         """Which tokens may follow, end tokens among them exactly if the answer may end here.
 
-        Raises InvalidRequestError at a limit of llguidance.
+        None may at a dead end of the grammar that `check_ends` has not found, or at a limit of llguidance.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
-        if self._matcher.is_error():
-            reason = one_line(self._matcher.get_error())
-            raise InvalidRequestError(f"grammar: it is too complex to go on with the answer: {reason}")
+        bitmask = self._matcher.compute_bitmask()
+        if self._is_at_limit and self._begin_anew():
+            bitmask = self._matcher.compute_bitmask()
+        bits = np.frombuffer(bitmask, np.uint8)
+        mask = np.unpackbits(bits, bitorder="little")[: len(self.whitespace)].astype(bool)
+        if self._matcher.is_error():  # its mask says that the answer may end
+            mask[:] = False
         return mask
+
+    @property
+    def _is_at_limit(self) -> bool:
+        return self._matcher.is_error() and not is_dead_end(self._matcher.get_error())
+
+    def _begin_anew(self) -> bool:
+        """Compiles the grammar again and takes the tokens so far. Whether that is below the limits."""
+        self._prototype = self._anew()
+        self._matcher = self._prototype.deep_copy()
+        return self._matcher.consume_tokens(self._ids) and not self._matcher.is_error()
 
 
 class _Vocabulary:
@@ -177,21 +204,27 @@ class _Vocabulary:
 
 
 def _compiled(grammar: Grammar, tokens: "LLTokenizer") -> "LLMatcher":
+    """A matcher at the beginning. Raises InvalidRequestError."""
+    source = grammar_source(grammar)
+    matcher = _matcher_of(grammar, source, tokens)
+    _check_not_empty(grammar, matcher)
+    check_ends(grammar, source)
+    return matcher
+
+
+def _matcher_of(grammar: Grammar, source: str, tokens: "LLTokenizer") -> "LLMatcher":
+    """Raises InvalidRequestError. llguidance says of most grammars what is wrong with them, and breaks off at
+    some texts that no request should hold.
+    """
     from llguidance import LLMatcher
 
-    if grammar.kind in ("json_schema", "json_object"):
-        schema = _schema(grammar) if grammar.kind == "json_schema" else {"type": "object"}
-        options: Any = {**JSON_OPTIONS, "lenient": grammar.is_lenient}
-        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    elif grammar.kind == "regex":
-        source = LLMatcher.grammar_from_regex(grammar.text)
-    else:
-        source = LLMatcher.grammar_from_lark(grammar.text)
-    matcher = LLMatcher(tokens, source, log_level=0, limits=_limits())
-    if matcher.is_error():
-        reason = one_line(matcher.get_error())
+    try:
+        matcher = LLMatcher(tokens, source, log_level=0, limits=_limits())
+        reason = one_line(matcher.get_error()) if matcher.is_error() else ""
+    except Exception as error:
+        reason = one_line(str(error))
+    if reason:
         raise InvalidRequestError(f"grammar ({grammar.kind}): {reason}")
-    _check_not_empty(grammar, matcher)
     return matcher
 
 
@@ -206,16 +239,6 @@ def _limits() -> "LLParserLimits":
 def _check_not_empty(grammar: Grammar, matcher: "LLMatcher") -> None:
     """Raises InvalidRequestError if no token can begin an answer."""
     trial = matcher.deep_copy()
-    mask = trial.compute_bitmask()
-    if trial.is_error() or not any(mask) or (trial.is_stopped() and not trial.is_accepting()):
+    trial.compute_bitmask()
+    if trial.is_error() or (trial.is_stopped() and not trial.is_accepting()):
         raise InvalidRequestError(f"grammar ({grammar.kind}): no answer can match it")
-
-
-def _schema(grammar: Grammar) -> dict[str, Any]:
-    """The schema of a grammar in the form that can be held."""
-    try:
-        schema = json.loads(grammar.text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"grammar (json_schema): the schema is not JSON: {error}") from None
-    held = held_schema(schema, "grammar (json_schema)", is_strict=not grammar.is_lenient)
-    return held.alone(held.root)

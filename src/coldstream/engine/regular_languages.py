@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_STATES: Final = 20_000  # of the automaton for one question
 MAX_PATTERN_CHARS: Final = 1 << 14
 ANYTHING: Final = "(?s:.*)"
-_END_ID: Final = 256
+END_ID: Final = 256
 
 
 def require_llguidance() -> None:
@@ -78,12 +78,13 @@ def whole_match(pattern: str) -> str:
     return expression
 
 
-def byte_matcher(lark: str) -> "LLMatcher":
-    """A matcher whose tokens are the 256 bytes and an end token."""
+def byte_matcher(source: str) -> "LLMatcher":
+    """A matcher of Lark, or of another text for llguidance, over the 256 bytes and an end token."""
+    require_llguidance()
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
-    return LLMatcher(_byte_tokens(), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+    return LLMatcher(_byte_tokens(), source, log_level=0, limits=limits)
 
 
 def one_line(text: str) -> str:
@@ -94,10 +95,10 @@ def one_line(text: str) -> str:
 class _Bytes:
     """The attributes that llguidance reads of a tokenizer."""
 
-    eos_token_id = _END_ID
+    eos_token_id = END_ID
     bos_token_id = None
     tokens = [*(bytes((value,)) for value in range(256)), b"<end>"]  # noqa: RUF012
-    special_token_ids = (_END_ID,)
+    special_token_ids = (END_ID,)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -105,10 +106,9 @@ class _Bytes:
 
 @cache
 def _byte_tokens() -> "LLTokenizer":
-    require_llguidance()
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Bytes()), _END_ID + 1, [_END_ID])
+    return LLTokenizer(TokenizerWrapper(_Bytes()), END_ID + 1, [END_ID])
 
 
 def _unanchored(pattern: str, depth: int = 0) -> str:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from coldstream.decoding import SpeculationStatistics
 
-FinishReason = Literal["stop", "length", "cancelled", "repetition"]
+FinishReason = Literal["stop", "length", "cancelled", "repetition", "grammar"]
 """stop: an end token or a stop string; length: max_tokens or the end of the context; cancelled: by the
-caller; repetition: the answer repeated itself, and the request wanted that to end it.
+caller; repetition: the answer repeated itself, and the request wanted that to end it; grammar: the grammar
+came to a dead end, or to a limit, before the answer matched.
 """
 
 

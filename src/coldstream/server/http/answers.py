@@ -8,7 +8,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 import anyio
@@ -71,6 +71,7 @@ class Answers:
         self._began = time.monotonic()
         self._last_at: dict[tuple[int, int], float] = {}
         self._outcome = "cancelled"
+        self._is_ended = False  # whether the answers were ended because they are complete
 
     async def begin(self) -> None:
         """Give all submissions to the engine. Raises its refusal; nothing of them goes on then."""
@@ -102,10 +103,13 @@ class Answers:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def events(self, keep_alive_s: float) -> AsyncGenerator[tuple[int, Event] | None, None]:
+    async def events(
+        self, keep_alive_s: float, is_complete: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[tuple[int, Event] | None, None]:
         """(prompt, event) until all answers have ended; None whenever there was nothing for `keep_alive_s`.
 
-        Raises the error of a request that fails.
+        is_complete: asked after each event; once the answers are complete the engine ends them, as if they
+        had ended by themselves. Raises the error of a request that fails.
         """
         if self._peeked is not None:
             yield self._peeked
@@ -115,11 +119,18 @@ class Answers:
                 if (item := self._take()) is not None or silence.is_over:
                     silence.begin()
                     yield item
+                    if not self._is_ended and is_complete():
+                        await self._end()
                 elif self._streams:
                     await self._arrival()
         finally:
             silence.close()
         self._outcome = "ok"
+
+    async def _end(self) -> None:
+        self._is_ended = True
+        for stream in self._streams.values():
+            await self._serving.client.cancel(stream.request_id)
 
     async def close(self) -> None:
         """End what still runs, and count the request."""
@@ -145,10 +156,18 @@ class Answers:
             if stream.is_over:
                 del self._streams[index]
             if event is not None:
+                event = self._completed(event) if self._is_ended else event
                 self._check(event)
                 self._observe(index, event)
                 return index, event
         return None
+
+    @staticmethod
+    def _completed(event: Event) -> Event:
+        """The event of an answer that was ended because it is complete."""
+        if isinstance(event, Delta) and event.piece.finish_reason == "cancelled":
+            return replace(event, piece=replace(event.piece, finish_reason="stop"))
+        return event
 
     def _check(self, event: Event) -> None:
         if isinstance(event, Failed):

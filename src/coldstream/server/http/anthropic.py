@@ -85,7 +85,7 @@ def _message(chat: Chat, **fields: Any) -> dict[str, Any]:
 
 async def _whole(chat: Chat, answers: Answers) -> Response:
     blocks = MessageBlocks(chat.parser(), chat.max_calls)
-    async with answers, aclosing(answers.events(keep_alive_s=3600)) as events:
+    async with answers, aclosing(answers.events(3600, lambda: chat.is_complete)) as events:
         async for item in events:
             if item is not None and isinstance(item[1], Delta):
                 blocks.push(item[1].piece)
@@ -102,7 +102,7 @@ async def _events(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGen
     yield sse({"type": "message_start", "message": start}, event="message_start")
     yield _PING
     try:
-        async with aclosing(answers.events(keep_alive_s)) as events:
+        async with aclosing(answers.events(keep_alive_s, lambda: chat.is_complete)) as events:
             async for item in events:
                 if item is None:
                     yield _PING

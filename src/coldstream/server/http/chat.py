@@ -59,7 +59,7 @@ async def _answer(serving: Serving, body: ChatRequest, scope: Scope) -> Response
 async def _whole(chat: Chat, answers: Answers) -> Response:
     choices = chat.answers()
     async with answers:
-        await _fill(choices, answers)
+        await _fill(chat, choices, answers)
     head = _Head(chat, "chat.completion")
     return JSONResponse(
         head.with_fields(
@@ -78,8 +78,8 @@ async def _whole(chat: Chat, answers: Answers) -> Response:
     )
 
 
-async def _fill(choices: Sequence[ChatAnswer], answers: Answers) -> None:
-    async with aclosing(answers.events(keep_alive_s=3600)) as events:
+async def _fill(chat: Chat, choices: Sequence[ChatAnswer], answers: Answers) -> None:
+    async with aclosing(answers.events(3600, lambda: chat.is_complete)) as events:
         async for item in events:
             if item is not None and isinstance(item[1], Delta):
                 choices[item[1].index].push(item[1].piece)
@@ -91,7 +91,7 @@ async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGen
     for index in range(len(choices)):
         yield head.chunk(index, {"role": "assistant", "content": ""})
     try:
-        async with aclosing(answers.events(keep_alive_s)) as events:
+        async with aclosing(answers.events(keep_alive_s, lambda: chat.is_complete)) as events:
             async for item in events:
                 if item is None:
                     yield KEEP_ALIVE

@@ -1,8 +1,7 @@
 """From the body of a chat request to what the engine computes, and to the parsers of its answers."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from coldstream.decoding import Grammar, RepetitionStop
@@ -21,6 +20,7 @@ from coldstream.server.http.volatile_lines import without_volatile
 from coldstream.server.output import (
     MAX_CALLS,
     OutputParser,
+    call_format,
     forced_calls,
     output_parser,
     prompt_opens_thought,
@@ -42,16 +42,25 @@ class Chat:
     request: EngineRequest
     tools: Tools  # that the answer may call
     is_thinking: bool  # whether the prompt ends inside a thought
+    _parsers: list[OutputParser] = field(default_factory=list)  # of the answers
 
     @property
-    def max_calls(self) -> int | None:
-        """Calls of an answer that count; None: all."""
-        return 1 if self.body.parallel_tool_calls is False else None
+    def max_calls(self) -> int:
+        """Calls of an answer, with which it is complete."""
+        return most_calls(self.body)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer has as many calls as it may have, so that nothing is left to say."""
+        return bool(self._parsers) and all(parser.is_complete for parser in self._parsers)
 
     def parser(self) -> OutputParser:
         """A parser for one answer."""
         source = self.served.template_source or ""
-        return output_parser(source, self.tools, is_thinking=self.is_thinking)
+        self._parsers.append(
+            output_parser(source, self.tools, is_thinking=self.is_thinking, max_calls=self.max_calls)
+        )
+        return self._parsers[-1]
 
     def answers(self) -> list[ChatAnswer]:
         """Empty answers, one for each that was asked for."""
@@ -96,17 +105,21 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     return Chat(body, served, request, tools, prompt_opens_thought(tail))
 
 
+def most_calls(body: ChatRequest) -> int:
+    """The calls that an answer may have."""
+    return 1 if body.parallel_tool_calls is False else MAX_CALLS
+
+
 def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
-    """What the answer is made to match: a call that is demanded, or a format."""
+    """What the answer is made to match: a call that is demanded, or a format. With tools that may be called,
+    it is text of the format or calls.
+    """
     demanded = body.demanded_call
     if isinstance(demanded, str):
         return forced_calls(source, [tool for tool in tools if tool["function"]["name"] == demanded])
     if demanded:
-        return forced_calls(source, tools, most_calls=1 if body.parallel_tool_calls is False else MAX_CALLS)
-    form = body.response_format
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Grammar("json_object")
-    is_strict = form.json_schema is not None and form.json_schema.strict
-    return Grammar("json_schema", json.dumps(form.schema_given), is_lenient=not is_strict)
+        return forced_calls(source, tools, most_calls=most_calls(body))
+    constraint = body.constraint
+    if constraint is None or not tools or call_format(source) is None:
+        return constraint
+    return replace(constraint, calls=forced_calls(source, tools, most_calls=most_calls(body)).text)

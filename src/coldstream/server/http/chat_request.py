@@ -16,6 +16,7 @@ from coldstream.server.http.chat_tools import (
     demanded,
     offered,
 )
+from coldstream.server.http.constraint_fields import ConstraintFields
 from coldstream.server.http.content_parts import ContentPart, text_of_content, text_of_part
 from coldstream.server.http.fields import (
     MAX_TOKENS,
@@ -121,27 +122,7 @@ class ChatMessage(Body):
         return text
 
 
-class JsonSchema(Body):
-    """A schema that the answer has to satisfy."""
-
-    name: Name | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: Flag | None = None
-
-
-class ResponseFormat(Body):
-    """The shape of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def schema_given(self) -> dict[str, Any] | None:
-        """The schema of an answer, if there is one."""
-        return None if self.json_schema is None else self.json_schema.json_schema
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(ConstraintFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -151,7 +132,6 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: Flag | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Name | None = None
     enable_thinking: Flag | None = None
     thinking_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] | None = None
@@ -228,14 +208,7 @@ def check_served(request: ChatRequest) -> None:
         raise refused("modalities: only text is generated", "modalities")
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs: only with logprobs: true", "top_logprobs")
-    _ = request.demanded_call, request.custom_names
-    form = request.response_format
-    if form is not None and form.type != "text" and request.usable_tools:
-        raise refused(
-            "response_format: not together with tools, whose calls have their own", "response_format"
-        )
-    if form is not None and form.type == "json_schema" and form.schema_given is None:
-        raise refused("response_format: json_schema needs a schema", "response_format")
+    _ = request.demanded_call, request.custom_names, request.constraint
     if request.continue_final_message:
         _check_continued(request)
 
@@ -243,7 +216,9 @@ def check_served(request: ChatRequest) -> None:
 def _check_continued(request: ChatRequest) -> None:
     """The template checks the messages; a grammar would be that of a whole answer."""
     name = "continue_final_message"
-    if request.response_format is not None and request.response_format.type != "text":
-        raise refused(f"{name}: not together with response_format, which is for whole answers", name)
+    if request.constraint is not None:
+        raise refused(
+            f"{name}: not together with response_format or a grammar, which are for whole answers", name
+        )
     if request.demanded_call:
         raise refused(f"{name}: not together with a tool_choice that demands a call", name)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Discriminator, Field, Tag
 
+from coldstream.server.http.constraint_fields import ConstraintFields
 from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Flag, SamplingFields, Text, Whole
 from coldstream.server.http.problems import refused
 
@@ -34,7 +35,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(ConstraintFields, SamplingFields):
     """The body of POST /v1/completions."""
 
     prompt: Prompt

@@ -135,7 +135,9 @@ async def _answer(serving: Serving, body: CompletionRequest, scope: Scope) -> Re
 def _read(body: CompletionRequest, served: ServedModel, settings: ServerSettings) -> list[EngineRequest]:
     """Encode the prompts; this blocks."""
     check_completion(body, settings.max_prompts)
-    params = sampling_of(body, served.default_sampling, settings, logprobs=body.logprobs)
+    params = sampling_of(
+        body, served.default_sampling, settings, logprobs=body.logprobs, grammar=body.constraint
+    )
     prompts = body.prompts
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
     with context_errors(served, "prompt"):

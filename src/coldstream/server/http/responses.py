@@ -84,11 +84,12 @@ class _Answer:
             has_sealed_thoughts=body.wants_sealed_thoughts,
         )
         self._num_events = 0
+        self._is_complete = lambda: chat.is_complete
         self._fields = _settings(body, chat)
 
     async def whole(self, answers: Answers) -> Response:
         """The answer at once."""
-        async with answers, aclosing(answers.events(keep_alive_s=3600)) as events:
+        async with answers, aclosing(answers.events(3600, self._is_complete)) as events:
             async for item in events:
                 if item is not None and isinstance(item[1], Delta):
                     self._items.push(item[1].piece)
@@ -102,7 +103,7 @@ class _Answer:
         ):
             yield chunk
         try:
-            async with aclosing(answers.events(keep_alive_s)) as events:
+            async with aclosing(answers.events(keep_alive_s, self._is_complete)) as events:
                 async for item in events:
                     if item is None:
                         yield KEEP_ALIVE

@@ -59,18 +59,24 @@ def call_format(template_source: str) -> CallFormat | None:
 
 
 def output_parser(
-    template_source: str, tools: Sequence[Mapping[str, Any]], *, is_thinking: bool
+    template_source: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_thinking: bool,
+    max_calls: int | None = MAX_CALLS,
 ) -> OutputParser:
     """A parser for one answer of the model with this chat template.
 
     tools: those that may be called, in the shape of OpenAI's or Anthropic's API; without any, calls are
-    content. is_thinking: whether the prompt ends inside a thought, see `prompt_opens_thought`.
+    content. is_thinking: whether the prompt ends inside a thought, see `prompt_opens_thought`. max_calls: of
+    one answer, see `OutputParser`; None: any number.
     """
     return OutputParser(
         call_format(template_source),
         ToolSignatures.of(tools),
         has_thoughts=THINK_END in template_source,
         is_thinking=is_thinking,
+        max_calls=max_calls,
     )
 
 

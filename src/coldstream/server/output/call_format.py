@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from coldstream.decoding import Grammar
-from coldstream.engine.grammar import JSON_OPTIONS
+from coldstream.engine.grammar_source import JSON_OPTIONS
 from coldstream.engine.json_schema import HeldSchema, held_schema
 from coldstream.errors import InvalidRequestError
 from coldstream.server.output.tools import ToolSignatures

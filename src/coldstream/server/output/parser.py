@@ -48,11 +48,14 @@ class OutputParser:
         *,
         has_thoughts: bool,
         is_thinking: bool,
+        max_calls: int | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         """calls: None if calls are content. has_thoughts: whether tags of thoughts count at all.
-        is_thinking: whether the answer begins inside a thought.
+        is_thinking: whether the answer begins inside a thought. max_calls: with the end of so many the answer
+        is complete, and nothing is told any more.
         """
+        self._max_calls = max_calls
         self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
         self._new_id = new_id
         self._text = ""  # that is undecided
@@ -64,6 +67,11 @@ class OutputParser:
         self._read: list[str] = []  # of the call so far
         self._is_close_due = False  # whether a call ended the thought, so that its closing tag may follow
         self._has_content = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer has as many calls as it may have."""
+        return self._max_calls is not None and self._num_calls >= self._max_calls
 
     def push(self, text: str) -> list[OutputEvent]:
         """What is known now. Never raises."""
@@ -82,8 +90,10 @@ class OutputParser:
             _Phase.TEXT: self._read_text,
             _Phase.CALL: self._read_call,
         }
-        while steps[self._phase](events, is_last):
+        while not self.is_complete and steps[self._phase](events, is_last):
             pass
+        if self.is_complete:
+            self._text = ""
         return events
 
     def _read_head(self, events: list[OutputEvent], is_last: bool) -> bool:
@@ -158,7 +168,7 @@ class OutputParser:
         self._num_calls += 1
         del self._readers[0]
         self._read = []
-        if self._readers:
+        if self._readers and not self.is_complete:
             self._tell_start(events)
             return True
         self._phase = _Phase.TEXT

@@ -1,0 +1,117 @@
+"""What a request's `Grammar` is to llguidance, and whether an answer can come to an end in it.
+
+Unit of work: one `Grammar` → the text that llguidance compiles. Knows no vocabulary: dead ends are looked for
+over bytes, by a bounded number of walks.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any, Final
+
+from coldstream.decoding import Grammar
+from coldstream.engine.gbnf import lark_of_gbnf
+from coldstream.engine.json_schema import held_schema
+from coldstream.engine.regular_languages import END_ID, byte_matcher, one_line
+from coldstream.errors import InvalidRequestError
+
+# JSON is compact: one blank at most, behind a comma or a colon, as blanks without a limit let a model write
+# nothing else. `\u` is not written, so that a name is written in one way only.
+JSON_OPTIONS: Final[Mapping[str, Any]] = {
+    "item_separator": ",[ ]?",
+    "key_separator": ":[ ]?",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+_NUM_WALKS: Final = 8
+_WALK_BYTES: Final = 96
+_MAX_FORCED_BYTES: Final = 4096  # without a choice, after which an answer is taken to go on for ever
+_CLOSING: Final = frozenset(b'"}]>\n')  # with which texts of most grammars come to an end
+
+
+def grammar_source(grammar: Grammar) -> str:
+    """The text for llguidance. Raises InvalidRequestError for what cannot be held."""
+    from llguidance import LLMatcher
+
+    if grammar.kind in ("json_schema", "json_object"):
+        source = LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=_options(grammar))
+    elif grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        source = _lark(grammar)
+    if not grammar.calls:
+        return source
+    own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    both = [{"lark_grammar": "start: @calls | @own"}, {"name": "calls", "lark_grammar": grammar.calls}]
+    return json.dumps({"grammars": [*both, {**own, "name": "own"}]})
+
+
+def check_ends(grammar: Grammar, source: str) -> None:
+    """Raises InvalidRequestError for a grammar with a place at which an answer can neither go on nor end, or
+    must go on for ever, as far as some walks over it find one. They are the same for each call.
+    """
+    choose = random.Random(0)
+    start = byte_matcher(source)
+    for _ in range(_NUM_WALKS):
+        matcher, text, num_forced = start.deep_copy(), bytearray(), 0
+        while len(text) < _WALK_BYTES + num_forced and not matcher.is_stopped():
+            allowed = _set_bits(matcher.compute_bitmask())
+            if matcher.is_error():
+                raise _dead_end(grammar, bytes(text), one_line(matcher.get_error()))
+            num_forced = num_forced + 1 if len(allowed) == 1 else 0
+            if num_forced > _MAX_FORCED_BYTES:
+                raise InvalidRequestError(f"grammar ({grammar.kind}): no answer that matches it has an end")
+            closing = [byte for byte in allowed if byte in _CLOSING or byte == END_ID]
+            byte = choose.choice(closing if closing and choose.random() < 0.4 else allowed)
+            if byte == END_ID:
+                break
+            text.append(byte)
+            if not matcher.consume_token(byte):
+                raise _dead_end(grammar, bytes(text), one_line(matcher.get_error()))
+
+
+def _dead_end(grammar: Grammar, text: bytes, reason: str) -> InvalidRequestError:
+    written = text.decode("utf-8", "replace")[-60:]
+    if is_dead_end(reason):
+        what = f"a dead end: nothing can follow {written!r}, and the answer cannot end there"
+    else:
+        what = f"too complex to be followed behind {written!r}, or without an end: {reason}"
+    return InvalidRequestError(f"grammar ({grammar.kind}): {what}")
+
+
+def is_dead_end(reason: str) -> bool:
+    """Whether an error of llguidance says that nothing can follow, and not that a limit is reached."""
+    return "NoExtension" in reason
+
+
+def _set_bits(mask: bytes) -> list[int]:
+    return [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _lark(grammar: Grammar) -> str:
+    if grammar.kind == "lark":
+        return grammar.text
+    try:
+        return lark_of_gbnf(grammar.text)
+    except ValueError as error:
+        raise InvalidRequestError(f"grammar (gbnf): {error}") from None
+
+
+def _options(grammar: Grammar) -> Any:
+    options: dict[str, Any] = {**JSON_OPTIONS, "lenient": grammar.is_lenient}
+    if grammar.whitespace:
+        options |= {"item_separator": ",", "key_separator": ":", "whitespace_pattern": grammar.whitespace}
+    return options
+
+
+def _schema(grammar: Grammar) -> dict[str, Any]:
+    """The schema of a grammar in the form that can be held."""
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"grammar (json_schema): the schema is not JSON: {error}") from None
+    held = held_schema(schema, "grammar (json_schema)", is_strict=not grammar.is_lenient)
+    return held.alone(held.root)
