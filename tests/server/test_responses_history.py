@@ -201,7 +201,7 @@ def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
         USER,
         {
             "type": "reasoning",
-            "summary": [{"type": "summary_text", "text": "plan"}],
+            "summary": [{"type": "summary_text", "text": text} for text in ("plan", "more")],
             "encrypted_content": "x",
         },
         {"type": "web_search_call", "action": {"type": "search"}},
@@ -213,7 +213,7 @@ def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
         {"role": "assistant", "content": "Really."},
     )
     assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", *["assistant"] * 2]
-    assert told[1]["reasoning_content"] == "plan"
+    assert told[1]["reasoning_content"] == "plan\n\nmore"
     assert told[1]["content"].startswith("[called web_search")
     assert [call["id"] for call in told[1]["tool_calls"]] == ["c1", "c2"]
 
@@ -267,5 +267,6 @@ def test_items_bring_tools_of_their_own() -> None:
     assert [tool.function["name"] for tool in tools.all] == ["f", "n__f"]
     (_, result) = messages_of(items, tools)
     assert result["content"] == "[found: n]"
-    with pytest.raises(ProblemError, match=r"input\[0\].tools"):
-        tools_in([Item.model_validate({**added, "tools": ["f"]})])
+    for wrong in (["f"], [function] * 513, {"type": "function"}):
+        with pytest.raises(ProblemError, match=r"input\[0\].tools"):
+            tools_in([Item.model_validate({**added, "tools": wrong})])

@@ -89,6 +89,13 @@ def test_two_tools_that_would_share_a_name_get_two() -> None:
     assert found.function_name("function", "read", "a_") == "a__read_3"
 
 
+def test_what_is_found_again_counts_once_and_too_many_are_refused() -> None:
+    space = namespace("a", *({**FUNCTION, "name": f"f{i}"} for i in range(500)))
+    assert len(offered(space, loaded=[space] * 7).all) == 500
+    with pytest.raises(ProblemError, match="4500 with those of namespaces"):
+        offered(space, loaded=[space] * 8)
+
+
 def test_tools_of_other_servers_are_left_out() -> None:
     hosted = [
         {"type": "web_search"},

@@ -3,7 +3,8 @@
 Whatever a client offers, the model is offered functions: a custom tool is one of a single text.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -122,16 +123,16 @@ def offered(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> list[T
     if choice == "none":
         return []
     if isinstance(choice, AllowedChoice):
-        allowed = [_found(tools, each) for each in choice.allowed_tools.tools]
-        tools = [tool for tool in tools if tool in allowed]
+        known = {_key(tool) for tool in tools}
+        allowed = {_checked(each, known) for each in choice.allowed_tools.tools}
+        tools = [tool for tool in tools if _key(tool) in allowed]
     return [tool if isinstance(tool, Tool) else tool.as_function() for tool in tools]
 
 
 def demanded(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> str | bool:
     """The name of the function that has to be called, or whether any has to. Raises ProblemError."""
     if isinstance(choice, NamedChoice):
-        _found(tools, choice)
-        return choice.name
+        return _checked(choice, {_key(tool) for tool in tools})[1]
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
     if mode == "required" and not offered(tools, choice):
         raise refused("tool_choice: there are no tools to call", "tool_choice")
@@ -141,16 +142,21 @@ def demanded(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> str |
 def custom_names(tools: Sequence[Tool | CustomTool]) -> frozenset[str]:
     """The names of custom tools. Raises ProblemError if a function has one of them, too."""
     found = [tool.custom.name for tool in tools if isinstance(tool, CustomTool)]
-    taken = [tool.function.name for tool in tools if isinstance(tool, Tool)] if found else []
-    if twice := next((name for name in found if [*found, *taken].count(name) > 1), None):
+    uses = Counter(_key(tool)[1] for tool in tools)
+    if twice := next((name for name in found if uses[name] > 1), None):
         raise refused(f"tools: {twice} is the name of two tools", "tools")
     return frozenset(found)
 
 
-def _found(tools: Sequence[Tool | CustomTool], choice: NamedChoice) -> Tool | CustomTool:
-    for tool in tools:
-        name = tool.function.name if isinstance(tool, Tool) else tool.custom.name
-        if (tool.type, name) == (choice.type, choice.name):
-            return tool
-    kind = "function" if choice.type == "function" else "custom tool"
-    raise refused(f"tool_choice: this {kind} is not among tools", "tool_choice")
+def _key(tool: Tool | CustomTool) -> tuple[str, str]:
+    """The type and the name of a tool."""
+    return tool.type, tool.function.name if isinstance(tool, Tool) else tool.custom.name
+
+
+def _checked(choice: NamedChoice, known: Collection[tuple[str, str]]) -> tuple[str, str]:
+    """The key of the tool that is chosen. Raises ProblemError if it is not `known`."""
+    key = choice.type, choice.name
+    if key not in known:
+        kind = "function" if choice.type == "function" else "custom tool"
+        raise refused(f"tool_choice: this {kind} is not among tools", "tool_choice")
+    return key

@@ -79,8 +79,10 @@ class ResponseItems:
         if piece.finish_reason is not None:
             found = [*found, *self._parser.finish()]
             self.is_incomplete = ending_of(piece)["finish_reason"] == "length"
-        if self._logprobs_of is not None:
-            self._unsent_logprobs += self._logprobs_of(piece)
+        new = [] if self._logprobs_of is None else self._logprobs_of(piece)
+        if not self._is_in_message:  # what lies between an item and a message belongs to neither
+            self._unsent_logprobs.clear()
+        self._unsent_logprobs += new
         events = [event for each in found for event in self._events(each)]
         if self._items and all(item["type"] == "reasoning" for item in self._items):
             self.reasoning_tokens += len(piece.token_ids)
@@ -95,13 +97,11 @@ class ResponseItems:
                 yield from self._opened({"type": "message", "role": "assistant", "content": []}, "msg")
                 yield self._grown(text, logprobs=self._take_logprobs())
             case Reasoning(text=text):
-                self._unsent_logprobs.clear()
                 yield from self._opened({"type": "reasoning", "summary": [], "content": []}, "rs")
                 yield self._grown(text)
             case ToolCallStart(index=index) if self._max_calls is not None and index >= self._max_calls:
                 return
             case ToolCallStart(id=call_id, name=name):
-                self._unsent_logprobs.clear()
                 yield from self._closed()
                 yield from self._call_begun(call_id, name)
             case ToolCallArguments(json_fragment=fragment) if self._is_in_call:
@@ -110,6 +110,10 @@ class ResponseItems:
                 yield from self._call_ended()
             case ToolCallCut(text=text) if self._is_in_call:
                 yield from self._call_cut(text)
+
+    @property
+    def _is_in_message(self) -> bool:
+        return not self._items or (self._is_open and self._items[-1]["type"] == "message")
 
     @property
     def _is_in_call(self) -> bool:

@@ -8,6 +8,7 @@ the model's answer, other items in the user's turn.
 import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,13 +57,16 @@ def tools_in(items: Sequence[Item]) -> list[FlatTool]:
     found: list[FlatTool] = []
     for place, item in enumerate(items):
         if item.kind in ("tool_search_output", "additional_tools"):
+            given = item.fields.get("tools") or []
+            if isinstance(given, list) and len(given) > MAX_TOOLS:
+                raise refused(
+                    f"input[{place}].tools: {len(given)} tools, at most {MAX_TOOLS} are read", "input"
+                )
             try:
-                found += _TOOLS.validate_python(item.fields.get("tools") or [])
+                found += _TOOLS.validate_python(given)
             except ValidationError as error:
                 what = error.errors()[0]
                 raise refused(f"input[{place}].tools: {what['msg']}", "input") from error
-    if len(found) > MAX_TOOLS:
-        raise refused(f"input: {len(found)} tools: its items may bring at most {MAX_TOOLS}", "input")
     return found
 
 
@@ -137,7 +141,7 @@ class _Reader:
         value = self.given.get(field)
         return value if isinstance(value, str) else None
 
-    def text(self, field: str) -> str:
+    def text(self, field: str, separator: str = "") -> str:
         """A field as text: a string, parts, an object that holds either, or any other value as JSON."""
         value = self.given.get(field)
         if isinstance(value, Mapping):
@@ -149,7 +153,7 @@ class _Reader:
             return self.json(field)
         if len(value) > MAX_PARTS:
             raise refused(f"{self.place}.{field}: {len(value)} parts: at most {MAX_PARTS} are read", "input")
-        return text_of_content(value, f"{self.place}.{field}")
+        return text_of_content(value, f"{self.place}.{field}", separator)
 
     def json(self, field: str) -> str:
         """A field as JSON; a string is JSON already, and nothing is an object without fields."""
@@ -187,11 +191,9 @@ def _thought(fields: _Reader) -> str:
     """The text of a thought, or what was told of it."""
     text, hidden = fields.text("content"), fields.name("encrypted_content") or ""
     if not text and hidden.startswith(_SEAL):
-        try:
+        with suppress(ValueError):  # damaged on its way: its summary, if there is one, is all that is known
             return base64.b64decode(hidden.removeprefix(_SEAL), validate=True).decode()
-        except ValueError:  # another server's, or damaged: nobody can read it
-            return fields.text("summary")
-    return text or fields.text("summary")
+    return text or fields.text("summary", "\n\n")
 
 
 def _turn(kind: str, fields: _Reader) -> Fields:

@@ -17,6 +17,7 @@ from coldstream.server.http.custom_tools import function_of_custom
 from coldstream.server.http.fields import Body, Flag, Name, Text
 from coldstream.server.http.problems import refused
 
+_MAX_GIVEN: Final = 8 * MAX_TOOLS  # many may be the same, found again and again
 _SEPARATOR: Final = "__"
 _MAX_NAME_CHARS: Final = 128
 _NO_NAME_CHARS: Final = re.compile(r"[^\w.:/-]", re.ASCII)
@@ -70,6 +71,11 @@ class OfferedTools:
     """
 
     def __init__(self, tools: Sequence[FlatTool], loaded: Sequence[FlatTool] = ()) -> None:
+        num_given = sum(max(1, len(tool.tools or ())) for tool in (*tools, *loaded))
+        if num_given > _MAX_GIVEN:
+            raise refused(
+                f"tools: {num_given} with those of namespaces, at most {_MAX_GIVEN} are read", "tools"
+            )
         self.shown = [tool for tool in tools if _is_offered(tool)]
         self._by_name: dict[str, OfferedTool] = {}
         self._names: dict[_Identity, str] = {}
