@@ -4,10 +4,10 @@ Whatever a client offers, the model is offered functions: a custom tool is one o
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from coldstream.server.http.custom_tools import function_of_custom
 from coldstream.server.http.fields import Body, Name, Text
@@ -75,7 +75,15 @@ class CustomTool(Body):
         return Tool.model_validate({"type": "function", "function": function})
 
 
-AnyTool = Annotated[Tool | CustomTool, Field(discriminator="type")]
+def _type_of(given: Any) -> Any:
+    return given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
+
+
+# Tags begin with a capital letter, so that errors name fields alone.
+AnyTool = Annotated[
+    Annotated[Tool, Tag("Function")] | Annotated[CustomTool, Tag("Custom")],
+    Discriminator(lambda given: "Custom" if _type_of(given) == "custom" else "Function"),
+]
 
 
 class Named(Body):
@@ -114,7 +122,10 @@ class AllowedChoice(Body):
     allowed_tools: AllowedTools
 
 
-OneOrSome = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
+OneOrSome = Annotated[
+    Annotated[NamedChoice, Tag("One")] | Annotated[AllowedChoice, Tag("Some")],
+    Discriminator(lambda given: "Some" if _type_of(given) == "allowed_tools" else "One"),
+]
 Choice = Literal["none", "auto", "required"] | OneOrSome
 
 
