@@ -17,6 +17,7 @@ from playwright.sync_api import (
     Locator,
     Page,
     Request,
+    ViewportSize,
     expect,
     sync_playwright,
 )
@@ -31,6 +32,7 @@ from coldstream.server.local_client import LocalClient
 from coldstream.server.web_server import WebServer, bind, url_of
 
 WAIT_S = 60.0
+WIDE: ViewportSize = {"width": 1280, "height": 900}
 CHROMIUM = shutil.which("chromium")
 
 MARKDOWN = """# Title

@@ -12,6 +12,7 @@ from page_visits import (
     CHROMIUM,
     MARKDOWN,
     WAIT_S,
+    WIDE,
     Author,
     Visit,
     browsing,
@@ -24,13 +25,13 @@ from page_visits import (
 )
 from playwright.sync_api import Browser, expect
 
-from coldstream.errors import GenerationFault, QueueFullError
+from coldstream.errors import GenerationFault, OutOfMemoryError, QueueFullError
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.local_client import LocalClient
 from http_serving import WithTemplate, open_demo
 
 KEY = "correct-horse"
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 667}
+PHONE = {"width": 375, "height": 667}
 # A page that a keyboard on the screen leaves little of.
 UNDER_KEYBOARD = {"width": 375, "height": 330}
 LONG = "\n\n".join(f"Paragraph {number} of a long answer." for number in range(60))
@@ -270,6 +271,14 @@ def test_conversations_are_exported_and_imported(visit: Open, author: Author, tm
         assert each.texts == ["a question", "an answer"]
         expect(each.button("Continue")).to_be_visible()
         given = json.loads(exported.read_text())
+        given["conversations"][0]["messages"][1]["calls"] = [{"name": "look", "arguments": '{"at": "it"}'}]
+        exported.write_text(json.dumps(given))
+        file.set_input_files(exported)
+        expect(each.kept).to_have_count(2)
+        call = each.page.locator(".call")
+        expect(call.locator("pre")).to_be_hidden()
+        call.get_by_text("Tool call: look").click()
+        assert json.loads(call.locator("pre").inner_text()) == {"at": "it"}
         given["conversations"][0]["messages"][1]["role"] = "system"
         exported.write_text(json.dumps(given))
         for broken in (
@@ -282,7 +291,7 @@ def test_conversations_are_exported_and_imported(visit: Open, author: Author, tm
             file.set_input_files(exported)
             expect(each.page.get_by_role("alert")).to_contain_text("The file cannot be imported")
             each.button("Close").click()
-        expect(each.kept).to_have_count(1)
+        expect(each.kept).to_have_count(2)
 
 
 def test_two_tabs_never_overwrite_each_others_conversations(visit: Open, author: Author) -> None:
@@ -393,9 +402,12 @@ def test_what_is_refused_for_a_while_is_sent_again(visit: Open, author: Author) 
         author.answers(each, "answered")
         expect(alert).to_be_hidden()
         assert each.prompt.input_value() == ""
-        author.refusal = ServiceUnavailable("the engine is loading", 1.0)
+        author.refusal = OutOfMemoryError("no blocks are free")
         each.prompt.focus()
         each.say("two")
+        expect(alert).to_contain_text("Not enough memory")
+        author.refusal = ServiceUnavailable("the engine is loading", 1.0)
+        each.button("Try again").click()
         expect(alert).to_contain_text("The engine is not ready")
         author.refusal = None
         author.answers(each, "by itself")
@@ -445,7 +457,7 @@ def test_an_answer_goes_on_while_another_conversation_is_read(visit: Open, autho
         expect(each.messages.last).to_contain_text("begun, and ended")
 
 
-def test_a_thought_and_a_call_are_folded_and_can_be_opened(visit: Open, author: Author) -> None:
+def test_a_thought_is_folded_and_can_be_opened(visit: Open, author: Author) -> None:
     thinker = WithTemplate(author)  # type: ignore[arg-type]
     try:
         with visit(thinker) as each:
@@ -528,6 +540,9 @@ def test_a_phone_shows_send_and_stop_and_needs_no_sideways_scrolling(
         assert contrast(colour(page, "--bad"), colour(page, "--bad-ground")) >= 4.5
         sizes = page.locator("button:visible").evaluate_all("all => all.map(b => b.offsetHeight)")
         assert min(sizes) >= 44
+        each.button("Conversations").tap()
+        each.button("Close conversations").tap()
+        expect(page.locator("#list")).to_be_hidden()
         each.button("Conversations").tap()
         page.locator("#conversations .open").tap()
         expect(page.locator("#list")).to_be_hidden()

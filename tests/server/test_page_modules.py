@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from page_visits import CHROMIUM, MARKDOWN, browsing, serving, visiting
-from playwright.sync_api import Browser, Page
+from page_visits import CHROMIUM, MARKDOWN, WIDE, Author, browsing, serving, visiting
+from playwright.sync_api import Browser, Page, expect
 
 from coldstream.server.local_client import LocalClient
 
@@ -88,3 +88,21 @@ def test_the_oldest_conversations_go_when_there_are_too_many(page: Page) -> None
         }"""
     )
     assert titles == [["c5", "c4", "c3", "c2"], ["big2", "big1"]]
+
+
+def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_client: LocalClient) -> None:
+    author = Author(local_client)
+    context = browser.new_context(viewport=WIDE)
+    context.add_init_script(
+        """for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) {
+            Object.defineProperty(window, name, { get() { throw new DOMException('no', 'SecurityError'); } });
+        }"""
+    )
+    with serving(author) as url, visiting(context, url) as each:
+        each.say("one")
+        author.answers(each, "kept for now")
+        expect(each.page.locator("#list-note")).to_contain_text("This browser keeps nothing")
+        each.opened("New chat")
+        each.kept.click()
+        expect(each.messages.last).to_contain_text("kept for now")
+        assert each.complaints == []

@@ -22,6 +22,7 @@ _MODULES: Final = (
     "engine.js",
     "follow.js",
     "heat_map.js",
+    "kept.js",
     "list.js",
     "markdown.js",
     "message.js",

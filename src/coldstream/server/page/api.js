@@ -1,7 +1,9 @@
 // Requests to the server that this page came from, with the key where it wants one.
 
+import { keep, kept } from "./kept.js";
+
 const STORED = "coldstream-key";
-let key = sessionStorage.getItem(STORED) ?? "";
+let key = kept("sessionStorage", STORED) ?? "";
 
 export class ServerError extends Error {
   // status: of HTTP; 0 if no answer came, or only a part of one. code: of the error's body, or null
@@ -15,7 +17,7 @@ export class ServerError extends Error {
 // Kept until the tab is closed.
 export function useKey(text) {
   key = text;
-  sessionStorage.setItem(STORED, text);
+  keep("sessionStorage", STORED, text);
 }
 
 export const hasKey = () => key !== "";

@@ -6,6 +6,7 @@ import { element, iconButton, make, textButton } from "./elements.js";
 import { Engine } from "./engine.js";
 import { Follower } from "./follow.js";
 import { HeatMap } from "./heat_map.js";
+import { keep, kept } from "./kept.js";
 import { List } from "./list.js";
 import { count } from "./message.js";
 import { arrangePanels, closeOverlays } from "./panels.js";
@@ -35,7 +36,7 @@ const list = new List(chat, store, {
   opened: () => {
     hideProblem();
     closeOverlays();
-    prompt.focus({ preventScroll: true });
+    focusPrompt();
   },
   problem: (error) => showProblem(error, null),
 });
@@ -46,7 +47,8 @@ function changed() {
   element("send").disabled = chat.isRunning;
   element("stop").hidden = !chat.isRunning;
   element("welcome").hidden = !chat.isEmpty;
-  sessionStorage.setItem(OPEN, chat.conversation.id);
+  keep("sessionStorage", OPEN, chat.conversation.id);
+  document.title = [chat.conversation.title, "coldstream"].filter(Boolean).join(" · ");
   list.refresh();
 }
 
@@ -60,14 +62,19 @@ async function send() {
 
 function setDraft(text) {
   prompt.value = text;
-  sessionStorage.setItem(DRAFT, text);
+  keep("sessionStorage", DRAFT, text);
+}
+
+// On a touch screen the focus would open a keyboard over what is read.
+function focusPrompt() {
+  if (!isTouched.matches) prompt.focus({ preventScroll: true });
 }
 
 function begin() {
   chat.begin();
   hideProblem();
   closeOverlays();
-  prompt.focus();
+  focusPrompt();
 }
 
 function showProblem(error, retry) {
@@ -135,10 +142,10 @@ prompt.addEventListener("keydown", (event) => {
   event.preventDefault();
   send();
 });
-prompt.addEventListener("input", () => sessionStorage.setItem(DRAFT, prompt.value));
+prompt.addEventListener("input", () => keep("sessionStorage", DRAFT, prompt.value));
 element("stop").addEventListener("click", () => {
   chat.stop();
-  prompt.focus();
+  focusPrompt();
 });
 element("new").addEventListener("click", begin);
 element("open-settings").addEventListener("click", () => element("settings").showModal());
@@ -155,7 +162,7 @@ keyForm.addEventListener("submit", (event) => {
   element("key").value = "";
   keyForm.hidden = true;
   hideProblem();
-  prompt.focus();
+  focusPrompt();
   engine.start();
 });
 // Where the browser does not shrink the page for a keyboard on the screen, the page does it by itself.
@@ -170,8 +177,8 @@ store.onChange((id) => {
 });
 restoreSettings();
 arrangePanels();
-prompt.value = sessionStorage.getItem(DRAFT) ?? "";
-await chat.open(sessionStorage.getItem(OPEN) ?? "");
+prompt.value = kept("sessionStorage", DRAFT) ?? "";
+await chat.open(kept("sessionStorage", OPEN) ?? "");
 changed();
 engine.start();
-prompt.focus();
+focusPrompt();

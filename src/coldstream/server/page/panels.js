@@ -17,8 +17,9 @@ export function arrangePanels() {
       const isOpening = each.panel.hidden;
       closeOverlays();
       show(each, isOpening);
-      if (isOpening && !each.fits.matches) each.panel.querySelector("button, input, canvas")?.focus();
+      if (isOpening && !each.fits.matches) each.panel.focus();
     });
+    each.panel.querySelector(".close").addEventListener("click", closeOverlays);
   }
   scrim.addEventListener("click", closeOverlays);
 }

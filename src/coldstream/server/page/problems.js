@@ -19,9 +19,12 @@ export function explained(error) {
     return { ...problem("The server is busy", "Other requests wait already. Try again in a moment.", ["retry"]), detail: message };
   }
   if (code === "model_unavailable") return problem("The model cannot be used", message, ["retry"]);
-  if (status === 503) {
+  if (status === 503 && code !== "out_of_memory") {
     const text = "The message is sent as soon as the engine is ready.";
     return { ...problem("The engine is not ready", text, ["retry"]), detail: message, whenReady: true };
+  }
+  if (code === "out_of_memory") {
+    return { ...problem("Not enough memory", "Try again once other answers have ended, or begin a shorter chat.", ["retry", "new"]), detail: message };
   }
   if (status === 413) return problem("The message is too long", message, ["new"]);
   if (error.isStorage) {
@@ -30,7 +33,7 @@ export function explained(error) {
   if (error.isImport) return problem("The file cannot be imported", message, []);
   if (error.isSetting) return problem("A setting cannot be used", message, ["settings"]);
   if (status === 0) return problem("No connection", `${message} Check that it runs, and try again.`, ["retry"]);
-  return problem("The server refused the request", message, ["retry"]);
+  return problem(status >= 500 ? "The server could not answer" : "The server refused the request", message, ["retry"]);
 }
 
 const problem = (title, text, buttons) => ({ title, text, buttons, detail: "", whenReady: false });

@@ -1,6 +1,7 @@
 // The settings of answers: kept in this browser, shown beside the model's own, and as fields of a request.
 
 import { element } from "./elements.js";
+import { keep, kept } from "./kept.js";
 
 const STORED = "coldstream-settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
@@ -11,7 +12,7 @@ export class SettingError extends Error {
 }
 
 export function restoreSettings() {
-  const saved = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+  const saved = JSON.parse(kept("localStorage", STORED) ?? "{}");
   for (const name of NAMES) {
     element(name).value = saved[name] ?? "";
     element(name).addEventListener("change", save);
@@ -61,5 +62,5 @@ function number(name) {
 }
 
 function save() {
-  localStorage.setItem(STORED, JSON.stringify(Object.fromEntries(NAMES.map((name) => [name, element(name).value]))));
+  keep("localStorage", STORED, JSON.stringify(Object.fromEntries(NAMES.map((name) => [name, element(name).value]))));
 }
