@@ -31,7 +31,7 @@ from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
 from coldstream.server.web_server import WebServer, bind, url_of
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 WIDE: ViewportSize = {"width": 1280, "height": 900}
 CHROMIUM = shutil.which("chromium")
 
