@@ -6,6 +6,7 @@ model goes on with its last answer.
 
 import argparse
 import asyncio
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def picture(browser: Browser, url: str, path: Path, look: dict[str, Any]) -> Non
     page.get_by_role("button", name="Continue").click()
     expect(page.locator("#messages article").last).to_have_attribute("aria-busy", "false")
     expect(page.locator(".note").last).to_contain_text("tokens/s")
+    expect(page.locator("#experts-summary")).to_have_text(re.compile(r", [1-9]\d* used lately"))
     page.screenshot(path=path)
     context.close()
 

@@ -366,7 +366,7 @@ def test_an_answer_that_was_cut_is_continued(visit: Open, author: Author) -> Non
         author.answers(each, "one, two", "length")
         expect(each.page.locator(".note").last).to_contain_text("reached its token limit")
         each.button("Continue").press("Enter")
-        author.answers(each, ", three")
+        assert author.answers(each, ", three").prompt.endswith("one, two")
         assert each.texts == ["count", "one, two, three"]
         expect(each.button("Continue")).to_have_count(0)
         assert bodies[1]["messages"][-1] == {"role": "assistant", "content": "one, two"}
