@@ -238,6 +238,7 @@ def test_conversations_are_kept_listed_renamed_and_deleted(visit: Open, author: 
         each.button("Rename first question").press("Enter")
         page.get_by_label("Title").fill("the <i>first</i>")
         page.keyboard.press("Enter")
+        expect(each.kept.first).to_be_focused()
         expect(each.kept.first).to_have_text("the <i>first</i>")
         page.get_by_label("Search conversations").fill("SECOND answer")
         expect(each.kept).to_have_text(["second question"])
@@ -450,10 +451,14 @@ def test_an_answer_goes_on_while_another_conversation_is_read(visit: Open, autho
         each.opened("New chat")
         each.say("quick")
         author.answers(each, "done")
+        expect(each.kept).to_have_text(["quick", "slow"])
+        each.kept.filter(has_text="slow").focus()
         answer.write(", and ended")
         answer.end()
+        expect(each.kept).to_have_text(["slow", "quick"])
+        expect(each.kept.filter(has_text="slow")).to_be_focused()
         assert each.texts == ["quick", "done"]
-        each.kept.filter(has_text="slow").click()
+        each.page.keyboard.press("Enter")
         expect(each.messages.last).to_contain_text("begun, and ended")
 
 
@@ -564,19 +569,6 @@ def test_every_control_has_a_name_and_the_map_is_read_by_keys(visit: Open) -> No
         expect(page.locator("#experts-cell")).to_have_text(re.compile(r"Layer 0, expert 1: used by \d+ %"))
         page.keyboard.press("ArrowDown")
         expect(page.locator("#experts-cell")).to_contain_text("Layer 1, expert 1")
-
-
-def test_motion_is_only_for_those_who_want_it(visit: Open, author: Author) -> None:
-    with visit(author) as each:
-        each.say("hi")
-        answer = author.asked()
-        waiting = each.page.locator(".waiting")
-        moves = "each => getComputedStyle(each, '::before').animationName"
-        assert waiting.evaluate(moves) != "none"
-        each.page.emulate_media(reduced_motion="reduce")
-        assert waiting.evaluate(moves) == "none"
-        answer.end()
-        each.answered()
 
 
 def test_the_policy_lets_nothing_but_the_files_of_the_server_run(visit: Open) -> None:

@@ -1,4 +1,4 @@
-"""Modules of the page by themselves, in a real browser: what a visit would show too late or too slowly."""
+"""Parts of the page by themselves, in a real browser: what a visit would show too late or too slowly."""
 
 from collections.abc import Iterator
 
@@ -106,3 +106,17 @@ def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_cli
         each.kept.click()
         expect(each.messages.last).to_contain_text("kept for now")
         assert each.complaints == []
+
+
+def test_motion_is_only_for_those_who_want_it(browser: Browser, local_client: LocalClient) -> None:
+    author = Author(local_client)
+    with serving(author) as url, visiting(browser.new_context(), url) as each:
+        each.say("hi")
+        answer = author.asked()
+        waiting = each.page.locator(".waiting")
+        moves = "each => getComputedStyle(each, '::before').animationName"
+        assert waiting.evaluate(moves) != "none"
+        each.page.emulate_media(reduced_motion="reduce")
+        assert waiting.evaluate(moves) == "none"
+        answer.end()
+        each.answered()

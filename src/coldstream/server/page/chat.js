@@ -187,7 +187,7 @@ export class Chat {
       run.savedAt = performance.now();
       this.save(run.conversation);
     }
-    if (run.frame || run.timer || run.conversation !== this.conversation) return;
+    if (run.frame || run.timer) return;
     run.timer = setTimeout(() => {
       run.timer = 0;
       run.frame = requestAnimationFrame(() => {
@@ -226,7 +226,6 @@ export class Chat {
   }
 
   showMessage(message, path) {
-    if (!path.includes(message)) return;
     let view = this.views.get(message.id);
     if (!view) {
       view = new MessageView(message, {

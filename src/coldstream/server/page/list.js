@@ -14,6 +14,8 @@ export class List {
     this.store = store;
     this.on = on;
     this.items = element("conversations");
+    this.numRefreshes = 0;
+    this.shown = ""; // what the list shows, as JSON
     this.search = element("search");
     this.search.addEventListener("input", () => this.refresh());
     element("export").addEventListener("click", async () => download("conversations", await store.all()));
@@ -26,16 +28,29 @@ export class List {
     if (!store.isLasting) element("list-note").textContent = "This browser keeps nothing: conversations end with this tab.";
   }
 
-  // Shows the list as it is kept now. A title that is being written stays.
+  // Shows the list as it is kept now. A title that is being written stays, and so does the focus.
   async refresh() {
+    this.numRefreshes += 1;
+    const number = this.numRefreshes;
     const words = this.search.value.trim();
     const shown = words ? await this.store.all(words) : await this.store.list();
-    if (this.items.querySelector("input")) return;
+    if (number !== this.numRefreshes || this.items.querySelector("input")) return;
+    const { id: current } = this.chat.conversation;
+    const state = JSON.stringify([words, current, shown.map(({ id, title }) => [id, title, this.chat.isAnswering(id)])]);
+    if (state === this.shown) return;
+    this.shown = state;
+    const focused = document.activeElement.closest("#conversations li");
+    const place = focused ? [...focused.querySelectorAll("button")].indexOf(document.activeElement) : -1;
     this.items.replaceChildren(...shown.map((each) => this.item(each)));
+    if (focused) this.focus(focused.dataset.id, place);
     if (shown.length === 0) {
       this.items.append(make("li", "help none", words ? "No conversation has these words." : "No conversations yet."));
     }
     element("export").disabled = shown.length === 0;
+  }
+
+  focus(id, place) {
+    this.items.querySelector(`[data-id="${id}"]`)?.querySelectorAll("button")[place]?.focus();
   }
 
   item({ id, title }) {
@@ -50,6 +65,7 @@ export class List {
       this.on.opened();
     });
     const item = make("li", isCurrent ? "current" : "", open);
+    item.dataset.id = id;
     if (this.chat.isAnswering(id)) item.classList.add("answering");
     const tools = make("span", "tools");
     tools.append(
@@ -67,21 +83,23 @@ export class List {
     field.maxLength = MAX_TITLE;
     field.setAttribute("aria-label", "Title");
     let isOver = false;
-    const end = async (isKept) => {
+    const end = async (isKept, isByKey) => {
       if (isOver) return;
       isOver = true;
       const title = field.value.trim();
       field.remove();
       if (isKept && title && title !== name) await this.chat.rename(id, title);
+      this.shown = "";
       await this.refresh();
+      if (isByKey) this.focus(id, 0);
     };
     field.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== "Escape") return;
       event.preventDefault();
       event.stopPropagation();
-      end(event.key === "Enter");
+      end(event.key === "Enter", true);
     });
-    field.addEventListener("blur", () => end(true));
+    field.addEventListener("blur", () => end(true, false));
     item.replaceChildren(field);
     field.select();
   }
