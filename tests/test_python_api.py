@@ -140,7 +140,7 @@ def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         assert (field.name, parameter.default) == (field.name, default)
         accepted = get_type_hints(EngineConfig)[field.name]
-        if field.name in ("model", "plan", "model_draft"):
+        if field.name in ("model", "plan", "model_draft", "chat_template"):
             accepted = accepted | os.PathLike[str]
         assert (field.name, hints[field.name]) == (field.name, accepted)
         assert field.name == "model" or parameter.kind is inspect.Parameter.KEYWORD_ONLY

@@ -258,3 +258,39 @@ def test_signals_lent_to_an_event_loop_come_back() -> None:
 def test_sc02_of_several_keys_none_fills_the_queue(num_keys: int, share: int | None) -> None:
     limits = limits_of(3, num_keys)
     assert (limits.max_running, limits.max_waiting, limits.max_waiting_of_owner) == (3, 512, share)
+
+
+def test_the_chat_template_and_its_settings_are_those_of_the_options(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}{{ ' = 1' if enable_thinking else '' }}")
+    options = ["--chat-template", str(template), "--chat-template-kwargs", '{"enable_thinking": true}']
+    with serving(*options) as (_, client):
+        props = client.get("/props").json()
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        lengths = [
+            client.post("/v1/chat/completions", json={**body, **more}).json()["usage"]["prompt_tokens"]
+            for more in ({}, {"enable_thinking": False})
+        ]
+    assert (props["chat_template"], props["chat_template_kwargs"]) == (
+        template.read_text(),
+        {"enable_thinking": True},
+    )
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"depth": 1}', "chat template setting 'depth': unknown"),
+        ('{"enable_thinking": "yes"}', "expected a bool"),
+        ('{"reasoning_effort": "frantic"}', "'frantic' is none of none, minimal"),
+    ],
+)
+def test_template_settings_that_cannot_be_are_refused_at_the_start(
+    run: Run, kwargs: str, problem: str
+) -> None:
+    code, _, message = run("serve", "--chat-template-kwargs", kwargs)
+    assert code == 2
+    assert problem in message

@@ -30,7 +30,7 @@ def test_layers_that_are_placed_like_experts_are_none(
         ctx_size=64,
         tier="cuda",
         threads=1,
-        config=SimpleNamespace(device="cuda"),
+        config=SimpleNamespace(device="cuda", chat_template=None),
         seed=None,
         warnings=(),
     )

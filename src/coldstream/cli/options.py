@@ -106,6 +106,25 @@ def common_options(command: Command) -> Command:
     return show(foreign_options(command))
 
 
+def chat_template_options(command: Command) -> Command:
+    """The chat template, and what it is given."""
+    return _apply(
+        command,
+        option(
+            "--chat-template",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Use the Jinja template in FILE instead of the model's own.",
+        ),
+        option(
+            "--chat-template-kwargs",
+            type=parse_json_object,
+            metavar="JSON",
+            help="Variables for the chat template, as JSON.",
+        ),
+    )
+
+
 def engine_options(command: Command) -> Command:
     """The fields of `EngineConfig` other than the model."""
     cache_types = "|".join(INTEGER_CACHE_TYPES)

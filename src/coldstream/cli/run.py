@@ -17,10 +17,10 @@ from coldstream.cli.kept_chat import KeptChat
 from coldstream.cli.main import Session
 from coldstream.cli.model_argument import complete_model, is_bundled, model_or_bundled, with_bundled_drafter
 from coldstream.cli.options import (
+    chat_template_options,
     common_options,
     engine_config,
     engine_options,
-    parse_json_object,
     sampling_options,
     sampling_params,
 )
@@ -72,12 +72,7 @@ def _not_an_argument(words: Sequence[str], ctx: click.Context) -> click.UsageErr
     default=None,
     help="Print the prompt before what continues it [default: on a terminal].",
 )
-@click.option(
-    "--chat-template-kwargs",
-    type=parse_json_object,
-    metavar="JSON",
-    help="Variables for the chat template, as JSON.",
-)
+@chat_template_options
 @click.option(
     "--history/--no-history",
     default=True,
@@ -119,7 +114,9 @@ def command(
         if session.verbose:
             note("\n".join(f"{name}: {value}" for name, value in asdict(llm.opened.config).items()))
         params = sampling_params(options, llm.opened.default_sampling)
-        raw = raw or not llm.opened.has_chat_template or is_bundled(llm.opened.runner.file)
+        opened = llm.opened
+        completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
+        raw = raw or not opened.has_chat_template or completes
         kept = _kept_chat(llm) if history and prompt is None else None
         chat = Chat(llm, params, system_prompt, chat_template_kwargs, raw=raw, kept=kept)
         if prompt is None:

@@ -14,7 +14,12 @@ import click
 
 from coldstream.cli.main import Session
 from coldstream.cli.model_argument import complete_model, model_or_bundled
-from coldstream.cli.options import common_options, engine_config, engine_options
+from coldstream.cli.options import (
+    chat_template_options,
+    common_options,
+    engine_config,
+    engine_options,
+)
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.engine.limits import MAX_RUNNING, EngineLimits
 from coldstream.engine.sizes import parse_size
@@ -26,18 +31,19 @@ if TYPE_CHECKING:
     from coldstream.server.messages import PromptCache
 
 _STDERR: Final = 2
+_SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget")
 _PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 class _Serve(click.Command):
-    """Shows the options of `engine_options` but for that of tests and one that few want, so that what matters
-    is found.
+    """Shows the options of `engine_options` but for that of tests and those that few want, so that what
+    matters is found.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
         for param in params:
-            if isinstance(param, click.Option) and param.name in ("tier", "attention_window"):
+            if isinstance(param, click.Option) and param.name in _SELDOM:
                 param.hidden = True
         return params
 
@@ -102,6 +108,7 @@ def parse_parallel(text: str) -> int:
     default="text",
     help="What a line of the log is [default: text].",
 )
+@chat_template_options
 @engine_options
 @common_options
 @click.pass_obj
@@ -119,6 +126,7 @@ def command(
     kept: tuple[str, ...],
     drop_volatile: bool,
     log_format: "LogFormat",
+    chat_template_kwargs: Mapping[str, Any] | None,
     **options: Any,
 ) -> int:
     """Serve MODEL, the bundled demo model by default, over OpenAI's and Anthropic's interfaces.
@@ -140,6 +148,7 @@ def command(
         allowed_hosts=tuple(name for name in allowed if "://" not in name),
         allowed_origins=tuple(name for name in allowed if "://" in name),
         drop_volatile=drop_volatile,
+        chat_template_kwargs=chat_template_kwargs or {},
     )
     check_exposure(settings)
     return _serve(session, settings, model, alias, parallel, kept, log_format, options)

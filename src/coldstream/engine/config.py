@@ -105,6 +105,7 @@ class EngineConfig:
     # Whole contexts that there is memory for together; auto: as many as a share of the memory holds.
     parallel: int | Literal["auto"] = 1
     seed: int | None = None  # for requests that name none; None: a fresh one for each
+    chat_template: str | None = None  # a file with a template to be used instead of the model's own
     offline: bool = False  # never ask the hub; only local files and its cache
 
     def __post_init__(self) -> None:
@@ -140,6 +141,13 @@ class EngineConfig:
             _check_integer("parallel", self.parallel, 1, MAX_PARALLEL)
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
+        if self.chat_template is not None and (
+            not isinstance(self.chat_template, str) or not self.chat_template
+        ):
+            raise ConfigError(
+                "chat_template (--chat-template) must be the path of a file with a Jinja template, not "
+                f"{shown(self.chat_template)}"
+            )
         if not isinstance(self.offline, bool):
             raise ConfigError(f"offline must be True or False, not {shown(self.offline)}")
 
@@ -180,7 +188,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
-        """The configuration with these fields; `model`, `plan` and `model_draft` may be path objects.
+        """The configuration with these fields; paths may be path objects.
 
         Raises ConfigError, with advice, for a key that is none.
         """
@@ -190,7 +198,7 @@ class EngineConfig:
                 raise ConfigError(f"unknown setting {key}: {_advice(key, names)}")
         paths = {
             name: os.fspath(options[name])
-            for name in ("model", "plan", "model_draft")
+            for name in ("model", "plan", "model_draft", "chat_template")
             if isinstance(options.get(name), os.PathLike)
         }
         return cls(**{**options, **paths})

@@ -73,6 +73,7 @@ class LLM:
         tree_budget: int | Literal["auto"] = "auto",
         parallel: int | Literal["auto"] = 1,
         seed: int | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         offline: bool = False,
         policy: Policy | None = None,
         executor: ExecutorFactory | None = None,
@@ -101,6 +102,7 @@ class LLM:
         parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of
             the memory holds. Prompts of a list share it, however many they are.
         seed: for requests that name none; None: a fresh one for each.
+        chat_template: a file with a Jinja template to be used instead of the model's own.
         offline: never ask the hub.
         policy: decides which experts stay in fast memory, for this model alone; None: the product's.
         executor: makes the object that computes routed experts on a GPU, from the product's own; None: that.
@@ -123,6 +125,7 @@ class LLM:
             "tree_budget": tree_budget,
             "parallel": parallel,
             "seed": seed,
+            "chat_template": chat_template,
             "offline": offline,
         }
         config = EngineConfig.from_options({**settings, **unknown})

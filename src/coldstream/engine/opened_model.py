@@ -17,16 +17,19 @@ from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.planned import Planned
 from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import (
+    ConfigError,
     InconsistentError,
     InvalidRequestError,
     ModelFormatError,
     OutOfMemoryError,
+    TemplateError,
     host_memory_errors,
 )
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
+from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
 from coldstream.models.cpu_runner import CpuRunner
@@ -139,7 +142,7 @@ def open_model(
             tokenizer = Tokenizer.from_metadata(file.metadata)
             warnings += file_warnings(file, spec, tokenizer.vocabulary)
             default_sampling = sampling_defaults(file.metadata)
-            template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
+            template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
             taps = draft.needs.taps if draft.needs and planned.run.spec_type == "dflash" else ()
             runner = load_runner(config, file, spec, planned.run, progress, own, taps)
             try:
@@ -154,11 +157,46 @@ def open_model(
         runner,
         tokenizer,
         template,
-        CHAT_TEMPLATE_KEY in file.metadata,
+        config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata,
         default_sampling,
         warnings,
         speculation,
     )
+
+
+def chat_template_of(path: str | None, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> ChatTemplate:
+    """The template in the file at `path`, or the model's own without a path.
+
+    Raises ConfigError for a file that cannot be read, TemplateError for one that does not compile. A template
+    of the model that is broken raises when it is used.
+    """
+    if path is None:
+        return ChatTemplate.from_metadata(metadata, vocabulary)
+    template = ChatTemplate.from_metadata(metadata, vocabulary, source=_read_template(path))
+    try:
+        template.check()
+    except TemplateError:
+        template.close()
+        raise
+    return template
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SOURCE_CHARS + 1)
+        source = data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat_template (--chat-template) {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"chat_template (--chat-template) {path}: byte {error.start} is no UTF-8: it must be a text file"
+        ) from error
+    if len(data) > MAX_SOURCE_CHARS:
+        raise ConfigError(
+            f"chat_template (--chat-template) {path}: more than {MAX_SOURCE_CHARS} bytes: is it a template?"
+        )
+    return source
 
 
 def load_runner(

@@ -34,9 +34,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError
+from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError, shown
 from coldstream.gguf.fitted_messages import fitted_messages
-from coldstream.gguf.template_capabilities import TemplateCapabilities
+from coldstream.gguf.template_capabilities import EFFORTS, TemplateCapabilities
 from coldstream.gguf.template_process import Rendering, TemplateLimits, TemplateProcess
 from coldstream.gguf.tokenizer import Segment
 from coldstream.gguf.vocabulary import Vocabulary
@@ -88,8 +88,9 @@ class ChatTemplate:
         metadata: Mapping[str, Any],
         vocabulary: Vocabulary | None = None,
         limits: TemplateLimits | None = None,
+        source: str | None = None,
     ) -> "ChatTemplate":
-        """The template of a file, whose vocabulary is read again unless given.
+        """The template of a file, whose vocabulary is read again unless given, or that of `source`.
 
         A template that is absent or broken is no reason not to load a model: it raises when used, and plain
         completion works. Raises as `Vocabulary.from_metadata` does.
@@ -97,7 +98,13 @@ class ChatTemplate:
         vocabulary = vocabulary or Vocabulary.from_metadata(metadata)
         ids = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id, "pad_token": vocabulary.pad_id}
         texts = {name: vocabulary.tokens[index] for name, index in ids.items() if index is not None}
-        return cls(metadata.get(FIELD), vocabulary.control_ids, texts, limits)
+        own = metadata.get(FIELD) if source is None else source
+        return cls(own, vocabulary.control_ids, texts, limits)
+
+    @property
+    def source(self) -> str | None:
+        """The template as it was written; None if there is none."""
+        return self._source if isinstance(self._source, str) else None
 
     def check(self) -> None:
         """Compile now, so that the first rendering is as quick as the others. Raises `TemplateError`."""
@@ -120,7 +127,7 @@ class ChatTemplate:
         refuses or reaches a limit.
         """
         self._usable()
-        _check_settings(settings)
+        check_settings(settings)
         checked = [_checked_message(*item) for item in enumerate(_as_list("messages", messages))]
         tool_list = None if tools is None else _as_list("tools", tools)
         if continue_final_message:
@@ -205,7 +212,8 @@ class ChatTemplate:
                 yield match.span()
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for settings that are none of `SETTINGS`, and efforts none of `EFFORTS`."""
     for name, value in settings.items():
         if name not in SETTINGS:
             raise InvalidRequestError(
@@ -214,6 +222,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         if type(value) is not SETTINGS[name]:
             wanted, given = SETTINGS[name].__name__, type(value).__name__
             raise InvalidRequestError(f"chat template setting {name}: expected a {wanted}, got a {given}")
+    effort = settings.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequestError(f"reasoning_effort: {shown(effort)} is none of {', '.join(EFFORTS)}")
 
 
 def _as_list(name: str, values: object) -> list[Any]:

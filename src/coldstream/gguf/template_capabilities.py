@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError, shown
+from coldstream.errors import TemplateError, TemplateLimitError
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **settings) → the prompt; TemplateError
@@ -123,16 +123,9 @@ class TemplateCapabilities:
         return {effort: self._settings_of(effort, {}) for effort in EFFORTS}
 
     def with_known_effort(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """`settings` with an effort that the template knows.
-
-        Raises InvalidRequestError for an effort that is none of `EFFORTS`.
-        """
+        """`settings`, whose effort is one of `EFFORTS` if there is one, with one that the template knows."""
         effort = settings.get("reasoning_effort")
-        if effort is None:
-            return dict(settings)
-        if effort not in EFFORTS:
-            raise InvalidRequestError(f"reasoning_effort: {shown(effort)} is none of {', '.join(EFFORTS)}")
-        return self._settings_of(effort, settings)
+        return dict(settings) if effort is None else self._settings_of(effort, settings)
 
     def _settings_of(self, effort: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The nearest effort that is known, the lesser one of two as near; for the least ones no thought."""

@@ -13,7 +13,6 @@ from coldstream.engine.grammar import Grammars
 from coldstream.engine.opened_model import OpenedModel, sampling_defaults
 from coldstream.engine.request_reader import RequestReader
 from coldstream.errors import ModelChangedError
-from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -39,6 +38,7 @@ class EngineFacts:
     num_experts: int  # of all layers
     prompt_cache_bytes: int  # of RAM for kept prefixes
     warnings: tuple[str, ...] = ()
+    chat_template: str | None = None  # its source, if another one than the file's is used
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Self:
@@ -62,6 +62,7 @@ class EngineFacts:
             num_experts=placement.num_all if is_moe else 0,
             prompt_cache_bytes=opened.plan.prompt_cache_bytes,
             warnings=opened.warnings,
+            chat_template=opened.chat_template.source if opened.config.chat_template else None,
         )
 
 
@@ -89,13 +90,14 @@ class ServedModel:
                 raise ModelChangedError(f"{facts.path} was replaced while it was opened: start again")
             metadata = file.metadata
             tokenizer = Tokenizer.from_metadata(metadata)
+            template = ChatTemplate.from_metadata(metadata, tokenizer.vocabulary, source=facts.chat_template)
             return cls(
                 name,
                 created,
                 facts,
                 tokenizer,
-                ChatTemplate.from_metadata(metadata, tokenizer.vocabulary),
-                _text_or_none(metadata.get(CHAT_TEMPLATE_KEY)),
+                template,
+                template.source,
                 sampling_defaults(metadata),
                 Grammars(tokenizer),
             )
@@ -103,21 +105,20 @@ class ServedModel:
     @classmethod
     def of_opened(cls, name: str, created: int, opened: OpenedModel) -> Self:
         """A model that this process has opened itself, whose parts are shared."""
-        source = opened.runner.file.metadata.get(CHAT_TEMPLATE_KEY)
         return cls(
             name,
             created,
             EngineFacts.of(opened),
             opened.tokenizer,
             opened.chat_template,
-            _text_or_none(source),
+            opened.chat_template.source,
             opened.default_sampling,
             opened.grammars,
         )
 
     def opened_anew(self, facts: EngineFacts) -> Self:
         """This model, opened by another engine; what was read of its file is shared. Raises as `read`."""
-        if facts.fingerprint != self.facts.fingerprint:
+        if (facts.fingerprint, facts.chat_template) != (self.facts.fingerprint, self.facts.chat_template):
             return self.read(self.name, self.created, facts)
         return replace(self, facts=facts)
 
@@ -150,7 +151,3 @@ class ServedModel:
     def requests(self) -> RequestReader:
         """Makes requests of prompts and conversations. Rendering and tokenising block."""
         return RequestReader(self)
-
-
-def _text_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None

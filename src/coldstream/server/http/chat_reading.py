@@ -96,7 +96,8 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     if settings.drop_volatile:
         messages = without_volatile(messages)
     with context_errors(served, "messages"):
-        request = served.requests.of_chat(messages, params, template_settings_of(body, tools))
+        template_settings = template_settings_of(body, tools, settings.chat_template_kwargs)
+        request = served.requests.of_chat(messages, params, template_settings)
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
     has_thought = not body.continue_final_message
     if has_thought and (grammar is not None or body.thinking_budget is not None):

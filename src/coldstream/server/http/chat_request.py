@@ -169,15 +169,20 @@ class ChatRequest(ConstraintFields, SamplingFields):
         return self.max_completion_tokens or self.max_tokens
 
 
-def template_settings_of(request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What the chat template is given beside the messages. Raises ProblemError for what it has no use for."""
-    settings = dict(request.chat_template_kwargs or {})
-    for name, value in settings.items():
+def template_settings_of(
+    request: ChatRequest, tools: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What the chat template is given beside the messages, with the server's `defaults` for what the request
+    leaves open. Raises ProblemError for what the template has no use for.
+    """
+    given = request.chat_template_kwargs or {}
+    for name, value in given.items():
         if name not in SETTINGS or type(value) is not SETTINGS[name]:
             known = ", ".join(f"{each} ({kind.__name__})" for each, kind in SETTINGS.items())
             raise refused(f"chat_template_kwargs: known are {known}", "chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        settings.setdefault("reasoning_effort", request.reasoning_effort)
+    settings = {**defaults, **given}
+    if request.reasoning_effort is not None and "reasoning_effort" not in given:
+        settings["reasoning_effort"] = request.reasoning_effort
     if request.enable_thinking is not None:
         settings["enable_thinking"] = request.enable_thinking
     is_continued = bool(request.continue_final_message)

@@ -1,11 +1,13 @@
 """How the HTTP server is reached and protected. Pure data; every limit of a request stands here."""
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from coldstream.errors import ConfigError, shown
+from coldstream.errors import ConfigError, InvalidRequestError, shown
+from coldstream.gguf.chat_template import check_settings
 
 MAX_KEY_CHARS: Final = 512
 _MAX_KEY_FILE_BYTES: Final = 1 << 20
@@ -32,6 +34,8 @@ class ServerSettings:
     slow_reader_s: float = 60.0  # that a client may leave what it was sent unread
     slow_headers_s: float = 10.0  # for all headers of a request, from its connection or its first byte
     slow_body_s: float = 10.0  # between two parts of a body
+    # Of requests that give none themselves, see `chat_template.SETTINGS`.
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drop_volatile: bool = False  # leave out lines of system prompts that change, see `volatile_lines.py`
     stall_s: float = 60.0  # without progress while requests wait, until the server calls itself unhealthy
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
@@ -48,6 +52,10 @@ class ServerSettings:
             raise ConfigError("host must be an address or a name, such as 127.0.0.1, not empty")
         for key in self.api_keys:
             check_key(key)
+        try:
+            check_settings(self.chat_template_kwargs)
+        except InvalidRequestError as error:
+            raise ConfigError(f"chat_template_kwargs (--chat-template-kwargs): {error}") from error
 
     @property
     def is_loopback(self) -> bool:

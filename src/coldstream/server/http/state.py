@@ -5,9 +5,11 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
+from coldstream.errors import TemplateError
 from coldstream.server.client import EngineClient, Health, ServiceUnavailable
 from coldstream.server.http.metrics import CONTENT_TYPE, Metrics
 from coldstream.server.http.problems import Problem
@@ -47,7 +49,9 @@ def state_router(client: EngineClient, settings: ServerSettings, metrics: Metric
     @router.get("/props", response_model=None, responses=documented(Props))
     async def props() -> dict[str, Any]:
         """The model, where it lies, and what is done to be fast. Does not wait for the engine's steps."""
-        known = _props(client.model, await client.health(), await _statistics(client))
+        served = client.model
+        known = _props(served, await client.health(), await _statistics(client))
+        known |= await run_in_threadpool(_template_facts, served, settings)
         return {**known, "dropped_lines": [each.name for each in DROPPED] if settings.drop_volatile else []}
 
     @router.get("/live", response_model=None, responses=documented(Live))
@@ -110,6 +114,22 @@ def _live(health: Health, served: ServedModel | None, live: LiveState | None) ->
         "statistics": live and asdict(live.statistics),
         "experts": asdict(live.experts) if live and live.experts else None,
     }
+
+
+def _template_facts(served: ServedModel, settings: ServerSettings) -> dict[str, Any]:
+    """What the chat template accepts and what it is given for each effort; null if it cannot be used."""
+    try:
+        can = served.chat_template.capabilities
+        accepted: dict[str, Any] | None = {
+            "supports_system_role": can.accepts_system,
+            "supports_late_system_role": can.accepts_late_system,
+            "supports_tools": can.accepts_tools,
+            "requires_typed_content": can.wants_parts,
+            "reasoning_efforts": {effort: dict(given) for effort, given in can.efforts.items()},
+        }
+    except TemplateError:
+        accepted = None
+    return {"chat_template_caps": accepted, "chat_template_kwargs": dict(settings.chat_template_kwargs)}
 
 
 def _props(served: ServedModel, health: Health, statistics: EngineStatistics | None) -> dict[str, Any]:
