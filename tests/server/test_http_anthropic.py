@@ -270,3 +270,14 @@ async def test_errors_are_the_official_clients_own(claude: AsyncAnthropic, conne
         with pytest.raises(sdk.AuthenticationError):
             await official(http, "wrong").messages.create(**GREEDY)
         assert (await official(http, "secret").messages.create(**GREEDY)).role == "assistant"
+
+
+async def test_models_have_the_fields_of_the_api_that_asks(
+    claude: AsyncAnthropic, http: httpx2.AsyncClient
+) -> None:
+    (model,) = (await claude.models.list()).data
+    assert (model.id, model.type, model.display_name, model.lifecycle) == ("demo", "model", "demo", "active")
+    assert await claude.models.retrieve("demo") == model
+    listed = (await http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("demo", "demo", False)
+    assert model.created_at.timestamp() == (await http.get("/v1/models/demo")).json()["created"]

@@ -180,10 +180,37 @@ async def test_prompt_progress_is_told_to_those_who_ask(http: httpx2.AsyncClient
     body = {"messages": messages, "max_tokens": 2, "stream": True, "cache_salt": "progress"}
     text = (await http.post("/v1/chat/completions", json={**body, "return_progress": True})).text
     progress = [event["prompt_progress"] for event in events_of(text)[:-1] if "prompt_progress" in event]
-    assert progress
-    assert [each["processed"] for each in progress] == sorted(each["processed"] for each in progress)
-    assert all(0 < each["processed"] < each["total"] for each in progress)
+    assert [list(each) for each in progress] == [["total", "cache", "processed", "time_ms"]] * len(progress)
+    processed = [each["processed"] for each in progress]
+    assert len(processed) > 2
+    assert processed == sorted(set(processed))
+    assert (processed[0], processed[-1]) == (0, progress[0]["total"])
+    assert {(each["total"], each["cache"]) for each in progress} == {(processed[-1], 0)}
     assert "prompt_progress" not in (await http.post("/v1/chat/completions", json=body)).text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_prompt_progress_begins_with_the_cache_and_ends_with_the_prompt(
+    http: httpx2.AsyncClient, path: str
+) -> None:
+    text = f"# {path}\n" + "import argparse, collections\n" * 60
+    asked = (
+        {"prompt": text}
+        if path.endswith("v1/completions")
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    body = {**asked, "max_tokens": 2, "stream": True, "return_progress": True, "cache_salt": path}
+    for _ in range(2):
+        events = events_of((await http.post(path, json=body)).text)[:-1]
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert told[0]["processed"] == told[0]["cache"] > 0
+    assert told[-1]["processed"] == told[-1]["total"]
+    answer = next(index for index, event in enumerate(events) if _has_text(event))
+    assert all("prompt_progress" not in event for event in events[answer:])
+
+
+def _has_text(event: dict[str, Any]) -> bool:
+    return any(each.get("text") or (each.get("delta") or {}).get("content") for each in event["choices"])
 
 
 async def test_timings_and_cached_tokens_are_told(http: httpx2.AsyncClient) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from coldstream.engine.events import PromptProgress
+from coldstream.engine.events import Delta, Event, PromptProgress, Started
 from coldstream.engine.request import Piece, Statistics
 
 
@@ -25,10 +25,41 @@ def ending_of(piece: Piece, *, has_calls: bool = False) -> dict[str, Any]:
     return {"finish_reason": reason, "stop_reason": stop_reason}
 
 
-def prompt_progress(event: PromptProgress, num_reused: int, began: float) -> dict[str, Any]:
-    """llama.cpp's `prompt_progress`; `began` is of `time.monotonic`."""
-    elapsed_ms = int(1000 * (time.monotonic() - began))
-    return {"total": event.total, "cache": num_reused, "processed": event.done, "time_ms": elapsed_ms}
+class PromptProgressReports:
+    """llama.cpp's `prompt_progress` of one prompt, from what the cache had to the whole prompt.
+
+    `processed` begins with `cache`, only grows, and ends with `total` before the answer begins.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._total = self._cache = 0
+        self._processed = -1
+
+    def of(self, event: Event) -> dict[str, Any] | None:
+        """The report that an event of the prompt gives, if it gives one."""
+        match event:
+            case Started(num_reused=reused, prompt_tokens=total):
+                self._cache, self._total = reused, total
+                return self._report(reused)
+            case PromptProgress(done=done):
+                return self._report(done)
+            case Delta():
+                return self._report(self._total)
+            case _:
+                return None
+
+    def _report(self, processed: int) -> dict[str, Any] | None:
+        if processed <= self._processed:
+            return None
+        self._processed = processed
+        elapsed_ms = int(1000 * (time.monotonic() - self._began))
+        return {
+            "total": self._total,
+            "cache": self._cache,
+            "processed": processed,
+            "time_ms": elapsed_ms,
+        }
 
 
 def usage(of_prompts: Sequence[Sequence[Statistics]], reasoning_tokens: int | None = None) -> dict[str, Any]:

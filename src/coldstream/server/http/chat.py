@@ -11,8 +11,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from coldstream.engine.events import Delta, Event, PromptProgress, Started
-from coldstream.server.http.accounts import prompt_progress, timings, usage
+from coldstream.engine.events import Delta, Event
+from coldstream.server.http.accounts import PromptProgressReports, timings, usage
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_answer import ChatAnswer
@@ -88,6 +88,7 @@ async def _fill(chat: Chat, choices: Sequence[ChatAnswer], answers: Answers) -> 
 async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
     """The stream: roles, deltas, ends, counts. What fails in the middle is said in its last event."""
     head, choices = _Head(chat, "chat.completion.chunk"), chat.answers()
+    progress = PromptProgressReports() if chat.body.return_progress else None
     for index in range(len(choices)):
         yield head.chunk(index, {"role": "assistant", "content": ""})
     try:
@@ -96,6 +97,8 @@ async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGen
                 if item is None:
                     yield KEEP_ALIVE
                     continue
+                if progress is not None and (report := progress.of(item[1])):
+                    yield sse(head.with_fields(choices=[], prompt_progress=report))
                 for chunk in _chunks_of(item[1], head, choices):
                     yield chunk
         if chat.body.wants_usage:
@@ -109,12 +112,6 @@ async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGen
 
 def _chunks_of(event: Event, head: "_Head", choices: Sequence[ChatAnswer]) -> list[bytes]:
     match event:
-        case Started(num_reused=reused):
-            head.reused = reused
-            return []
-        case PromptProgress():
-            progress = prompt_progress(event, head.reused, head.began)
-            return [sse(head.with_fields(choices=[], prompt_progress=progress))]
         case Delta(index=index, piece=piece):
             return _delta_chunks(head, choices, index, choices[index].push(piece))
         case _:
@@ -148,8 +145,6 @@ class _Head:
             "model": chat.served.name,
             "system_fingerprint": f"coldstream-{chat.served.facts.fingerprint[:12]}",
         }
-        self.began = time.monotonic()
-        self.reused = 0
 
     def with_fields(self, **fields: Any) -> dict[str, Any]:
         return {**self._fields, **fields}

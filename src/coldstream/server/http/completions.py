@@ -12,10 +12,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from coldstream.engine.events import Delta, PromptProgress
+from coldstream.engine.events import Delta
 from coldstream.engine.generation import Request as EngineRequest
 from coldstream.engine.request import Piece, Statistics
-from coldstream.server.http.accounts import ending_of, prompt_progress, timings, usage
+from coldstream.server.http.accounts import PromptProgressReports, ending_of, timings, usage
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.completion_request import CompletionRequest, check_completion
@@ -160,17 +160,18 @@ async def _chunks(
     completion: _Completion, answers: Answers, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
     """The stream; what fails in the middle is said in its last event."""
-    began, body = time.monotonic(), completion.body
+    body = completion.body
+    reports = [PromptProgressReports() for _ in completion.of_prompts] if body.return_progress else []
     try:
         async with aclosing(answers.events(keep_alive_s)) as events:
             async for item in events:
                 if item is None:
                     yield KEEP_ALIVE
-                elif isinstance(item[1], Delta):
+                    continue
+                if reports and (report := reports[item[0]].of(item[1])):
+                    yield sse(completion.with_fields(choices=[], prompt_progress=report))
+                if isinstance(item[1], Delta):
                     yield sse(completion.push(item[0], item[1]))
-                elif isinstance(item[1], PromptProgress):
-                    progress = prompt_progress(item[1], 0, began)
-                    yield sse(completion.with_fields(choices=[], prompt_progress=progress))
         if body.wants_usage:
             yield sse(completion.with_fields(choices=[], **completion.counts))
     except Exception as error:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from coldstream.errors import ContextFullError, shown
 from coldstream.server.client import EngineClient
@@ -50,16 +51,42 @@ def models_router(client: EngineClient) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models", response_model=None, responses=documented(ModelList))
-    async def models() -> dict[str, Any]:
-        """The models that are served: one."""
-        return {"object": "list", "data": [_described(client.model)]}
+    async def models(request: Request) -> dict[str, Any]:
+        """The models that are served: one. Clients of Anthropic's API get its fields."""
+        served = client.model
+        if _is_anthropic(request):
+            return {
+                "data": [_described_to_anthropic(served)],
+                "first_id": served.name,
+                "last_id": served.name,
+                "has_more": False,
+            }
+        return {"object": "list", "data": [_described(served)]}
 
     @router.get("/v1/models/{name:path}", response_model=None, responses=documented(Model))
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """A model by its name."""
-        return _described(served_model(client, name))
+        served = served_model(client, name)
+        return _described_to_anthropic(served) if _is_anthropic(request) else _described(served)
 
     return router
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks, all of which send this header."""
+    return "anthropic-version" in request.headers
+
+
+def _described_to_anthropic(served: ServedModel) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": served.name,
+        "display_name": served.name,
+        "created_at": datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": served.ctx_size - 1,
+        "max_tokens": served.ctx_size,
+    }
 
 
 def _described(served: ServedModel) -> dict[str, Any]:
