@@ -279,6 +279,24 @@ def test_a_grammar_with_a_dead_end_is_refused(plain: LLM, grammar: Grammar, said
         plain.opened.grammars.check(SamplingParams(grammar=grammar))
 
 
+def test_a_pattern_of_names_that_are_all_listed_adds_no_name(grammars: Grammars, plain: LLM) -> None:
+    """And its schema holds for the listed names."""
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "multipleOf": 5}},
+        "patternProperties": {"^score$": {"maximum": 9}},
+        "additionalProperties": False,
+    }
+    for text, is_matched in (('{"score":5}', True), ('{"score":10}', False), ('{"score":5,', False)):
+        matcher = grammars.matcher(of_schema(schema))
+        ids = plain.opened.tokenizer.encode(text)
+        num_taken = 0
+        while num_taken < len(ids) and matcher.accepts(ids[num_taken]):
+            matcher.append(ids[num_taken])
+            num_taken += 1
+        assert (num_taken == len(ids)) is is_matched
+
+
 def test_gr02_compiled_grammars_are_bounded(plain: LLM) -> None:
     grammars = Grammars(plain.opened.tokenizer)
     for i in range(3 * MAX_COMPILED):

@@ -1,6 +1,7 @@
 """Values of calls get the type that the tool's schema names, and are never lost."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ from coldstream.server.output.typed_values import JSON_TYPES, ValueSchema, dumpe
         ({"type": "object"}, '{"a": "\r\n"}', {"a": "\r\n"}),
         ({"type": "string"}, '{"a": "\n"}', '{"a": "\n"}'),
         (True, '"a\nb"', '"a\nb"'),
+        # What is inside decides only where more than one reading is allowed.
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, '["a"]', '["a"]'),
+        ({"type": "array", "items": {"type": "integer"}}, '["a"]', ["a"]),
+        (
+            {"anyOf": [{"type": "string"}, {"properties": {"a": {}}, "required": ["a"]}]},
+            '{"b": 1}',
+            '{"b": 1}',
+        ),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "multipleOf": 5}]}, "7", "7"),
     ],
 )
 def test_values_have_the_type_of_their_schema(schema: Any, text: str, value: Any) -> None:
@@ -89,7 +100,8 @@ def test_values_have_the_type_of_their_schema(schema: Any, text: str, value: Any
     [
         ("integer", "five", "five"),
         ("integer", "NaN", "NaN"),
-        ("number", "1e999", "1e999"),
+        ("number", "1e999", sys.float_info.max),
+        ("array", "[-1e999]", [-sys.float_info.max]),
         ("number", "Infinity", "Infinity"),
         ("boolean", "yes", "yes"),
         ("object", "{'a': 1}", "{'a': 1}"),

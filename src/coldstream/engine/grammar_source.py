@@ -34,6 +34,10 @@ def grammar_source(grammar: Grammar) -> str:
     """The text for llguidance. Raises InvalidRequestError for what cannot be held."""
     from llguidance import LLMatcher
 
+    try:
+        _ = [text.encode() for text in (grammar.text, grammar.whitespace, grammar.calls)]
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"grammar ({grammar.kind}): it holds half a surrogate pair") from None
     if grammar.kind in ("json_schema", "json_object"):
         source = LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=_options(grammar))
     elif grammar.kind == "regex":

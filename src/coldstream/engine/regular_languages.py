@@ -5,6 +5,7 @@ An answer takes about a millisecond. Raises ConfigError where llguidance is not 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ MAX_STATES: Final = 20_000  # of the automaton for one question
 MAX_PATTERN_CHARS: Final = 1 << 14
 ANYTHING: Final = "(?s:.*)"
 END_ID: Final = 256
+_SOURCE_LINES: Final = re.compile(r"\n\s*\d+ \| ")
 
 
 def require_llguidance() -> None:
@@ -88,8 +90,8 @@ def byte_matcher(source: str) -> "LLMatcher":
 
 
 def one_line(text: str) -> str:
-    """A message of llguidance without line breaks and marks."""
-    return " ".join(text.replace("<non-verbose/>", "").split())
+    """A message of llguidance without line breaks, marks, and the lines of the source that it shows."""
+    return " ".join(_SOURCE_LINES.split(text.replace("<non-verbose/>", ""), maxsplit=1)[0].split())
 
 
 class _Bytes:

@@ -23,9 +23,11 @@ _IPV6: Final = "|".join(
         ),
     ]
 )
-_LABEL: Final = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOSTNAME: Final = rf"{_LABEL}(?:\.{_LABEL})*"
-_ATOM: Final = r"[a-zA-Z0-9!#$%&'*+/=?_`{|}~-]+"
+# Names have at most 253 characters, and what stands before the @ of an address 64.
+_LABEL: Final = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,38}[a-zA-Z0-9])?"
+_HOSTNAME: Final = rf"{_LABEL}(?:\.{_LABEL}){{0,5}}"
+_ATOM_CHAR: Final = r"[a-zA-Z0-9!#$%&'*+/=?_`{|}~-]"
+_LOCAL: Final = rf"{_ATOM_CHAR}{{1,31}}(?:\.{_ATOM_CHAR}{{1,10}}){{0,3}}"
 _ESCAPED: Final = "%[0-9A-Fa-f]{2}"
 _PATH_CHAR: Final = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|{_ESCAPED})"
 _AUTHORITY: Final = (
@@ -40,7 +42,7 @@ FORMATS: Final = {
     "date": _DATE,
     "time": _TIME,
     "duration": f"P(?:[0-9]+W|{_DAYS}(?:{_HOURS})?|{_HOURS})",
-    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOSTNAME}",
+    "email": f"{_LOCAL}@{_HOSTNAME}",
     "hostname": _HOSTNAME,
     "ipv4": _IPV4,
     "ipv6": _IPV6,

@@ -92,6 +92,8 @@ def _merged(one: TextForm, other: TextForm) -> TextForm:
 
 
 def _is_empty(form: TextForm) -> bool:
+    if form.most is not None and form.least > form.most:
+        return True
     return not form.is_anything and form.lark is None and is_empty(form.language("/(?s:.*)/"))
 
 

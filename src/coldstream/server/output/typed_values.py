@@ -15,14 +15,19 @@ otherwise as a string: a value is never lost, and the client's own validation sa
 """
 
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final
 
 from coldstream.server.output.tools import Schema, referred
 
 JSON_TYPES: Final = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
 _MAX_LOOKED_INTO: Final = 200  # schemas for one question; references may go round in circles
+_MAX_LOOKED_INTO_DEEP: Final = 5000
+_MAX_DEPTH: Final = 100
 _TEMPLATE_NAMES: Final = {"True": "true", "False": "false", "None": "null"}
 _OTHER_NAMES: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -44,16 +49,17 @@ class ValueSchema:
         """Whether every text is itself the value, so that it can be told while it is written."""
         return self.types == frozenset(("string",)) and not _Inspection(self.whole).lists_values(self.schema)
 
-    def allows(self, value: Any) -> bool:
-        """Whether a value fits, apart from what is inside of it."""
-        return _Inspection(self.whole).allows(self.schema, value)
+    def allows(self, value: Any, *, is_deep: bool = False) -> bool:
+        """Whether a value fits, apart from patterns; what is inside of it counts if `is_deep`."""
+        return _Inspection(self.whole, is_deep=is_deep).allows(self.schema, value)
 
     def json(self, text: str) -> str:
         """`text` as JSON; see the module's docstring."""
         readings = list(_readings(text, self))
-        for value, written in readings:
-            if self.allows(value):
-                return written
+        for is_deep in (True, False):
+            for value, written in readings:
+                if self.allows(value, is_deep=is_deep):
+                    return written
         types = self.types
         for value, written in readings:
             if types & _types_of_value(value):
@@ -73,19 +79,20 @@ def dumped(value: Any) -> str:
 
 
 def finite_json(text: str, *, is_strict: bool = True) -> Any:
-    """The value of JSON text. Raises ValueError for anything else, numbers beyond a double included.
+    """The value of JSON text. Raises ValueError for anything else.
 
-    is_strict: whether line breaks and other control characters have to be escaped in strings.
+    is_strict: whether line breaks and other control characters have to be escaped in strings, and numbers
+    beyond a double are refused; otherwise such a number is the largest double.
     """
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite, strict=is_strict)
+        return (_STRICT if is_strict else _TOLERANT).decode(text)
     except RecursionError:
         raise ValueError("JSON too deeply nested") from None
 
 
 def finite_json_at(text: str, start: int) -> tuple[Any, int]:
-    """The value of JSON that begins at `start`, and where it ends; control characters in strings need no
-    escape. Raises ValueError.
+    """The value of JSON that begins at `start`, and where it ends, read as by `finite_json` without
+    strictness. Raises ValueError.
     """
     try:
         return _TOLERANT.raw_decode(text, start)
@@ -128,15 +135,16 @@ def _json_reading(text: str) -> tuple[Any, str] | None:
         value = finite_json(text, is_strict=False)
     except ValueError:
         return None
-    return (value, dumped(value)) if isinstance(value, list | dict) else None
+    return (value, dumped(value)) if isinstance(value, list | dict | float) else None
 
 
 class _Inspection:
     """One question to a schema, which looks into a bounded number of schemas in it."""
 
-    def __init__(self, whole: Schema) -> None:
-        self._whole = whole
-        self._num_left = _MAX_LOOKED_INTO
+    def __init__(self, whole: Schema, *, is_deep: bool = False) -> None:
+        self._whole, self._is_deep = whole, is_deep
+        self._num_left = _MAX_LOOKED_INTO_DEEP if is_deep else _MAX_LOOKED_INTO
+        self._depth = 0
 
     def types(self, schema: Any) -> frozenset[str]:
         """The types that a schema names, directly or by its values and parts; all if it names none."""
@@ -176,7 +184,13 @@ class _Inspection:
         return frozenset(own).union(*map(self.listed_strings, self._parts(schema)))
 
     def allows(self, schema: Any, value: Any) -> bool:
-        """Whether the value fits, apart from what is inside of it."""
+        """Whether the value fits; True where that takes too many schemas."""
+        self._depth += 1
+        is_allowed = self._depth > _MAX_DEPTH or self._allows(schema, value)
+        self._depth -= 1
+        return is_allowed
+
+    def _allows(self, schema: Any, value: Any) -> bool:
         if isinstance(schema, bool):
             return schema
         if not self._may_look_into(schema):
@@ -197,7 +211,29 @@ class _Inspection:
         options = [_list(schema.get(key)) for key in ("anyOf", "oneOf")]
         if any(each and not any(self.allows(option, value) for option in each) for each in options):
             return False
-        return all(self.allows(part, value) for part in _list(schema.get("allOf")))
+        if not all(self.allows(part, value) for part in _list(schema.get("allOf"))):
+            return False
+        return not self._is_deep or self._allows_inside(schema, value)
+
+    def _allows_inside(self, schema: Schema, value: Any) -> bool:
+        """Whether the items or properties of a value fit."""
+        if isinstance(value, list):
+            if not _number(schema, "minItems", 0) <= len(value) <= _number(schema, "maxItems", len(value)):
+                return False
+            first = _list(schema.get("prefixItems"))
+            rest = schema.get("items", True)
+            return all(
+                self.allows(first[i] if i < len(first) else rest, item) for i, item in enumerate(value)
+            )
+        if not isinstance(value, dict):
+            return True
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        rest = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
+        has_required = all(name in value for name in _list(schema.get("required")))
+        return has_required and all(
+            self.allows(properties.get(name, rest), item) for name, item in value.items()
+        )
 
     def _parts(self, schema: Schema) -> Iterator[Any]:
         if isinstance(reference := schema.get("$ref"), str):
@@ -224,6 +260,9 @@ def _is_in_bounds(value: Any, schema: Schema) -> bool:
         return True
     low, high = _number(schema, "exclusiveMinimum", None), _number(schema, "exclusiveMaximum", None)
     if (low is not None and value <= low) or (high is not None and value >= high):
+        return False
+    step = _number(schema, "multipleOf", 0)
+    if step > 0 and Fraction(str(value)) % Fraction(str(step)):
         return False
     return bool(_number(schema, "minimum", value) <= value <= _number(schema, "maximum", value))
 
@@ -264,11 +303,17 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _finite(text: str) -> float:
+def _double(text: str) -> float:
     value = float(text)
     if abs(value) == float("inf"):
         raise ValueError(f"{text[:40]} is beyond a double")
     return value
 
 
-_TOLERANT: Final = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite, strict=False)
+def _nearest_double(text: str) -> float:
+    value = float(text)
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
+
+
+_STRICT: Final = json.JSONDecoder(parse_constant=_no_number, parse_float=_double)
+_TOLERANT: Final = json.JSONDecoder(parse_constant=_no_number, parse_float=_nearest_double, strict=False)

@@ -46,7 +46,7 @@ def xml_calls_grammar(tools: ToolSignatures, *, most_calls: int) -> Grammar:
             rules += _FunctionRules(rule, held_parameters(tools, name), is_strict=name in tools.strict).of(
                 name
             )
-        except FormsError as error:
+        except (FormsError, ValueError) as error:
             raise InvalidRequestError(f"tools: {name}: the schema cannot be held, as {error}") from None
     return Grammar("lark", "\n".join(rules))
 
