@@ -25,8 +25,8 @@ class Arena:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """A contiguous array, 64-byte aligned, contents undefined."""
-        size = max(1, math.prod(shape) * dtype.itemsize)
-        block = self._take(size)
+        size = math.prod(shape) * dtype.itemsize
+        block = self._take(max(1, size))
         # A view of a numpy array refers to the owner of its memory, not to the array that it was sliced
         # from; so an owner of our own dies with the last view.
         owner = _Owner(block)

@@ -32,15 +32,17 @@ class MemoryReaders:
     def running(cls, num_threads: int, num_bytes: int) -> "Iterator[MemoryReaders]":
         """A context with running readers."""
         readers = cls(num_threads, num_bytes)
-        for thread in readers._threads:
-            thread.start()
+        started = []
         try:
+            for thread in readers._threads:
+                thread.start()
+                started.append(thread)
             readers._filled.wait()
             yield readers
         finally:
             readers._stopped.set()
             readers._filled.abort()  # or some would wait for others that could not be started
-            for thread in readers._threads:
+            for thread in started:
                 thread.join()
 
     @property
