@@ -1,6 +1,11 @@
 """Tables lose nothing, however narrow the terminal is."""
 
+import fcntl
+import os
+import pty
+import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,7 @@ from rich.cells import cell_len
 from terminals import Terminal
 
 from builders import write_gguf
-from coldstream.cli.tables import pair_lines, table_lines, wrap
+from coldstream.cli.tables import pair_lines, table_lines, width_of, wrap
 from short_rates import PROGRAM
 
 CELLS = st.text(st.sampled_from("abc 汉é·"), min_size=1, max_size=12).map(str.strip)
@@ -142,3 +147,14 @@ def test_no_verb_writes_beyond_the_edge_of_a_terminal(
     assert "…" not in shown.split("metadata:")[0]
     for name in names:
         assert name in shown
+
+
+def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as stream, os.fdopen(parent, "w"):
+        assert width_of(stream) == 80
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 33, 0, 0))
+        assert width_of(stream) == 33
+    with open(os.devnull, "w") as file:
+        assert width_of(file) is None
+    assert width_of(None) is None
