@@ -1,6 +1,7 @@
 """OpenAI's responses through the official client, over the same answers as chats."""
 
 import json
+import re
 from typing import Any
 
 import httpx2
@@ -157,7 +158,35 @@ async def both(client: AsyncOpenAI, **request: Any) -> tuple[Any, list[Any]]:
     response = await client.responses.create(**request)
     raw = await client.responses.with_raw_response.create(**request, stream=True)
     given = events_of((await raw.http_response.aread()).decode())
-    return response, [EVENT.validate_json(json.dumps(event), strict=True) for event in given]
+    events = [EVENT.validate_json(json.dumps(event), strict=True) for event in given]
+    check_order(events)
+    return response, events
+
+
+def check_order(events: list[Any]) -> None:
+    """One item is open at a time, events name it, and the last event has all that were closed."""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].response.output == []
+    open_item, closed = None, []
+    for event in events[2:-1]:
+        if event.type == "response.output_item.added":
+            assert open_item is None
+            assert event.output_index == len(closed)
+            open_item = event.item
+            continue
+        assert open_item is not None
+        assert event.output_index == len(closed)
+        assert getattr(event, "content_index", 0) == 0
+        if event.type == "response.output_item.done":
+            assert (event.item.id, event.item.type) == (open_item.id, open_item.type)
+            closed.append(event.item)
+            open_item = None
+        else:
+            assert event.item_id == open_item.id
+    assert open_item is None
+    assert events[-1].response.output == closed
+    assert events[-1].type == f"response.{events[-1].response.status}"
 
 
 EVENT: Any = TypeAdapter(ResponseStreamEvent)
@@ -165,6 +194,45 @@ EVENT: Any = TypeAdapter(ResponseStreamEvent)
 
 def short_names(events: list[Any]) -> list[str]:
     return [event.type.removeprefix("response.") for event in events]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"reasoning": None, "max_output_tokens": 60},
+        {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 200},
+        {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 3},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "high"}, "max_output_tokens": 60},
+    ],
+    ids=["text", "thought", "calls", "more", "JSON"],
+)
+async def test_every_event_fits_its_documented_type_and_comes_in_order(
+    thinking: AsyncOpenAI, asked: Any
+) -> None:
+    response, events = await both(thinking, **asked)
+    without_ids = [
+        [item.model_dump(exclude={"id", "call_id"}) for item in each.output]
+        for each in (response, events[-1].response)
+    ]
+    assert without_ids[0] == without_ids[1]
+
+
+async def test_text_calls_and_thoughts_come_in_the_order_of_the_answer(saying: Saying) -> None:
+    calls = [
+        written("mcp__files__read", all="true"),
+        written("apply_patch", input="+a"),
+        written("shell", commands='["ls"]'),
+    ]
+    async with saying("I look.\n\n" + "\n".join(calls)) as client:
+        response, events = await both(client, tools=[FILES, PATCH, {"type": "shell"}])
+    assert [item.type for item in response.output] == [
+        "message",
+        "function_call",
+        "custom_tool_call",
+        "shell_call",
+    ]
+    assert len({item.id for item in events[-1].response.output}) == 4
 
 
 async def test_a_custom_tool_is_called_with_text_in_its_own_form(saying: Saying) -> None:
@@ -268,6 +336,14 @@ async def test_a_custom_tool_that_is_demanded_obeys_its_grammar(thinking: AsyncO
     (call,) = response.output
     assert (call.type, call.input, response.status) == ("custom_tool_call", patch, "completed")
     assert events[-2].item.input == patch
+
+
+async def test_a_custom_tool_that_is_demanded_matches_its_regular_expression(thinking: AsyncOpenAI) -> None:
+    request: Any = {**GREEDY, **QUICK, "max_output_tokens": 200, "tools": [PATCH], "tool_choice": "required"}
+    response = await thinking.responses.create(**request, parallel_tool_calls=False)
+    (call,) = response.output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(PATCH["format"]["definition"], call.input)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read"}], ids=str)
