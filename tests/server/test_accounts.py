@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from coldstream.engine.events import PromptProgress
+from coldstream.engine.events import PromptProgress, Started
 from coldstream.engine.request import Statistics
-from coldstream.server.http.accounts import prompt_progress, timings, usage
+from coldstream.server.http.accounts import PromptProgressReports, timings, usage
 
 
 def statistics(prompt: int, reused: int, generated: int, first_s: float, generation_s: float) -> Statistics:
@@ -50,6 +50,11 @@ def test_nothing_is_divided_by_no_time_or_tokens() -> None:
 
 
 def test_progress_is_told_in_milliseconds() -> None:
-    told = prompt_progress(PromptProgress(1, 256, 1000), 64, time.monotonic() - 2)
-    assert 2000 <= told.pop("time_ms") < 60_000
-    assert told == {"total": 1000, "cache": 64, "processed": 256}
+    reports = PromptProgressReports(time.monotonic() - 2)
+    first, second = reports.of(Started(1, 64, 1000)), reports.of(PromptProgress(1, 256, 1000))
+    assert first
+    assert second
+    assert 2000 <= first.pop("time_ms") <= second.pop("time_ms") < 60_000
+    assert first == {"total": 1000, "cache": 64, "processed": 64}
+    assert second == {"total": 1000, "cache": 64, "processed": 256}
+    assert reports.of(PromptProgress(1, 256, 1000)) is None

@@ -28,11 +28,12 @@ def ending_of(piece: Piece, *, has_calls: bool = False) -> dict[str, Any]:
 class PromptProgressReports:
     """llama.cpp's `prompt_progress` of one prompt, from what the cache had to the whole prompt.
 
-    `processed` begins with `cache`, only grows, and ends with `total` before the answer begins.
+    `processed` begins with `cache`, only grows, and ends with `total` before the answer begins. began: of the
+    request, of `time.monotonic`.
     """
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(self, began: float) -> None:
+        self._began = began
         self._total = self._cache = 0
         self._processed = -1
 

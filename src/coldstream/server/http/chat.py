@@ -88,7 +88,7 @@ async def _fill(chat: Chat, choices: Sequence[ChatAnswer], answers: Answers) -> 
 async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
     """The stream: roles, deltas, ends, counts. What fails in the middle is said in its last event."""
     head, choices = _Head(chat, "chat.completion.chunk"), chat.answers()
-    progress = PromptProgressReports() if chat.body.return_progress else None
+    progress = PromptProgressReports(time.monotonic()) if chat.body.return_progress else None
     for index in range(len(choices)):
         yield head.chunk(index, {"role": "assistant", "content": ""})
     try:

@@ -161,7 +161,8 @@ async def _chunks(
 ) -> AsyncGenerator[bytes, None]:
     """The stream; what fails in the middle is said in its last event."""
     body = completion.body
-    reports = [PromptProgressReports() for _ in completion.of_prompts] if body.return_progress else []
+    began = time.monotonic()
+    reports = [PromptProgressReports(began) for _ in completion.of_prompts] if body.return_progress else []
     try:
         async with aclosing(answers.events(keep_alive_s)) as events:
             async for item in events:
