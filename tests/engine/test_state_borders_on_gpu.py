@@ -89,7 +89,7 @@ def test_a_step_that_fails_behind_the_host_leaves_no_branch(
         raise DeviceError("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_check_file", fail)
+        patch.setattr(runner, "check_file", fail)
         with pytest.raises(DeviceError):
             np.asarray(logits)
     assert (text.length, branch.length) == (0, 0)

@@ -29,7 +29,8 @@ FLOOD_CHARS = 1 << 16
 class ScriptedEngine:
     """Gives each request one token a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
         self._left: dict[int, list[int]] = {}
         self._running: dict[int, Submission] = {}
 
@@ -47,6 +48,9 @@ class ScriptedEngine:
     def cancel(self, request_id: int) -> None:
         if request_id in self._left:
             self._left[request_id] = []
+
+    def check_file(self) -> None:
+        self._file.check_unchanged()
 
     def rest(self) -> bool:
         return False
@@ -117,7 +121,7 @@ def open_scripted(
             num_experts=0,
             prompt_cache_bytes=0,
         )
-    yield ScriptedEngine(), facts
+        yield ScriptedEngine(file), facts
 
 
 def main(arguments: Sequence[str]) -> int:

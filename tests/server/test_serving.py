@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -51,12 +52,14 @@ Begin = Callable[..., AbstractAsyncContextManager[Served]]
 @pytest.fixture
 def begin(tmp_path: Path) -> Begin:
     @asynccontextmanager
-    async def begun(word: str, *, drop_volatile: bool = False, **settings: Any) -> AsyncIterator[Served]:
+    async def begun(
+        word: str, *, drop_volatile: bool = False, model: Path | None = None, **settings: Any
+    ) -> AsyncIterator[Served]:
         script = tmp_path / "script"
         script.write_text(word)
         service = Service(
             name="demo",
-            config=EngineConfig(str(demo_model_path())),
+            config=EngineConfig(str(model or demo_model_path())),
             limits=EngineLimits(),
             settings=ServerSettings(drop_volatile=drop_volatile),
             command=(sys.executable, str(SCRIPT), str(script)),
@@ -142,6 +145,31 @@ async def test_a_server_that_drops_lines_says_which_at_its_start(begin: Begin) -
         signal.raise_signal(signal.SIGTERM)
         assert await served.task is None
         assert "drops" not in served.events()
+
+
+async def test_a_server_whose_model_has_changed_calls_itself_unhealthy_and_says_why(
+    begin: Begin, tmp_path: Path
+) -> None:
+    model = Path(shutil.copy(demo_model_path(), tmp_path / "model.gguf"))
+    async with begin("serve", model=model) as served:
+        await served.until("ready")
+        assert (await served.client.get("/health")).status_code == 200
+        os.utime(model, ns=(0, 0))
+        model.write_bytes(model.read_bytes())
+        while (health := await served.client.get("/health")).status_code == 200:
+            continue
+        found = health.json()
+        assert (found["status"], found["restarts"]) == ("failed", 1)
+        assert "model.gguf was written to while in use" in found["error"]["message"]
+        assert str(tmp_path) not in health.text
+        refused = await served.client.post("/v1/completions", json=prompt(5))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+        await served.until("engine_lost")
+        line = os.pread(served.log, 1 << 20, 0).decode()
+        assert f"the engine is lost: {model} was written to while in use" in line
+        assert "back in about" not in line
+        signal.raise_signal(signal.SIGTERM)
+        assert await served.task is None
 
 
 async def test_a_model_that_does_not_open_is_raised_and_nothing_listens(begin: Begin) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -50,6 +51,7 @@ def start(tmp_path: Path) -> Start:
         policy: RestartPolicy = QUICK,
         limits: EngineLimits = LIMITS,
         states: list[str] | None = None,
+        model: Path | None = None,
     ) -> AsyncIterator[Supervisor]:
         script = tmp_path / "script"
         script.write_text("\n".join(words or ("serve",)))
@@ -59,7 +61,7 @@ def start(tmp_path: Path) -> Start:
                 states.append(health.state)
 
         supervisor = Supervisor(
-            EngineConfig(str(demo_model_path())),
+            EngineConfig(str(model or demo_model_path())),
             limits,
             name="demo",
             policy=policy,
@@ -189,6 +191,82 @@ async def test_an_engine_that_hangs_is_ended_and_its_requests_get_one_clear_erro
         await until_ready(supervisor)
         assert supervisor.pid != pid
         assert states == ["ready", "restarting", "ready"]
+        assert await answer(supervisor, 3) == "5 6 5 "
+
+
+@pytest.mark.parametrize("how", ["stopped", "a step that never returns"])
+async def test_an_engine_that_stands_still_is_replaced_long_before_one_that_computes(
+    start: Start, how: str
+) -> None:
+    policy = RestartPolicy(first_delay_s=0.0, max_delay_s=0.0, hang_s=3600, still_s=0.2)
+    async with start(policy=policy) as supervisor:
+        await supervisor.opened()
+        pid = supervisor.pid
+        assert pid is not None
+        if how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        asking = asyncio.create_task(supervisor.submit(submission(1, HANG if how != "stopped" else 5)))
+        with pytest.raises(ServiceUnavailable, match="neither computed nor read anything"):
+            await all_of_or_raise(asking)
+        await until_ready(supervisor)
+        assert supervisor.pid != pid
+        assert await answer(supervisor, 2) == "5 6 5 "
+
+
+async def all_of_or_raise(asking: "asyncio.Task[EventStream]") -> None:
+    """Raises what a request ends with, whether it was taken or not."""
+    for event in await all_of(await asking):
+        if isinstance(event, Failed):
+            raise event.error
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A model whose file may be written to."""
+    return Path(shutil.copy(demo_model_path(), tmp_path / "model.gguf"))
+
+
+async def until_state(supervisor: Supervisor, *states: str) -> Health:
+    while (health := await supervisor.health()).state not in states:
+        await asyncio.sleep(0)
+        await asyncio.to_thread(os.sched_yield)
+    return health
+
+
+async def test_a_model_that_was_written_to_is_not_served_any_more(start: Start, copied: Path) -> None:
+    states: list[str] = []
+    async with start(states=states, model=copied) as supervisor:
+        await supervisor.opened()
+        copied.write_bytes(copied.read_bytes())
+        health = await until_state(supervisor, "failed")
+        assert health.reason.startswith("model.gguf was written to while in use")
+        assert "--restart-on-change" in health.reason
+        with pytest.raises(ModelChangedError, match="was written to"):
+            await supervisor.submit(submission(1, 5))
+        assert supervisor.pid is None
+        assert states == ["ready", "failed"]
+
+
+async def test_a_model_that_was_written_to_is_loaded_anew_if_wanted_and_once_it_is_valid(
+    start: Start, copied: Path
+) -> None:
+    policy = RestartPolicy(0.0, 0.0, max_deaths=2, cool_down_s=0.0, on_change=True)
+    async with start(policy=policy, model=copied) as supervisor:
+        await supervisor.opened()
+        whole = copied.read_bytes()
+        copied.write_bytes(whole)
+        while not (await supervisor.health()).restarts:
+            await asyncio.to_thread(os.sched_yield)
+        await until_ready(supervisor)
+        assert await answer(supervisor, 1) == "5 6 5 "
+        copied.write_bytes(whole[: len(whole) // 2])
+        while "the file is incomplete" not in (reason := (await supervisor.health()).reason):
+            await asyncio.to_thread(os.sched_yield)
+        assert reason.startswith("model.gguf: ")  # and does not say where on this machine it is
+        with pytest.raises(ServiceUnavailable):
+            await supervisor.submit(submission(2, 5))
+        copied.write_bytes(whole)
+        await until_ready(supervisor)
         assert await answer(supervisor, 3) == "5 6 5 "
 
 

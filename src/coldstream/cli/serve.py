@@ -103,6 +103,12 @@ def parse_parallel(text: str) -> int:
     "prefixes still fit: docs/server.md lists them. The model is not told what they say.",
 )
 @click.option(
+    "--restart-on-change",
+    is_flag=True,
+    help="When the model's file has changed under the server, load it anew and serve what it is then. "
+    "Without this, all requests are refused from then on.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(("text", "json")),
     default="text",
@@ -125,6 +131,7 @@ def command(
     parallel: int | None,
     kept: tuple[str, ...],
     drop_volatile: bool,
+    restart_on_change: bool,
     log_format: "LogFormat",
     chat_template_kwargs: Mapping[str, Any] | None,
     **options: Any,
@@ -149,6 +156,7 @@ def command(
         allowed_origins=tuple(name for name in allowed if "://" in name),
         drop_volatile=drop_volatile,
         chat_template_kwargs=chat_template_kwargs or {},
+        restart_on_change=restart_on_change,
     )
     check_exposure(settings)
     return _serve(session, settings, model, alias, parallel, kept, log_format, options)

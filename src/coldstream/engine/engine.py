@@ -143,6 +143,10 @@ class Engine:
         """Raises AssertionError if the kept prefixes contradict themselves or their memory."""
         self._served.memory.cache.check_integrity()
 
+    def check_file(self) -> None:
+        """Raises ModelChangedError if no request can be computed any more, as the file has changed."""
+        self._runner.check_file()
+
     def rest(self) -> bool:
         """Saves a kept prefix to the tiers that last, for moments when nobody waits. False if all are saved.
 

@@ -133,7 +133,7 @@ class CpuRunner(ModelRunner):
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
         if disk is not None:
             disk.load(plan.loaded, progress)
-        runner._check_file()
+        runner.check_file()
         if progress is not None:
             ops.read_ahead(progress, Hardware.measure().ram_available_bytes)
         return runner
@@ -227,7 +227,7 @@ class CpuRunner(ModelRunner):
         InconsistentError, ModelChangedError and OutOfMemoryError.
         """
         mtp = self._mtp(CpuOps.beside(self._ops), branching)
-        self._check_file()
+        self.check_file()
         return mtp
 
     @host_memory_errors()
@@ -284,7 +284,7 @@ class CpuRunner(ModelRunner):
             self._head_input[: len(part)] = self._trunk.outputs[part]
             self._head.run(len(part))
             logits[start : start + len(part)] = self._head.outputs[: len(part)]
-        self._check_file()
+        self.check_file()
         return logits
 
     def _hidden_of(self, rows: Array | slice) -> Array:

@@ -135,7 +135,7 @@ class CudaRunner(ModelRunner):
         if self._partial:
             with WholeOrCleared(self._sequences, [sequence for _, of_step in known for sequence in of_step]):
                 self._partial.ended(len(self._in_flight))
-                self._check_file()
+                self.check_file()
 
     @classmethod
     def load(

@@ -77,7 +77,7 @@ class ModelRunner(ABC):
     def _logits_of(self, rows: Array) -> Any:
         """float32 logits [n, vocab] of rows of the last step, int64 [n] in any order.
 
-        Calls `_check_file` before it returns them.
+        Calls `check_file` before it returns them.
         """
 
     def _hidden_of(self, rows: Array | slice) -> Any:
@@ -218,7 +218,7 @@ class ModelRunner(ABC):
         """
         segments = check_batch(batch, self._sequences, self._limits)
         self._sequences.check_room([segment.demand for segment in segments])
-        self._check_file()
+        self.check_file()
         return self._step(segments)
 
     @host_memory_errors()
@@ -305,7 +305,7 @@ class ModelRunner(ABC):
         if on_chunk is not None:
             states(range(0))  # raises before anything has changed if there are none
         chunks = self._chunks(sequence, token_ids)
-        self._check_file()
+        self.check_file()
         done = 0
         for chunk in chunks:
             done += len(chunk)
@@ -329,7 +329,7 @@ class ModelRunner(ABC):
         self._num_rows = 0
         result = np.empty((len(token_ids), self.spec.vocab_size), np.float32)
         try:
-            self._check_file()
+            self.check_file()
             with self._typed_errors():
                 for chunk in chunks:
                     self._launch([CheckedSegment.chain(sequence, chunk, np.arange(0))])
@@ -374,7 +374,7 @@ class ModelRunner(ABC):
         """Translates a device's exceptions inside into coldstream's errors."""
         return nullcontext()
 
-    def _check_file(self) -> None:
+    def check_file(self) -> None:
         """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""
         if self.reads_file:
             self.file.check_unchanged()

@@ -49,7 +49,8 @@ class EngineClient(Protocol):
         """Begin a request; the stream ends after its last event. Closing it earlier cancels the request.
 
         A reader that falls too far behind, and an engine that dies, give a last `Failed`. Raises
-        ServiceUnavailable, QueueFullError and InvalidRequestError; nothing was begun then.
+        ServiceUnavailable, QueueFullError, InvalidRequestError, and ModelChangedError once the model's file
+        has changed; nothing was begun then.
         """
 
     async def cancel(self, request_id: int) -> None:

@@ -21,9 +21,15 @@ from typing import Final, NoReturn, Protocol
 
 from coldstream import __version__
 from coldstream.engine.engine_statistics import LiveState
-from coldstream.engine.events import Event
+from coldstream.engine.events import Event, Failed
 from coldstream.engine.submission import Submission
-from coldstream.errors import ColdstreamError, ConfigError, GenerationFault, host_memory_errors
+from coldstream.errors import (
+    ColdstreamError,
+    ConfigError,
+    GenerationFault,
+    ModelChangedError,
+    host_memory_errors,
+)
 from coldstream.garbage import starting
 from coldstream.kernels.cuda import ahead
 from coldstream.server.codec import ProtocolError
@@ -49,6 +55,7 @@ from coldstream.server.served_model import EngineFacts
 MAX_UNSENT_BYTES: Final = 1 << 20
 ALIVE_S: Final = 1.0  # between signs of life while steps give no events
 PROGRESS_S: Final = 0.1  # between two messages about loading
+CHECK_S: Final = 2.0  # between two looks at the model's file while nothing is to be computed
 _READ_BYTES: Final = 1 << 18
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -66,6 +73,8 @@ class Computes(Protocol):
     def cancel(self, request_id: int) -> None: ...
 
     def step(self) -> Sequence[Event]: ...
+
+    def check_file(self) -> None: ...
 
     def rest(self) -> bool: ...
 
@@ -205,13 +214,19 @@ def _throttled(connection: _Connection) -> OpenProgress:
 
 
 def _serve(connection: _Connection, engine: Computes) -> NoReturn:
+    """Raises ModelChangedError once the model's file has changed so that no request can be computed."""
     while True:
+        if engine.is_idle:
+            engine.check_file()
         is_due = not engine.is_idle and connection.num_unsent < MAX_UNSENT_BYTES
         may_rest = engine.is_idle and engine.rest()
-        for message in connection.received(0 if is_due or may_rest else None):
+        for message in connection.received(0 if is_due or may_rest else CHECK_S):
             _take(message, connection, engine)
         if is_due and not engine.is_idle:
-            connection.send(*joined(engine.step()))
+            events = engine.step()
+            connection.send(*joined(events))
+            if any(isinstance(each, Failed) and isinstance(each.error, ModelChangedError) for each in events):
+                engine.check_file()
             if time.monotonic() - connection.last_sent >= ALIVE_S:
                 connection.send(Alive())
 

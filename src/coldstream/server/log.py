@@ -36,6 +36,7 @@ class Log:
         self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
 
     def __enter__(self) -> Self:
+        escape_controls("\n")  # reads the file of its codec, for which no descriptor may be left later
         self._thread.start()
         return self
 

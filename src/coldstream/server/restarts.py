@@ -21,10 +21,14 @@ class RestartPolicy:
     # Without a sign of life while requests run, until the process is ended. No step takes that long, not even
     # one of a long prompt whose experts all come from a slow disk.
     hang_s: float = 600.0
+    # The same for one that stands still: that neither computes nor reads, as it was stopped or waits forever.
+    still_s: float = 60.0
+    on_change: bool = False  # start again when the model's file has changed, and serve what it is then
 
     def __post_init__(self) -> None:
-        if not self.hang_s > 0:
-            raise ConfigError(f"hang_s must be more than 0 seconds, not {self.hang_s}")
+        for name in ("hang_s", "still_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)}")
         if not 0 <= self.first_delay_s <= self.max_delay_s or self.cool_down_s < 0 or self.max_deaths < 1:
             raise ConfigError(f"restarts need delays from 0 on and at least one death, not {self}")
 

@@ -18,6 +18,7 @@ from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.volatile_lines import DROPPED
 from coldstream.server.log import Log
 from coldstream.server.messages import PromptCache
+from coldstream.server.restarts import RestartPolicy
 from coldstream.server.served_model import ServedModel
 from coldstream.server.supervisor import NO_CACHE, OnProgress, Supervisor
 from coldstream.server.web_server import WebServer, url_of
@@ -77,6 +78,7 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
             service.limits,
             name=service.name,
             cache=service.cache,
+            policy=RestartPolicy(on_change=service.settings.restart_on_change),
             command=service.command,
             on_progress=on_progress,
             on_state=_StateLog(log),
@@ -170,7 +172,8 @@ class _StateLog:
         if health.state in ("restarting", "failed") and health.restarts:
             self._was_down = True
             level = "warning" if health.state == "restarting" else "error"
-            text = f"the engine is lost: {health.reason}; back in about {health.retry_after_s:.1f} s"
+            back = f"; back in about {health.retry_after_s:.1f} s" if health.retry_after_s else ""
+            text = f"the engine is lost: {health.reason}{back}"
             self._log.write(level, "engine_lost", text, restarts=health.restarts, state=health.state)
         elif health.state == "ready" and self._was_down:
             self._was_down = False

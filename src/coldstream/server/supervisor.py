@@ -6,9 +6,11 @@ process.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -17,12 +19,18 @@ from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
-from coldstream.errors import ColdstreamError, GenerationFault, InvalidRequestError, QueueFullError
+from coldstream.errors import (
+    ColdstreamError,
+    GenerationFault,
+    InvalidRequestError,
+    ModelChangedError,
+    QueueFullError,
+)
 from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
 from coldstream.server.event_stream import EventStream
-from coldstream.server.hang_watch import until_hung
+from coldstream.server.hang_watch import Work, until_hung, work_of
 from coldstream.server.messages import (
     Accepted,
     Alive,
@@ -60,10 +68,15 @@ class _Running:
     last_progress: float = 0.0
     last_counts: LiveState | None = None
     hang: GenerationFault | None = None  # for which the process was ended
+    is_ready: bool = False
 
     def silence_s(self) -> float:
         """Seconds since its last sign of life while requests wait for it; 0 if none waits."""
         return time.monotonic() - self.last_progress if self.streams else 0.0
+
+    def work(self) -> Work | None:
+        """What the process has done. Unknown while it loads, which may wait for a network."""
+        return work_of(self.child.pid) if self.is_ready else None
 
 
 class Supervisor:
@@ -102,6 +115,7 @@ class Supervisor:
         self._model: ServedModel | None = None
         self._running: _Running | None = None
         self._is_ready = False
+        self._changed: ModelChangedError | None = None  # for which no process is started any more
         self._num_tickets = 0
         self._task: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[ServedModel] | None = None
@@ -241,6 +255,9 @@ class Supervisor:
             self._opened.cancel()
 
     def _ready(self) -> _Running:
+        """The process that requests go to. Raises ServiceUnavailable, ModelChangedError."""
+        if self._changed is not None:
+            raise self._changed
         if self._state != "ready" or self._running is None:
             raise self._unavailable()
         return self._running
@@ -258,11 +275,18 @@ class Supervisor:
     def _set_state(self, state: State, reason: str = "") -> None:
         if self._state == "stopping":
             return
-        self._state, self._reason = state, reason
+        self._state, self._reason = state, self._without_folder(reason)
         if self._on_state is not None:
             is_down = state in ("restarting", "failed")
             after = max(0.0, self._back_at - time.monotonic()) if is_down else 0.0
             self._on_state(Health(state, reason=reason, retry_after_s=after, restarts=self._restarts.total))
+
+    def _without_folder(self, text: str) -> str:
+        """A reason as clients may read it, who need not know where the model's file is."""
+        paths = [Path(self._config.model), *([Path(self._model.facts.path)] if self._model else [])]
+        for folder in {str(each.absolute().parent) for path in paths for each in (path, path.resolve())}:
+            text = text.replace(f"{folder}{os.sep}", "")
+        return text
 
     async def _supervise(self) -> None:
         while self._state != "stopping":
@@ -276,6 +300,13 @@ class Supervisor:
                 self._opened.set_exception(error)
                 return
             restart = self._restarts.died()
+            if self._changed is not None:
+                self._back_at = 0.0
+                self._set_state(
+                    "failed", f"{error}. Start the server again; --restart-on-change does so itself"
+                )
+                self._end_streams()
+                return
             self._back_at = time.monotonic() + restart.delay_s + self._load_s
             self._set_state("failed" if restart.is_broken else "restarting", str(error))
             self._end_streams()
@@ -298,11 +329,13 @@ class Supervisor:
             async for message in child.messages():
                 match message:
                     case Died(error=last):
-                        pass
+                        is_final = running.is_ready and not self._policy.on_change
+                        if is_final and isinstance(last, ModelChangedError):
+                            self._changed = last
                     case Ready(facts=facts):
                         await self._take_model(facts)
                         self._load_s = time.monotonic() - started
-                        self._is_ready = True
+                        self._is_ready = running.is_ready = True
                         self._set_state("ready")
                     case _:
                         self._take(message, running)
@@ -319,8 +352,8 @@ class Supervisor:
         return running.hang or cause_of_death(code, last)
 
     async def _end_if_hung(self, running: _Running) -> None:
-        silent = await until_hung(running.silence_s, self._policy.hang_s)
-        running.hang = GenerationFault(f"it made no progress for {silent:.0f} s")
+        how = await until_hung(running.silence_s, running.work, self._policy)
+        running.hang = GenerationFault(how)
         running.child.kill()
 
     def _end_streams(self) -> None:

@@ -16,6 +16,8 @@ from coldstream.errors import ConfigError
 from coldstream.server.patient_protocol import PatientProtocol
 
 _BACKLOG: Final = 2048
+# Connections that asyncio accepts at a time. Without descriptors it writes a line for each of them.
+_ACCEPTED: Final = 1
 _MAX_UNREAD_HEADERS: Final = 64 << 10  # bytes of a request before its headers are whole
 _CLOSE_S: Final = 2  # for connections whose answers are whole, or were cut
 
@@ -25,6 +27,12 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are the caller's."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, with the backlog that the sockets were given: asyncio sets it to `_ACCEPTED`."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)
 
 
 class WebServer:
@@ -43,6 +51,7 @@ class WebServer:
             proxy_headers=False,
             server_header=False,
             h11_max_incomplete_event_size=_MAX_UNREAD_HEADERS,
+            backlog=_ACCEPTED,
         )
         self._listener = listener
         self._server = _Uvicorn(config)

@@ -37,6 +37,7 @@ class ServerSettings:
     # Of requests that give none themselves, see `chat_template.SETTINGS`.
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drop_volatile: bool = False  # leave out lines of system prompts that change, see `volatile_lines.py`
+    restart_on_change: bool = False  # load a model's file anew that has changed while it was served
     stall_s: float = 60.0  # without progress while requests wait, until the server calls itself unhealthy
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
 
