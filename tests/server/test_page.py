@@ -445,6 +445,8 @@ def test_what_came_before_a_lost_connection_or_an_error_is_kept(browser: Browser
 def test_an_answer_goes_on_while_another_conversation_is_read(visit: Open, author: Author) -> None:
     with visit(author) as each:
         each.say("slow")
+        author.answers(each, "at first")
+        each.say("and more")
         answer = author.asked()
         answer.write("begun")
         expect(each.messages.last).to_contain_text("begun")
@@ -454,6 +456,13 @@ def test_an_answer_goes_on_while_another_conversation_is_read(visit: Open, autho
         expect(each.kept).to_have_text(["quick", "slow"])
         each.kept.filter(has_text="slow").focus()
         answer.write(", and ended")
+        each.page.evaluate(
+            """async () => {
+                await fetch('/health');
+                for (const _ of [1, 2]) await new Promise(done => requestAnimationFrame(done));
+            }"""
+        )
+        assert each.texts == ["quick", "done"]
         answer.end()
         expect(each.kept).to_have_text(["slow", "quick"])
         expect(each.kept.filter(has_text="slow")).to_be_focused()
