@@ -44,6 +44,21 @@ def gpu_sanitizer() -> str:
     return table(header, rows) + "\n" + _where(r)
 
 
+def foreign_cases() -> str:
+    """Outcomes of other projects' cases by file, and how many failed for which reason."""
+    r = load("vllm_parser_cases")
+    rows = [
+        [f"`{name}`", str(counts.get("passed", 0)), str(counts.get("failed", 0))]
+        for name, counts in sorted(r["files"].items())
+    ]
+    reasons: dict[str, int] = {}
+    for each in r["failures"]:
+        reasons[each["reason"]] = reasons.get(each["reason"], 0) + 1
+    why = "".join(f"- {count} failed: {reason}.\n" for reason, count in reasons.items())
+    where = f"vLLM {r['version']}, {r['cpu']}, commit {r['commit']}: `{r['command']}`"
+    return f"{table(['cases of', 'passed', 'failed'], rows)}\n{why}\n{where}\n"
+
+
 def planted_faults() -> str:
     """Of the faults in the tables of each room, how many have a result that holds, and what is lacking."""
     faults = load_faults()
