@@ -30,6 +30,7 @@ def require_llguidance() -> None:
         raise ConfigError("grammars need the package llguidance: pip install 'coldstream[serve]'") from None
 
 
+@lru_cache(maxsize=1024)
 def is_empty(language: str) -> bool:
     """Whether no text is in a language. Raises ValueError for one that is wrong or too large."""
     matcher = byte_matcher(f"start: TEXT\nTEXT: {language}")
