@@ -79,8 +79,9 @@ def test_gg14_missing_part(missing: int) -> None:
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 3), (2, 2), (0,), (3,), (0, 3)])
 def test_gg14_part_numbers_out_of_range(numbers: tuple[int, ...]) -> None:
-    with pytest.raises(ModelNotFoundError, match="no complete"):
-        chosen("o/r", [f"m-Q4_K_M-{number:05}-of-00002.gguf" for number in numbers])
+    for stem in ("m-Q4_K_M", "m"):
+        with pytest.raises(ModelNotFoundError, match="no complete"):
+            chosen("o/r", [f"{stem}-{number:05}-of-00002.gguf" for number in numbers])
 
 
 def test_long_listings_are_cut() -> None:
