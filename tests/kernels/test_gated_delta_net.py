@@ -164,9 +164,10 @@ def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id:
     )
     mixed = [torch.cat((x[first:], other)) for x, other in zip(inputs, others, strict=True)]
     rest = gated_delta_net(*mixed, weights, *split_states, rows_of((state_id, first, second), (3, 0, 2)))
-    torch.testing.assert_close(torch.cat((start, rest[:second])), whole, atol=1e-6, rtol=1e-5)
+    # PyTorch's products of other numbers of rows have other last bits, by the processor.
+    torch.testing.assert_close(torch.cat((start, rest[:second])), whole, atol=1e-5, rtol=1e-4)
     for split, at_once in zip(split_states, whole_states, strict=True):
-        torch.testing.assert_close(split[state_id], at_once[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(split[state_id], at_once[0], atol=1e-5, rtol=1e-4)
 
 
 def test_trap_48_no_rows_change_nothing() -> None:
