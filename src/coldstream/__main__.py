@@ -15,6 +15,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Run the command line on `sys.argv`; returns the exit code."""
+    # numpy's linear algebra, which nothing here uses, starts a thread per core when it is imported, and ends
+    # the process where no thread may be started.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, _leave)
     signal.signal(signal.SIGTERM, _leave)
     _open_standard_streams()

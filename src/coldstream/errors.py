@@ -183,7 +183,8 @@ class TemplateLimitError(TemplateError):
 
 
 class host_memory_errors(ContextDecorator):
-    """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left.
+    """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left, or
+    this user no thread, process or descriptor.
 
     A class, and no generator, as decoding a token enters it.
     """
@@ -193,10 +194,30 @@ class host_memory_errors(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, MemoryError):
-            raise _host_out_of_memory(str(error)) from error
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            raise _host_out_of_memory(str(error.strerror)) from error
+        if error is not None and (exhausted := out_of_resources(error)):
+            raise exhausted from error
+
+
+def out_of_resources(error: BaseException) -> OutOfMemoryError | None:
+    """The error for an exception after which the machine, or this user, has nothing left; None for others."""
+    if isinstance(error, MemoryError):
+        return _host_out_of_memory(str(error))
+    number = None
+    if isinstance(error, OSError):
+        number = error.errno
+        if number == errno.ENOMEM:
+            return _host_out_of_memory(str(error.strerror))
+    if number in (errno.EMFILE, errno.ENFILE):
+        return OutOfMemoryError(
+            "no further file can be opened: raise the limit (ulimit -n), or close other programs"
+        )
+    is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if number == errno.EAGAIN or is_thread:
+        return OutOfMemoryError(
+            "no further thread or process can be started: raise the limit (ulimit -u or -v, or that of the "
+            "container on pids), or choose fewer --threads"
+        )
+    return None
 
 
 def _host_out_of_memory(what: str) -> OutOfMemoryError:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from builders import Dims, write_gguf
-from coldstream.errors import OutOfMemoryError, host_memory_errors
+from coldstream.errors import OutOfMemoryError, host_memory_errors, out_of_resources
 from ram_budgets import least_ram
 
 HERE = Path(__file__).parent
@@ -90,3 +90,24 @@ def test_a_refused_mapping_is_about_memory_and_other_refusals_are_not() -> None:
         raise OSError(errno.ENOMEM, "cannot map model.gguf")
     with pytest.raises(PermissionError), host_memory_errors():
         raise OSError(errno.EACCES, "cannot map model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("8 GiB"), "memory ran out: 8 GiB"),
+        (OSError(errno.ENOMEM, "x"), "memory ran out: x"),
+        (BlockingIOError(errno.EAGAIN, "x"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(errno.EMFILE, "x"), "ulimit -n"),
+        (OSError(errno.ENFILE, "x"), "ulimit -n"),
+        (OSError(errno.ENOENT, "x"), None),
+        (RuntimeError("x"), None),
+    ],
+)
+def test_what_is_used_up_is_named_with_its_limit(error: Exception, said: str | None) -> None:
+    found = out_of_resources(error)
+    assert (found is None) == (said is None)
+    assert said is None or said in str(found)
+    with pytest.raises(type(error) if said is None else OutOfMemoryError), host_memory_errors():
+        raise error

@@ -26,7 +26,7 @@ from coldstream.cli.interrupts import (
     Interrupts,
     TerminatedError,
 )
-from coldstream.errors import ColdstreamError, escape_controls
+from coldstream.errors import ColdstreamError, escape_controls, out_of_resources
 from coldstream.garbage import starting
 
 VERBS = {
@@ -172,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except TerminatedError:
         return EXIT_TERMINATED
+    except RuntimeError as error:  # no thread left for watching signals
+        return _fail(*_describe(error))
 
 
 def _run(arguments: Sequence[str] | None, session: Session) -> int:
@@ -199,12 +201,11 @@ def _run(arguments: Sequence[str] | None, session: Session) -> int:
 
 def _describe(error: Exception) -> tuple[str, int]:
     """(message, exit code) of an exception that ends the program."""
+    error = out_of_resources(error) or error
     if isinstance(error, ColdstreamError):
         return str(error), error.exit_code
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
-    if isinstance(error, MemoryError):
-        return "out of memory: try a smaller --ctx-size", 71
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1
     return f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", 1

@@ -21,7 +21,7 @@ from coldstream.engine.machine import measured_hardware
 from coldstream.engine.model_to_plan import ModelToPlan, all_sizes
 from coldstream.engine.planned import Planned
 from coldstream.engine.workers import MakePool, with_places, with_workers
-from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, host_memory_errors
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -215,6 +215,7 @@ def _check_given(name: str, plan: PlacementPlan, config: EngineConfig, spec: Mod
         )
 
 
+@host_memory_errors()
 def plan_by_name(
     config: EngineConfig,
     options: PlanOptions | None = None,

@@ -25,7 +25,7 @@ class PooledStacks:
 
     def __init__(self, file: GGUFFile, stacks: Sequence[Sequence[TensorInfo]]) -> None:
         self.num_experts = stacks[0][0].shape[0]
-        files = [(file.descriptor(shard), str(path)) for shard, path in enumerate(file.paths)]
+        files = [(file.descriptor(shard), path) for shard, path in enumerate(file.shown_paths)]
         layers = [
             [(info.shard, info.offset, info.num_bytes // self.num_experts) for info in layer]
             for layer in stacks

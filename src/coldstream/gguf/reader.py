@@ -18,7 +18,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from coldstream.errors import ModelChangedError, ModelNotFoundError, UnsupportedError
+from coldstream.errors import ModelChangedError, ModelNotFoundError, UnsupportedError, escape_controls
 from coldstream.gguf.header import Header, TensorInfo, read_header
 from coldstream.gguf.messages import describe, shorten
 from coldstream.gguf.metadata import Metadata
@@ -45,6 +45,7 @@ class GGUFFile:
     metadata     of the first part
     tensors      name → TensorInfo over all parts, in file order
     paths        of the parts, in order
+    shown_paths  the same as messages show them: a path need not be text, nor printable
     shard_bytes  sizes of the files at `paths`; num_bytes is their sum
     fingerprint  32 hex digits over headers and sizes: the same model under another name has the same
     """
@@ -52,6 +53,7 @@ class GGUFFile:
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
     paths: tuple[Path, ...]
+    shown_paths: tuple[str, ...]
     shard_bytes: tuple[int, ...]
     num_bytes: int
     fingerprint: str
@@ -65,6 +67,7 @@ class GGUFFile:
         merged = {name: info for shard in shards for name, info in shard.header.tensors.items()}
         self.tensors = MappingProxyType(merged)
         self.paths = tuple(shard.path for shard in shards)
+        self.shown_paths = tuple(escape_controls(str(path)) for path in self.paths)
         self.shard_bytes = tuple(shard.file.opened.size for shard in shards)
         self.num_bytes = sum(self.shard_bytes)
         digest = hashlib.blake2b(digest_size=16)

@@ -136,7 +136,7 @@ class CpuOps(ComposedOps):
     def mapped_file(self, file: GGUFFile, shard: int) -> _csrc.MappedFile:
         """A mapped file of the model; mapped once, until these operations are deleted."""
         if (file, shard) not in self._maps:
-            name = str(file.paths[shard])
+            name = file.shown_paths[shard]
             self._maps[file, shard] = _csrc.MappedFile(file.descriptor(shard), file.shard_bytes[shard], name)
         return self._maps[file, shard]
 

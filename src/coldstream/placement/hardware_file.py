@@ -34,12 +34,16 @@ _RATES: Final = {
 _LISTS: Final = {"expert_bytes_per_s": len(EXPERT_ROWS)}  # of several rates
 
 
-def default_path() -> Path:
-    """The default file of rates."""
-    return Path.home() / ".cache" / "coldstream" / "hardware.json"
+def default_path() -> Path | None:
+    """The default file of rates; None for a user without a home directory."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ".cache" / "coldstream" / "hardware.json"
 
 
-def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
+def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
     """`hardware` with the rates that the file at `path` has of this machine; None if it lacks some of them.
 
     `measured_at` is the time of the older entry.
@@ -56,18 +60,20 @@ def with_stored_rates(hardware: Hardware, path: Path) -> Hardware | None:
     )
 
 
-def fastest_run(hardware: Hardware, path: Path) -> float:
+def fastest_run(hardware: Hardware, path: Path | None) -> float:
     """What `store_rates` was given with the rates of the GPU, or without one of the CPU; 0: nothing."""
     value = _entry(_document(path), [*_parts(hardware)][-1], hardware).get("fastest_run")
     return value if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
-def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> None:
+def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0) -> None:
     """Writes the measured rates at once: there is the old file or the whole new one. Raises StorageError.
 
-    Without a GPU in `hardware`, the file's entry of one is kept. fastest_run: how many times as fast as these
-    rates explain the run was for which they were measured.
+    Without a path nothing is kept. Without a GPU in `hardware`, the file's entry of one is kept. fastest_run:
+    how many times as fast as these rates explain the run was for which they were measured.
     """
+    if path is None:
+        return
     document = _document(path) | {"version": _VERSION}
     for name, part in _parts(hardware).items():
         document[name] = {
@@ -83,8 +89,10 @@ def store_rates(hardware: Hardware, path: Path, fastest_run: float = 0.0) -> Non
     write_file(path, json.dumps(document, indent=2).encode())
 
 
-def _document(path: Path) -> dict[str, Any]:
-    """The contents of the file at `path`; empty if it is damaged or of another version."""
+def _document(path: Path | None) -> dict[str, Any]:
+    """The contents of the file at `path`; empty if there is none, or it is damaged or of another version."""
+    if path is None:
+        return {}
     try:
         with open(path, "rb") as file:
             document = json.loads(file.read(_MAX_BYTES))

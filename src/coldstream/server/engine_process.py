@@ -29,6 +29,7 @@ from coldstream.errors import (
     GenerationFault,
     ModelChangedError,
     host_memory_errors,
+    out_of_resources,
 )
 from coldstream.garbage import starting
 from coldstream.kernels.cuda import ahead
@@ -175,7 +176,8 @@ def serve(channel: socket.socket, open_engine: OpenEngine, version: str = __vers
         except _ClosedError:
             raise
         except Exception as error:
-            connection.send(Died(GenerationFault(f"unexpected {type(error).__name__}: {error}")))
+            cause = out_of_resources(error)
+            connection.send(Died(cause or GenerationFault(f"unexpected {type(error).__name__}: {error}")))
             connection.flush()
             raise
     except _ClosedError:

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+from coldstream.errors import escape_controls
+
 
 def name_of(model: str) -> str:
-    """A hub name as it is, a file without its folder and ending."""
-    return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+    """A hub name as it is, a file without its folder and ending; what is no text in its name is escaped."""
+    name = Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
+    return escape_controls(name)

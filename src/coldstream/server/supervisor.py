@@ -25,6 +25,7 @@ from coldstream.errors import (
     InvalidRequestError,
     ModelChangedError,
     QueueFullError,
+    out_of_resources,
 )
 from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.codec import ProtocolError
@@ -293,7 +294,8 @@ class Supervisor:
             try:
                 error = await self._run_once()
             except Exception as unexpected:  # or nobody would start the next one
-                error = GenerationFault(f"unexpected {type(unexpected).__name__}: {unexpected}")
+                cause = out_of_resources(unexpected)
+                error = cause or GenerationFault(f"unexpected {type(unexpected).__name__}: {unexpected}")
             if self._model is None:
                 assert self._opened is not None
                 self._set_state("failed", str(error))
