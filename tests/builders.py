@@ -221,7 +221,7 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
         "attention.value_length": dims.head_dim,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.dimension_count": dims.rope_dims,
-        "rope.dimension_sections": [dims.rope_dims // 2, 0, 0, 0],
+        "rope.dimension_sections": [(dims.rope_dims // 2 + more) // 3 for more in (2, 1, 0)] + [0],
         "rope.freq_base": 1e7,
         "ssm.conv_kernel": dims.conv_kernel,
         "ssm.state_size": dims.state,

@@ -128,6 +128,12 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         writer.add_uint32(f"{prefix}.{key}", value)
     writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_float32(f"{prefix}.rope.freq_base", rope["rope_theta"])
+    if rope["rope_type"] != "default":
+        writer.add_string(f"{prefix}.rope.scaling.type", rope["rope_type"])
+        writer.add_float32(f"{prefix}.rope.scaling.factor", rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        original = rope["original_max_position_embeddings"]
+        writer.add_uint32(f"{prefix}.rope.scaling.original_context_length", original)
     if "mrope_section" in rope:
         writer.add_array(f"{prefix}.rope.dimension_sections", [*rope["mrope_section"], 0])
     if variant.ollama:

@@ -1,5 +1,8 @@
 """Tiny random models of every architecture from `transformers`, whose outputs depend on every weight."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -10,8 +13,13 @@ from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 VOCAB_SIZE = 320
 
 
-def tiny_model(*, moe: bool, value_heads_per_key_head: int, tied: bool = False) -> PreTrainedModel:
-    """Four layers, the last with full attention. All rows are multiples of 256 if the ratio is 2."""
+def tiny_model(
+    *, moe: bool, value_heads_per_key_head: int, tied: bool = False, scaling: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Four layers, the last with full attention. All rows are multiples of 256 if the ratio is 2.
+
+    scaling: further rope parameters.
+    """
     common = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 256,
@@ -30,6 +38,7 @@ def tiny_model(*, moe: bool, value_heads_per_key_head: int, tied: bool = False) 
             "partial_rotary_factor": 0.25,
             "mrope_section": [3, 3, 2],
             "mrope_interleaved": True,
+            **(scaling or {}),
         },
     }
     torch.manual_seed(0)
@@ -73,8 +82,8 @@ def tiny_qwen3next(value_heads_per_key_head: int) -> PreTrainedModel:
     return model.eval()
 
 
-def tiny_qwen3moe() -> PreTrainedModel:
-    """Two layers. All rows are multiples of 256."""
+def tiny_qwen3moe(scaling: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """Two layers. All rows are multiples of 256. scaling: further rope parameters."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -83,7 +92,7 @@ def tiny_qwen3moe() -> PreTrainedModel:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, **(scaling or {})},
         moe_intermediate_size=256,
         num_experts=8,
         num_experts_per_tok=3,

@@ -1,5 +1,6 @@
 """The C++ row ops: the same bits in every tier and on any number of threads, and the right values."""
 
+import numpy as np
 import pytest
 import torch
 from cpu_cases import AWKWARD_SIZES, Output, Results, random, run_everywhere, same_bits
@@ -7,7 +8,7 @@ from cpu_cases import AWKWARD_SIZES, Output, Results, random, run_everywhere, sa
 from coldstream.kernels import _csrc
 from coldstream.kernels.arithmetic import reference as exact
 from coldstream.kernels.experts.reference import combine_experts
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import RopeScaling, RopeSpec
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rope_angles
 
@@ -69,6 +70,22 @@ def test_rope_angles_are_float64_angles_rounded(runtimes: Runtimes, num_dims: in
 
     (result,) = run_everywhere(call, runtimes)
     torch.testing.assert_close(result, rope_angles(positions, RopeSpec(num_dims, 1e7)), rtol=0, atol=1e-7)
+
+
+def test_rope_angles_with_factors_of_frequencies_and_a_magnitude(runtimes: Runtimes) -> None:
+    positions = torch.tensor([0, 1, 77, 1048575], dtype=torch.int32)
+    factors = (1.0, 0.75, 0.25)
+
+    def call(runtime: _csrc.Runtime) -> Results:
+        out = torch.full((4, 3, 2), torch.nan)
+        _csrc.rope_angles(runtime, positions, 1e4, out, np.array(factors), 1.5)
+        return (out,)
+
+    (result,) = run_everywhere(call, runtimes)
+    expected = rope_angles(positions, RopeSpec(6, 1e4, RopeScaling(factors, 1.5)))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match=r"factors must be \[3\], not \[2\]"):
+        _csrc.rope_angles(runtimes[0], positions, 1e4, torch.zeros(4, 3, 2), np.ones(2), 1.0)
 
 
 @pytest.mark.parametrize("size", [*AWKWARD_SIZES, 5000])

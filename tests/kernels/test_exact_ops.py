@@ -1,6 +1,7 @@
 """The C++ operations equal docs/arithmetic.md, written a second time in PyTorch, bit for bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from random_blocks import random_weight
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows
+from coldstream.kernels.ops import DeltaNetWeights, RopeScaling, RopeSpec, Rows
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kernels.rope.scaling import Yarn, linear, yarn_magnitude
 
 EPS = 1e-6
 
@@ -89,10 +91,18 @@ def test_swiglu_and_add(exact: ReferenceOps, cpu: CpuOps) -> None:
         assert_same_bits(exact, cpu, name, random(1, 9, 300, scale=20), random(2, 9, 300))
 
 
+@pytest.mark.parametrize("scaled", ["plain", "linear", "yarn"])
 @pytest.mark.parametrize(("num_dims", "theta"), [(64, 1e7), (16, 1e7), (32, 1e4)])
-def test_rope_angles(exact: ReferenceOps, cpu: CpuOps, num_dims: int, theta: float) -> None:
-    positions = torch.cat((torch.arange(300), torch.tensor([4095, 65536, 262143]))).int()
-    assert_same_bits(exact, cpu, "rope_angles", positions, RopeSpec(num_dims, theta))
+def test_rope_angles(exact: ReferenceOps, cpu: CpuOps, num_dims: int, theta: float, scaled: str) -> None:
+    positions = torch.cat((torch.arange(300), torch.tensor([4095, 65536, 262143, 1048575]))).int()
+    rope = RopeSpec(num_dims, theta)
+    if scaled == "linear":
+        rope = replace(rope, scaling=linear(rope, 4.0, 1.25))
+    elif scaled == "yarn":
+        rope = replace(
+            rope, scaling=RopeScaling(Yarn(4.0, 32768).frequency_factors(rope), yarn_magnitude(4.0))
+        )
+    assert_same_bits(exact, cpu, "rope_angles", positions, rope)
 
 
 @pytest.mark.parametrize("first", [0, 60, 250, 510])

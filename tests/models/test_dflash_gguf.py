@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.rope.scaling import yarn_magnitude
 from coldstream.models.dflash_gguf import ARCHITECTURES, is_dflash, spec_of_metadata
-from coldstream.models.dflash_rope import yarn_magnitude
+from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.dflash_spec import DflashLayer, DflashSpec
 from dflash_cases import CASES, MIXED, as_in_gguf, config, spec_of, write_gguf_drafter
 
@@ -57,9 +59,18 @@ def test_keys_that_other_converters_write(tmp_path: Path) -> None:
         "dflash.final_logit_softcapping": 0.0,
     }
     found = read(tmp_path, spec, changes=changes)
-    assert found.rope.yarn is not None
-    assert found.rope.yarn.magnitude == 0.5 * yarn_magnitude(8.0)
+    assert found.rope.magnitude == 0.5 * yarn_magnitude(8.0)
     assert found.vocab_size == 50
+
+
+@pytest.mark.parametrize("kind", [{}, {"dflash.rope.scaling.type": "linear"}])
+def test_a_factor_without_a_type_is_linear(tmp_path: Path, kind: dict[str, Any]) -> None:
+    found = read(tmp_path, spec_of(config()), changes={"dflash.rope.scaling.factor": 4.0, **kind})
+    assert found.rope == DflashRope(found.rope.theta, divisor=4.0)
+    plain = DflashRope(found.rope.theta).inverse_frequencies(found.head_dim)
+    assert np.array_equal(found.rope.inverse_frequencies(found.head_dim), plain / 4)
+    none = {"dflash.rope.scaling.factor": 4.0, "dflash.rope.scaling.type": "none"}
+    assert read(tmp_path, spec_of(config()), changes=none).rope == DflashRope(found.rope.theta)
 
 
 ORIGINAL = {"original_max_position_embeddings": 4096}
@@ -100,7 +111,7 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "value length": (UnsupportedError, "value_length", {"attention.value_length": 16}),
     "partial": (UnsupportedError, "dimension_count", {"rope.dimension_count": 16}),
     "sections": (UnsupportedError, "dimension_sections", {"rope.dimension_sections": [8, 4, 4, 0]}),
-    "linear": (UnsupportedError, "'linear', supported are", {"rope.scaling.type": "linear"}),
+    "longrope": (UnsupportedError, "'longrope', supported are", {"rope.scaling.type": "longrope"}),
     "logits": (UnsupportedError, "logit_scale", {"logit_scale": 0.5}),
     "softcap": (UnsupportedError, "softcapping", {"final_logit_softcapping": 30.0}),
     "anchor": (UnsupportedError, "dflash.sample_from_anchor", {"sample_from_anchor": True}),

@@ -17,8 +17,9 @@ from coldstream.errors import (
     ModelNotFoundError,
     UnsupportedError,
 )
+from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash_config import MAX_CONFIG_BYTES, read_config
-from coldstream.models.dflash_rope import DflashRope, Yarn, yarn_magnitude
+from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer, check_target, tensor_shapes, visible_rows
 from dflash_cases import CASES, MIXED, SECOND, TINY, YARN, config, spec_of
 
@@ -102,7 +103,7 @@ def num_values(values: dict[str, Any]) -> int:
 
 def test_the_preview_of_april_is_stretched() -> None:
     spec = spec_of(PREVIEW)
-    assert spec.rope == DflashRope(1e7, Yarn(64.0, 4096, yarn_magnitude(64.0), 32.0, 1.0))
+    assert spec.rope == DflashRope(1e7, Yarn(64.0, 4096, 32.0, 1.0), yarn_magnitude(64.0))
     assert spec.layers == (DflashLayer(None, False),) * 8
     assert (spec.taps, spec.mask_id, spec.block_size) == ((1, 10, 19, 28, 37), 248070, 16)
     assert (spec.query_dim, spec.kv_dim, spec.feature_size) == (4096, 512, 10240)

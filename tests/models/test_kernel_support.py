@@ -26,7 +26,6 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
     (AttentionSpec, {"window": 128}, "window 128, supported: all positions"),
     (AttentionSpec, {"sinks": True}, "sinks True"),
-    (AttentionSpec, {"rope_scaling": "yarn"}, "rope yarn, supported: unscaled"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
     (MoeSpec, {"shared": "plain"}, "shared expert plain, supported: none, or one with a gate"),

@@ -257,9 +257,9 @@ def rms_norm(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(
     out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].
     """
 
-def rope_angles(runtime: Runtime, positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], theta: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+def rope_angles(runtime: Runtime, positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], theta: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], factors: Annotated[NDArray[numpy.float64], dict(shape=(None,), device='cpu')] | None = None, magnitude: float = 1.0) -> None:
     """
-    cos and sin of position · theta^(−i / pairs) into out, float32 [T, pairs, 2]; positions int32 [T]. ValueError when run with a negative position.
+    cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.
     """
 
 def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], shared: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, shared_gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:

@@ -195,7 +195,12 @@ class CpuOps(ComposedOps):
 
     def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
         out = self._empty(positions.shape[0], rope.num_dims // 2, 2)
-        _csrc.rope_angles(self._runtime, positions, rope.theta, out)
+        scaling = rope.scaling
+        if scaling is None:
+            _csrc.rope_angles(self._runtime, positions, rope.theta, out)
+        else:
+            factors = np.array(scaling.frequency_factors, np.float64)
+            _csrc.rope_angles(self._runtime, positions, rope.theta, out, factors, scaling.magnitude)
         return out
 
     def attention(

@@ -108,11 +108,20 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How a rotary embedding differs from a plain one; see `kernels/rope/scaling.py`."""
+
+    frequency_factors: tuple[float, ...]  # [num_dims / 2], of the plain frequencies
+    magnitude: float  # of cosines and sines
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of the first `num_dims` dimensions of a head; pairs are (i, i + num_dims / 2)."""
 
     num_dims: int
     theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)

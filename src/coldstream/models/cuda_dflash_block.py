@@ -64,7 +64,7 @@ class DflashBlock:
         self._token_embd, self._head = loaded.model.token_embd, first_rows(loaded.model.output, MAX_DRAFT_IDS)
         self._device = matrices.fc.device
         turns = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim) / tau)
-        magnitude = 1.0 if spec.rope.yarn is None else spec.rope.yarn.magnitude
+        magnitude = spec.rope.magnitude
         self.heads = HeadShape(
             spec.num_heads,
             spec.num_kv_heads,

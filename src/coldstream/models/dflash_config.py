@@ -14,9 +14,10 @@ import numpy as np
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata, Value
+from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models import dflash_spec as limits
 from coldstream.models.dflash_numbers import check_numbers, read_second
-from coldstream.models.dflash_rope import DflashRope, Yarn, yarn_magnitude
+from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.dflash_spec import DflashSpec, layers_of
 from coldstream.models.hyperparameters import MAX_HEADS
 from coldstream.models.strict_json import read_object
@@ -217,8 +218,8 @@ def _rope(keys: Metadata) -> DflashRope:
     yarn = Yarn(
         factor=factor,
         original_context=keys.integer("rope.original_max_position_embeddings", 1, limits.MAX_POSITIONS),
-        magnitude=keys.number("rope.attention_factor", 1e-3, 1e3, yarn_magnitude(factor)),
         beta_fast=keys.number("rope.beta_fast", 1e-3, 1e6, 32.0),
         beta_slow=keys.number("rope.beta_slow", 1e-3, 1e6, 1.0),
     )
-    return DflashRope(theta, yarn)
+    magnitude = keys.number("rope.attention_factor", 1e-3, 1e3, yarn_magnitude(factor))
+    return DflashRope(theta, yarn, magnitude)

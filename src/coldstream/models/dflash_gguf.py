@@ -13,9 +13,10 @@ from typing import Final
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import RECONVERT
 from coldstream.gguf.metadata import Metadata
+from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models import dflash_spec as limits
 from coldstream.models.dflash_numbers import check_numbers, read_second
-from coldstream.models.dflash_rope import DflashRope, Yarn, yarn_magnitude
+from coldstream.models.dflash_rope import DflashRope
 from coldstream.models.dflash_spec import DflashSpec, layers_of
 from coldstream.models.hyperparameters import MAX_HEADS
 
@@ -204,18 +205,19 @@ class _Reader:
 
     def _rope(self) -> DflashRope:
         theta = self.number("rope.freq_base", 2.0, 1e15)
-        kind = self.keys.text(self.key("rope.scaling.type"), "none")
-        if kind not in ("none", "yarn"):
-            problem = f"{kind!r:.40}, supported are none and yarn: choose another drafter"
+        kind = self.keys.text(self.key("rope.scaling.type"), "linear")
+        if kind not in ("none", "linear", "yarn"):
+            problem = f"{kind!r:.40}, supported are none, linear and yarn: choose another drafter"
             raise self.keys.error(UnsupportedError, self.key("rope.scaling.type"), problem)
-        if kind == "none":
-            return DflashRope(theta)
+        magnitude = self.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
+        if kind != "yarn":
+            divisor = self.number("rope.scaling.factor", 0.0, 1e6, 0.0) if kind == "linear" else 1.0
+            return DflashRope(theta, magnitude=magnitude, divisor=divisor or 1.0)
         factor = self.number("rope.scaling.factor", 1.0, 1e6)
         yarn = Yarn(
             factor=factor,
             original_context=self.integer("rope.scaling.original_context_length", 1, limits.MAX_POSITIONS),
-            magnitude=self.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0) * yarn_magnitude(factor),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         )
-        return DflashRope(theta, yarn)
+        return DflashRope(theta, yarn, magnitude * yarn_magnitude(factor))

@@ -55,14 +55,13 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
 def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
     if isinstance(spec, DeltaNetSpec):
         return
-    scaling, window = spec.rope_scaling, spec.window
+    window = spec.window
     yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
     yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
     yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
     yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
     # Kernels have windows, but the key does not say which layers of a family have one.
     yield Choice("window", window, window is None, "all positions", ("attention.sliding_window",))
-    yield Choice("rope", scaling, scaling == "none", "unscaled rotary embeddings", ("rope.scaling.type",))
 
 
 def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:

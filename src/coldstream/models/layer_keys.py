@@ -8,6 +8,7 @@ UnsupportedError naming the key that is wrong.
 
 import math
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -26,6 +27,7 @@ from coldstream.models.layer_specs import (
     RouterSpec,
     SharedExpert,
 )
+from coldstream.models.rope_keys import read_scaling
 
 _GATING: Final[Mapping[int, Gating]] = MappingProxyType(
     {
@@ -56,19 +58,19 @@ def read_attention(
     rope_dims = keys.integer("rope.dimension_count", 2, head_dim, default_rope_dims)
     if rope_dims % 2:
         raise keys.inconsistent("rope.dimension_count", f"{rope_dims}, expected an even number")
-    keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)
-    scaling = keys.text("rope.scaling.type", "none")
+    rope = RopeSpec(rope_dims, keys.number("rope.freq_base", 1.0, 1e12))
+    context_length = keys.integer("context_length", 1, 1 << 24)
+    scaling = read_scaling(keys.keys, keys.architecture, rope, context_length)
     usual_scale = 1 / math.sqrt(head_dim)
     scale = keys.number("attention.scale", 0.0, 1e6, 0.0)
     # A window as long as the context has no effect, and 0 means none.
     window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
-    is_hiding = 0 < window < keys.integer("context_length", 1, 1 << 24)
+    is_hiding = 0 < window < context_length
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope=RopeSpec(rope_dims, keys.number("rope.freq_base", 1.0, 1e12)),
-        rope_scaling="none" if scaling == "default" else scaling,
+        rope=replace(rope, scaling=scaling),
         output_gate=output_gate,
         qk_norm=qk_norm,
         scale=None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale,

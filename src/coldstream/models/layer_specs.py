@@ -24,7 +24,6 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
-    rope_scaling: str = "none"  # as the file names it
     output_gate: bool = False  # the query projection holds per head its query, then a gate of the output
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
     bias: bool = False  # of the four projections

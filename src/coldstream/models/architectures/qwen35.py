@@ -18,6 +18,7 @@ from coldstream.models.layer_keys import (
 )
 from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec
 from coldstream.models.layer_tensors import Requirement, each, hybrid_block_tensors
+from coldstream.models.rope_keys import check_sections
 
 # Keys that only Ollama's converters write.
 _OLLAMA_KEYS: Final = ("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved", "vision.block_count")
@@ -33,6 +34,7 @@ def _dense_layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
 
 def _mixers(keys: Hyperparameters) -> tuple[AttentionSpec, DeltaNetSpec]:
     attention = read_attention(keys, output_gate=True, qk_norm="head")
+    check_sections(keys.keys, keys.architecture, attention.rope.num_dims)
     return attention, read_delta_net(keys, value_heads_grouped=_value_heads_grouped(keys))
 
 

@@ -9,6 +9,7 @@ namespace coldstream {
 
 using array_1d = nb::ndarray<float, nb::ndim<1>, nb::device::cpu>;
 using array_3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using doubles_1d = nb::ndarray<double, nb::ndim<1>, nb::device::cpu>;
 using ids_1d = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
 using ids_2d = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
 

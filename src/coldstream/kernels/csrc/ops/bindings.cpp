@@ -31,12 +31,19 @@ void rms_norm(runtime& rt, const array_2d& x, const array_1d& weight, float eps,
   submit_with(rt, std::move(next), rows, x, weight, out);
 }
 
-void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array_3d& out) {
+void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array_3d& out,
+                 const std::optional<doubles_1d>& factors, double magnitude) {
   const int64_t rows = size_of(positions, 0), num_pairs = size_of(out, 1);
   check(positions, "positions", {rows});
   check_contiguous(out, "out", {rows, num_pairs, 2});
-  submit_with(rt, make_rope_angles(positions.data(), 2 * num_pairs, theta, {out.data(), 2 * num_pairs}), rows,
-              positions, out);
+  if (factors) check_contiguous(*factors, "factors", {num_pairs});
+  const rope_arguments rope = {
+      .num_dims = 2 * num_pairs,
+      .theta = theta,
+      .factors = factors ? factors->data() : nullptr,
+      .magnitude = magnitude,
+  };
+  submit_with(rt, make_rope_angles(rope, positions.data(), {out.data(), 2 * num_pairs}), rows, positions, out);
 }
 
 void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_weights,
@@ -116,10 +123,9 @@ void bind_row_ops(nb::module_& m) {
         nb::arg("out").noconvert(),
         "out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].");
   m.def("rope_angles", rope_angles, "runtime"_a, nb::arg("positions").noconvert(), "theta"_a,
-        nb::arg("out").noconvert(),
-        "cos and sin of position · theta^(−i / pairs) into out, float32 [T, pairs, 2]; positions int32 [T]. "
-        "ValueError "
-        "when run with a negative position.");
+        nb::arg("out").noconvert(), nb::arg("factors").noconvert().none() = nb::none(), "magnitude"_a = 1.0,
+        "cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; "
+        "positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.");
   m.def("combine_experts", combine_experts, "runtime"_a, nb::arg("routed").noconvert(),
         nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert().none(),
         nb::arg("shared_gate").noconvert().none(), nb::arg("out").noconvert(),

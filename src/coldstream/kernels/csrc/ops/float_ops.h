@@ -59,9 +59,15 @@ std::unique_ptr<op> make_swiglu(const float_kernels& kernels, input_rows gate, i
                                 int64_t size);
 std::unique_ptr<op> make_rms_norm(const float_kernels& kernels, input_rows x, const float* weight, float eps,
                                   output_rows out, int64_t size);
+struct rope_arguments {
+  int64_t num_dims;
+  double theta;
+  const double* factors;  // [num_dims / 2] of frequencies, copied; nullptr: all 1
+  double magnitude;       // of cos and sin
+};
+
 // out [T, num_dims / 2, 2]; a negative position fails the run.
-std::unique_ptr<op> make_rope_angles(const int32_t* positions, int64_t num_dims, double theta,
-                                     output_rows out);
+std::unique_ptr<op> make_rope_angles(const rope_arguments& rope, const int32_t* positions, output_rows out);
 
 struct combine_arguments {
   const float* routed;  // [T, K, E]

@@ -75,10 +75,12 @@ class rms_norm_op : public op {
 
 class rope_angles_op : public op {
  public:
-  rope_angles_op(const int32_t* positions, int64_t num_dims, double theta, output_rows out)
-      : positions_(positions), out_(out) {
-    for (int64_t i = 0; i < num_dims / 2; i++) {
-      frequencies_.push_back(std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(num_dims)));
+  rope_angles_op(const rope_arguments& rope, const int32_t* positions, output_rows out)
+      : positions_(positions), magnitude_(rope.magnitude), out_(out) {
+    for (int64_t i = 0; i < rope.num_dims / 2; i++) {
+      const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(rope.num_dims);
+      const double frequency = std::pow(rope.theta, exponent);
+      frequencies_.push_back(rope.factors == nullptr ? frequency : frequency * rope.factors[i]);
     }
   }
   const char* name() const override { return "rope_angles"; }
@@ -89,8 +91,8 @@ class rope_angles_op : public op {
       float* out = out_.row(row);
       for (double frequency : frequencies_) {
         const double angle = positions_[row] * frequency;
-        *out++ = static_cast<float>(std::cos(angle));
-        *out++ = static_cast<float>(std::sin(angle));
+        *out++ = static_cast<float>(magnitude_ * std::cos(angle));
+        *out++ = static_cast<float>(magnitude_ * std::sin(angle));
       }
     });
   }
@@ -100,6 +102,7 @@ class rope_angles_op : public op {
   int64_t work_of_row() const { return static_cast<int64_t>(frequencies_.size()) * 32; }
 
   const int32_t* positions_;
+  const double magnitude_;
   std::vector<double> frequencies_;
   output_rows out_;
 };
@@ -227,9 +230,8 @@ std::unique_ptr<op> make_rms_norm(const float_kernels& kernels, input_rows x, co
   return std::make_unique<rms_norm_op>(kernels, x, weight, eps, out, size);
 }
 
-std::unique_ptr<op> make_rope_angles(const int32_t* positions, int64_t num_dims, double theta,
-                                     output_rows out) {
-  return std::make_unique<rope_angles_op>(positions, num_dims, theta, out);
+std::unique_ptr<op> make_rope_angles(const rope_arguments& rope, const int32_t* positions, output_rows out) {
+  return std::make_unique<rope_angles_op>(rope, positions, out);
 }
 
 std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments) {
