@@ -231,3 +231,22 @@ def test_no_tensors_at_all(load_spec: LoadSpec) -> None:
     model.tensors.clear()
     with pytest.raises(InconsistentError, match=r"token_embd\.weight is missing"):
         load_spec(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rope_freqs.weight",
+        "rope_factors_long.weight",
+        "output.bias",
+        "output_norm.bias",
+        "token_embd_norm.weight",
+    ],
+)
+def test_a_tensor_of_the_text_that_nothing_reads_is_refused(load_spec: LoadSpec, name: str) -> None:
+    model = tiny()
+    model.tensors[name] = np.ones(2, np.float32)
+    with pytest.raises(
+        UnsupportedError, match=rf"the tensor {name} \(data .*no known meaning in a qwen35moe"
+    ):
+        load_spec(model)

@@ -2,8 +2,9 @@
 
 `architectures/` lists the tensors of a block. Any tensor may have any type that the reader knows.
 
-A tensor that the table does not list is refused inside a block, where it would change the result. Outside
-(vision towers `v.*`, projectors `mm.*`, `mtp.*`) it belongs to something else and is only reported.
+A tensor that the table does not list is refused inside a block, or beside the embedding and the output,
+where it would change the result. Otherwise (vision towers `v.*`, projectors `mm.*`, `mtp.*`) it belongs to
+something else and is only reported.
 """
 
 import re
@@ -20,6 +21,8 @@ from coldstream.models.layer_tensors import Group, Requirement, Shape, nextn_ten
 if TYPE_CHECKING:
     from coldstream.models.spec import ModelSpec
 
+# Beginnings of names of tensors that change what a model of text computes, such as factors of frequencies.
+_OF_TEXT: Final = ("token_", "position_", "output", "rope_", "cls")
 _BLOCK_NAME: Final = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
@@ -63,6 +66,9 @@ def validate_tensors(
     for name in others:
         match = _BLOCK_NAME.match(name)
         if not match:
+            if name.startswith(_OF_TEXT):
+                problem = f"has no known meaning in a {spec.architecture} model"
+                raise UnsupportedError(f"{_place(tensors[name], path)} {problem}")
             continue
         if int(match[1]) >= spec.num_blocks:
             problem = f"lies outside the {spec.num_blocks} blocks that the metadata declare: {RECONVERT}"
