@@ -26,6 +26,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
     (AttentionSpec, {"window": 128}, "window 128, supported: all positions"),
     (AttentionSpec, {"sinks": True}, "sinks True"),
+    (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
     (MoeSpec, {"shared": "plain"}, "shared expert plain, supported: none, or one with a gate"),

@@ -266,6 +266,7 @@ def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
         ({"expert_gating_func": 9}, r"expert_gating_func at byte \d+: 9, known: 1 to 4"),
         ({"expert_group_count": 4}, r"expert_group_count at byte \d+: 4, supported: 1"),
         ({"attention.sliding_window": 128}, r"sliding_window at byte \d+: 128, supported: all positions"),
+        ({"attention.causal": False}, r"causal at byte \d+: False, supported: causal attention"),
         ({"attention.scale": 0.5}, r"attention.scale at byte \d+: 0.5, supported: 1 / sqrt"),
         ({"expert_weights_scale": 2.5}, "expert_weights_scale"),
         (
@@ -289,6 +290,7 @@ def test_what_is_not_supported(load_spec: LoadSpec, changes: dict[str, Any], wha
         {"attention.sliding_window": 4096, "attention.scale": 8**-0.5},
         {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "expert_weights_norm": True},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+        {"rope.scaling.type": "yarn", "attention.causal": True},
         {"rope.scaling.factor": 0.0, "rope.scaling.yarn_beta_fast": 8.0},
         {"rope.scaling.factor": 1.0, "rope.scale_linear": 4.0},
         {"rope.dimension_sections": [1, 1, 0, 3]},
@@ -336,7 +338,6 @@ def test_keys_that_state_the_usual(load_spec: LoadSpec, changes: dict[str, Any])
         ({"rope.dimension_count": 10}, LimitError),
         ({"rope.scaling.factor": -1.0}, InconsistentError),
         ({"rope.scaling.attn_factor": 0.0}, InconsistentError),
-        ({"rope.scaling.type": "yarn"}, InconsistentError),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 1.0}, InconsistentError),
         ({"rope.scaling.factor": math.nan}, InconsistentError),
         ({"attention.layer_norm_rms_epsilon": 0.0}, InconsistentError),

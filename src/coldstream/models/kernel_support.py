@@ -58,6 +58,7 @@ def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
     window = spec.window
     yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
     yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
+    yield Choice("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
     yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
     yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
     # Kernels have windows, but the key does not say which layers of a family have one.

@@ -74,6 +74,7 @@ def read_attention(
         output_gate=output_gate,
         qk_norm=qk_norm,
         scale=None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale,
+        causal=keys.flag("attention.causal", True),
         window=window if is_hiding else None,
     )
 

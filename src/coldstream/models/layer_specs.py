@@ -28,6 +28,7 @@ class AttentionSpec:
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
     bias: bool = False  # of the four projections
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    causal: bool = True  # a token sees only those before it and itself
     window: int | None = None  # positions that a token sees, its own included; None: all
     sinks: bool = False  # whether each head has a logit in the softmax without a value
 

@@ -4,6 +4,7 @@ The keys are those of all families and of drafters. What they mean is as llama.c
 type is linear, a factor of 0 is none, and the factor of attention scales cosines and sines whatever the type.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -34,28 +35,28 @@ def read_scaling(keys: Metadata, prefix: str, plain: RopeSpec, context_length: i
         problem = f"{kind!r:.40}, supported: none, linear and yarn"
         raise keys.error(UnsupportedError, f"{prefix}.rope.scaling.type", problem)
     magnitude = keys.number(f"{prefix}.rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
+    older = keys.number(f"{prefix}.rope.scale_linear", 0.0, 1e6, 0.0)
+    factor = keys.number(f"{prefix}.rope.scaling.factor", 0.0, 1e6, older) or 1.0
     if kind == "yarn":
-        return _yarn(keys, prefix, plain, context_length, magnitude)
-    factor = 1.0
-    if kind == "linear":
-        older = keys.number(f"{prefix}.rope.scale_linear", 0.0, 1e6, 0.0)
-        factor = keys.number(f"{prefix}.rope.scaling.factor", 0.0, 1e6, older) or 1.0
-    return linear(plain, factor, magnitude)
+        return _yarn(keys, prefix, plain, Yarn(factor, context_length), magnitude)
+    return linear(plain, factor if kind == "linear" else 1.0, magnitude)
 
 
-def _yarn(keys: Metadata, prefix: str, plain: RopeSpec, context_length: int, magnitude: float) -> RopeScaling:
+def _yarn(keys: Metadata, prefix: str, plain: RopeSpec, yarn: Yarn, magnitude: float) -> RopeScaling | None:
+    """That by `yarn` with the original context that the file states, if it states one."""
     for name, value in _YARN_CONSTANTS.items():
         key = f"{prefix}.rope.scaling.{name}"
         found = keys.number(key, -1e6, 1e6, value)
         if found != value:
             raise keys.error(UnsupportedError, key, f"{found:g}, supported: {value:g}")
+    original = keys.integer(f"{prefix}.rope.scaling.original_context_length", 0, _MAX_CONTEXT, 0)
+    if yarn.factor == 1:
+        return linear(plain, 1.0, magnitude)
     if plain.theta <= 1:
         problem = f"{plain.theta:g}, expected more than 1 with YaRN"
         raise keys.error(InconsistentError, f"{prefix}.rope.freq_base", problem)
-    factor = keys.number(f"{prefix}.rope.scaling.factor", 0.0, 1e6) or 1.0
-    original = keys.integer(f"{prefix}.rope.scaling.original_context_length", 0, _MAX_CONTEXT, 0)
-    yarn = Yarn(factor, original or context_length)
-    return RopeScaling(yarn.frequency_factors(plain), magnitude * yarn_magnitude(factor))
+    yarn = replace(yarn, original_context=original or yarn.original_context)
+    return RopeScaling(yarn.frequency_factors(plain), magnitude * yarn_magnitude(yarn.factor))
 
 
 def check_sections(keys: Metadata, prefix: str, num_dims: int) -> None:
