@@ -1,13 +1,14 @@
 """Completions through the official client: texts, lists, token ids, log-probabilities, streams."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
+from openai.types import Completion, CompletionChoice
 
 from coldstream.decoding import derived_seed
 from coldstream.engine import LLM, SamplingParams
@@ -75,6 +76,56 @@ async def test_a_stream_is_the_answer(http: httpx2.AsyncClient, openai: AsyncOpe
         assert choice.logprobs is not None
         assert [t for each in own for t in each["logprobs"]["tokens"]] == choice.logprobs.tokens
         assert [t for each in own for t in each["logprobs"]["text_offset"]] == choice.logprobs.text_offset
+
+
+class UnfinishedChoice(CompletionChoice):
+    """A choice of a chunk before its last one, whose `finish_reason` OpenAI's service sends as null. The type
+    in its client does not allow that.
+    """
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
+
+
+class Chunk(Completion):
+    choices: list[UnfinishedChoice]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": 0},
+        {"logprobs": 2, "prompt": [PROMPT, "def main("]},
+        {"n": 2, "temperature": 1.0},
+        {"stop": ["\nimport"]},
+        {"return_progress": True},
+        {"stream_options": {"include_usage": True}, "logprobs": 1},
+        {"stream_options": {"include_usage": False}},
+    ],
+    ids=lambda more: ",".join(more) or "plain",
+)
+async def test_every_chunk_has_the_official_clients_shape(
+    http: httpx2.AsyncClient, more: dict[str, Any]
+) -> None:
+    response = await http.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **more, "stream": True})
+    events = events_of(response.text)
+    assert events.pop() == "[DONE]"
+    chunks = [Chunk.model_validate(event, strict=True) for event in events]
+    wants_usage = more.get("stream_options") == {"include_usage": True}
+    assert [
+        ("usage" in event, chunk.usage is not None) for event, chunk in zip(events, chunks, strict=True)
+    ] == [
+        *[(wants_usage, False)] * (len(chunks) - 1),
+        (wants_usage, wants_usage),
+    ]
+    num_answers = more.get("n", 1) * (len(more["prompt"]) if "prompt" in more else 1)
+    for index in range(num_answers):
+        reasons = [each.finish_reason for chunk in chunks for each in chunk.choices if each.index == index]
+        assert reasons[-1] is not None
+        assert set(reasons[:-1]) <= {None}
+    for chunk in chunks:
+        if all(choice.finish_reason for choice in chunk.choices):
+            Completion.model_validate(chunk.model_dump(), strict=True)
 
 
 @pytest.fixture(scope="module")

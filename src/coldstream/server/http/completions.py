@@ -70,13 +70,15 @@ class _Completion:
         self, body: CompletionRequest, served: ServedModel, requests: Sequence[EngineRequest]
     ) -> None:
         self.body = body
-        self._fields = {
+        self._fields: Fields = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": served.name,
             "system_fingerprint": f"coldstream-{served.facts.fingerprint[:12]}",
         }
+        if body.stream and body.wants_usage:
+            self._fields["usage"] = None  # of all chunks but the last one, as OpenAI's documentation has it
         per_prompt = requests[0].params.n
         self.of_prompts = [
             [_Choice(per_prompt * prompt + index, self._logprobs()) for index in range(per_prompt)]
