@@ -9,6 +9,7 @@ import pytest
 
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
+from coldstream.server.patient_protocol import MAX_READ_BYTES, PatientProtocol
 from coldstream.server.web_server import WebServer, bind
 
 SHORT_S, LONG_S = 0.05, 60.0
@@ -83,6 +84,44 @@ async def test_rq09_a_body_that_stops_coming_is_refused_and_the_connection_close
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b'"slow_body"' in answer
         writer.close()
+
+
+async def test_rq09_a_body_that_drips_is_refused_too(local_client: LocalClient) -> None:
+    async with serving(local_client, LONG_S, 10 * SHORT_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST.replace(b"16", b"1000000") + JSON)
+
+        async def drip() -> None:
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(SHORT_S)
+
+        dripping = asyncio.create_task(drip())
+        assert b'"slow_body"' in await rest_of(reader)
+        dripping.cancel()
+        writer.close()
+
+
+async def test_rq09_others_have_their_turn_after_a_part_of_what_has_come(
+    local_client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of chunks of one byte would hold them up for a second with what is read by default."""
+    sizes: list[int] = []
+    received = PatientProtocol.data_received
+
+    def noted(protocol: PatientProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        received(protocol, data)
+
+    monkeypatch.setattr(PatientProtocol, "data_received", noted)
+    async with serving(local_client, LONG_S, LONG_S) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = POST.replace(b"Content-Length: 16", b"Transfer-Encoding: chunked\r\nConnection: close")
+        writer.write(head + JSON + b"1\r\n \r\n" * 20_000 + b'10\r\n{"content": "a"}\r\n0\r\n\r\n')
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+    assert max(sizes) <= MAX_READ_BYTES
+    assert len(sizes) >= 6 * 20_000 // MAX_READ_BYTES
 
 
 async def test_answers_may_take_longer_than_requests(local_client: LocalClient) -> None:

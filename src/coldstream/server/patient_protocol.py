@@ -4,10 +4,13 @@ Without a bound, connections that send a byte now and then take descriptors for 
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Of what has come that are read before others have their turn: chunks of one byte take 15 us each.
+MAX_READ_BYTES: Final = 1 << 14
 
 
 class PatientProtocol(H11Protocol):
@@ -22,6 +25,7 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        setattr(transport, "max_size", MAX_READ_BYTES)  # noqa: B010  asyncio's transports of sockets have it
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -5,6 +5,7 @@ Default-deny: a route is open to those without a key only if `OPEN_PATHS` names 
 
 import hashlib
 import hmac
+import time
 from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.http.problems import Problem, ProblemError
 from coldstream.server.http.settings import ServerSettings, is_loopback
 
+LEAST_BODY_RATE: Final = 16 << 10  # bytes a second, on an average from the beginning of a body
 OPEN_PATHS: Final = frozenset({"/health", *PAGE_FILES})
 _BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 
@@ -128,13 +130,15 @@ class Guard:
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, with an error once a body is too long, whatever its headers said, or stops coming."""
-        taken, is_whole = 0, False
+        taken, is_whole, began = 0, False, time.monotonic()
 
         async def bounded() -> Message:
             nonlocal taken, is_whole
             if is_whole:  # what comes now is that the client has gone
                 return await receive()
-            with anyio.move_on_after(self._settings.slow_body_s) as patience:
+            slow_s = self._settings.slow_body_s
+            left_s = began + slow_s + taken / LEAST_BODY_RATE - time.monotonic()
+            with anyio.move_on_after(min(slow_s, left_s)) as patience:
                 message = await receive()
             if patience.cancelled_caught:
                 raise HTTPException(408, headers={"Connection": "close"})
