@@ -44,6 +44,7 @@ _SURROGATE: Final = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )
 _MAX_MENDED_BYTES: Final = 4 << 20  # of bodies with halves of pairs
+_MAX_MENDED: Final = 1 << 16  # surrogates in one of these
 
 
 class BodyRoute(APIRoute):
@@ -129,7 +130,8 @@ def value_of(data: bytearray) -> Any:
     try:
         return from_json(data, cache_strings="keys")
     except ValueError as error:
-        if len(data) <= _MAX_MENDED_BYTES and _SURROGATE.search(data):
+        num_surrogates = data.count(b"\\ud") + data.count(b"\\uD")
+        if len(data) <= _MAX_MENDED_BYTES and 0 < num_surrogates <= _MAX_MENDED:
             with suppress(ValueError):
                 return from_json(_SURROGATE.sub(_whole, data), cache_strings="keys")
         raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
