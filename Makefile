@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu ray lint sanitize sanitizers sanitize-gpu clean install-test
+.PHONY: demo test test-gpu ray agents lint sanitize sanitizers sanitize-gpu clean install-test
 
 demo:
 	@$(INSTALL)
@@ -60,6 +60,11 @@ ray: install-test
 	$(PYTHON) tools/install.py $(RAY) ray --beside $(VENV)
 	$(RAY)/bin/python -m pytest tests/ray/test_replicas.py
 
+# Claude Code, Codex and opencode from npm in conversations with the server; with NEWEST=1 their newest versions, whose results
+# are not those of docs/agents.md. Takes Node.js, 1.3 GB in .agents and a quarter of an hour, so CI replays their requests instead.
+agents: install-test
+	$(BIN)/python -m tools.agents $(if $(NEWEST),--newest,--out docs/results/agents.json --record tests/server/recorded)
+
 # The tests that need a GPU, counted into the file that docs/performance.md is made from.
 test-gpu: install-test
 	$(BIN)/python bench/gpu_tests.py --out docs/results/gpu/tests.json
@@ -69,4 +74,4 @@ sanitize-gpu: install-test
 	$(BIN)/python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
 
 clean:
-	rm -rf build dist .venv .venv-oldest .venv-ray
+	rm -rf build dist .venv .venv-oldest .venv-ray .agents
