@@ -161,6 +161,23 @@ def test_calls_that_a_template_leaves_out_are_texts() -> None:
     assert text == f"<user>x</><assistant>{called}</><user>{given}</>"
 
 
+@pytest.mark.parametrize("identity", [[], {}, 5], ids=repr)
+def test_ids_of_calls_are_of_any_type(identity: Any) -> None:
+    with opened("late systems left out in silence") as template:
+        called = {**call({}), "tool_calls": [{**call({})["tool_calls"][0], "id": identity}]}
+        result = {"role": "tool", "tool_call_id": identity, "content": "done"}
+        text = template.render([message("user", "x"), called, result]).text
+    assert text.endswith(f"<user>{RESULT_FRAME.format('turn', 'done')}</>")
+
+
+def test_arguments_that_are_no_json_are_refused() -> None:
+    with (
+        opened("late systems left out in silence") as template,
+        pytest.raises(InvalidRequestError, match="the arguments of a call are no JSON"),
+    ):
+        template.render([message("user", "x"), call({"angles": {5}})])
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -175,6 +192,8 @@ def test_calls_that_a_template_leaves_out_are_texts() -> None:
         ("5", "{'arguments': 5}"),
         ("null", "{}"),
         ([1], "{'arguments': [1]}"),
+        ('{"a": "\\ud83d"}', "{'a': '\ufffd'}"),
+        ('{"a": "\\ud83d\\ude00"}', "{'a': '😀'}"),
         ("[" * 100_000, "{'arguments': '" + "[" * 100_000 + "'}"),
     ],
     ids=lambda value: repr(value)[:20],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.server.output.typed_values import JSON_TYPES, ValueSchema, dumped, finite_json
+from coldstream.server.output.typed_values import JSON_TYPES, ValueSchema, finite_json
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,15 @@ def test_every_text_becomes_strict_json(text: str, types: set[str]) -> None:
         assert value == text
 
 
-def test_half_a_surrogate_pair_is_escaped() -> None:
-    assert ValueSchema({"type": "array"}, {}).json('["\\ud800\n"]') == '["\\ud800\\n"]'
-    assert dumped("é") == '"é"'
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('["\\ud800\n"]', '["\ufffd\\n"]'),
+        ('["a\\ud83d b"]', '["a\ufffd b"]'),
+        ('["\\udc00", 1]', '["\ufffd", 1]'),
+        ('["\\ud83d\\ude00",1]', '["\\ud83d\\ude00",1]'),
+        ('["\\\\ud83d",1]', '["\\\\ud83d",1]'),
+    ],
+)
+def test_half_a_surrogate_pair_is_read_as_the_replacement_character(text: str, expected: str) -> None:
+    assert ValueSchema({"type": "array"}, {}).json(text) == expected

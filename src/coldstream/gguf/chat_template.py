@@ -40,6 +40,7 @@ from coldstream.gguf.template_capabilities import EFFORTS, TemplateCapabilities
 from coldstream.gguf.template_process import Rendering, TemplateLimits, TemplateProcess
 from coldstream.gguf.tokenizer import Segment
 from coldstream.gguf.vocabulary import Vocabulary
+from coldstream.json_text import loaded
 
 FIELD = "tokenizer.chat_template"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -311,7 +312,7 @@ def _opened_arguments(arguments: object) -> Mapping[str, Any]:
     """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = loaded(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return {"arguments": arguments}
     if arguments is None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
+from coldstream.errors import InvalidRequestError
 from coldstream.gguf.template_capabilities import TemplateCapabilities
 
 Message = dict[str, Any]
@@ -133,16 +134,16 @@ def _joined(first: Message, second: Message) -> Message:
 
 
 def _with_tools_as_text(turns: Sequence[Message]) -> Iterator[Message]:
-    names: dict[Any, Any] = {}  # of functions, by the ids of their calls
+    names: dict[str, Any] = {}  # of functions, by the ids of their calls
     for turn in turns:
         if turn["role"] == "tool":
-            name = turn.get("name") or names.get(turn.get("tool_call_id")) or "a tool"
+            name = turn.get("name") or names.get(str(turn.get("tool_call_id"))) or "a tool"
             yield {"role": "user", "content": RESULT_FRAME.format(name, _text(turn))}
         elif turn.get("tool_calls"):
             texts = [_text(turn)]
             for call in turn["tool_calls"]:
                 function = call["function"] if isinstance(call.get("function"), Mapping) else {}
-                names[call.get("id")] = function.get("name")
+                names[str(call.get("id"))] = function.get("name")
                 texts.append(CALL_FRAME.format(function.get("name"), _as_text(function.get("arguments"))))
             rest = {name: value for name, value in turn.items() if name != "tool_calls"}
             yield {**rest, "content": "\n\n".join(filter(None, texts))}
@@ -151,4 +152,8 @@ def _with_tools_as_text(turns: Sequence[Message]) -> Iterator[Message]:
 
 
 def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    """Arguments as the caller wrote them, or as JSON. Raises InvalidRequestError for other values."""
+    try:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages: the arguments of a call are no JSON: {error}") from None

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
 from coldstream.engine.events import Delta
@@ -24,7 +24,7 @@ from coldstream.server.http.responses_answer import ResponseItems
 from coldstream.server.http.responses_request import ReasoningConfig, ResponsesInput, ResponsesRequest
 from coldstream.server.http.responses_tools import FlatTool
 from coldstream.server.http.shapes import ResponseShape, ResponseTokensShape, documented
-from coldstream.server.http.sse import KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
+from coldstream.server.http.sse import KEEP_ALIVE, StreamedAnswer, json_bytes, respond_unless_gone, sse
 
 Fields = dict[str, Any]
 
@@ -93,7 +93,7 @@ class _Answer:
             async for item in events:
                 if item is not None and isinstance(item[1], Delta):
                     self._items.push(item[1].piece)
-        return JSONResponse(self._ended())
+        return Response(json_bytes(self._ended()), media_type="application/json")
 
     async def events(self, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
         """The stream, each event under its own name; what fails in the middle is said in its last one."""

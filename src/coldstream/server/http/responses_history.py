@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from coldstream.json_text import loaded
 from coldstream.server.http.chat_request import MAX_PARTS
 from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.content_parts import called, text_of_content
@@ -265,9 +266,10 @@ def _shell_output(fields: _Reader) -> str:
     texts = []
     for chunk in fields.objects("output"):
         outcome = chunk.object("outcome")
-        code = outcome.given.get("exit_code")
-        ending = "timeout" if outcome.name("type") == "timeout" else f"exit code {code}"
-        texts += [chunk.text("stdout"), chunk.text("stderr"), f"[{ending}]"]
+        ending = "[timeout]" if outcome.name("type") == "timeout" else ""
+        if "exit_code" in outcome.given:
+            ending = f"[exit code {outcome.json('exit_code')}]"
+        texts += [chunk.text("stdout"), chunk.text("stderr"), ending]
     return "\n".join(filter(None, texts))
 
 
@@ -301,7 +303,7 @@ def _mcp_call(fields: _Reader) -> str:
     name = f"{fields.text('server_label')}.{fields.text('name')}"
     output = fields.text("output") or fields.text("error")
     try:
-        arguments = json.loads(fields.json("arguments"))
+        arguments = loaded(fields.json("arguments"))
     except (ValueError, RecursionError):
         arguments = fields.text("arguments")
     return "\n".join(filter(None, [called(name, arguments), output]))

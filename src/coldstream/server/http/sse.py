@@ -19,9 +19,14 @@ CLIENT_CLOSED_REQUEST: Final = 499
 T = TypeVar("T")
 
 
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON. Numbers that JSON has not, such as those of an echoed schema, are null."""
+    return to_json(value, inf_nan_mode="null")
+
+
 def sse(value: Any, event: str | None = None) -> bytes:
     """One event with a JSON value."""
-    return format_sse_event(data_str=to_json(value).decode(), event=event)
+    return format_sse_event(data_str=json_bytes(value).decode(), event=event)
 
 
 class StreamedAnswer(EventSourceResponse):

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 from coldstream.decoding import Grammar
 from coldstream.errors import InvalidRequestError
+from coldstream.json_text import dumped
 from coldstream.server.output.call_format import Begun, Progress, held_parameters, lark_calls, lark_json
 from coldstream.server.output.tools import ToolSignatures
-from coldstream.server.output.typed_values import dumped, finite_json, finite_json_at, quoted
+from coldstream.server.output.typed_values import finite_json, finite_json_at, quoted
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
+from coldstream.json_text import dumped, mended
 from coldstream.server.output.tools import Schema, referred
 
 JSON_TYPES: Final = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
@@ -70,12 +71,6 @@ class ValueSchema:
 def quoted(text: str) -> str:
     """`text` as a JSON string."""
     return dumped(text)
-
-
-def dumped(value: Any) -> str:
-    """A value as JSON that can be encoded: characters are escaped if one of them is half a surrogate pair."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() or _is_encodable(text) else json.dumps(value)
 
 
 def finite_json(text: str, *, is_strict: bool = True) -> Any:
@@ -128,7 +123,8 @@ def _named(name: str) -> tuple[Any, str]:
 def _json_reading(text: str) -> tuple[Any, str] | None:
     """The value of JSON and how it is written, if it is JSON."""
     try:
-        return finite_json(text), text
+        value = finite_json(text)
+        return value, mended(text, value)
     except ValueError:
         pass
     try:
@@ -289,14 +285,6 @@ def _types_of_value(value: object) -> frozenset[str]:
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_number(name: str) -> float:
