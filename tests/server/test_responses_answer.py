@@ -31,6 +31,8 @@ def test_log_probabilities_are_of_the_texts_of_messages() -> None:
     texts = ["plan", " it", "</think>", "\n\n", "Yes", ", ", "so", "\n\n", call[:9], call[9:]]
     output, events = items_of(*texts, is_thinking=True)
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    added = next(event["part"] for event in events if event["type"] == "response.content_part.added")
+    assert added["text"] == ""
     told = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert tokens_of([each for logprobs in told for each in logprobs]) == ["Yes", ", ", "so"]
     (part,) = output[1]["content"]

@@ -142,6 +142,7 @@ def test_what_other_servers_ran_is_told_in_the_answer(item: Any, shown: str) -> 
             },
             "a\n[exit code 3]\nb\n[timeout]",
         ),
+        ({"type": "shell_call_output", "output": [{"stdout": "a"}]}, "a"),
         ({"type": "apply_patch_call_output", "status": "failed"}, "[failed]"),
         ({"type": "apply_patch_call_output", "status": "completed", "output": "ok"}, "ok"),
         ({"type": "tool_search_output", "tools": []}, "[no tool found]"),

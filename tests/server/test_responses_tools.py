@@ -211,3 +211,12 @@ def test_a_choice_that_means_none_or_two_is_refused(choice: Any) -> None:
 )
 def test_arguments_become_the_fields_of_an_item_if_they_fit(kind: str, arguments: Any, fields: Any) -> None:
     assert CLIENT_TOOLS[kind].fields(arguments) == fields
+
+
+@pytest.mark.parametrize("kind", ["function", "custom"])
+@pytest.mark.parametrize("name", ["", "my tool", "a\n", "a" * 129, "<tool_call>"])
+def test_a_name_that_no_model_can_be_told_is_refused_by_itself(kind: str, name: str) -> None:
+    with pytest.raises(ProblemError) as refusal:
+        offered({"type": kind, "name": name})
+    assert refusal.value.problem.param == "tools"
+    assert str(refusal.value).startswith("tools: '")

@@ -15,7 +15,10 @@ from coldstream.server.http.problems import refused
 
 MAX_TOOLS: Final = 512
 
-FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+MAX_NAME_CHARS: Final = 128
+NAME_PATTERN: Final = rf"^[\w.:/-]{{1,{MAX_NAME_CHARS}}}$"
+
+FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class FunctionDefinition(Body):

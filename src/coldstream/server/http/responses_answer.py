@@ -191,7 +191,7 @@ class ResponseItems:
 
     def _part(self) -> Fields:
         kind = _DELTAS[self._items[-1]["type"]][1]
-        more: Fields = {"annotations": [], "logprobs": self._logprobs} if kind == "output_text" else {}
+        more: Fields = {"annotations": [], "logprobs": list(self._logprobs)} if kind == "output_text" else {}
         return {"type": kind, "text": self._text, **more}
 
     def _grown(self, text: str, **more: Any) -> Fields:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from coldstream.server.http.chat_tools import MAX_TOOLS
+from coldstream.errors import shown
+from coldstream.server.http.chat_tools import MAX_NAME_CHARS, MAX_TOOLS, NAME_PATTERN
 from coldstream.server.http.client_tools import CLIENT_TOOLS, is_run_by_client
 from coldstream.server.http.custom_tools import function_of_custom
 from coldstream.server.http.fields import Body, Flag, Name, Text
@@ -19,7 +20,6 @@ from coldstream.server.http.problems import refused
 
 _MAX_GIVEN: Final = 8 * MAX_TOOLS  # many may be the same, found again and again
 _SEPARATOR: Final = "__"
-_MAX_NAME_CHARS: Final = 128
 _NO_NAME_CHARS: Final = re.compile(r"[^\w.:/-]", re.ASCII)
 
 _Identity = tuple[str, str | None, str]  # type, namespace and name of a tool
@@ -183,6 +183,10 @@ def _offered(tool: FlatTool, namespace: str | None) -> OfferedTool:
     if tool.name is None:
         raise refused(f"tools: a {tool.type} tool has a name", "tools")
     name = _joined(namespace, tool.name)
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise refused(
+            f"tools: {shown(name)}: a name has 1 to {MAX_NAME_CHARS} letters, digits and _.:/-", "tools"
+        )
     if tool.type == "custom":
         form = tool.format or ToolFormat(type="text")
         if form.type == "grammar" and (form.syntax is None or form.definition is None):
@@ -199,7 +203,7 @@ def _joined(namespace: str | None, name: str) -> str:
     if namespace is None:
         return name
     whole = f"{namespace.rstrip('_')}{_SEPARATOR}{name.lstrip('_')}"
-    return _NO_NAME_CHARS.sub("_", whole)[:_MAX_NAME_CHARS]
+    return _NO_NAME_CHARS.sub("_", whole)[:MAX_NAME_CHARS]
 
 
 def _free(name: str, taken: Collection[str]) -> str:
@@ -208,5 +212,5 @@ def _free(name: str, taken: Collection[str]) -> str:
     while free in taken:
         number += 1
         suffix = f"_{number}"
-        free = f"{name[: _MAX_NAME_CHARS - len(suffix)]}{suffix}"
+        free = f"{name[: MAX_NAME_CHARS - len(suffix)]}{suffix}"
     return free
