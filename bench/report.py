@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import report_aims
-from report_accuracy import activation_scales, agreement_by_architecture, kv_types
+from report_accuracy import activation_scales, agreement_by_architecture, key_sweep, kv_types
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from report_drafts import (
     cpu_drafts,
@@ -298,6 +298,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "disk_tier": disk_tier,
     "draft_trees": draft_trees,
     "install": install,
+    "key_sweep": key_sweep,
     "kv_types": kv_types,
     "activation_scales": activation_scales,
     "side_by_side": side_by_side,

@@ -70,6 +70,28 @@ def agreement_by_architecture() -> str:
     return table(header, rows) + "".join(f"\n{line}\n" for line in lines)
 
 
+def key_sweep() -> str:
+    """What became of each key of metadata, and which keys matter to one of the two programs."""
+    r = load("key_sweep")
+    kinds = ("alike", "refused", "llama.cpp refuses", "different")
+    rows: list[Row] = [
+        [f"`{arch}`", str(figures["settings"]), *(str(figures["outcomes"].get(kind, 0)) for kind in kinds)]
+        for arch, figures in r["architectures"].items()
+    ]
+    keys: dict[str, set[str]] = {"alike": set(), "refused": set()}
+    for figures in r["architectures"].values():
+        for result in figures["effects"]:
+            keys.setdefault(result["outcome"], set()).add(f"`{result['key']}`")
+    furthest = max(figures["largest_difference_alike"] for figures in r["architectures"].values())
+    header = ["model", "settings", "logits alike", "refused by name", "llama.cpp refuses", "different"]
+    return table(header, rows) + (
+        f"\n{len(r['keys'])} keys: `{r['command']}`, commit {r['commit']}, xllamacpp {r['xllamacpp']}. "
+        f"Logits that are alike differ by {furthest:.0e} at most.\n\n"
+        f"Followed, as they change llama.cpp's logits: {', '.join(sorted(keys['alike']))}.\n\n"
+        f"Refused for some of their values: {', '.join(sorted(keys['refused']))}.\n"
+    )
+
+
 def _case(case: Mapping[str, Any]) -> str:
     factor = case["outliers"]
     return f"{case['head_dim']} × {factor}" if factor > 1 else f"{case['head_dim']}, plain"
