@@ -90,6 +90,43 @@ def test_the_oldest_conversations_go_when_there_are_too_many(page: Page) -> None
     assert titles == [["c5", "c4", "c3", "c2"], ["big2", "big1"]]
 
 
+def test_a_conversation_that_could_not_be_written_is_not_written_as_a_copy_later(page: Page) -> None:
+    kept = page.evaluate(
+        """async () => {
+            const { openStore } = await import('/page/store.js');
+            const { newConversation } = await import('/page/conversation.js');
+            const store = await openStore();
+            const conversation = { ...newConversation(), title: 'a' };
+            await store.write(conversation);
+            conversation.messages = [() => 'no browser keeps functions'];
+            const failure = await store.write(conversation).then(() => '', error => error.name);
+            conversation.messages = [];
+            await store.write(conversation);
+            return [failure, (await store.list()).map(({ title, revision }) => [title, revision])];
+        }"""
+    )
+    assert kept == ["DataCloneError", [["a", 2]]]
+
+
+def test_a_conversation_that_is_deleted_while_it_is_written_does_not_come_back(page: Page) -> None:
+    titles = page.evaluate(
+        """async () => {
+            const { Chat } = await import('/page/chat.js');
+            const { openStore } = await import('/page/store.js');
+            const store = await openStore();
+            const nothing = () => {};
+            const on = { change: nothing, problem: nothing, contextUsed: nothing };
+            const chat = new Chat(document.createElement('div'), store, { toEnd: nothing }, on);
+            const { conversation } = chat;
+            conversation.title = 'a';
+            const saved = [chat.save(conversation), chat.save(conversation)];
+            await Promise.all([...saved, chat.remove(conversation.id)]);
+            return (await store.list()).map(({ title }) => title);
+        }"""
+    )
+    assert titles == []
+
+
 def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_client: LocalClient) -> None:
     author = Author(local_client)
     context = browser.new_context(viewport=WIDE)

@@ -200,11 +200,12 @@ export class Chat {
     }, run.pause);
   }
 
-  // Keeps a conversation. One that is kept already is written after all that was asked for before.
+  // Keeps a conversation, after all that was to be kept before, unless it is deleted meanwhile.
   async save(conversation) {
     if (this.forgotten.has(conversation)) return;
     conversation.updated = Date.now();
-    this.saving = (this.saving ?? Promise.resolve()).then(() => this.store.write(conversation)).catch((error) => {
+    const write = () => (this.forgotten.has(conversation) ? null : this.store.write(conversation));
+    this.saving = (this.saving ?? Promise.resolve()).then(write).catch((error) => {
       this.on.problem(new StorageError(error.message), null);
     });
     await this.saving;

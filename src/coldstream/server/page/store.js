@@ -61,7 +61,8 @@ export class Store {
   }
 
   // Writes a conversation and sets its `revision`; its `id` and `title` too if another tab has written it since it
-  // was read. The oldest ones go if there are more than may be kept. Throws Error if the browser has no room.
+  // was read. The oldest ones go if there are more than may be kept. Throws Error if the browser has no room; the
+  // conversation is as before then.
   async write(conversation) {
     if (!this.base) {
       conversation.revision += 1;
@@ -73,19 +74,20 @@ export class Store {
     const bodies = transaction.objectStore("conversations");
     const ended = whole(transaction);
     const kept = await result(heads.get(conversation.id));
+    const changes = { revision: conversation.revision + 1 };
     if (kept && kept.revision !== conversation.revision) {
-      conversation.id = newConversation().id;
-      conversation.title = `${conversation.title} (copy)`;
+      Object.assign(changes, { id: newConversation().id, title: `${conversation.title} (copy)` });
     }
-    conversation.revision += 1;
-    const head = headOf(conversation);
-    bodies.put(conversation);
+    const written = { ...conversation, ...changes };
+    const head = headOf(written);
+    bodies.put(written);
     heads.put(head);
     for (const id of surplus(await result(heads.getAll()), head, this.limits)) {
       heads.delete(id);
       bodies.delete(id);
     }
     await ended;
+    Object.assign(conversation, changes);
     this.channel.postMessage(conversation.id);
   }
 
