@@ -158,3 +158,13 @@ def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(monkeypatch:
     with open(os.devnull, "w") as file:
         assert width_of(file) is None
     assert width_of(None) is None
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+def test_a_table_that_is_as_wide_as_the_terminal_is_one(markdown: bool) -> None:
+    wide = table_lines(COLUMNS, ROWS, ("model",), None, markdown)
+    width = max(map(cell_len, wide))
+    assert table_lines(COLUMNS, ROWS, ("model",), width, markdown) == wide
+    narrower = table_lines(COLUMNS, ROWS, ("model",), width - 1, markdown)
+    assert narrower != wide
+    assert max(map(cell_len, narrower)) < width

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -77,6 +78,16 @@ def test_a_step_has_no_more_rows_than_it_takes_nor_than_are_wanted(
 def test_every_answer_that_decodes_has_a_row_of_each_step(wanted: dict[int, int]) -> None:
     shares = filled(wanted).share(wanted, every_row)
     assert all(shares[key] == 1 for key, want in wanted.items() if want == 1)
+
+
+@pytest.mark.parametrize(("num_rows", "free"), [(16, 8), (2 * QUANTUM, QUANTUM), (4 * QUANTUM, QUANTUM)])
+def test_rows_are_kept_free_of_answers_where_prompts_want_them(num_rows: int, free: int) -> None:
+    wanted = dict.fromkeys(range(5 * QUANTUM), 1)
+    assert len(filled(wanted, num_rows=num_rows).share(wanted, every_row)) == num_rows
+    wanted[len(wanted)] = 5000
+    shares = filled(wanted, num_rows=num_rows).share(wanted, every_row)
+    assert shares.pop(len(wanted) - 1) == free
+    assert sum(shares.values()) == num_rows - free
 
 
 @given(st.lists(st.integers(2, 500), min_size=1, max_size=NUM_ROWS // QUANTUM))
