@@ -168,3 +168,11 @@ def test_a_table_that_is_as_wide_as_the_terminal_is_one(markdown: bool) -> None:
     narrower = table_lines(COLUMNS, ROWS, ("model",), width - 1, markdown)
     assert narrower != wide
     assert max(map(cell_len, narrower)) < width
+
+
+def test_a_first_column_of_numbers_is_not_wrapped() -> None:
+    columns, rows = ("numbers of it", "name"), [("123 456 789 123", "a" * 20), ("7 8", "b" * 20)]
+    assert "─" in "".join(table_lines(columns, rows, ("numbers of it", "name"), 32))
+    lines = table_lines(columns, rows, ("name",), 32)
+    assert "─" not in "".join(lines)
+    assert any("123 456 789 123" in line for line in lines)

@@ -328,3 +328,14 @@ class Served(RuleBasedStateMachine):
 
 TestServed = Served.TestCase
 TestServed.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_who_has_nothing_that_runs_is_next_though_it_is_late() -> None:
+    scheduler = Scheduler(3, NUM_ROWS)
+    for key, owner in enumerate(("busy", "busy", "busy", "other")):
+        scheduler.add(key, owner=owner)
+    scheduler.admit(0)
+    late = {1, 3}
+    assert scheduler.candidate(lambda leader: True, late.__contains__) == 3
+    scheduler.admit(3)
+    assert scheduler.candidate(lambda leader: True, late.__contains__) == 2, "of an owner the late come last"
