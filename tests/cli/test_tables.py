@@ -176,3 +176,8 @@ def test_a_first_column_of_numbers_is_not_wrapped() -> None:
     lines = table_lines(columns, rows, ("name",), 32)
     assert "─" not in "".join(lines)
     assert any("123 456 789 123" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [0, 1, 9, 10])
+def test_words_are_cut_into_no_less_than_ten_cells(width: int) -> None:
+    assert wrap("a" * 25, width) == ["a" * 10, "a" * 10, "a" * 5]
