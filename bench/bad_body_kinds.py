@@ -90,6 +90,10 @@ KINDS: Final[dict[str, Kind]] = {
     "a schema of 10,000 levels": Kind(deep_schema, CHAT),
     "stop strings of wrong kinds": Kind(lambda: repeated("{}", 8 * MIB, '{"prompt": "a", "stop": [')),
     "wrong items": Kind(lambda: repeated("[{}]", MIB, '{"input": ['), "/v1/responses"),
+    "30 MB in two strings": Kind(
+        lambda: b'{"a": "%s", "b": "%s"}' % (b"a" * 15 * MIB, b"b" * 15 * MIB), "/detokenize"
+    ),
+    "8 MB of blanks": Kind(lambda: b" " * 8 * MIB + b"{}"),
     "24 MB of blanks": Kind(lambda: b" " * 24 * MIB),
     "24 MB of quotation marks": Kind(lambda: b'"' * 24 * MIB),
     "24 MB that are no text": Kind(lambda: b'{"prompt": "' + b"\xff" * 24 * MIB + b'"}'),

@@ -43,5 +43,6 @@ def test_the_page_has_the_limits_of_large_bodies() -> None:
         assert f"{limit:,}" in PAGE
     assert f"{bodies.MAX_DEPTH} levels" in PAGE
     assert f"{bodies.MAX_DIGITS} digits" in PAGE
+    assert f"a string of {bodies.MAX_STRING_BYTES >> 20} MiB, {bodies.MAX_BLANKS >> 20} MiB of blanks" in PAGE
     assert f"more than {bodies.INLINE_BYTES >> 10} KiB" in PAGE
     assert f"most {app.MAX_BODIES * ServerSettings().max_body_bytes >> 20} MiB together" in PAGE

@@ -56,6 +56,8 @@ KINDS: dict[str, tuple[bytes, str]] = {
     "wide characters": (b'{"prompt": "%s%s"}' % ("😀".encode(), b"a" * 5 * MIB), "characters"),
     "wide escapes": (b'{"prompt": "\\u4e2d%s"}' % (b"a" * 5 * MIB), "characters"),
     "closing brackets": (b"]" * MIB, "not JSON"),
+    "blanks": (b" " * 9 * MIB, "blanks"),
+    "a string": (b'{"prompt": "%s"}' % (b"a" * 17 * MIB), "bytes in a string"),
     "quotes": (b'"' * MIB, "strings"),
 }
 
@@ -248,6 +250,18 @@ def test_rq02_counts_are_those_of_the_value_wherever_slices_end(
         monkeypatch.setattr(bodies, name, limit)
 
 
+def test_rq02_blanks_and_bytes_of_strings_are_counted_over_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SLICE_BYTES", 10)
+    text = b'  {"a": "%s" ,\n"b b":  "%s"}\t' % (b"a b " * 10, b"b b " * 11)
+    for name, exact in (("MAX_BLANKS", 8), ("MAX_STRING_BYTES", 44)):
+        monkeypatch.setattr(bodies, name, exact)
+        check_size(text)
+        monkeypatch.setattr(bodies, name, exact - 1)
+        with pytest.raises(ProblemError, match="more than"):
+            check_size(text)
+        monkeypatch.setattr(bodies, name, 1000)
+
+
 @pytest.mark.parametrize("slice_bytes", [7, 1 << 18])
 def test_rq02_a_number_has_512_digits_at_most(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
     monkeypatch.setattr(bodies, "_SLICE_BYTES", slice_bytes)
@@ -260,8 +274,8 @@ def test_rq02_a_long_text_of_ascii_passes_and_is_the_fields_affair() -> None:
     """Pictures in base64 are longer than any text may be."""
     text = "a" * (MAX_TEXT_CHARS + 1)
     assert value_of(bytearray(json.dumps(text).encode())) == text
-    wide = "中" * MAX_TEXT_CHARS
-    for ascii in (True, False):
+    for ascii, count in ((True, MAX_TEXT_CHARS // 2), (False, MAX_TEXT_CHARS)):  # six bytes each, or three
+        wide = "中" * count
         assert value_of(bytearray(json.dumps(wide, ensure_ascii=ascii).encode())) == wide
 
 

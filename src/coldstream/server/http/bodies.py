@@ -30,6 +30,8 @@ MAX_STRINGS: Final = 1 << 17  # keys included
 MAX_VALUES: Final = (1 << 20) + (1 << 17)  # of all kinds: a context of a million token ids, and some more
 MAX_DEPTH: Final = 128
 MAX_DIGITS: Final = 512  # in a row
+MAX_STRING_BYTES: Final = 16 << 20  # as it is written: a picture has some
+MAX_BLANKS: Final = 8 << 20  # between values
 _SLICE_BYTES: Final = 1 << 18  # that are scanned before other threads have their turn
 _MAX_COMPLAINTS: Final = 3
 _BUSY_RETRY_S: Final = 1.0
@@ -199,7 +201,8 @@ class _Size:
         self._values = 1
         self._depth = 0
         self._is_inside = False  # of a string
-        self._chars = 0  # of this string before the current slice
+        self._blanks = 0
+        self._bytes = self._chars = 0  # of this string before the current slice
         self._is_ascii = True
         self._digits = b""  # at the end of the last slice
 
@@ -216,8 +219,10 @@ class _Size:
             self._go_on(pieces[0])
         self._is_inside ^= quotes % 2 == 1
         if self._is_inside and quotes:
-            self._chars, self._is_ascii = 0, True
+            self._bytes, self._chars, self._is_ascii = 0, 0, True
             self._go_on(pieces[-1])
+        self._blanks += len(outside) - len(outside.translate(None, b" \t\r\n"))
+        _check(self._blanks, MAX_BLANKS, "blanks between values")
         self._values += outside.count(b",")
         _check(self._values, MAX_VALUES, "values")
         self._add_brackets(outside.translate(None, _NOT_BRACKETS))
@@ -225,6 +230,8 @@ class _Size:
 
     def _go_on(self, text: bytes) -> None:
         """Of a string of several slices. One character beyond ASCII makes the others up to four bytes."""
+        self._bytes += len(text)
+        _check(self._bytes, MAX_STRING_BYTES, "bytes in a string")
         escapes = text.count(b"\\u")
         self._chars += len(text.translate(None, _CONTINUATIONS)) - text.count(b"\\") - 4 * escapes
         self._is_ascii = self._is_ascii and text.isascii() and not escapes
