@@ -14,10 +14,13 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.request import Piece, Statistics
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.fitted_messages import SYSTEM_FRAME
+from coldstream.server.http.anthropic_answer import MessageBlocks, signature_of
 from coldstream.server.local_client import LocalClient
-from http_serving import URL, Connect, WithTemplate, events_of
+from coldstream.server.output import output_parser
+from http_serving import TEMPLATE, URL, Connect, WithTemplate, events_of
 
 USER: Any = {"role": "user", "content": "import os"}
 AFTER: Any = {"role": "assistant", "content": "x"}
@@ -351,3 +354,20 @@ async def test_the_clients_say_that_a_prompt_is_too_long_with_both_numbers(
     body: Any = refused.value.body
     assert (body["code"], body["type"]) == ("context_length_exceeded", "exceed_context_size_error")
     assert body["n_prompt_tokens"] > body["n_ctx"] == size
+
+
+def test_a_thought_that_is_empty_has_its_signed_block() -> None:
+    """As of a model that ends the thought at once, which the prompt has begun."""
+    source = TEMPLATE.read_text()
+    statistics = Statistics(1, 0, 1, 0.1, 0.1, "none", 1, 0)
+    end = Piece("</think>\n\nHi.", finish_reason="stop", statistics=statistics)
+    for is_thinking, kinds in ((True, ["thinking", "text"]), (False, ["text"])):
+        parser = output_parser(source, [], is_thinking=is_thinking)
+        blocks = MessageBlocks(parser, None, is_thinking=is_thinking)
+        events = blocks.push(end)
+        assert [block["type"] for block in blocks.content] == kinds
+        starts = [each["content_block"]["type"] for each in events if each["type"] == "content_block_start"]
+        assert starts == kinds
+        if is_thinking:
+            assert blocks.content[0]["thinking"] == ""
+            assert blocks.content[0]["signature"] == signature_of("")

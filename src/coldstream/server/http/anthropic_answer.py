@@ -21,17 +21,23 @@ from coldstream.server.output import (
 
 Fields = dict[str, Any]
 
+_THOUGHT: Final = {"type": "thinking", "thinking": "", "signature": ""}
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageBlocks:
-    """The blocks of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`."""
+    """The blocks of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`.
 
-    def __init__(self, parser: OutputParser, max_calls: int | None) -> None:
+    is_thinking: whether the prompt ends inside a thought. Then there is a block of it even if it is empty, as
+    clients that asked for thoughts send it back with its signature.
+    """
+
+    def __init__(self, parser: OutputParser, max_calls: int | None, *, is_thinking: bool = False) -> None:
         self._parser = parser
         self._max_calls = max_calls
         self._blocks: list[Fields] = []
         self._is_open = False  # whether the last block may grow
+        self._owes_thought = is_thinking
         self.ending: Fields = {}  # stop_reason and stop_sequence
         self.statistics: Statistics | None = None
 
@@ -40,7 +46,8 @@ class MessageBlocks:
         found = self._parser.push(piece.text) if piece.text else []
         if piece.finish_reason is not None:
             found = [*found, *self._parser.finish()]
-        events = [event for each in found for event in self._events(each)]
+        events = list(self._owed())
+        events += [event for each in found for event in self._events(each)]
         if piece.finish_reason is not None:
             events += self._closed()
             self.statistics, self.ending = piece.statistics, self._ending(piece)
@@ -51,13 +58,18 @@ class MessageBlocks:
         """The blocks of the whole answer."""
         return [_whole(block) for block in self._blocks if block["type"] != "cut"]
 
+    def _owed(self) -> Iterator[Fields]:
+        if self._owes_thought:
+            self._owes_thought = False
+            yield from self._opened("thinking", dict(_THOUGHT))
+
     def _events(self, event: OutputEvent) -> Iterator[Fields]:
         match event:
             case Content(text=text):
                 yield from self._opened("text", {"type": "text", "text": ""})
                 yield self._grown("text", text, "text_delta", "text")
             case Reasoning(text=text):
-                yield from self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                yield from self._opened("thinking", dict(_THOUGHT))
                 yield self._grown("thinking", text, "thinking_delta", "thinking")
             case ToolCallStart(index=index) if self._max_calls is not None and index >= self._max_calls:
                 return
