@@ -23,6 +23,8 @@ def statistics() -> GpuExpertStatistics:
     counters.hits[:] = (6, 1)
     counters.misses[:] = (2, 1)
     counters.whole_steps[:] = (5, 4)
+    counters.copies[:] = (9, 4)
+    counters.evictions[:] = (3, 2)
     counters.copied_bytes[:] = (10**9, 5 * 10**8)
     work = [(3, 5, 0.5), (0, 0, 0.0)]
     prompts = np.array([7, 8]), np.array([3, 2]), np.array([1, 0])
@@ -32,7 +34,9 @@ def statistics() -> GpuExpertStatistics:
 def test_everything_is_plain_values_by_layer() -> None:
     values = json.loads(json.dumps(asdict(statistics())))
     assert values["hits"] == [6, 1]
-    assert values["cpu_pairs"] == [5, 0]
+    assert (values["copies"], values["evictions"]) == ([9, 4], [3, 2])
+    assert values["copied_bytes"] == [10**9, 5 * 10**8]
+    assert (values["cpu_requests"], values["cpu_pairs"], values["cpu_s"]) == ([3, 0], [5, 0], [0.5, 0.0])
     assert values["whole_steps"] == [5, 4]
     assert values["prompt_streamed"] == [7, 8]
     assert values["prompt_unused"] == [3, 2]

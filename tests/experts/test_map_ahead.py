@@ -1,7 +1,10 @@
 """A file whose pages are locked beside what else is loaded."""
 
+import mmap
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,3 +91,24 @@ def test_an_error_is_that_of_the_first_experts(
         experts.map_weight(file, file.tensors[EXPERTS])
     experts.map_ahead(file, {0})
     experts.close()
+
+
+@pytest.mark.parametrize(("more_than_ram", "is_read"), [(-1, True), (0, False), (1, False)])
+def test_a_file_that_is_smaller_than_ram_is_read_before_it_is_locked(
+    monkeypatch: pytest.MonkeyPatch, more_than_ram: int, is_read: bool
+) -> None:
+    """Locking reads pages one by one; what does not fit would only push others out."""
+    done: list[str] = []
+
+    class Mapped:
+        address = 4096
+        size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE + more_than_ram
+
+        def read_ahead(self, begin: int, size: int) -> None:
+            assert (begin, size) == (0, self.size)
+            done.append("read")
+
+    monkeypatch.setattr(RegisteredMemory, "register", lambda address, size: done.append("locked"))
+    mapped: Any = Mapped()
+    host._register(mapped)
+    assert done == ["read"] * is_read + ["locked"]

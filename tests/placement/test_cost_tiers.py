@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import FIXED, GIB, H200
 
+from coldstream.placement.ceilings import decode_ceiling
 from coldstream.placement.cost import (
     DISK_ROUND_S,
     decode_seconds,
@@ -104,3 +105,17 @@ def test_a_plan_for_ram_is_measured_by_the_rates_that_it_uses() -> None:
         "link_bytes_per_s",
         "handshake_s",
     }
+
+
+def test_in_ram_no_token_is_faster_than_all_its_bytes_are_read() -> None:
+    """Those that come from the disk are read from RAM as well, however fast the disk is."""
+    fast = replace(H200, disk_bytes_per_s=1e30)
+    num_bytes = FULL_SIZES.dense_token_bytes + FULL_SIZES.num_experts_per_tok * sum(FULL_SIZES.expert_bytes)
+    for rate in (0.0, 0.5, 1.0):
+        found = decode_ceiling(FULL_SIZES, fast, [rate] * FULL_SIZES.num_layers, "ram")
+        assert found == pytest.approx(fast.read_bytes_per_s / num_bytes)
+    slow = decode_ceiling(
+        FULL_SIZES, replace(H200, disk_bytes_per_s=1e6), [0.5] * FULL_SIZES.num_layers, "ram"
+    )
+    cold = FULL_SIZES.num_experts_per_tok * sum(FULL_SIZES.expert_bytes) / 2
+    assert slow == pytest.approx(1e6 / cold)

@@ -40,6 +40,16 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
     assert (everything.ram_total_bytes, everything.ram_available_bytes) == (16 * GIB, 12 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("lines", "available"),
+    [("MemFree: 3\nMemAvailable: 9\n", 9), ("MemFree: 3\n", 3), ("", 16)],
+    ids=["available", "free", "total"],
+)
+def test_what_the_kernel_can_drop_is_available(tmp_path: Path, lines: str, available: int) -> None:
+    root = _machine(tmp_path, {"proc/meminfo": f"MemTotal: 16\n{lines}"})
+    assert Hardware.measure(root=root, cpu_ids=[0]).ram_available_bytes == 1024 * available
+
+
 V2 = {
     "proc/self/cgroup": "0::/outer/inner\n",
     "sys/fs/cgroup/outer/memory.max": f"{8 * GIB}\n",

@@ -1,8 +1,11 @@
 """Hit rates expected: published points, replayed traces, and layers that always hit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from coldstream.placement import hit_rates
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve, expected_hit_rates
 from coldstream.placement.policies import DecayedFrequency, simulate
 from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
@@ -67,3 +70,10 @@ def test_whole_layers_always_hit_and_leave_the_others_as_they_are() -> None:
 def test_a_curve_that_is_none(shares: tuple[float, ...], hit_rates: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="rises from 0 to 1"):
         HitCurve(shares, hit_rates, "nowhere")
+
+
+def test_a_curve_rises_though_a_replay_with_more_slots_hit_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([0.1, 0.5, 0.4, 0.3, 0.6, 0.55, 0.8, 0.7])
+    monkeypatch.setattr(hit_rates, "simulate", lambda *of: SimpleNamespace(hit_rate=next(found)))
+    curve = HitCurve.from_trace(skewed_trace(8))
+    assert curve.hit_rates == (0.0, 0.1, 0.5, 0.5, 0.5, 0.6, 0.6, 0.8, 0.8, 1.0)

@@ -7,6 +7,7 @@ import pytest
 
 from coldstream.errors import ConfigError
 from coldstream.server.http import ServerSettings, check_exposure, read_api_keys
+from coldstream.server.http import settings as http_settings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "::1", "[::1]"])
@@ -51,6 +52,16 @@ def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\nfirst\n\n  second  \n")
     assert read_api_keys(path) == ("first", "second")
+
+
+def test_a_file_of_keys_may_be_as_long_as_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_settings, "_MAX_KEY_FILE_BYTES", 7)
+    path = tmp_path / "keys"
+    path.write_text("secret\n")
+    assert read_api_keys(path) == ("secret",)
+    path.write_text("secrets\n")
+    with pytest.raises(ConfigError, match="more than 7 bytes: is it a key file"):
+        read_api_keys(path)
 
 
 @pytest.mark.parametrize("content", ["", "# none\n", "two words\n", "\x00\n"])
