@@ -32,11 +32,11 @@ def tokenizer(local_client: LocalClient) -> Tokenizer:
 @pytest.mark.parametrize("most", [None, 1, 2, 3])
 def test_calls_beyond_the_most_are_left_out(tokenizer: Tokenizer, most: int | None) -> None:
     def parser() -> Any:
-        return output_parser(HERMES_TEMPLATE, TOOLS, is_thinking=False)
+        return output_parser(HERMES_TEMPLATE, TOOLS, is_thinking=False, max_calls=most)
 
-    chat = pushed(ChatAnswer(parser(), tokenizer, None, max_calls=most))
-    blocks = pushed(MessageBlocks(parser(), most))
-    items = pushed(ResponseItems(parser(), OfferedTools([]), most))
+    chat = pushed(ChatAnswer(parser(), tokenizer, None))
+    blocks = pushed(MessageBlocks(parser()))
+    items = pushed(ResponseItems(parser(), OfferedTools([])))
     count = 3 if most is None else most
     assert len(chat.message["tool_calls"]) == count
     assert [block["input"]["path"] for block in blocks.content if block["type"] == "tool_use"] == [

@@ -16,7 +16,7 @@ def items_of(*texts: str, is_thinking: bool = False) -> tuple[list[dict[str, Any
     """Items and events of an answer that comes in these pieces; each is one token."""
     tools = OfferedTools([FlatTool.model_validate(TOOL)])
     parser = output_parser(XML_TEMPLATE, tools.as_functions(), is_thinking=is_thinking)
-    items = ResponseItems(parser, tools, None, logprobs=lambda piece: [{"token": piece.text}])
+    items = ResponseItems(parser, tools, logprobs=lambda piece: [{"token": piece.text}])
     events = [event for text in texts for event in items.push(Piece(text, (1,)))]
     events += items.push(Piece("", finish_reason="stop", statistics=STATISTICS))
     return items.output, events

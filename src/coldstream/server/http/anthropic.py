@@ -84,7 +84,7 @@ def _message(chat: Chat, **fields: Any) -> dict[str, Any]:
 
 
 async def _whole(chat: Chat, answers: Answers) -> Response:
-    blocks = MessageBlocks(chat.parser(), chat.max_calls, is_thinking=chat.is_thinking)
+    blocks = MessageBlocks(chat.parser(), is_thinking=chat.is_thinking)
     async with answers, aclosing(answers.events(3600, lambda: chat.is_complete)) as events:
         async for item in events:
             if item is not None and isinstance(item[1], Delta):
@@ -96,7 +96,7 @@ async def _whole(chat: Chat, answers: Answers) -> Response:
 
 async def _events(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
     """The stream, each event under its own name; what fails in the middle is said in its last one."""
-    blocks = MessageBlocks(chat.parser(), chat.max_calls, is_thinking=chat.is_thinking)
+    blocks = MessageBlocks(chat.parser(), is_thinking=chat.is_thinking)
     usage = {"input_tokens": len(chat.request.prompt_token_ids), "output_tokens": 0}
     start = _message(chat, content=[], stop_reason=None, stop_sequence=None, usage=usage)
     yield sse({"type": "message_start", "message": start}, event="message_start")

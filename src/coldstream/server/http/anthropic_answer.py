@@ -26,15 +26,14 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls"
 
 
 class MessageBlocks:
-    """The blocks of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`.
+    """The blocks of one answer, from its first piece to its last.
 
     is_thinking: whether the prompt ends inside a thought. Then there is a block of it even if it is empty, as
     clients that asked for thoughts send it back with its signature.
     """
 
-    def __init__(self, parser: OutputParser, max_calls: int | None, *, is_thinking: bool = False) -> None:
+    def __init__(self, parser: OutputParser, *, is_thinking: bool = False) -> None:
         self._parser = parser
-        self._max_calls = max_calls
         self._blocks: list[Fields] = []
         self._is_open = False  # whether the last block may grow
         self._owes_thought = is_thinking
@@ -71,8 +70,6 @@ class MessageBlocks:
             case Reasoning(text=text):
                 yield from self._opened("thinking", dict(_THOUGHT))
                 yield self._grown("thinking", text, "thinking_delta", "thinking")
-            case ToolCallStart(index=index) if self._max_calls is not None and index >= self._max_calls:
-                return
             case ToolCallStart(id=call_id, name=name):
                 yield from self._closed()
                 own_id = f"toolu_{call_id.removeprefix('call_')}"

@@ -41,8 +41,8 @@ class _Call:
 class ChatAnswer:
     """One answer, from its first piece to its last.
 
-    num_top: likeliest tokens to tell of; None: nothing. max_calls: calls beyond so many are left out.
-    custom_names: of the tools whose input is a text.
+    num_top: likeliest tokens to tell of; None: nothing. custom_names: of the tools whose
+    input is a text.
     """
 
     def __init__(
@@ -51,13 +51,11 @@ class ChatAnswer:
         tokenizer: Tokenizer,
         num_top: int | None,
         *,
-        max_calls: int | None = None,
         custom_names: Collection[str] = (),
     ) -> None:
         self._parser = parser
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._max_calls = max_calls
         self._custom_names = custom_names
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -122,8 +120,6 @@ class ChatAnswer:
             case Reasoning(text=text):
                 self._reasoning.append(text)
                 return [_reasoning(text)]
-            case ToolCallStart(index=index) | ToolCallArguments(index=index) if self._is_beyond(index):
-                return []
             case ToolCallStart(index=index, id=call_id, name=name):
                 reader = CustomInput() if name in self._custom_names else None
                 self._calls[index] = _Call(call_id, name, reader)
@@ -131,19 +127,16 @@ class ChatAnswer:
             case ToolCallArguments(index=index, json_fragment=fragment):
                 reader = self._calls[index].input
                 return self._grown(index, fragment if reader is None else reader.push(fragment))
-            case ToolCallEnd(index=index) if not self._is_beyond(index):
+            case ToolCallEnd(index=index):
                 reader = self._calls[index].input
                 return self._grown(index, "" if reader is None else reader.finish())
-            case ToolCallCut(index=index, text=text) if not self._is_beyond(index):
+            case ToolCallCut(index=index, text=text):
                 # A call of which only a part was written is none. Who reads along has that part already.
                 del self._calls[index]
                 self._content.append(text)
                 return [{"content": text}]
             case _:
                 return []
-
-    def _is_beyond(self, index: int) -> bool:
-        return self._max_calls is not None and index >= self._max_calls
 
     def _grown(self, index: int, text: str) -> list[Fields]:
         """What more text of a call's arguments or input is told as."""

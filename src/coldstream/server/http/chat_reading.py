@@ -70,7 +70,6 @@ class Chat:
                 self.parser(),
                 tokenizer,
                 num_top,
-                max_calls=self.max_calls,
                 custom_names=self.body.custom_names,
             )
             for _ in range(self.request.params.n)

@@ -79,7 +79,6 @@ class _Answer:
         self._items = ResponseItems(
             chat.parser(),
             body.offered,
-            chat.max_calls,
             logprobs=None if num_top is None else lambda piece: chat_logprobs(piece, tokenizer, num_top),
             has_sealed_thoughts=body.wants_sealed_thoughts,
         )

@@ -36,7 +36,7 @@ _WITH_PARTS: Final = ("message", "reasoning")
 
 
 class ResponseItems:
-    """The items of one answer, from its first piece to its last. max_calls: as of `ChatAnswer`.
+    """The items of one answer, from its first piece to its last.
 
     logprobs: gives those of a piece's tokens, of which the messages' are told; None: nothing is told of them.
     has_sealed_thoughts: whether thoughts come as `sealed`, too.
@@ -46,14 +46,12 @@ class ResponseItems:
         self,
         parser: OutputParser,
         tools: OfferedTools,
-        max_calls: int | None,
         *,
         logprobs: Callable[[Piece], list[Fields]] | None = None,
         has_sealed_thoughts: bool = False,
     ) -> None:
         self._parser = parser
         self._tools = tools
-        self._max_calls = max_calls
         self._logprobs_of = logprobs
         self._has_sealed_thoughts = has_sealed_thoughts
         self._logprobs: list[Fields] = []  # of the open message
@@ -99,8 +97,6 @@ class ResponseItems:
             case Reasoning(text=text):
                 yield from self._opened({"type": "reasoning", "summary": [], "content": []}, "rs")
                 yield self._grown(text)
-            case ToolCallStart(index=index) if self._max_calls is not None and index >= self._max_calls:
-                return
             case ToolCallStart(id=call_id, name=name):
                 yield from self._closed()
                 yield from self._call_begun(call_id, name)
