@@ -252,7 +252,7 @@ def test_rq02_counts_are_those_of_the_value_wherever_slices_end(
 
 def test_rq02_blanks_and_bytes_of_strings_are_counted_over_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_SLICE_BYTES", 10)
-    text = b'  {"a": "%s" ,\n"b b":  "%s"}\t' % (b"a b " * 10, b"b b " * 11)
+    text = b'  {"a": "%s" ,\n"b b":  "%s"}\t' % (b"a b " * 10, rb"\\\" " * 8 + b"b b ")
     for name, exact in (("MAX_BLANKS", 8), ("MAX_STRING_BYTES", 44)):
         monkeypatch.setattr(bodies, name, exact)
         check_size(text)

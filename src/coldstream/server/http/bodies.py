@@ -39,7 +39,8 @@ _BRACKETS: Final = b"[]{}"
 _NOT_BRACKETS: Final = bytes(each for each in range(256) if each not in _BRACKETS)
 _STEPS: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _DIGITS: Final = bytes(ord("0") if chr(each).isdecimal() and each < 128 else ord(" ") for each in range(256))
-_CONTINUATIONS: Final = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
+_ESCAPED: Final = b"\0."  # for a character of two bytes: no JSON has the first one
+_CONTINUATIONS: Final = bytes([0, *range(0x80, 0xC0)])  # bytes that begin no character
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # Escapes of surrogates, in pairs or alone: clients write halves that cut a text in the middle of a character.
 _SURROGATE: Final = re.compile(
@@ -209,7 +210,7 @@ class _Size:
     def add(self, part: bytes) -> None:
         """Count a slice that neither begins nor ends between a backslash and what it escapes."""
         if b"\\" in part:
-            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+            part = part.replace(b"\\\\", _ESCAPED).replace(b'\\"', _ESCAPED)
         quotes = part.count(b'"')
         self._strings += (quotes + (not self._is_inside)) // 2
         _check(self._strings, MAX_STRINGS, "strings, keys included")
