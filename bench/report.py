@@ -15,6 +15,7 @@ from typing import Any
 
 import report_aims
 from report_accuracy import activation_scales, agreement_by_architecture, key_sweep, kv_types
+from report_bodies import bad_bodies
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from report_drafts import (
     cpu_drafts,
@@ -314,6 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "serving": serving,
     "gpu_serving": gpu_serving,
     "kills": kills,
+    "bad_bodies": bad_bodies,
     "cancel_storm": cancel_storm,
     "conversations": conversations,
     "cpu_pairs": cpu_pairs,
