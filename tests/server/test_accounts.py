@@ -39,14 +39,25 @@ def test_answers_side_by_side_count_by_the_one_that_took_longest() -> None:
     assert (found["prompt_ms"], found["predicted_ms"]) == (1500, 3000)
     assert found["prompt_per_second"] == pytest.approx(26 / 1.5)
     assert found["prompt_per_token_ms"] == pytest.approx(1500 / 26)
-    assert found["predicted_per_second"] == pytest.approx(23 / 3)
-    assert found["predicted_per_token_ms"] == pytest.approx(3000 / 23)
+    assert found["predicted_per_second"] == pytest.approx(20 / 3)
+    assert found["predicted_per_token_ms"] == pytest.approx(3000 / 20)
     assert "draft_n" not in found
 
 
 def test_nothing_is_divided_by_no_time_or_tokens() -> None:
     found = timings([[statistics(3, 3, 0, 0.0, 0.0)]])
     assert [found[name] for name in found if "_per_" in name] == [0.0] * 4
+
+
+def test_rates_are_of_the_tokens_after_the_first() -> None:
+    """The first token costs no step of its own: one token alone has no rate, and 16 took 15 steps."""
+    alone, many = [
+        timings([[statistics(3, 0, count, 0.5, seconds)]]) for count, seconds in ((1, 0.0), (16, 3))
+    ]
+    assert (alone["predicted_n"], many["predicted_n"]) == (1, 16)
+    assert alone["predicted_per_second"] == alone["predicted_per_token_ms"] == 0
+    assert many["predicted_per_second"] == pytest.approx(5)
+    assert many["predicted_per_token_ms"] == pytest.approx(200)
 
 
 def test_progress_is_told_in_milliseconds() -> None:

@@ -19,11 +19,21 @@ from coldstream.server.local_client import LocalClient
 from http_serving import open_demo
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-SLOW = {"completions", "messages", "responses", "count_tokens"}  # as they tokenise or generate
+SLOW = {
+    "completions",
+    "messages",
+    "responses",
+    "count_tokens",
+    "input_tokens",
+    "apply-template",
+}  # as they tokenise or generate
 ROUTES = [
     "POST /v1/chat/completions",
+    "POST /v1/chat/completions/input_tokens",
+    "POST /apply-template",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "GET /v1/models",

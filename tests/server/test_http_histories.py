@@ -371,3 +371,39 @@ def test_a_thought_that_is_empty_has_its_signed_block() -> None:
         if is_thinking:
             assert blocks.content[0]["thinking"] == ""
             assert blocks.content[0]["signature"] == signature_of("")
+
+
+async def test_the_prompt_of_a_conversation_and_its_length_can_be_asked_for(
+    connect: Connect, strict: Strict
+) -> None:
+    """What the engine gets, for every way to write the conversation, and however long it is."""
+    for more in ({}, {"reasoning_effort": "low"}, {"add_generation_prompt": False}):
+        body = {"messages": [USER], "max_tokens": 1, **more}
+        async with connect(strict) as http:
+            prompt = (await http.post("/apply-template", json=body)).json()["prompt"]
+            counted = (await http.post("/v1/chat/completions/input_tokens", json=body)).json()
+            usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+        assert prompt == strict.prompts[-1]
+        assert counted == {"input_tokens": usage["prompt_tokens"]}
+    endless = {"messages": [{"role": "user", "content": "x = 1\n" * 4096}]}
+    async with connect(strict) as http:
+        assert (
+            endless["messages"][0]["content"]
+            in ((await http.post("/apply-template", json=endless)).json()["prompt"])
+        )
+        assert (await http.post("/chat/completions/input_tokens", json=endless)).status_code == 400
+
+
+async def test_routes_have_llama_cpp_s_names_without_a_version(http: httpx2.AsyncClient) -> None:
+    chat = {"messages": [USER], "temperature": 0, "max_tokens": 3}
+    for path, body, key in (
+        ("/chat/completions", chat, "choices"),
+        ("/chat/completions/input_tokens", chat, "input_tokens"),
+        ("/responses", {"input": "import os", "temperature": 0, "max_output_tokens": 3}, "status"),
+    ):
+        short, long = [(await http.post(prefix + path, json=body)).json() for prefix in ("", "/v1")]
+        assert short[key] == long[key]
+    assert (await http.get("/models")).json() == (await http.get("/v1/models")).json()
+    native = await http.post("/completion", json={"prompt": "import"})
+    assert native.status_code == 404
+    assert "/v1/completions" in native.json()["error"]["message"]

@@ -83,12 +83,15 @@ def usage(of_prompts: Sequence[Sequence[Statistics]], reasoning_tokens: int | No
 
 
 def timings(of_prompts: Sequence[Sequence[Statistics]]) -> dict[str, Any]:
-    """llama.cpp's `timings`. Answers that were computed side by side count by the one that took longest."""
+    """llama.cpp's `timings`. Answers that were computed side by side count by the one that took longest. The
+    first token of each comes with the prompt, so rates are of those after it.
+    """
     first = [answers[0] for answers in of_prompts]
     every = [each for answers in of_prompts for each in answers]
     computed = sum(each.prompt_tokens - each.reused_tokens for each in first)
     generated = sum(each.generated_tokens for each in every)
     prompt_ms = 1000 * max(each.time_to_first_token_s for each in first)
+    after_first = sum(max(0, each.generated_tokens - 1) for each in every)
     generated_ms = 1000 * max(each.generation_s for each in every)
     accepted, drafted = _drafts(every)
     drafts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
@@ -100,8 +103,8 @@ def timings(of_prompts: Sequence[Sequence[Statistics]]) -> dict[str, Any]:
         "prompt_per_second": _ratio(1000 * computed, prompt_ms),
         "predicted_n": generated,
         "predicted_ms": generated_ms,
-        "predicted_per_token_ms": _ratio(generated_ms, generated),
-        "predicted_per_second": _ratio(1000 * generated, generated_ms),
+        "predicted_per_token_ms": _ratio(generated_ms, after_first),
+        "predicted_per_second": _ratio(1000 * after_first, generated_ms),
         **drafts,
     }
 

@@ -38,6 +38,10 @@ _NOT_OFFERED: Final[Mapping[str, str]] = {
     "batches": "batches are not kept here: send their requests one by one, also side by side",
     "assistants": "assistants are not kept here: use /v1/chat/completions",
     "threads": "conversations are not kept here: send all messages with each request",
+    "completion": "use /v1/completions, whose fields and answers are OpenAI's",
+    "completions": "use /v1/completions, whose fields and answers are OpenAI's",
+    "infill": "text is not filled in here: use /v1/completions, which goes on from a prompt",
+    "slots": "a server has no slots that can be asked for: GET /props has what runs and waits",
     "fine_tuning": "models are not trained here: this server generates text only",
 }
 

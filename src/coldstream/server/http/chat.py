@@ -1,4 +1,6 @@
-"""POST /v1/chat/completions: a conversation, answered at once or piece by piece."""
+"""POST /v1/chat/completions: a conversation, answered at once or piece by piece. Beside it, how many tokens
+it has, and the prompt that the chat template makes of it.
+"""
 
 import secrets
 import time
@@ -16,25 +18,42 @@ from coldstream.server.http.accounts import PromptProgressReports, timings, usag
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_answer import ChatAnswer
-from coldstream.server.http.chat_reading import Chat, read_chat
+from coldstream.server.http.chat_reading import Chat, read_chat, rendered_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
 from coldstream.server.http.problems import problem_of
-from coldstream.server.http.shapes import ChatCompletion, documented
+from coldstream.server.http.shapes import ChatCompletion, RenderedPrompt, TokenCountShape, documented
 from coldstream.server.http.sse import DONE, KEEP_ALIVE, StreamedAnswer, respond_unless_gone, sse
 
 
 def chat_router(serving: Serving) -> APIRouter:
-    """The route over an engine."""
+    """The routes over an engine."""
     router = APIRouter(route_class=BodyRoute)
 
+    @router.post("/chat/completions", include_in_schema=False)  # llama.cpp's other name
     @router.post(
         "/v1/chat/completions", response_model=None, responses=documented(ChatCompletion, streams=True)
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await respond_unless_gone(request, _answer(serving, body, request.scope))
+
+    @router.post("/chat/completions/input_tokens", include_in_schema=False)
+    @router.post(
+        "/v1/chat/completions/input_tokens", response_model=None, responses=documented(TokenCountShape)
+    )
+    async def input_tokens(body: ChatRequest) -> dict[str, Any]:
+        """How many tokens a conversation has, written out for the model."""
+        served = served_model(serving.client, body.model)
+        chat = await run_in_threadpool(read_chat, body, served, serving.settings)
+        return {"input_tokens": len(chat.request.prompt_token_ids)}
+
+    @router.post("/apply-template", response_model=None, responses=documented(RenderedPrompt))
+    async def apply_template(body: ChatRequest) -> dict[str, Any]:
+        """The prompt that the chat template makes of a conversation."""
+        served = served_model(serving.client, body.model)
+        return {"prompt": await run_in_threadpool(rendered_chat, body, served, serving.settings)}
 
     return router
 

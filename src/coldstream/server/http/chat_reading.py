@@ -91,11 +91,8 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         grammar=grammar,
         repetition=RepetitionStop() if body.stop_repetition else None,
     )
-    messages = messages_for_template(body)
-    if settings.drop_volatile:
-        messages = without_volatile(messages)
     with context_errors(served, "messages"):
-        template_settings = template_settings_of(body, tools, settings.chat_template_kwargs)
+        messages, template_settings = _for_template(body, tools, settings)
         request = served.requests.of_chat(messages, params, template_settings)
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
     has_thought = not body.continue_final_message
@@ -103,6 +100,24 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
         request = replace(request, params=replace(params, thought=thought))
     return Chat(body, served, request, tools, prompt_opens_thought(tail))
+
+
+def rendered_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> str:
+    """The prompt that the chat template writes, of any length; this blocks. Raises ProblemError."""
+    check_served(body)
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    messages, template_settings = _for_template(body, tools, settings)
+    return served.chat_template.render(messages, **template_settings).text
+
+
+def _for_template(
+    body: ChatRequest, tools: Tools, settings: ServerSettings
+) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+    """The messages for the chat template, and its settings."""
+    messages = messages_for_template(body)
+    if settings.drop_volatile:
+        messages = without_volatile(messages)
+    return messages, template_settings_of(body, tools, settings.chat_template_kwargs)
 
 
 def most_calls(body: ChatRequest) -> int:

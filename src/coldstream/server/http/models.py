@@ -50,6 +50,7 @@ def models_router(client: EngineClient) -> APIRouter:
     """The routes over an engine."""
     router = APIRouter()
 
+    @router.get("/models", include_in_schema=False)  # llama.cpp's other name
     @router.get("/v1/models", response_model=None, responses=documented(ModelList))
     async def models(request: Request) -> dict[str, Any]:
         """The models that are served: one. Clients of Anthropic's API get its fields."""

@@ -38,6 +38,7 @@ def responses_router(serving: Serving) -> APIRouter:
     """The route over an engine."""
     router = APIRouter(route_class=BodyRoute)
 
+    @router.post("/responses", include_in_schema=False)  # llama.cpp's other name
     @router.post("/v1/responses", response_model=None, responses=documented(ResponseShape, streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation."""

@@ -112,6 +112,12 @@ class Detokenized(_Shape):
     content: str
 
 
+class RenderedPrompt(_Shape):
+    """A conversation as the model reads it."""
+
+    prompt: str
+
+
 class HealthBody(_Shape):
     """The engine makes progress."""
 
