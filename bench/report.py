@@ -60,7 +60,14 @@ from report_streaming import (
     gpu_turns,
 )
 from report_tables import Row, load, table
-from report_tests import draft_trees, foreign_cases, gpu_sanitizer, gpu_tests, planted_faults
+from report_tests import (
+    draft_trees,
+    foreign_cases,
+    gpu_sanitizer,
+    gpu_tests,
+    llama_cpp_server_tests,
+    planted_faults,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -351,6 +358,7 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "gpu_rows": gpu_rows,
     "gpu_sanitizer": gpu_sanitizer,
     "gpu_tests": gpu_tests,
+    "llama_cpp_server_tests": llama_cpp_server_tests,
     "planted_faults": planted_faults,
     "foreign_cases": foreign_cases,
     "planned_residents": planned_residents,

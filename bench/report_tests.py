@@ -1,8 +1,9 @@
-"""The blocks on tests: those that ran on a GPU, on which sources, faults planted for tests to find, and how
-many rows of draft trees were compared with plain decoding.
+"""The blocks on tests: those that ran on a GPU, on which sources, faults planted for tests to find, how many
+rows of draft trees were compared with plain decoding, and another project's tests of its server.
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,38 @@ def draft_trees() -> str:
     header = ["", "experts", "models", "trees", "rows of trees", "tokens after a commit or in batches of 32"]
     header += ["sequences in such batches", "logits compared"]
     return table(header, rows) + "".join(f"\n{line}\n" for line in lines)
+
+
+def llama_cpp_server_tests() -> str:
+    """llama.cpp's tests of its server by file, what failed and why, and the files without a counterpart."""
+    r = load("llama_cpp_server_tests")
+    names = ("passed", "failed", "skipped", "slow")
+    rows = [
+        [f"`{name}`", *(str(counts[outcome]) for outcome in names)] for name, counts in r["files"].items()
+    ]
+    sums = [sum(counts[outcome] for counts in r["files"].values()) for outcome in names]
+    rows.append(["all", *map(str, sums)])
+    header = ["llama.cpp's file", "passed", "failed", "skipped by itself", "for large models, not run"]
+    by_reason: dict[str, list[str]] = {}
+    for each in r["failures"]:
+        by_reason.setdefault(each["reason"], []).append(each["test"])
+    reasons = [[why, str(len(tests)), _cases(tests)] for why, tests in sorted(by_reason.items())]
+    without = [[f"`{name}`", why] for name, why in r["without_counterpart"].items()]
+    where = f"{r['source']}, {r['machine']['cpu']}, commit {r['commit']}: `{r['command']}`. Flags of "
+    where += f"`llama-server` that had no effect: {', '.join(f'`{flag}`' for flag in r['dropped_flags'])}.\n"
+    tables = [
+        table(header, rows),
+        table(["why they failed", "cases", "tests"], reasons),
+        table(["files without a counterpart", "why"], without),
+        where,
+    ]
+    return "\n".join(tables)
+
+
+def _cases(tests: list[str]) -> str:
+    """Tests without their files, each once, with the number of their cases if those are several."""
+    counts = Counter(test.partition("::")[2].partition("[")[0] for test in tests)
+    return ", ".join(f"`{name}`" + (f" ({num})" if num > 1 else "") for name, num in counts.items())
 
 
 def _where(result: dict[str, Any]) -> str:
