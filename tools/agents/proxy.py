@@ -42,15 +42,14 @@ class Exchange:
 
 
 class Proxy:
-    """The proxy, which listens on a port of 127.0.0.1 while its block lasts."""
+    """The proxy, which listens on a free port of 127.0.0.1 while its block lasts."""
 
-    def __init__(self, server_url: str, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, server_url: str) -> None:
         self._server_url = server_url
         self._exchanges: list[Exchange] = []
         self._steps: deque[Step] = deque()
         routes = [Route("/{path:path}", self._answer, methods=["GET", "HEAD", "POST"])]
-        config = uvicorn.Config(Starlette(routes=routes), port=port, log_level="warning", lifespan="off")
+        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off")
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run)
 
@@ -59,13 +58,19 @@ class Proxy:
         deadline = time.monotonic() + START_S
         while not self._uvicorn.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise RuntimeError(f"nothing listens on {self.url}")
+                raise RuntimeError("the proxy does not listen")
             time.sleep(0.01)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._uvicorn.should_exit = True
         self._thread.join()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._uvicorn.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
 
     def expect(self, steps: Iterable[Step]) -> None:
         """Answer the next requests of the conversation with `steps`, and drop what is left of others."""

@@ -1,7 +1,6 @@
 """One conversation of an agent with a server: held turn by turn, and what came of it."""
 
 import json
-import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Talk:
         for folder in (self.home, self.work):
             folder.mkdir()
         prepare(self.work)
-        with Proxy(self.url, _free_port()) as proxy:
+        with Proxy(self.url) as proxy:
             site = Site(self.home, self.work, proxy.url, MODEL, self.context)
             self.client.configure(site)
             for turn in turns(self.work):
@@ -123,10 +122,3 @@ class Talk:
 
 def _is_beyond_context(exchange: Exchange) -> bool:
     return exchange.status == 400 and any(words in exchange.error for words in BEYOND_CONTEXT)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
