@@ -117,7 +117,7 @@ class TemplateProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = _spawn()
-            self._reaper = weakref.finalize(self, _kill, self._process, self._owner)
+            self._reaper = weakref.finalize(self, _kill, self._process)
             try:
                 self._compile(self._process)
             except TemplateError as error:
@@ -199,14 +199,13 @@ def _spawn() -> subprocess.Popen[bytes]:
         raise TemplateLimitError(f"chat template: no process to run it in: {error}") from None
 
 
-def _kill(process: subprocess.Popen[bytes], owner: OwnProcess) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End `process` and collect its status. Also called when its owner is collected, and at exit.
 
-    In a forked child only the pipes are closed: the process goes on for the parent.
+    In a forked child it closes the pipes alone, since Popen ends no process of another parent.
     """
-    if owner.is_here():
-        process.kill()
-        process.wait()
+    process.kill()
+    process.wait()
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):  # the rest of a request that it will never read
             if pipe is not None:
