@@ -130,7 +130,7 @@ def test_fl03_a_byte_between_the_samples_whose_time_was_put_back(tmp_path: Path,
             await_tick(path)
             change(path)
             assert not file.is_rewritten()
-        overwrite(path, LARGE // 2 + (80 << 10), 1, keeps_time=True)
+        overwrite(path, LARGE // 2 + (150 << 10), 1, keeps_time=True)
         assert file.is_rewritten()
 
 
