@@ -5,7 +5,7 @@ name. Tools that OpenAI's servers run are left out: nobody here could run them.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -79,6 +79,7 @@ class OfferedTools:
         self.shown = [tool for tool in tools if _is_offered(tool)]
         self._by_name: dict[str, OfferedTool] = {}
         self._names: dict[_Identity, str] = {}
+        self._numbers: dict[str, int] = {}  # behind a name, of the last tool that wanted it
         reserved = {tool.name for tool in tools if tool.type in ("function", "custom") and tool.name}
         for tool in (*tools, *loaded):
             for namespace, member in _members(tool):
@@ -91,9 +92,22 @@ class OfferedTools:
         name: str = tool.function["name"]
         is_own = tool.namespace is None and tool.type in ("function", "custom")
         if name in self._by_name or (name in reserved and not is_own):
-            name = _free(name, reserved | self._by_name.keys())
+            name = self._free(name, reserved)
         self._names[tool.identity] = name
         self._by_name[name] = replace(tool, function={**tool.function, "name": name})
+
+    def _free(self, name: str, reserved: set[str]) -> str:
+        """`name` with the first number behind it that makes it a name of its own.
+
+        Names are never given up, so the search goes on where the last one ended: thousands may want one name.
+        """
+        number, free = self._numbers.get(name, 1), name
+        while free in reserved or free in self._by_name:
+            number += 1
+            suffix = f"_{number}"
+            free = f"{name[: MAX_NAME_CHARS - len(suffix)]}{suffix}"
+        self._numbers[name] = number
+        return free
 
     @property
     def all(self) -> Sequence[OfferedTool]:
@@ -204,13 +218,3 @@ def _joined(namespace: str | None, name: str) -> str:
         return name
     whole = f"{namespace.rstrip('_')}{_SEPARATOR}{name.lstrip('_')}"
     return _NO_NAME_CHARS.sub("_", whole)[:MAX_NAME_CHARS]
-
-
-def _free(name: str, taken: Collection[str]) -> str:
-    """`name` with the first number behind it that makes it a name of its own."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        suffix = f"_{number}"
-        free = f"{name[: MAX_NAME_CHARS - len(suffix)]}{suffix}"
-    return free
