@@ -81,17 +81,17 @@ def _framed(system: Message) -> Message:
 def _with_late_systems(turns: Sequence[Message], template: TemplateCapabilities) -> list[Message]:
     if not any(turn["role"] == "system" for turn in turns) or template.accepts_late_system:
         return list(turns)
-    placed: list[Message] = []
+    placed: list[list[Message]] = []  # each what becomes one message
     for turn in turns:
         if turn["role"] != "system":
-            placed.append(turn)
+            placed.append([turn])
         elif not _text(turn):
             continue
-        elif placed and placed[-1]["role"] == "tool" and template.drops_thoughts:
-            placed[-1] = _joined(placed[-1], _framed(turn))
+        elif placed and placed[-1][0]["role"] == "tool" and template.drops_thoughts:
+            placed[-1].append(_framed(turn))
         else:
-            placed.append(_framed(turn))
-    return placed
+            placed.append([_framed(turn)])
+    return list(map(_joined, placed))
 
 
 def _needed_user(turns: Sequence[Message], template: TemplateCapabilities) -> list[Message]:
@@ -106,13 +106,13 @@ def _needed_user(turns: Sequence[Message], template: TemplateCapabilities) -> li
 
 def _alternating(turns: Sequence[Message], template: TemplateCapabilities) -> list[Message]:
     """`turns` in which messages of one side follow each other only where that is accepted."""
-    joined: list[Message] = []
+    sides: list[list[Message]] = []  # each what becomes one message
     for turn in turns:
-        if joined and joined[-1]["role"] == turn["role"] and _is_to_join(turn["role"], template):
-            joined[-1] = _joined(joined[-1], turn)
+        if sides and sides[-1][0]["role"] == turn["role"] and _is_to_join(turn["role"], template):
+            sides[-1].append(turn)
         else:
-            joined.append(turn)
-    return joined
+            sides.append([turn])
+    return list(map(_joined, sides))
 
 
 def _is_to_join(role: str, template: TemplateCapabilities) -> bool:
@@ -121,16 +121,20 @@ def _is_to_join(role: str, template: TemplateCapabilities) -> bool:
     return role == "assistant" and not template.accepts_repeated_assistant
 
 
-def _joined(first: Message, second: Message) -> Message:
-    """Two messages of one side as one. Calls come after all text."""
-    both = {**second, **first}
+def _joined(messages: Sequence[Message]) -> Message:
+    """Messages of one side, one or more, as one. Fields are the first's, and calls come after all text."""
+    if len(messages) == 1:
+        return messages[0]
+    whole: Message = {}
+    for message in reversed(messages):
+        whole |= message
     for name in ("content", *REASONING):
-        if name in both:
-            texts = (each.get(name) for each in (first, second))
-            both[name] = "\n\n".join(text for text in texts if isinstance(text, str) and text)
-    if calls := [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]:
-        both["tool_calls"] = calls
-    return both
+        if name in whole:
+            texts = (each.get(name) for each in messages)
+            whole[name] = "\n\n".join(text for text in texts if isinstance(text, str) and text)
+    if calls := [call for each in messages for call in each.get("tool_calls") or ()]:
+        whole["tool_calls"] = calls
+    return whole
 
 
 def _with_tools_as_text(turns: Sequence[Message]) -> Iterator[Message]:

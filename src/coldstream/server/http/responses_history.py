@@ -84,7 +84,9 @@ class _History:
 
     def __init__(self, tools: OfferedTools) -> None:
         self._tools = tools
-        self._answer: Fields = {}
+        self._answer: Fields = {}  # without what is collected in the two lists
+        self._thoughts: list[str] = []
+        self._texts: list[str] = []
         self._has_message = False  # whether the answer's text is more than placeholders
 
     def push(self, item: Item, place: str) -> Iterator[Fields]:
@@ -97,11 +99,8 @@ class _History:
             self._say(_HOSTED[kind](fields))
         elif kind == "reasoning":
             yield from self._flush_if_complete()
-            thoughts = (self._answer.get("reasoning_content"), _thought(fields))
-            self._answer |= {
-                "role": "assistant",
-                "reasoning_content": "\n".join(filter(None, thoughts)) or None,
-            }
+            self._answer.setdefault("role", "assistant")
+            self._thoughts.append(_thought(fields))
         elif kind == "message" and fields.given.get("role") == "assistant":
             yield from self._flush_if_complete()
             self._say(fields.text("content"))
@@ -112,9 +111,13 @@ class _History:
 
     def flush(self) -> Iterator[Fields]:
         """The answer that was being collected."""
+        if self._thoughts:
+            self._answer["reasoning_content"] = "\n".join(filter(None, self._thoughts)) or None
+        if self._texts:
+            self._answer["content"] = "\n".join(filter(None, self._texts))
         if self._answer:
             yield self._answer
-        self._answer, self._has_message = {}, False
+        self._answer, self._thoughts, self._texts, self._has_message = {}, [], [], False
 
     def _flush_if_complete(self) -> Iterator[Fields]:
         if self._has_message or "tool_calls" in self._answer:
@@ -122,7 +125,7 @@ class _History:
 
     def _say(self, text: str) -> None:
         self._answer.setdefault("role", "assistant")
-        self._answer["content"] = "\n".join(filter(None, (self._answer.get("content"), text)))
+        self._texts.append(text)
 
     def _call(self, call_id: str | None, name: str, arguments: str) -> None:
         self._answer.setdefault("role", "assistant")
