@@ -24,9 +24,8 @@ SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
-DEFAULT_CTX_SIZE = (
-    32768  # what `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it
-)
+# What `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it.
+DEFAULT_CTX_SIZE = 32768
 DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
 SPARE_CACHE_SHARE = 0.5  # of what is free beside all weights, for a default context beyond DEFAULT_CTX_SIZE
 MAX_PARALLEL = 64  # whole contexts
@@ -89,10 +88,9 @@ class EngineConfig:
     plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context, caches and window
     threads: int | Literal["auto"] = "auto"  # auto: one per physical core
     device: str = "auto"  # auto: cuda if there is a GPU that this version can use
-    cache_type_k: CacheType = (
-        "auto"  # kept as a concrete type; auto: that of the values, or DEFAULT_CACHE_TYPE
-    )
-    cache_type_v: CacheType = "auto"  # the same of the keys
+    # Types of cached keys and values. auto becomes the other one's type here, or else DEFAULT_CACHE_TYPE.
+    cache_type_k: CacheType = "auto"
+    cache_type_v: CacheType = "auto"
     # Positions that a token attends to at most, its own included; None: all. It changes the model's output.
     attention_window: int | None = None
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
