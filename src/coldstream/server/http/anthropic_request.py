@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
+from coldstream.server.http.bodies import validated
 from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.content_parts import ContentPart, text_of_content
@@ -147,11 +148,7 @@ class CountRequest(Body):
         if output.format is not None:
             schema = {"schema": output.format.json_schema, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        try:
-            return ChatRequest.model_validate({**fields, **more})
-        except ValidationError as error:  # of texts that are too long only together
-            first = error.errors()[0]
-            raise refused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return validated({**fields, **more}, ChatRequest)  # texts may be too long only together
 
     def _chat_messages(self) -> Iterator[dict[str, Any]]:
         if self.system:

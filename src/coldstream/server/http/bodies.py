@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -48,6 +48,8 @@ _SURROGATE: Final = re.compile(
 )
 _MAX_MENDED_BYTES: Final = 4 << 20  # of bodies with halves of pairs
 _MAX_MENDED: Final = 1 << 16  # surrogates in one of these
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):
@@ -150,7 +152,7 @@ def _whole(found: re.Match[bytes]) -> bytes:
     return found[0] if found[1] else b"\\ufffd"
 
 
-def validated(value: Any, model: type[BaseModel]) -> BaseModel:
+def validated(value: Any, model: type[M]) -> M:
     """A value as `model`. Raises ProblemError with the first complaints."""
     try:
         return model.model_validate(value)

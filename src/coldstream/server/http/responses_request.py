@@ -3,13 +3,13 @@
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from coldstream.server.http.bodies import complaints_of
+from coldstream.server.http.bodies import validated
 from coldstream.server.http.chat_request import MAX_MESSAGES, ChatRequest
 from coldstream.server.http.chat_tools import MAX_TOOLS
 from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Body, Flag, Name, Number, Text, TokenCount
-from coldstream.server.http.problems import ProblemError, refused
+from coldstream.server.http.problems import refused
 from coldstream.server.http.responses_history import Item, messages_of, tools_in
 from coldstream.server.http.responses_tools import FlatTool, OfferedTools, is_offered_kind
 
@@ -113,12 +113,7 @@ class ResponsesInput(Body):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": self._format(),
         }
-        try:
-            return ChatRequest.model_validate({**fields, **more})
-        except ValidationError as error:
-            raise ProblemError(
-                complaints_of([(each["loc"], each["msg"]) for each in error.errors()])
-            ) from error
+        return validated({**fields, **more}, ChatRequest)
 
     def _choice(self) -> Any:
         """The chat's `tool_choice`. Raises ProblemError."""
