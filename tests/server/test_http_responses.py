@@ -559,39 +559,6 @@ async def test_a_sealed_thought_takes_the_place_of_its_text(
     assert sizes[0] == sizes[1] > sizes[2]
 
 
-async def test_log_probabilities_are_those_of_the_message(openai: AsyncOpenAI) -> None:
-    asked: Any = {**GREEDY, "max_output_tokens": 8}
-    wanted: Any = {**asked, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    response = await openai.responses.create(**wanted)
-    (item,) = response.output
-    assert item.type == "message"
-    part = item.content[0]
-    assert part.type == "output_text"
-    assert part.logprobs is not None
-    assert "".join(each.token for each in part.logprobs) == part.text
-    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
-    events = [event async for event in await openai.responses.create(**wanted, stream=True)]
-    told = [each for e in events if e.type == "response.output_text.delta" for each in e.logprobs]
-    done = next(e for e in events if e.type == "response.output_text.done")
-    assert [each.token for each in told] == [each.token for each in part.logprobs]
-    assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
-    (plain,) = (await openai.responses.create(**asked)).output
-    assert plain.type == "message"
-    assert plain.content[0].to_dict()["logprobs"] == []
-
-
-async def test_log_probabilities_of_thoughts_and_calls_are_not_told(thinking: AsyncOpenAI) -> None:
-    asked: Any = {**GREEDY, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    response = await thinking.responses.create(**asked)
-    assert [item.type for item in response.output] == ["reasoning"]
-    answer = await thinking.responses.create(**{**asked, "max_output_tokens": 8}, **QUICK)
-    (item,) = answer.output
-    assert item.type == "message"
-    part = item.content[0]
-    assert part.type == "output_text"
-    assert "".join(each.token for each in part.logprobs or ()) == part.text
-
-
 async def test_the_tokens_of_an_input_are_counted(thinking: AsyncOpenAI) -> None:
     asked: Any = {name: GREEDY[name] for name in ("model", "instructions", "input")}
     asked |= {"tools": [*TOOLS, PATCH, FILES], **QUICK}

@@ -1,6 +1,8 @@
-"""Items of an answer, made of its pieces."""
+"""Items of an answer, made of its pieces, and their log-probabilities."""
 
 from typing import Any
+
+from openai import AsyncOpenAI
 
 from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.responses_answer import ResponseItems
@@ -9,6 +11,13 @@ from coldstream.server.output import output_parser
 from output_samples import XML_TEMPLATE, rendered
 
 STATISTICS = Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0)
+GREEDY: Any = {
+    "model": "demo",
+    "instructions": "Write Python.",
+    "input": "import os\nimport sys\n",
+    "max_output_tokens": 24,
+    "temperature": 0,
+}
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -31,8 +40,8 @@ def test_log_probabilities_are_of_the_texts_of_messages() -> None:
     texts = ["plan", " it", "</think>", "\n\n", "Yes", ", ", "so", "\n\n", call[:9], call[9:]]
     output, events = items_of(*texts, is_thinking=True)
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
-    added = next(event["part"] for event in events if event["type"] == "response.content_part.added")
-    assert added["text"] == ""
+    added = [event["part"] for event in events if event["type"] == "response.content_part.added"]
+    assert added[1] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     told = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert tokens_of([each for logprobs in told for each in logprobs]) == ["Yes", ", ", "so"]
     (part,) = output[1]["content"]
@@ -44,3 +53,38 @@ def test_a_text_that_was_held_back_keeps_its_log_probabilities() -> None:
     (part,) = output[0]["content"]
     assert part["text"] == "1 < 2 <tools"
     assert tokens_of(part["logprobs"]) == ["1 ", "<", " 2", " <tool", "s"]
+
+
+async def test_log_probabilities_are_those_of_the_message(openai: AsyncOpenAI) -> None:
+    asked: Any = {**GREEDY, "max_output_tokens": 8}
+    wanted: Any = {**asked, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await openai.responses.create(**wanted)
+    (item,) = response.output
+    assert item.type == "message"
+    part = item.content[0]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(each.token for each in part.logprobs) == part.text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    events = [event async for event in await openai.responses.create(**wanted, stream=True)]
+    told = [each for e in events if e.type == "response.output_text.delta" for each in e.logprobs]
+    done = next(e for e in events if e.type == "response.output_text.done")
+    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
+    (plain,) = (await openai.responses.create(**asked)).output
+    assert plain.type == "message"
+    assert plain.content[0].to_dict()["logprobs"] == []
+
+
+async def test_log_probabilities_of_thoughts_and_calls_are_not_told(thinking: AsyncOpenAI) -> None:
+    asked: Any = {**GREEDY, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    response = await thinking.responses.create(**asked)
+    assert [item.type for item in response.output] == ["reasoning"]
+    answer = await thinking.responses.create(
+        **{**asked, "max_output_tokens": 8}, reasoning={"effort": "none"}
+    )
+    (item,) = answer.output
+    assert item.type == "message"
+    part = item.content[0]
+    assert part.type == "output_text"
+    assert "".join(each.token for each in part.logprobs or ()) == part.text
