@@ -363,7 +363,7 @@ def test_a_thought_that_is_empty_has_its_signed_block() -> None:
     end = Piece("</think>\n\nHi.", finish_reason="stop", statistics=statistics)
     for is_thinking, kinds in ((True, ["thinking", "text"]), (False, ["text"])):
         parser = output_parser(source, [], is_thinking=is_thinking)
-        blocks = MessageBlocks(parser, None, is_thinking=is_thinking)
+        blocks = MessageBlocks(parser, is_thinking=is_thinking)
         events = blocks.push(end)
         assert [block["type"] for block in blocks.content] == kinds
         starts = [each["content_block"]["type"] for each in events if each["type"] == "content_block_start"]
