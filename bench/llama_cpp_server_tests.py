@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from coldstream.placement.hardware import Hardware
 from llama_server_stand_in import end_servers
-from results import write_result
+from results import commit, write_result
 
 BENCH: Final = Path(__file__).parent
 SDIST: Final = "llama-cpp-python==0.3.36"
@@ -149,6 +149,29 @@ def summary(outcomes: list[dict[str, str]], reasons: dict[str, str]) -> dict[str
     return {"files": counts, "failures": failures}
 
 
+def _source_of(tests: Path) -> str:
+    """The sdist in which `tests` lie, if they lie in one."""
+    names = [part for part in tests.resolve().parts if part == SDIST.replace("-", "_").replace("==", "-")]
+    return SDIST if names else "a source tree"
+
+
+def merged(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What was found, and of files that were not run what an earlier result has. Each file has its commit."""
+    files = {name: {**counts, "commit": commit()} for name, counts in found["files"].items()}
+    kept = {name: counts for name, counts in before.get("files", {}).items() if name not in files}
+    failures = [
+        each for each in before.get("failures", []) if each["test"].partition("::")[0] in kept
+    ] + found["failures"]
+    dropped = sorted(
+        {*before.get("dropped_flags", []), *found["dropped_flags"]} if kept else found["dropped_flags"]
+    )
+    return {
+        "files": dict(sorted({**kept, **files}.items())),
+        "failures": sorted(failures, key=lambda each: str(each["test"]).partition("::")[0]),
+        "dropped_flags": dropped,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -156,7 +179,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, help="the tests, in a source tree of llama.cpp")
     parser.add_argument("--packages", type=Path, help="what the tests import, installed with pip --target")
     parser.add_argument("--only", help="tests whose name holds this, as pytest's -k")
-    parser.add_argument("--files", nargs="+", help="of these files alone, as test_basic")
+    parser.add_argument("--files", nargs="+", help="as test_basic; --out keeps what it has of others")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -168,16 +191,16 @@ def main() -> int:
         present = sorted(path.stem for path in (here / "unit").glob("test_*.py"))
         files = options.files or [file for file in present if file not in without]
         found = summary(run(here, packages, files, options.port, options.only), reasons)
-        dropped = sorted(set((here / "state" / "dropped").read_text().split()))
+        found["dropped_flags"] = sorted(set((here / "state" / "dropped").read_text().split()))
     for each in found["failures"]:
         print(f"{each['test']}: {each['reason']}", file=sys.stderr)
+    is_kept = options.files and options.out and options.out.is_file()
     result = {
         "command": "python bench/llama_cpp_server_tests.py",
-        "source": SDIST if options.tests is None else "a source tree",
+        "source": SDIST if options.tests is None else _source_of(options.tests),
         "machine": {"cpu": Hardware.measure().cpu_name},
-        **found,
+        **merged(found, json.loads(options.out.read_text()) if is_kept else {}),
         "without_counterpart": {file: without[file] for file in present if file in without},
-        "dropped_flags": dropped,
     }
     write_result(result, options.out)
     return int(not found["files"] or any(each["reason"] == "unexplained" for each in found["failures"]))

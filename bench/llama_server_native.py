@@ -1,4 +1,5 @@
-"""llama.cpp's own form of completions in terms of OpenAI's: of a request, and of what comes back.
+"""llama.cpp's own form of completions in terms of OpenAI's: of a request, and of what comes back. And what it
+sends otherwise in a stream of a chat.
 
 `coldstream serve` has OpenAI's form only. What that does not have, such as ids of tokens and the settings
 that were used, is not made up.
@@ -57,6 +58,12 @@ def lines_of(lines: Iterable[bytes]) -> Iterator[bytes]:
                 event |= _ending(choice, chunk)
             event |= {name: chunk[name] for name in ("prompt_progress", "error") if name in chunk}
             yield b"data: " + json.dumps(event).encode()
+
+
+def lines_of_chat(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a chat's stream, with null for the empty text beside the role, as llama.cpp has it."""
+    for line in lines:
+        yield line.replace(b'"role":"assistant","content":""', b'"role":"assistant","content":null', 1)
 
 
 def _ending(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Fields:

@@ -26,6 +26,9 @@ from typing import Final
 
 KEPT: Final = 2
 TRAINED_CTX: Final = 4096  # of the bundled model, and no server goes beyond
+# The template in place of a large model's, by a part of its name: of llama.cpp's tree, and of this one.
+TOOL_TEMPLATES: Final = {"Coder": "Qwen3-Coder", "Qwen": "Qwen3.5-4B"}
+OWN_TEMPLATE: Final = Path(__file__).parent.parent / "tests" / "gguf" / "chatml.jinja"
 START_S: Final = 120.0
 SWITCHES: Final = frozenset(
     {
@@ -74,6 +77,8 @@ def translate(arguments: list[str], folder: Path) -> Translation:
     if context := int(flags.get("--ctx-size", "0")):
         of_each = context if "--kv-unified" in flags else context // parallel
         options += ["--ctx-size", str(min(of_each, TRAINED_CTX))]
+    if "--jinja" in flags and "--chat-template-file" not in flags:
+        options += _template_of(flags.get("--hf-repo", ""))
     dropped = []
     for flag, value in flags.items():
         if flag in ("--alias", "--api-key", "--threads"):
@@ -93,6 +98,17 @@ def translate(arguments: list[str], folder: Path) -> Translation:
             dropped.append(flag)
     host = flags.get("--host", "127.0.0.1").split(",")[0]
     return Translation(host, int(flags["--port"]), tuple(options), tuple(dropped))
+
+
+def _template_of(repository: str) -> list[str]:
+    """Options for a large model's own template: one that knows tools, without thoughts, which the bundled
+    model would not end. None for tiny models.
+    """
+    if not repository or repository.startswith("ggml-org/"):
+        return []
+    names = [name for part, name in TOOL_TEMPLATES.items() if part in repository]
+    path = Path("../../../models/templates", f"{names[0]}.jinja").resolve() if names else OWN_TEMPLATE
+    return ["--chat-template", str(path), "--chat-template-kwargs", '{"enable_thinking": false}']
 
 
 def server_for(options: tuple[str, ...], state: Path) -> int:
@@ -152,9 +168,15 @@ def end_servers(state: Path) -> None:
 
 
 def forward(listener: socket.socket, port: int) -> None:
-    """Gives each connection of `listener` to a server of this machine, until the process ends."""
-    while True:
-        client, _ = listener.accept()
+    """Gives each connection of `listener` to a server of this machine, until the parent process has ended."""
+    parent = os.getppid()
+    listener.settimeout(1)
+    while os.getppid() == parent:
+        try:
+            client, _ = listener.accept()
+        except TimeoutError:
+            continue
+        client.settimeout(None)
         try:
             server = socket.create_connection(("127.0.0.1", port))
         except OSError:

@@ -140,7 +140,8 @@ def llama_cpp_server_tests() -> str:
         by_reason.setdefault(each["reason"], []).append(each["test"])
     reasons = [[why, str(len(tests)), _cases(tests)] for why, tests in sorted(by_reason.items())]
     without = [[f"`{name}`", why] for name, why in r["without_counterpart"].items()]
-    where = f"{r['source']}, {r['machine']['cpu']}, commit {r['commit']}: `{r['command']}`. Flags of "
+    commits = ", ".join(dict.fromkeys(counts["commit"] for counts in r["files"].values()))
+    where = f"{r['source']}, {r['machine']['cpu']}, commit {commits}: `{r['command']}`. Flags of "
     where += f"`llama-server` that had no effect: {', '.join(f'`{flag}`' for flag in r['dropped_flags'])}.\n"
     tables = [
         table(header, rows),
