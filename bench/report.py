@@ -15,6 +15,7 @@ from typing import Any
 
 import report_aims
 from report_accuracy import activation_scales, agreement_by_architecture, key_sweep, kv_types
+from report_agents import agents
 from report_bodies import bad_bodies
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from report_drafts import (
@@ -72,6 +73,7 @@ from report_tests import (
 ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "agents.md",
     ROOT / "docs" / "aims.md",
     ROOT / "docs" / "install.md",
     ROOT / "docs" / "performance.md",
@@ -295,6 +297,7 @@ def policies() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
+    "agents": agents,
     "first_page": first_page,
     "speed": speed,
     "ceilings": ceilings,

@@ -77,7 +77,8 @@ class Cleaner:
 
     def __init__(self, talk: Talk) -> None:
         self._paths = {str(talk.work): "/work", str(talk.home): "/home/agent"}
-        self._spoken = (*SPOKEN, *(prompt for prompt in talk.prompts if len(prompt) <= MAX_SPOKEN))
+        prompts = [prompt for prompt in talk.prompts if len(prompt) <= MAX_SPOKEN]
+        self._spoken = tuple(dict.fromkeys((*SPOKEN, *prompts)))
         self._numbers: dict[str, int] = {}
 
     def cleaned(self, body: Fields) -> Fields:
