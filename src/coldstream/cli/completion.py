@@ -19,9 +19,9 @@ def command(shell: str) -> int:
     """Print a script that lets SHELL complete commands, options, values and models.
 
     \b
-    eval "$(coldstream completion bash)"                                       in ~/.bashrc
-    eval "$(coldstream completion zsh)"                                        in ~/.zshrc
-    coldstream completion fish > ~/.config/fish/completions/coldstream.fish
+    eval "$(coldstream completion bash)"       a line for ~/.bashrc
+    eval "$(coldstream completion zsh)"        a line for ~/.zshrc
+    coldstream completion fish | source        for ~/.config/fish/config.fish
     """
     from coldstream.cli.main import cli
 
