@@ -214,7 +214,12 @@ def install() -> str:
             f"{build['wall_s']:.0f} s",
         ]
     ]
-    names = {"cpu": "`coldstream`", "cuda": "`coldstream[cuda]`", "test": "`coldstream[test]`"}
+    names = {
+        "cpu": "`coldstream`",
+        "serve": "`coldstream[serve]`",
+        "cuda": "`coldstream[cuda,serve]`",
+        "test": "`coldstream[test]`",
+    }
     rows += [
         [
             names[kind],

@@ -1,6 +1,6 @@
 """Installs this checkout into a virtual environment, saying what that brings; does nothing where it is done.
 
-    python3 tools/install.py .venv                 what running takes: with PyTorch if there is a GPU
+    python3 tools/install.py .venv                 what running and serving take: with PyTorch if there is a GPU
     python3 tools/install.py .venv test            with the extra `test`
     python3 tools/install.py .venv test --oldest   and with the oldest versions that pyproject.toml allows
     python3 tools/install.py .venv-ray ray --beside .venv   the extra `ray`, over what another one has
@@ -49,7 +49,7 @@ def main() -> int:
         return 1
     if options.beside:
         return install_beside(options.folder, set(options.extras), options.beside)
-    extras = set(options.extras) or ({"cuda"} if has_gpu() else set())
+    extras = set(options.extras) or {"serve"} | ({"cuda"} if has_gpu() else set())
     return install(options.folder, extras, options.oldest)
 
 
@@ -160,7 +160,7 @@ def announcement(folder: Path, extras: set[str], oldest: bool, compiles: bool) -
     what = "coldstream" + (f" with the extra {', '.join(sorted(extras))}" if extras else "")
     if oldest:
         what += ", in the oldest versions allowed,"
-    kind = "test" if "test" in extras else "cuda" if "cuda" in extras else "cpu"
+    kind = next((each for each in ("test", "cuda", "serve") if each in extras), "cpu")
     size = json.loads(SIZES.read_text())["installs"][kind]
     line = (
         f"Installing {what} into {folder}: downloads up to {size['download_bytes'] / 1e6:.0f} MB, "
