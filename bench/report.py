@@ -27,7 +27,7 @@ from report_drafts import (
     gpu_drafts_dflash,
 )
 from report_failures import cancel_storm, conversations, kills
-from report_first_page import first_page
+from report_first_page import first_page, laptop
 from report_gpu import (
     gpu,
     gpu_attention,
@@ -304,6 +304,7 @@ def policies() -> str:
 BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "agents": agents,
     "first_page": first_page,
+    "laptop": laptop,
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,

@@ -1,4 +1,4 @@
-"""The table of README.md."""
+"""The tables of README.md."""
 
 from typing import Any
 
@@ -47,6 +47,16 @@ def first_page() -> str:
     machine = decode["machine"]
     where = f"{machine['gpu']}, {machine['cores']} cores, commit {', '.join(commits)}"
     return table(header, rows) + f"\n{where}\n"
+
+
+def laptop() -> str:
+    """The bundled model on two cores with AVX2, which is what anybody can compare with."""
+    r = load("cpu_demo_avx2")
+    row = [f"{r['ours']['threads']} threads, {r['ours']['tier']}"]
+    for name in ("pp512", "tg128"):
+        row += [f"**{r['cases'][name]['ours_tok_s']:.0f}**", f"{r['cases'][name]['llama_cpp_tok_s']:.0f}"]
+    header = ["bundled model", "prompt of 512, tok/s", "llama.cpp", "generated tok/s", "llama.cpp"]
+    return table(header, [row]) + f"\n{r['machine']['cpu_name']}, commit {r['commit']}: `{r['command']}`\n"
 
 
 def _prompt(result: dict[str, Any], gib: int | None) -> float:
