@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu ray agents lint sanitize sanitizers sanitize-gpu clean install-test
+.PHONY: demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu clean install-test
 
 demo:
 	@$(INSTALL)
@@ -65,13 +65,6 @@ ray: install-test
 agents: install-test
 	$(BIN)/python -m tools.agents $(if $(NEWEST),--newest,--out docs/results/agents.json --record tests/server/recorded)
 
-# The tests that need a GPU, counted into the file that docs/performance.md is made from.
-test-gpu: install-test
-	$(BIN)/python bench/gpu_tests.py --out docs/results/gpu/tests.json
-
-# The GPU's kernels under compute-sanitizer, which comes with the CUDA toolkit; about ten minutes.
-sanitize-gpu: install-test
-	$(BIN)/python bench/gpu_sanitizer.py --out docs/results/gpu/sanitizer.json
-
-clean:
-	rm -rf build dist .venv .venv-oldest .venv-ray .agents
+# The sdist and the wheel of what is committed, each tried as a user would.
+package:
+	$(PYTHON) tools/package.py dist
