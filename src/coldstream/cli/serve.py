@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from coldstream.server.messages import PromptCache
 
 _STDERR: Final = 2
-_SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget")
+_SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget", "cache_type_v")
 _PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
