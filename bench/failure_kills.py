@@ -36,6 +36,7 @@ CONTEXT, PARALLEL = 2048, 4
 MAX_MOMENT_S: Final = 4.0  # of an engine's life before it is killed
 MAX_QUIET_S, MAX_WAIT_S = 0.8, 0.3  # after a burst that was answered, and one that was not
 EARLY_EACH: Final = 10  # of so many kills one strikes an engine that loads
+CLOSING_S: Final = 1.0  # for the server to close its sides of connections that have ended
 BEYOND_LOAD_S: Final = 2.0  # an engine may take so much longer to come back than to load at first
 REQUEST_S, BACK_S = 120.0, 120.0
 POLL_S: Final = 0.02
@@ -238,6 +239,9 @@ async def killed(
     seed: int,
 ) -> dict[str, Any]:
     """`count` kills under the load of questions `bodies`, and what was seen of them."""
+    async with httpx2.AsyncClient(base_url=server.url, timeout=REQUEST_S) as http:
+        await http.get("/props")  # begins the process of the chat template, which stays
+    await asyncio.sleep(CLOSING_S)
     idle_descriptors = server.api.num_fds()
     limits = httpx2.Limits(max_connections=clients + 1, max_keepalive_connections=clients + 1)
     async with httpx2.AsyncClient(base_url=server.url, timeout=REQUEST_S, limits=limits) as http:
@@ -256,7 +260,7 @@ async def killed(
             traffic.is_over = True
             await asking
         left = await until_idle(http)
-    await asyncio.sleep(1)  # for the server to close its sides of the connections
+    await asyncio.sleep(CLOSING_S)
     faults = [
         *killer.faults,
         *(f"{each.kind}: {each.detail}" for each in traffic.outcomes.values() if each.detail),

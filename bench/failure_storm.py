@@ -136,6 +136,7 @@ async def weathered(server: Served, rate: float, seconds: float, calm_s: int, se
     async with httpx2.AsyncClient(base_url=server.url, timeout=REQUEST_S, limits=limits) as http:
         steady = Steady(http, [], [])
         streams = [asyncio.create_task(steady.go_on()) for _ in range(STEADY)]
+        await http.get("/props")  # begins the process of the chat template, which stays
         await asyncio.sleep(WARM_S)
         descriptors = server.api.num_fds()
         begin, cpu = time.monotonic(), [cpu_time(server)]
