@@ -161,7 +161,7 @@ def test_tensors_of_other_families_are_refused(name: str, spec_of: Callable[[Tin
         ("norm_top_k_prob", False, "supported: normalised expert weights"),
         ("expert_weights_norm", False, "supported: normalised expert weights"),
         ("expert_gating_func", 2, r"supported: softmax \(1\)"),
-        ("rope.scaling.type", "yarn", "supported: unscaled rotary embeddings"),
+        ("rope.scaling.type", "longrope", "supported"),
     ],
 )
 def test_what_a_file_may_not_ask_for(
