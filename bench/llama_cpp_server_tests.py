@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from collections import Counter
@@ -50,9 +49,7 @@ def fetch(folder: Path) -> Path:
     ]
     subprocess.run([*command, "--dest", str(folder), SDIST], check=True, stdout=sys.stderr)
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as files:
-        wanted = [each for each in files if f"/{TESTS}/" in each.name or f"/{TEMPLATES}/" in each.name]
-        files.extractall(folder, wanted, filter="data")
+    shutil.unpack_archive(archive, folder)
     (tests,) = folder.glob(f"*/vendor/llama.cpp/{TESTS}")
     return tests
 

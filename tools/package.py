@@ -7,6 +7,7 @@ and all of them. The wheel is installed into an empty environment, away from the
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -64,8 +65,7 @@ def export(folder: Path) -> Path:
     folder.mkdir()
     archive = folder.with_suffix(".tar")
     subprocess.run(["git", "archive", "-o", str(archive), "HEAD"], cwd=ROOT, check=True)
-    with tarfile.open(archive) as files:
-        files.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     return folder
 
 
