@@ -19,8 +19,8 @@ from typing import Any
 
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
-from coldstream.engine.config import cache_bytes_per_token
 from coldstream.models.footprint import bytes_per_token
+from coldstream.planning.config import cache_bytes_per_token
 from device import describe, measure_bandwidth
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from results import ROOT, write_result

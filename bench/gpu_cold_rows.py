@@ -31,14 +31,14 @@ import numpy as np
 import torch
 
 from coldstream.engine import LLM, EngineConfig
-from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import plan_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import Sequence
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planning import plan_model
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import FIRST_ID, numbers, write_model

@@ -20,9 +20,6 @@ from typing import Any, Literal
 
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
-from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import plan_model
-from coldstream.engine.workers import with_workers
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import PARTS
@@ -35,6 +32,9 @@ from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planning import plan_model
+from coldstream.planning.workers import with_workers
 from device import describe
 from full_size_forecast import SHORT_PROMPT, mean_context
 from full_size_model import FULL_SHAPE

@@ -24,9 +24,6 @@ from typing import Any
 import numpy as np
 
 from coldstream.engine import LLM, EngineConfig
-from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import plan_model
-from coldstream.engine.workers import with_workers
 from coldstream.experts.layer_sides import layers_of_cpu
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
@@ -39,6 +36,9 @@ from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planning import plan_model
+from coldstream.planning.workers import with_workers
 from device import describe
 from gpu import FIRST_ID, numbers
 from gpu_depth import UNTIMED_STEPS, few_rows, generated, seconds_of

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coldstream.engine.sizes import parse_size
+from coldstream.planning.sizes import parse_size
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import FIRST_ID, numbers, write_model

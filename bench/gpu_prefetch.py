@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from coldstream.engine.machine import measured_hardware
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.cuda.device import find_gpu
@@ -37,6 +36,7 @@ from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
+from coldstream.planning.machine import measured_hardware
 from device import describe, graph_seconds
 from full_size_model import FULL_SHAPE
 from prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make_layers, matrices_of

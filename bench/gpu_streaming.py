@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.engine.machine import measured_hardware
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.models.footprint import model_sizes
 from coldstream.placement.cost import miss_times
 from coldstream.placement.rates import Rates
+from coldstream.planning.machine import measured_hardware
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import numbers, write_model

@@ -24,14 +24,14 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta, Failed
 from coldstream.engine.generation import Request
-from coldstream.engine.machine import measured_hardware
 from coldstream.engine.opened_model import OpenedModel
-from coldstream.engine.planning import plan_model
 from coldstream.engine.submission import Submission
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planning import plan_model
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import FIRST_ID, numbers, write_model

@@ -39,10 +39,7 @@ from tools.train_demo.data import load_corpus
 from coldstream.assets import demo_model_path
 from coldstream.decoding import TokenChooser
 from coldstream.engine import LLM, EngineConfig
-from coldstream.engine.machine import measured_hardware
-from coldstream.engine.planning import bundled_profile, expected_uses, plan_model
 from coldstream.engine.routing_profile import record_routing
-from coldstream.engine.workers import with_workers
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -55,6 +52,9 @@ from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planning import bundled_profile, expected_uses, plan_model
+from coldstream.planning.workers import with_workers
 from device import describe
 from full_size_model import FULL_SHAPE
 from gpu import write_model

@@ -1,6 +1,6 @@
 """Runners without an engine, for benchmarks and tests: a model at a path, and plans with chosen sizes.
 
-The product's plans are those of `coldstream.engine.planning`. These place what a caller says, without a
+The product's plans are those of `coldstream.planning.planning`. These place what a caller says, without a
 profile and whether or not it is the best for the machine.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from coldstream.engine.budgets import ALL_BYTES
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
@@ -27,6 +26,7 @@ from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, pla
 from coldstream.placement.policies import Policy
 from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.budgets import ALL_BYTES
 
 
 def open_model_file(path: Path) -> tuple[GGUFFile, ModelSpec]:

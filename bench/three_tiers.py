@@ -25,9 +25,9 @@ import numpy as np
 
 from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
-from coldstream.engine.sizes import parse_size
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
+from coldstream.planning.sizes import parse_size
 from disk_tier import forget_pages
 from memory_limit import filled_memory, memory_limit
 from peer_tokens import random_tokens

@@ -10,8 +10,6 @@ import numpy as np
 from builders import Dims, write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
-from coldstream.engine.budgets import ALL_BYTES
-from coldstream.engine.planned import Planned
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
@@ -25,6 +23,8 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.budgets import ALL_BYTES
+from coldstream.planning.planned import Planned
 
 
 class HashRunner(ModelRunner):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from builders import write_gguf
-from coldstream.engine.machine import measured_hardware
+from coldstream.planning.machine import measured_hardware
 from short_rates import PROGRAM
 
 # Of every verb but `pull`, which needs a hub; MODEL stands for a tiny one.

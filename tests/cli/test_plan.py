@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from builders import write_gguf
-from coldstream.engine.machine import measured_hardware
 from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.placement.hardware_file import default_path
+from coldstream.planning.machine import measured_hardware
 
 Run = Callable[..., tuple[int, str, str]]
 

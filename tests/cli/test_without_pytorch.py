@@ -10,8 +10,8 @@ import pytest
 from terminals import Terminal
 
 from builders import write_gguf
-from coldstream.engine.machine import measured_hardware
 from coldstream.placement.hardware_file import default_path
+from coldstream.planning.machine import measured_hardware
 from dflash_cases import ALL_SLIDING, config, random_tensors, spec_of, write_gguf_drafter
 from short_rates import PROGRAM
 

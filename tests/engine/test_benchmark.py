@@ -14,12 +14,12 @@ from coldstream.engine.benchmark import (
     run_benchmark,
     times_as_forecast,
 )
-from coldstream.engine.planning import plan_model
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.planning.planning import plan_model
 from hash_runner import HashRunner
 
 

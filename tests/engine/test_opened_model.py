@@ -7,16 +7,17 @@ import pytest
 
 from builders import SMALL_EXPERTS, make_model, write_model
 from coldstream.assets import demo_model_path
-from coldstream.engine import EngineConfig, SamplingParams, device_choice, open_model
-from coldstream.engine.device_choice import choose_device
+from coldstream.engine import EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import sampling_defaults
-from coldstream.engine.planning import plan_model
-from coldstream.engine.workers import with_prefetch
 from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning import device_choice
+from coldstream.planning.device_choice import choose_device
+from coldstream.planning.planning import plan_model
+from coldstream.planning.workers import with_prefetch
 from hash_runner import open_hash_model
 
 

@@ -13,7 +13,6 @@ from builders import Dims, write_gguf
 from coldstream import LLM, ConfigError, Executor, Policy, SamplingParams
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, opened_model
-from coldstream.engine.planning import plan_by_name
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.models.cpu_runner import CpuRunner
@@ -22,6 +21,7 @@ from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.policies import Changes
+from coldstream.planning.planning import plan_by_name
 from host_device import HostDevice
 from host_gpu import gpu_on
 from test_python_page import PAGE, snippets

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from builders import write_gguf
-from coldstream.engine.config import EngineConfig
 from coldstream.engine.routing_profile import profile_text, record_routing
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
@@ -22,6 +21,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu_runner import CpuRunner
 from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
+from coldstream.planning.config import EngineConfig
 from runners import open_cpu_runner
 
 CHUNK = CpuRunner.chunk_size

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from builders import Dims, write_gguf
-from coldstream.engine.config import EngineConfig, cache_bytes_per_token
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kvcache import CacheSize
@@ -19,6 +18,7 @@ from coldstream.models.footprint import bytes_per_token, dense_bytes, model_size
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.config import EngineConfig, cache_bytes_per_token
 
 CTX = 512
 

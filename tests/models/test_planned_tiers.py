@@ -13,14 +13,14 @@ from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
 from builders import Dims, write_gguf
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.planning import plan_model
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.upload import PIECE_BYTES
 from coldstream.models.cuda_runner import CudaRunner
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.planning import plan_model
 from host_device import HostDevice
 from host_gpu import gpu_on
 from runners import open_model_file

@@ -22,9 +22,7 @@ from coldstream.engine.benchmark import (
     run_benchmark,
     times_as_forecast,
 )
-from coldstream.engine.config import cache_bytes_per_token
 from coldstream.engine.draft_benchmark import DraftedResult, DraftedTest, run_drafted
-from coldstream.engine.machine import reconsider_rates
 from coldstream.errors import ConfigError
 from coldstream.experts.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
@@ -34,6 +32,8 @@ from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
+from coldstream.planning.config import cache_bytes_per_token
+from coldstream.planning.machine import reconsider_rates
 
 
 def _counts(name: str, short: str, default: str, text: str) -> Callable[[Command], Command]:

@@ -18,10 +18,10 @@ from click.shell_completion import CompletionItem
 from coldstream.cli.foreign_options import foreign_options
 from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
-from coldstream.engine import sizes
-from coldstream.engine.config import DEVICES, SPEC_TYPES, TIERS, EngineConfig
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
+from coldstream.planning import sizes
+from coldstream.planning.config import DEVICES, SPEC_TYPES, TIERS, EngineConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

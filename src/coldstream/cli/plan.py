@@ -31,7 +31,7 @@ from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
-    from coldstream.engine.planned import Planned
+    from coldstream.planning.planned import Planned
 
 _PART_NAMES = {
     "weights": "weights of every token",
@@ -113,7 +113,7 @@ def command(
     and named.
     """
     # Imported here because planning is not needed to show how the verb is used.
-    from coldstream.engine.planning import plan_by_name
+    from coldstream.planning.planning import plan_by_name
 
     config = engine_config(model_or_bundled(model), {**options, "parallel": parallel})
     chosen = PlanOptions(num_pinned_layers=pin_layers, layer_weights=layer_weights or ())

@@ -22,8 +22,8 @@ from coldstream.cli.options import (
 )
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.engine.limits import MAX_RUNNING, EngineLimits
-from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError
+from coldstream.planning.sizes import parse_size
 
 if TYPE_CHECKING:
     from coldstream.server.http.settings import ServerSettings

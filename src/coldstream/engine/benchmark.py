@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from coldstream.engine.planned import Planned
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.runner import ModelRunner
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
+from coldstream.planning.planned import Planned
 
 _TEXT_MODULES = (
     "argparse",

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Literal, Never, Self, overload
 
 from coldstream.decoding import Logits, SamplingParams
-from coldstream.engine.config import CacheType, EngineConfig
 from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
 from coldstream.engine.lists import generate_list
 from coldstream.engine.live_sequence import LiveSequence
@@ -42,6 +41,7 @@ from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.models.runner import Progress
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
+from coldstream.planning.config import CacheType, EngineConfig
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -7,15 +7,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from coldstream.decoding import SamplingParams, Speculation
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.device_choice import OpenProgress, choose_device
-from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.engine.drafting import open_speculation
 from coldstream.engine.grammar import Grammars
-from coldstream.engine.machine import hardware_of, with_rates
 from coldstream.engine.own_parts import OwnParts
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import (
     ConfigError,
     InconsistentError,
@@ -37,6 +31,12 @@ from coldstream.models.runner import ModelRunner
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.device_choice import OpenProgress, choose_device
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.machine import hardware_of, with_rates
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import bundled_profile, plan_model
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from coldstream.engine.config import EngineConfig
 from coldstream.errors import ConfigError, shown
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.config import EngineConfig
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from coldstream.engine.config import MAX_BYTES, EngineConfig
-from coldstream.engine.device_choice import OpenProgress
-from coldstream.engine.planning import plan_model
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
@@ -23,6 +20,9 @@ from coldstream.models.runner import Progress
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
+from coldstream.planning.config import MAX_BYTES, EngineConfig
+from coldstream.planning.device_choice import OpenProgress
+from coldstream.planning.planning import plan_model
 
 
 def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None = None) -> RoutingTrace:

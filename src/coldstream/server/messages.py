@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, Self, cast
 
-from coldstream.engine.config import EngineConfig
 from coldstream.engine.engine_statistics import LiveState
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.request import Piece
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
+from coldstream.planning.config import EngineConfig
 from coldstream.server.codec import ProtocolError, decode, encode
 from coldstream.server.served_model import EngineFacts
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
 
-from coldstream.engine.config import EngineConfig
 from coldstream.engine.limits import EngineLimits
+from coldstream.planning.config import EngineConfig
 from coldstream.server.access_log import AccessLog
 from coldstream.server.client import Health
 from coldstream.server.engine_child import ENGINE_COMMAND

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from coldstream.engine.config import EngineConfig
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
@@ -27,6 +26,7 @@ from coldstream.errors import (
     QueueFullError,
     out_of_resources,
 )
+from coldstream.planning.config import EngineConfig
 from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from coldstream.assets import demo_model_path
-from coldstream.engine import LLM, EngineConfig, SamplingParams, workers
-from coldstream.engine.machine import hardware_with
-from coldstream.engine.planning import plan_model
+from coldstream.engine import LLM, EngineConfig, SamplingParams
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED, miss_times
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.rates import Rates
+from coldstream.planning import workers
+from coldstream.planning.machine import hardware_with
+from coldstream.planning.planning import plan_model
 
 MACHINE = Hardware(
     "a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10,

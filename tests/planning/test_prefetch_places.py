@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from builders import Dims, write_gguf
-from coldstream.engine import EngineConfig, workers
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import plan_model
+from coldstream.engine import EngineConfig
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
@@ -19,6 +17,9 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning import workers
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import plan_model
 
 MIB = 2**20
 MACHINE = Hardware(

@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
-from coldstream.engine.budgets import advised
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.host_part import HOST_RESERVE_BYTES
@@ -21,6 +17,10 @@ from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.budgets import advised
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import plan_model
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)

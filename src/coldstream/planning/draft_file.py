@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
-from coldstream.engine.config import EngineConfig
 from coldstream.errors import ColdstreamError, ConfigError, ModelNotFoundError
 from coldstream.models import cpu_dflash
 from coldstream.models.dflash_file import DflashFile
 from coldstream.models.dflash_spec import DflashSpec, check_gpu, check_target, tensor_shapes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec import ModelSpec
+from coldstream.planning.config import EngineConfig
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 # What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt

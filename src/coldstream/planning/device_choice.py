@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from coldstream.engine.config import EngineConfig
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.device import INSTALL, Gpu, find_gpu, gpu_is_visible, missing_packages
+from coldstream.planning.config import EngineConfig
 
 # Called with the name of the current task, the amount done and the whole amount.
 OpenProgress = Callable[[str, int, int], None]

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from coldstream.engine.config import DEFAULT_CACHE_SHARE, EngineConfig, cache_bytes_per_token
 from coldstream.errors import OutOfMemoryError
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import BudgetTooSmallError
+from coldstream.planning.config import DEFAULT_CACHE_SHARE, EngineConfig, cache_bytes_per_token
 
 ALL_BYTES = 2**62  # a budget without effect
 

@@ -9,15 +9,15 @@ import pytest
 
 from builders import write_gguf
 from coldstream.assets import demo_model_path, demo_profile_path
-from coldstream.engine.config import DEFAULT_CTX_SIZE, EngineConfig
 from coldstream.engine.opened_model import open_model
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import bundled_profile, plan_by_name, plan_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.config import DEFAULT_CTX_SIZE, EngineConfig
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import bundled_profile, plan_by_name, plan_model
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from coldstream.decoding.speculation import MAX_TREE_NODES
-from coldstream.engine.sizes import parse_size
 from coldstream.errors import ConfigError, OutOfMemoryError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
@@ -18,6 +17,7 @@ from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.cache import context_bytes
 from coldstream.models.spec import ModelSpec
 from coldstream.placement import run_plan
+from coldstream.planning.sizes import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from builders import Dims, write_gguf
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import plan_model
 
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
 MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)

@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.engine import machine
-from coldstream.engine.machine import hardware_with, measured_hardware, reconsider_rates, with_rates
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda import link
 from coldstream.kernels.cuda.device import Gpu
@@ -21,6 +19,8 @@ from coldstream.kernels.cuda.link import LinkRates
 from coldstream.kernels.experts import cpu_rates
 from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
+from coldstream.planning import machine
+from coldstream.planning.machine import hardware_with, measured_hardware, reconsider_rates, with_rates
 
 
 def test_a_machine_is_measured_once(tmp_path: Path) -> None:

@@ -9,15 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.engine.budgets import ALL_BYTES
-from coldstream.engine.config import (
-    EngineConfig,
-    cache_bytes_per_token,
-    resolve,
-    tree_rows_of,
-    with_contexts,
-)
-from coldstream.engine.draft_file import NOTHING_IS_DRAFTED, DraftNeeds
 from coldstream.errors import ModelFormatError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.cpu_runner import CpuRunner
@@ -38,6 +29,15 @@ from coldstream.placement.plan import (
 )
 from coldstream.placement.pool_plan import PoolPlan, plan_pool
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.budgets import ALL_BYTES
+from coldstream.planning.config import (
+    EngineConfig,
+    cache_bytes_per_token,
+    resolve,
+    tree_rows_of,
+    with_contexts,
+)
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, DraftNeeds
 
 Array = np.ndarray[Any, Any]
 Place = tuple[PlacementPlan, ModelSizes]  # a placement, and the sizes on which it is based

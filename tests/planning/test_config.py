@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import Dims, make_model, write_model
-from coldstream.engine.config import (
+from coldstream.errors import ConfigError, OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache.cache import context_bytes
+from coldstream.models.layer_specs import AttentionSpec
+from coldstream.models.spec import ModelSpec
+from coldstream.planning.config import (
     DEFAULT_CTX_SIZE,
     MAX_PARALLEL,
     PARALLEL_SHARE,
@@ -20,11 +25,6 @@ from coldstream.engine.config import (
     tree_rows_of,
     with_contexts,
 )
-from coldstream.errors import ConfigError, OutOfMemoryError
-from coldstream.gguf.reader import GGUFFile
-from coldstream.kvcache.cache import context_bytes
-from coldstream.models.layer_specs import AttentionSpec
-from coldstream.models.spec import ModelSpec
 from specs import with_layers
 
 CORES, FREE = 4, 16 * 2**30

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, open_model
-from coldstream.engine.config import cache_bytes_per_token
-from coldstream.engine.planned import Planned
-from coldstream.engine.planning import bundled_profile, plan_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec
@@ -22,6 +19,9 @@ from coldstream.models.cpu_runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.config import cache_bytes_per_token
+from coldstream.planning.planned import Planned
+from coldstream.planning.planning import bundled_profile, plan_model
 from runners import open_cpu_runner
 
 # What kernels take besides weights depends on the tier, and budgets here are near what is needed.

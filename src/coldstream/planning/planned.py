@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from coldstream.engine.config import EngineConfig
 from coldstream.placement.forecast import Known
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
@@ -12,6 +11,7 @@ from coldstream.placement.rates import Rates
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.config import EngineConfig
 
 
 @dataclass(frozen=True)

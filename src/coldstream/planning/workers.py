@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import astuple, replace
 
-from coldstream.engine.config import EngineConfig
-from coldstream.engine.planned import Planned
 from coldstream.errors import ConfigError
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
 from coldstream.placement.cost import (
@@ -19,6 +17,8 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.planned import Planned
 
 # The pool in RAM beside a GPU for these threads of the CPU and rows of a prompt; None: experts are mapped.
 MakePool = Callable[[int, int], PoolPlan | None]

@@ -13,14 +13,6 @@ from typing import Any
 import numpy as np
 
 from coldstream.assets import demo_profile_path
-from coldstream.engine.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
-from coldstream.engine.config import EngineConfig, resolve
-from coldstream.engine.device_choice import OpenProgress, device_to_plan_for
-from coldstream.engine.draft_file import DraftNeeds, open_draft
-from coldstream.engine.machine import measured_hardware
-from coldstream.engine.model_to_plan import ModelToPlan, all_sizes
-from coldstream.engine.planned import Planned
-from coldstream.engine.workers import MakePool, with_places, with_workers
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, host_memory_errors
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
@@ -35,6 +27,14 @@ from coldstream.placement.plan_file import load_plan
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.budgets import ALL_BYTES, advised, budget_bytes, ram_bytes
+from coldstream.planning.config import EngineConfig, resolve
+from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
+from coldstream.planning.draft_file import DraftNeeds, open_draft
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.model_to_plan import ModelToPlan, all_sizes
+from coldstream.planning.planned import Planned
+from coldstream.planning.workers import MakePool, with_places, with_workers
 
 Array = np.ndarray[Any, Any]
 
