@@ -34,7 +34,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
 from kv_types import held_out_stream
 from results import write_result

@@ -33,8 +33,8 @@ import gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.spec.model_spec import ModelSpec
 from float_twin import read_tensors, write_file
 from results import write_result
 from runners import open_cpu_runner

@@ -50,9 +50,9 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import ColdstreamError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from device import describe

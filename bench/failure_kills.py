@@ -25,9 +25,9 @@ import psutil
 
 from coldstream.engine.cache_tiers import cache_identity
 from coldstream.engine.opened_model import open_model
-from coldstream.kvcache.prefix_file import DamagedFileError, parse
-from coldstream.kvcache.prefix_folder import LOCK, TEMPORARY, opened
-from coldstream.kvcache.prefix_pages import sha256
+from coldstream.kvcache.prefix.file import DamagedFileError, parse
+from coldstream.kvcache.prefix.folder import LOCK, TEMPORARY, opened
+from coldstream.kvcache.prefix.pages import sha256
 from coldstream.planning.config import EngineConfig
 from failure_answers import KINDS, Fields, Kind, Outcome, judged, judged_stream, questions
 from served import Served, engine_of, served, until_idle

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import httpx2
 
-from coldstream.kvcache.prefix_cache import MAX_REPLAY
+from coldstream.kvcache.prefix.cache import MAX_REPLAY
 from failure_answers import Fields
 from served import model_with_tools, served
 from serving import Texts

@@ -34,7 +34,7 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import Sequence
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.planning.machine import measured_hardware

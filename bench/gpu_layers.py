@@ -28,7 +28,7 @@ from coldstream.experts.layer_sides import layers_of_cpu
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.runner import ModelRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.layer_plan import least_layers_budget, plan_layers, spread_order
 from coldstream.placement.plan import PlanOptions

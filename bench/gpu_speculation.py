@@ -27,7 +27,7 @@ import torch
 from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
 from coldstream.decoding.drafters import DflashDrafter, MtpDrafter
 from coldstream.engine import LLM, OpenedModel
-from coldstream.models.dflash_file import DflashFile
+from coldstream.models.dflash.file import DflashFile
 from device import describe
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from gpu import numbers

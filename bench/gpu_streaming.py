@@ -26,7 +26,7 @@ import numpy as np
 
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.footprint import model_sizes
 from coldstream.placement.cost import miss_times
 from coldstream.placement.rates import Rates

@@ -28,7 +28,7 @@ from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planning import plan_model

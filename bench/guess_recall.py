@@ -23,7 +23,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.sequences import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from device import describe
 from results import ROOT, write_result
 

@@ -35,7 +35,7 @@ from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from kv_types import WINDOW, Loss, held_out_stream
 from results import write_result
 

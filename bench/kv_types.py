@@ -36,7 +36,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.exact import attend, heads_of
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from float_twin import read_tensors, write_file
 from results import write_result
 from runners import open_cpu_runner

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import gguf
-from coldstream.models.dflash_rope import DflashRope
-from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer, DflashSpec, tensor_shapes
+from coldstream.models.dflash.rope import DflashRope
+from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashSpec, tensor_shapes
 
 # incoai/Qwen3.6-35B-A3B-DFlash2
 PUBLISHED = DflashSpec(

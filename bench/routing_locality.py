@@ -27,8 +27,8 @@ from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.kernels.ops import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.spec.model_spec import ModelSpec
 from results import write_result
 from runners import open_cpu_runner
 

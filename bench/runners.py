@@ -14,13 +14,13 @@ from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.kvcache import CacheSize
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.ram_budget import disk_tier
 from coldstream.models.runner import Progress
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
 from coldstream.placement.policies import Policy

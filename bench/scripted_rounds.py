@@ -3,9 +3,9 @@
 import torch
 
 from coldstream.kernels.rounds.cuda import RoundKernels
-from coldstream.models.cuda_dflash import CudaDflash
-from coldstream.models.cuda_mtp import CudaMtp
-from coldstream.models.cuda_rounds import CudaRounds, RoundShape
+from coldstream.models.cuda.dflash import CudaDflash
+from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape
+from coldstream.models.cuda.mtp import CudaMtp
 
 
 class ScriptedRounds(CudaRounds):

@@ -22,7 +22,7 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation, SpeculationStatistics
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import EngineConfig, OpenedModel, open_model
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 from results import ROOT, write_result
 

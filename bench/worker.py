@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coldstream.kvcache import Sequence
 from coldstream.kvcache.batch import Batch, Segment
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from peer_tokens import FIRST_TOKEN, PROMPT_LENGTH, random_tokens
 from runners import open_cpu_runner
 

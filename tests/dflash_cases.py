@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import gguf
-from coldstream.models.dflash import DflashModel
-from coldstream.models.dflash_config import spec_of_config
-from coldstream.models.dflash_spec import DflashSpec, tensor_shapes
+from coldstream.models.dflash.config import spec_of_config
+from coldstream.models.dflash.model import DflashModel
+from coldstream.models.dflash.spec import DflashSpec, tensor_shapes
 from random_drafter import add_value, metadata
 
 VOCAB, WIDTH = 50, 64

@@ -17,9 +17,9 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kvcache import CacheSize, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.sequence_cache import AcceptedPath
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.runner import ModelRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan

@@ -18,8 +18,8 @@ from cuda.bindings import driver
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda import memory
-from coldstream.models import cuda_runner
-from coldstream.models.captured_steps import CapturedStep
+from coldstream.models.cuda import runner as cuda_runner
+from coldstream.models.cuda.graphs import CapturedStep
 from host_device import HostDevice
 
 ALIGNMENT = 256

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from coldstream.models import ModelSpec
-from coldstream.models.layer_specs import LayerSpec
+from coldstream.models.spec.layer_specs import LayerSpec
 
 
 def with_layers(spec: ModelSpec, kind: type, **changes: Any) -> ModelSpec:

@@ -9,9 +9,9 @@ import pytest
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.gguf import GGUFFile
-from coldstream.models.dflash_file import DflashFile
-from coldstream.models.dflash_spec import check_target
-from coldstream.models.spec import ModelSpec
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.spec import check_target
+from coldstream.models.spec.model_spec import ModelSpec
 
 MOST_BYTES = 40_000_000  # of both files
 NEW_TOKENS = 96

@@ -14,7 +14,7 @@ import pytest
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from tools import llama_cpp as oracle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

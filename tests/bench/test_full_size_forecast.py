@@ -8,7 +8,7 @@ import pytest
 import gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import model_sizes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from full_size_forecast import FULL_SIZES, expected_tok_s
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from report_tables import load

@@ -8,7 +8,7 @@ import pytest
 import gpu_cold_rows
 from builders import Dims, write_gguf
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from gpu_cold_rows import Steps, check_logits
 from host_device import HostDevice
 from host_gpu import gpu_on

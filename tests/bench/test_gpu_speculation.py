@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coldstream.engine import LLM, OpenedModel
-from coldstream.models.dflash_spec import Dflash2Spec, DflashLayer
+from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer
 from full_size_model import FullSizeWriter
 from gpu_speculation import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, Blocks, Cell
 from random_drafter import PUBLISHED, write

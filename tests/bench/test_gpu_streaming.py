@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings")
 
 from builders import Dims, write_gguf
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from gpu_streaming import counted_experts, shared_out_by_the_host
 from host_device import HostDevice
 from host_gpu import gpu_on

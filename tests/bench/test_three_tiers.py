@@ -9,7 +9,7 @@ import pytest
 
 import three_tiers
 from builders import Dims, write_gguf
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from peer_tokens import random_tokens
 from runners import open_model_file, partial_plan
 

@@ -156,8 +156,8 @@ print(*sys.modules)
 """
     done = call(environment, "-c", script, model)
     assert done.returncode == 0, done.stderr
-    assert "coldstream.models.cpu_runner" in done.stdout.split()
-    assert "coldstream.models.cuda_runner" not in done.stdout.split()
+    assert "coldstream.models.cpu.runner" in done.stdout.split()
+    assert "coldstream.models.cuda.runner" not in done.stdout.split()
 
 
 @pytest.mark.parametrize("arguments", [("run", "-p", "a"), ("bench",), ("plan",)])

@@ -17,7 +17,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner import ModelRunner
 from hash_runner import opened_with
 from host_device import HostDevice

@@ -13,10 +13,10 @@ from coldstream.decoding import FixedSizes, Speculation, TokenTree
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.engine.live_sequence import LiveSequence
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.dflash import DflashModel
-from coldstream.models.dflash_file import DflashFile
-from coldstream.models.dflash_spec import check_target
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.model import DflashModel
+from coldstream.models.dflash.spec import check_target
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
 
 TAPS = (0, 1, 3)

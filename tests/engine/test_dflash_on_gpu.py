@@ -21,10 +21,11 @@ from coldstream.engine import LLM, RequestOutput, SamplingParams, job_drafts
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models import dflash_rings, fixed_part
-from coldstream.models.cuda_dflash import CudaDflashSequence
-from coldstream.models.cuda_runner import CudaRunner
-from coldstream.models.dflash_file import DflashFile
+from coldstream.models import fixed_part
+from coldstream.models.cuda import dflash_rings
+from coldstream.models.cuda.dflash import CudaDflashSequence
+from coldstream.models.cuda.runner import CudaRunner
+from coldstream.models.dflash.file import DflashFile
 from coldstream.models.draft_room import DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes

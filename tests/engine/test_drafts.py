@@ -15,7 +15,7 @@ from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import LLM, EngineConfig, RequestOutput, SamplingParams, open_model
 from coldstream.errors import ConfigError, InconsistentError, InvalidRequestError
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
 

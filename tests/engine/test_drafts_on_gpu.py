@@ -19,7 +19,7 @@ from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from hash_runner import opened_with
 from runners import open_model_file

@@ -15,7 +15,7 @@ from coldstream.decoding import FixedSizes, Grammar, Logits, SizesByCost, Specul
 from coldstream.engine import LLM, EngineConfig, OpenedModel, SamplingParams, open_model
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import Batch
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 
 GREEDY = PARAMS["greedy"]
 

@@ -16,7 +16,7 @@ from coldstream.engine.job_memory import JobMemory
 from coldstream.engine.limits import EngineLimits
 from coldstream.errors import DeviceError
 from coldstream.kvcache import Batch, CacheSize, Segment
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 from runners import open_cpu_runner
 

@@ -19,7 +19,7 @@ from coldstream.engine.events import Event
 from coldstream.engine.limits import EngineLimits
 from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryError
 from coldstream.kvcache import Batch, CacheSize
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 from ram_budgets import least_ram
 from runners import open_cpu_runner

@@ -13,7 +13,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, SamplingParams
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import Stream, gpu_on

@@ -187,6 +187,6 @@ def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -
 def test_without_pytorch_the_advice_is_to_install_it(
     model: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.safetensors_file", None)
+    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.dflash.safetensors_file", None)
     with pytest.raises(ConfigError, match="is missing: pip install torch, or give a GGUF file"):
         LLM(model, device="cpu", spec_type="dflash", model_draft=drafter)

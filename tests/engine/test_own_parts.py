@@ -15,8 +15,8 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, opened_model
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.ops import ExpertOutputs, Routing
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan

@@ -18,7 +18,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models import ModelSpec
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
 from coldstream.planning.config import EngineConfig

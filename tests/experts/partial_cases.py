@@ -19,7 +19,7 @@ from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from device_model import ModelDevice, Operation, range_of
 from host_device import HostMemory
 from runners import partial_plan

@@ -13,7 +13,7 @@ from coldstream.experts.disk_tier import DECODE_TOKENS, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.policies import Lru, Policy
 
 NUM_EXPERTS, PER_TOKEN = 16, 2

@@ -23,7 +23,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import ExpertOutputs, FfnWeights
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from device_model import ModelDevice, Operation, Violation, range_of
 from device_seams import any_schedule, model_device, seeds
 from host_device import HostMemory

@@ -28,7 +28,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from device_seams import model_device
 from host_device import HostMemory
 

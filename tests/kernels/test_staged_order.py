@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings")
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.cuda import SETTINGS_WORDS, _RowSettings
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.cuda_logits import Sampler
+from coldstream.models.cuda.logits import Sampler
 from device_model import ModelDevice, Operation, range_of
 from device_seams import any_schedule, model_device, seeds
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cache import Shape
 
 from builders import Dims, write_gguf
+from cache_shape import Shape
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import MAX_TREE_ROWS

@@ -1,23 +1,11 @@
 """Shapes, sizes and state_ids of the cache."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
+from cache_shape import Shape
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import MAX_SEQUENCES, AttentionState, CacheSize, DeltaNetState, ModelCache
-
-
-@dataclass(frozen=True)
-class Shape:
-    layer_kinds: tuple[str, ...] = ("delta_net", "attention", "delta_net")
-    num_kv_heads: int = 2
-    head_dim: int = 8
-    conv_kernel: int = 4
-    conv_dim: int = 24
-    num_value_heads: int = 3
-    ssm_state_size: int = 4
 
 
 def test_shapes_and_bytes() -> None:

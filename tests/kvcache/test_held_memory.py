@@ -1,8 +1,8 @@
 """Blocks, states and rows of trees that sequences hold, and the room that a step asks for before it."""
 
 import pytest
-from test_cache import Shape
 
+from cache_shape import Shape
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BLOCK_POSITIONS

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_cache import Shape
 
+from cache_shape import Shape
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS

@@ -12,7 +12,7 @@ from runner_cases import token_ids
 
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda_runner import CudaRunner
+from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.policies import Policy
 from runners import open_model_file, partial_plan, resident_plan
 

@@ -14,9 +14,9 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_mtp import CpuMtp
-from coldstream.models.mtp import MtpModel
-from coldstream.models.spec import ModelSpec
+from coldstream.models.cpu.mtp import CpuMtp
+from coldstream.models.mtp.model import MtpModel
+from coldstream.models.spec.model_spec import ModelSpec
 
 CONTEXT = 600
 # With everything that a block may have of its own, with nothing of it, with other layouts and types.

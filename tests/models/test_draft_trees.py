@@ -21,7 +21,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, PathArrays, check_batch
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from runners import open_cpu_runner
 
 SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)

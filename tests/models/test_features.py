@@ -15,8 +15,8 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, ModelCache, Segment
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.spec.model_spec import ModelSpec
 
 CONTEXT = 600
 TAPS = (0, 2, 3)

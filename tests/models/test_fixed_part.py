@@ -11,11 +11,11 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kvcache import CacheSize
 from coldstream.models import fixed_part
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS
 from coldstream.models.fixed_part import CHUNK_SIZES, fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.config import EngineConfig, cache_bytes_per_token

@@ -7,7 +7,7 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 
 DIMS = Dims(layers=4, hidden=32, experts=8, experts_used=2, expert_ffn=32, shared_ffn=32, state=32, ffn=64)
 

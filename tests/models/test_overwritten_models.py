@@ -19,7 +19,7 @@ from coldstream.errors import ModelChangedError
 from coldstream.experts.prefetching import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache.batch import CheckedSegment
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from file_changes import await_tick, overwrite_experts
 
 CONTEXT = CpuRunner.chunk_size + 64

@@ -20,7 +20,7 @@ from builders import Dims, write_gguf
 from coldstream import LLM, SamplingParams
 from coldstream.errors import GenerationFault
 from coldstream.experts.prefetching import Prefetching
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 
 CONTEXT = CpuRunner.chunk_size + 128

@@ -19,7 +19,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import VOCAB_SIZE, hf_logits, tiny_model

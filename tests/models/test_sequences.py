@@ -12,7 +12,7 @@ from tree_cases import prompt
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 
 CONTEXT = 600
 SIZE = CacheSize.of(8, CONTEXT, num_trees=2)

@@ -15,7 +15,7 @@ from tree_cases import prompt
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.ops import MIN_BRANCH_ROWS
 from coldstream.kvcache import Batch, CacheSize, ChosenToken, Demand, Segment, Sequence
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 
 CONTEXT = 600
 MIN = MIN_BRANCH_ROWS

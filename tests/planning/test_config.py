@@ -13,8 +13,8 @@ from builders import Dims, make_model, write_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.cache import context_bytes
-from coldstream.models.layer_specs import AttentionSpec
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.layer_specs import AttentionSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import (
     DEFAULT_CTX_SIZE,
     MAX_PARALLEL,

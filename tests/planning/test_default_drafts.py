@@ -10,7 +10,7 @@ from test_planning import MACHINE
 from builders import make_model, write_gguf, write_model
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.planned import Planned
 from coldstream.planning.planning import plan_model

@@ -12,7 +12,7 @@ from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.opened_model import open_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import DEFAULT_CTX_SIZE, EngineConfig

@@ -9,7 +9,7 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig

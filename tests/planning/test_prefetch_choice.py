@@ -9,7 +9,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, SamplingParams
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED, miss_times
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.rates import Rates

@@ -14,7 +14,7 @@ from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning import workers
@@ -67,8 +67,8 @@ def test_what_is_asked_for_is_cut_to_what_has_places(tmp_path: Path) -> None:
 def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: Path, prefetch: int) -> None:
     """Guesses, keys and tallies lie beside the ring."""
     pytest.importorskip("cuda.bindings")
-    from coldstream.models.cuda_limits import Limits
-    from coldstream.models.cuda_model import count_memory
+    from coldstream.models.cuda.limits import Limits
+    from coldstream.models.cuda.loaded_model import count_memory
 
     path, budget = tiny(tmp_path, experts_used=2)
     run = plan_of(path, ctx_size=64, vram=budget + 16 * MIB, prefetch=prefetch).run

@@ -13,7 +13,7 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.host_part import HOST_RESERVE_BYTES
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
 from coldstream.placement.plan_file import save_plan

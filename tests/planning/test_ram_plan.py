@@ -15,7 +15,7 @@ from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models import ModelSpec
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan

@@ -32,10 +32,10 @@ from tools.train_demo.train import Tokens
 
 from coldstream.assets import demo_model_path
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
-from coldstream.models.cpu_runner import CpuRunner
-from coldstream.models.dflash import DflashModel
-from coldstream.models.dflash_file import DflashFile
-from coldstream.models.dflash_spec import tensor_shapes
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.model import DflashModel
+from coldstream.models.dflash.spec import tensor_shapes
 
 SHAPE = DemoConfig(
     vocab_size=512,

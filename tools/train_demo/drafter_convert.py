@@ -105,7 +105,7 @@ def convert_drafter(folder: Path, out: Path) -> None:
 
     It is checked by opening it as the engine does.
     """
-    from coldstream.models.dflash_file import DflashFile
+    from coldstream.models.dflash.file import DflashFile
 
     config, state = load_drafter(folder)
     out.parent.mkdir(parents=True, exist_ok=True)

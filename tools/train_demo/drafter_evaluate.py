@@ -19,7 +19,7 @@ from coldstream import LLM, SamplingParams
 from coldstream.decoding import Drafter, FixedSizes, Speculation, SpeculationStatistics, TokenTree
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import EngineConfig, OpenedModel, open_model
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 7)
 TREE_SIZES = (4, 8, 16)

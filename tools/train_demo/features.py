@@ -15,7 +15,7 @@ from tools.train_demo.model import DemoModel
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from coldstream.models.cpu_runner import CpuRunner
+    from coldstream.models.cpu.runner import CpuRunner
 
 BATCH_TOKENS = 1 << 16  # that the target computes at once
 

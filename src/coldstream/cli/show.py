@@ -17,8 +17,8 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
-from coldstream.models.layer_specs import DenseFfnSpec
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.layer_specs import DenseFfnSpec
+from coldstream.models.spec.model_spec import ModelSpec
 
 _MAX_SHOWN_CHARS = 100
 _MAX_SHOWN_ITEMS = 8

@@ -18,7 +18,7 @@ from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels import _csrc
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.sanity import damaged_logits
+from coldstream.models.spec.sanity import damaged_logits
 
 _NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError, shown
-from coldstream.models.sanity import check_logits
+from coldstream.models.spec.sanity import check_logits
 
 WEIGHT_ONE = 2**40
 _MIN_EXPONENT = -28.0  # exp(−28) < 2^−40: beyond it every weight is 0

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter, with_rounds
 from coldstream.decoding.drafters.dflash import DflashDrafter
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.runner import ModelRunner, States
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
-    from coldstream.models.cpu_dflash import CpuDflash
-    from coldstream.models.cuda_dflash import CudaDflash
-    from coldstream.models.dflash import DflashModel
-    from coldstream.models.dflash_file import DflashFile
+    from coldstream.models.cpu.dflash import CpuDflash
+    from coldstream.models.cuda.dflash import CudaDflash
+    from coldstream.models.dflash.file import DflashFile
+    from coldstream.models.dflash.model import DflashModel
 
 
 def open_speculation(
@@ -59,10 +59,10 @@ def _dflash_beside(runner: ModelRunner, draft: "DflashFile") -> "CpuDflash | Dfl
     if isinstance(runner, CpuRunner):
         if draft.gguf is not None:
             return runner.load_dflash(draft)
-        from coldstream.models.dflash import DflashModel
+        from coldstream.models.dflash.model import DflashModel
 
         return DflashModel.load(draft, runner.embed, runner.head)
-    from coldstream.models.cuda_runner import CudaRunner
+    from coldstream.models.cuda.runner import CudaRunner
 
     assert isinstance(runner, CudaRunner), "features are of a runner's device"
     return runner.load_dflash(draft)

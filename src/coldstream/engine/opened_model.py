@@ -26,9 +26,9 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.runner import ModelRunner
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
@@ -216,7 +216,7 @@ def load_runner(
     policy = CheckedPolicy(own.policy) if own.policy else None
     if config.device == "cuda":
         # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda_runner import CudaRunner
+        from coldstream.models.cuda.runner import CudaRunner
 
         return CudaRunner.load(
             file,

@@ -14,10 +14,10 @@ from coldstream.errors import InvalidRequestError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import routed_model
 from coldstream.models.runner import Progress
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
 from coldstream.planning.config import MAX_BYTES, EngineConfig

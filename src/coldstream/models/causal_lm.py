@@ -19,8 +19,8 @@ from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 from coldstream.models.loader import Block, Loader
-from coldstream.models.sanity import check_small_tensors
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.spec.sanity import check_small_tensors
 
 OnLayer = Callable[[int, Array], None]
 

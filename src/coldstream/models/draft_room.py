@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-# Of a value of what PyTorch computes drafts with: float32 on the CPU, bfloat16 on a GPU (`dflash.py`).
+# Of a value of what PyTorch computes drafts with: float32 on the CPU, bfloat16 on a GPU (`dflash/model.py`).
 DRAFT_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}
 
 

@@ -17,7 +17,7 @@ from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import nextn_bytes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 
@@ -126,8 +126,8 @@ def _counted(
     draft: DraftRoom,
 ) -> FixedPart:
     # Imported here because its kernels need packages that a machine without a GPU may not have.
-    from coldstream.models.cuda_limits import Limits
-    from coldstream.models.cuda_model import count_memory
+    from coldstream.models.cuda.limits import Limits
+    from coldstream.models.cuda.loaded_model import count_memory
 
     limits = Limits(cache_size, ctx_size, kv_type, has_mtp=draft.has_mtp, taps=draft.taps)
     ring_bytes = 0

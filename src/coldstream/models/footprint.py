@@ -9,7 +9,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache import state_bytes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes, slot_bytes
 

@@ -14,7 +14,7 @@ from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.models.fixed_part import HEAD_ROWS
 from coldstream.models.ram_budget import placed_stacks
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import HostPart
 

@@ -12,8 +12,8 @@ from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
-from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
+from coldstream.models.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

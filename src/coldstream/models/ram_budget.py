@@ -14,7 +14,7 @@ import numpy as np
 from coldstream.experts.disk_tier import DiskTier
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import FFN_MATRICES, file_bytes, model_sizes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan

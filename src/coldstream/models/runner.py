@@ -23,8 +23,8 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
 from coldstream.models.footprint import bytes_per_token
-from coldstream.models.sanity import check_logits
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.spec.sanity import check_logits
 from coldstream.models.whole_or_cleared import WholeOrCleared
 
 Array = np.ndarray[Any, Any]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import BudgetTooSmallError
 from coldstream.planning.config import DEFAULT_CACHE_SHARE, EngineConfig, cache_bytes_per_token

@@ -15,7 +15,7 @@ from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.cache import context_bytes
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement import run_plan
 from coldstream.planning.sizes import parse_size
 

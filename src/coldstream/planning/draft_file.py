@@ -7,16 +7,16 @@ from math import prod
 from typing import Final
 
 from coldstream.errors import ColdstreamError, ConfigError, ModelNotFoundError
-from coldstream.models import cpu_dflash
-from coldstream.models.dflash_file import DflashFile
-from coldstream.models.dflash_spec import DflashSpec, check_gpu, check_target, tensor_shapes
+from coldstream.models.cpu import dflash as cpu_dflash
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.spec import DflashSpec, check_gpu, check_target, tensor_shapes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 # What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt
-# some 30 MiB; and parts of attention (`cuda_dflash_block.py`).
+# some 30 MiB; and parts of attention (`cuda/dflash_block.py`).
 _WORK_BYTES: Final = {"cpu": 0, "cuda": 96 * 2**20}
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from coldstream.errors import ModelFormatError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.cpu_runner import CpuRunner
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu, least_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.host_part import host_part, mapped_bytes
 from coldstream.models.ram_budget import RamNeeds, sizes_in_ram
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.layer_plan import plan_layers
 from coldstream.placement.plan import (
     PROMPT_CACHE,

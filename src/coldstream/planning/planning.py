@@ -18,7 +18,7 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.footprint import routed_model
-from coldstream.models.spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware

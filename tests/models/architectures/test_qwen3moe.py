@@ -19,7 +19,7 @@ from builders import SMALL, TinyModel, make_model
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.kernels.ops import RopeSpec
 from coldstream.models import ModelSpec, block_tensors, global_tensors
-from coldstream.models.layer_specs import AttentionSpec, LayerSpec, MoeSpec
+from coldstream.models.spec.layer_specs import AttentionSpec, LayerSpec, MoeSpec
 from convert_hf import Variant, convert
 from hf_models import hf_logits, tiny_qwen3moe
 from host_device import HostDevice

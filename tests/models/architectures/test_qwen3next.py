@@ -23,7 +23,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.architectures.qwen3next import QWEN3NEXT
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import hf_logits, tiny_qwen3next

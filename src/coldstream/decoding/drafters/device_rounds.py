@@ -9,7 +9,7 @@ from coldstream.kvcache import Sequence
 
 
 class DeviceRounds(Protocol):
-    """See `models.cuda_rounds.TextRounds`."""
+    """See `models.cuda.fused_draft.TextRounds`."""
 
     def launch(self, num_nodes: int) -> None:
         """Queue a round with a draft of so many tokens."""

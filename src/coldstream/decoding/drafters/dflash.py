@@ -1,4 +1,4 @@
-"""Drafts by a DFlash drafter (`models/dflash.py`) of one sequence: a whole block of positions at once.
+"""Drafts by a DFlash drafter (`models/dflash/model.py`) of one sequence: a whole block of positions at once.
 
 A drafter of the first kind says how likely a token is at a position, one of the second how likely it is after
 the token before. Either way the draft is the likeliest tree of what it says, and costs one run however many
@@ -26,8 +26,8 @@ from coldstream.decoding.tree_builder import (
 from coldstream.errors import ColdstreamError
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kvcache import Sequence
-from coldstream.models.dflash_lattice import DraftLattice
-from coldstream.models.dflash_spec import DflashSpec
+from coldstream.models.dflash.lattice import DraftLattice
+from coldstream.models.dflash.spec import DflashSpec
 
 
 class DraftContext(Protocol):

@@ -1,4 +1,4 @@
-"""Drafts by a model's own block for multi-token prediction (`models/mtp.py`), of one sequence.
+"""Drafts by a model's own block for multi-token prediction (`models/mtp/model.py`), of one sequence.
 
 Row p of the block is token x_{p+1} after the trunk's hidden state h_p, from row 0 on. The row of the last
 computed token's state waits for the next token, which is the root of a proposal. A proposal computes the rows

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from coldstream.models.hyperparameters import Hyperparameters
-from coldstream.models.layer_specs import LayerSpec
-from coldstream.models.layer_tensors import Requirement
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.layer_specs import LayerSpec
+from coldstream.models.spec.layer_tensors import Requirement
 
 
 @dataclass(frozen=True)

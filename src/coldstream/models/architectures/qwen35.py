@@ -8,17 +8,17 @@ from functools import partial
 from typing import Final
 
 from coldstream.models.architectures.architecture import Architecture
-from coldstream.models.hyperparameters import Hyperparameters
-from coldstream.models.layer_keys import (
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.layer_keys import (
     hybrid_layers,
     read_attention,
     read_delta_net,
     read_dense_ffn,
     read_moe,
 )
-from coldstream.models.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec
-from coldstream.models.layer_tensors import Requirement, each, hybrid_block_tensors
-from coldstream.models.rope_keys import check_sections
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec
+from coldstream.models.spec.layer_tensors import Requirement, each, hybrid_block_tensors
+from coldstream.models.spec.rope_keys import check_sections
 
 # Keys that only Ollama's converters write.
 _OLLAMA_KEYS: Final = ("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved", "vision.block_count")

@@ -8,10 +8,10 @@ checkpoint, which multiplies by them; nothing was added. Some files state that t
 from typing import Final
 
 from coldstream.models.architectures.architecture import Architecture
-from coldstream.models.hyperparameters import Hyperparameters
-from coldstream.models.layer_keys import read_attention, read_moe
-from coldstream.models.layer_specs import AttentionSpec, LayerSpec
-from coldstream.models.layer_tensors import Requirement, attention_tensors, ffn_tensors
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.layer_keys import read_attention, read_moe
+from coldstream.models.spec.layer_specs import AttentionSpec, LayerSpec
+from coldstream.models.spec.layer_tensors import Requirement, attention_tensors, ffn_tensors
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Final
 
 from coldstream.models.architectures.architecture import Architecture, GatheredRows
-from coldstream.models.hyperparameters import Hyperparameters
-from coldstream.models.layer_keys import hybrid_layers, read_attention, read_delta_net, read_moe
-from coldstream.models.layer_specs import DeltaNetSpec, LayerSpec
-from coldstream.models.layer_tensors import Requirement, each, hybrid_block_tensors, together
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.layer_keys import hybrid_layers, read_attention, read_delta_net, read_moe
+from coldstream.models.spec.layer_specs import DeltaNetSpec, LayerSpec
+from coldstream.models.spec.layer_tensors import Requirement, each, hybrid_block_tensors, together
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:

@@ -1,0 +1,1 @@
+"""Prefixes of prompts that are kept, in a model's own memory, in RAM and in files."""

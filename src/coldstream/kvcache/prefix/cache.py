@@ -1,0 +1,357 @@
+"""Prefixes of prompts whose keys, values and recurrent states are kept for later prompts.
+
+A prompt begins with a branch of the longest kept prefix: the blocks of keys and values are shared, nothing is
+copied, and every token after it has the bits of a prompt computed from its start. A recurrent state describes
+one length only, so the cache says after which tokens of a prompt a state is to be left for `keep`: at borders
+that the caller knows, where it parts from prompts seen before, and often enough that little is computed
+twice. A model without such states begins with a part of what is kept, and needs one, before a prompt's last
+token.
+
+Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
+again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use. Tiers
+take the bytes of prefixes that are let go, and give them back to later prompts.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as TokenIds
+
+import numpy as np
+
+from coldstream.errors import InvalidRequestError
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.prefix.cuts import choose_cuts
+from coldstream.kvcache.prefix.records import Kept, Pin, Prefix, PrefixStatistics, SequenceMemory
+from coldstream.kvcache.prefix.tier import PrefixTier
+from coldstream.kvcache.prefix.tiers import PrefixTiers
+from coldstream.kvcache.prefix.tree import Array, PrefixTree
+from coldstream.kvcache.sequence import Sequence
+
+MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
+MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
+MAX_PASSED_TOKENS = 4 << 20
+MAX_CUTS = 64  # of a prompt, if there is a tier that takes what has no room any more
+HALF_LIFE = 64  # prompts after which a use counts half
+
+
+class PrefixCache:
+    """Kept prefixes of one model. It owns the sequences of kept prefixes and no other; one thread uses it."""
+
+    def __init__(
+        self,
+        sequences: SequenceMemory,
+        *,
+        max_states: int,
+        max_replay: int = MAX_REPLAY,
+        tiers: Collection[PrefixTier] = (),
+    ) -> None:
+        """max_states: prefixes kept at a time, 0 for none. tiers: the fastest first, now its own."""
+        self._memory = sequences
+        self._max_states = max_states
+        self._max_replay = max_replay
+        self._tree: PrefixTree[Kept] = PrefixTree(MAX_PASSED, MAX_PASSED_TOKENS)
+        self._kept: set[Kept] = set()
+        self._prompts = self._hits = self._prompt_tokens = self._reused_tokens = self._repeated_tokens = 0
+        self._keeps = self._refused = self._evictions = self._restored = 0
+        self._tiers = PrefixTiers(sequences, tiers)
+        with sequences.contents() as cache:
+            self._is_recurrent = cache.is_recurrent
+        # One prompt leaves half of the states to others, unless what it pushes out goes to RAM.
+        share = min(max_states, max(1, max_states // 2))
+        self._max_cuts = max(share, MAX_CUTS) if max_states and self._tiers.is_fast else share
+
+    def begin(
+        self,
+        token_ids: TokenIds[int],
+        borders: Collection[int] = (),
+        namespace: str = "",
+        *,
+        comes_again: bool = True,
+    ) -> Prefix:
+        """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
+
+        borders: lengths after which later prompts may go on differently. comes_again: whether one may begin
+        with all of this prompt, which pauses before its last token then. Remembers that the prompt passed.
+        Raises InvalidRequestError for a prompt without tokens, with nothing changed.
+        """
+        ids = _as_array(token_ids)
+        self._prompts += 1
+        self._prompt_tokens += len(ids)
+        found, matched = self._tree.find(namespace, ids)
+        entries = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
+        held = entries[-1] if entries else None
+        length = held.node.length if held else 0
+        if not self._is_recurrent:
+            longer, common = self._tree.nearest(namespace, ids)
+            if longer is not None and min(common, len(ids) - 1) > length:
+                held, length = longer, min(common, len(ids) - 1)
+        restored = self._restore(namespace, ids, held, length)
+        if restored:
+            held, length = restored, restored.node.length
+        sequence = self._begun(held, length) if held else self._memory.new_sequence()
+        self._reused_tokens += length
+        matched = max(matched, length)
+        self._repeated_tokens += min(matched, len(ids) - 1) - length
+        if self._max_states:
+            self._tree.remember(namespace, ids)
+        cuts = choose_cuts(
+            length,
+            len(ids),
+            parting=matched if self._is_recurrent else 0,
+            borders=borders if self._is_recurrent else (),
+            max_replay=self._max_replay if self._is_recurrent else len(ids),
+            limit=self._max_cuts,
+            comes_again=comes_again,
+        )
+        return Prefix(sequence, length, cuts)
+
+    def keep(self, token_ids: TokenIds[int], sequence: Sequence, namespace: str = "") -> None:
+        """Keeps all that a sequence holds, `sequence.length` of `token_ids`; the caller goes on with it.
+
+        Only for a sequence whose step has ended and after whose last token finite logits were seen or a token
+        was chosen: a NaN in a state would be in every later answer. The sequence shares its memory with the
+        kept prefix from then on, so its next step takes a state, and a block where it is within one. Nothing
+        is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.branch`, and
+        for a sequence longer than `token_ids`, and DeviceError, with nothing kept.
+        """
+        if sequence.length > len(token_ids):
+            raise InvalidRequestError(
+                f"a sequence of {sequence.length} tokens cannot be kept with {len(token_ids)} token ids"
+            )
+        if not sequence.length or not self._max_states:
+            return
+        ids = _as_array(token_ids[: sequence.length])
+        known = self._tree.continuing(namespace, ids)
+        if known and (known[0].node.length == len(ids) or not self._is_recurrent):
+            self._use(known[0])
+            return
+        branch = self._memory.branch(sequence)
+        try:
+            if not self._is_recurrent:
+                self._remove_parts(namespace, ids)
+            if len(self._kept) >= self._max_states and not self._evict_one():
+                self._memory.release(branch)
+                self._refused += 1
+                return
+        except BaseException:
+            self._memory.release(branch)
+            raise
+        self._enter(namespace, ids, branch)
+        self._keeps += 1
+
+    def make_room(self, num_blocks: int, num_states: int) -> bool:
+        """Lets prefixes go until so many blocks and states are free.
+
+        False, with nothing changed, if they cannot be, as sequences in use or pins have the others.
+        """
+        free = self._memory.free
+        loose = [kept for kept in self._kept if not kept.num_pins]
+        if not _covers(free, num_blocks, num_states):
+            all_loose = self._memory.freed_by([kept.sequence for kept in loose])
+            most = CacheSize(free.num_blocks + all_loose.num_blocks, free.num_states + all_loose.num_states)
+            if not _covers(most, num_blocks, num_states):
+                return False
+        while not _covers(free := self._memory.free, num_blocks, num_states):
+            if not self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states):
+                return False
+        return True
+
+    def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
+        """Lets the kept prefix of exactly these tokens go, and one that a sequence of them is a part of,
+        unless it is pinned.
+
+        So a sequence that began with it owns its memory alone, and can go on where there is no other. Tiers
+        get the prefix as if its memory had been needed.
+        """
+        ids = _as_array(token_ids)
+        for kept in self._tree.continuing(namespace, ids):
+            is_same = kept.node.length == len(ids)
+            if (is_same or not self._is_recurrent) and not kept.num_pins:
+                self._evict(kept)
+
+    def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
+        """Holds on to the longest kept prefix of `token_ids`; None if there is none."""
+        found, _ = self._tree.find(namespace, _as_array(token_ids))
+        held = [node.entry for node in found if node.entry is not None]
+        if not held:
+            return None
+        held[-1].num_pins += 1
+        return Pin(held[-1])
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets go of a pin; a second time, and after `clear`, does nothing."""
+        kept = pin.take()
+        if kept is not None and not kept.is_gone:
+            kept.num_pins -= 1
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forgets all prefixes of a namespace, or of all; pins are void then."""
+        for each in self._tree.namespaces if namespace is None else (namespace,):
+            for kept in self._tree.remove(each):
+                self._drop(kept)
+        self._tiers.clear(namespace)
+
+    def save_one(self) -> bool:
+        """Gives the tiers that last a kept prefix that they lack: for idle moments.
+
+        Of those without a shorter one that they lack, which would make the work longer, the one of most
+        worth. False if there is none. Raises DeviceError.
+        """
+        unsaved = {kept for kept in self._kept if not kept.is_saved}
+        if not self._tiers.has_lasting or not unsaved:
+            return False
+        kept = max((each for each in unsaved if _ancestor(each) not in unsaved), key=self._worth)
+        self._tiers.save(kept.namespace, kept.node.token_ids, kept.sequence)
+        kept.is_saved = True
+        return True
+
+    def close(self) -> None:
+        """Saves what lasts, frees the memory of all prefixes and closes the tiers. Raises DeviceError."""
+        try:
+            while self.save_one():
+                pass
+        finally:
+            for kept in tuple(self._kept):
+                self._remove(kept)
+            self._tiers.close()
+
+    def statistics(self) -> PrefixStatistics:
+        """Counts so far."""
+        return PrefixStatistics(
+            prompts=self._prompts,
+            hits=self._hits,
+            prompt_tokens=self._prompt_tokens,
+            reused_tokens=self._reused_tokens,
+            repeated_tokens=self._repeated_tokens,
+            keeps=self._keeps,
+            refused=self._refused,
+            evictions=self._evictions,
+            restored=self._restored,
+            kept=len(self._kept),
+            pinned=sum(kept.num_pins > 0 for kept in self._kept),
+            remembered_tokens=self._tree.num_passed_tokens,
+            out_of_memory=self._tiers.out_of_memory,
+            tiers=self._tiers.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the cache contradicts itself or its sequences."""
+        self._tree.check()
+        entries = {node.entry for node in self._tree.nodes() if node.entry is not None}
+        assert entries == self._kept, "the tree and the list of what is kept differ"
+        assert len(self._kept) <= self._max_states, "too many prefixes are kept"
+        assert len({id(kept.sequence) for kept in self._kept}) == len(self._kept), "a sequence is kept twice"
+        for kept in self._kept:
+            sequence = kept.sequence
+            assert kept.node.entry is kept, "a kept prefix is at another node"
+            assert not kept.is_gone, "a prefix that was let go is listed"
+            assert not sequence.is_released, "the sequence of a kept prefix was released"
+            assert sequence.pending is None, "the sequence of a kept prefix has a pending tree"
+            assert sequence.length == kept.node.length, "a kept prefix has another length than its tokens"
+            assert kept.num_pins >= 0, "a pin was given back twice"
+
+    def _use(self, kept: Kept) -> None:
+        kept.uses = self._uses(kept) + 1
+        kept.last_use = self._prompts
+
+    def _uses(self, kept: Kept) -> float:
+        """Uses, each counting half after HALF_LIFE further prompts."""
+        return float(kept.uses * 0.5 ** ((self._prompts - kept.last_use) / HALF_LIFE))
+
+    def _worth(self, kept: Kept) -> float:
+        """Tokens to compute again for want of the prefix, by its uses."""
+        ancestor = _ancestor(kept)
+        return self._uses(kept) * (kept.node.length - (ancestor.node.length if ancestor else 0))
+
+    def _evict_one(self, needs_blocks: bool = False, needs_states: bool = False) -> bool:
+        """Lets the loose prefix of least worth go, preferably one that frees what is needed."""
+        loose = sorted((kept for kept in self._kept if not kept.num_pins), key=self._worth)
+        if not loose:
+            return False
+
+        def helps(kept: Kept) -> bool:
+            freed = self._memory.freed_by([kept.sequence])
+            return bool(needs_blocks and freed.num_blocks) or bool(needs_states and freed.num_states)
+
+        victim = next((kept for kept in loose if helps(kept)), loose[0])
+        self._evict(victim)
+        return True
+
+    def _evict(self, victim: Kept) -> None:
+        self._tiers.take(victim.namespace, victim.node.token_ids, victim.sequence)
+        self._remove(victim)
+        self._evictions += 1
+
+    def _begun(self, kept: Kept, length: int) -> Sequence:
+        """A sequence with the first `length` tokens of a kept prefix."""
+        self._use(kept)
+        self._hits += 1
+        sequence = self._memory.branch(kept.sequence)
+        if length < sequence.length:
+            with self._memory.contents() as cache:
+                cache.cut(sequence, length)
+        return sequence
+
+    def _restore(self, namespace: str, ids: Array, held: Kept | None, start: int) -> Kept | None:
+        """A prefix from a tier, kept from now on, that is longer than the `start` tokens held by a block at
+        least.
+        """
+        length = self._tiers.longest(namespace, ids, len(ids) - 1) if self._max_states else 0
+        if length < start + BLOCK_POSITIONS:
+            return None
+        if held:
+            held.num_pins += 1
+        try:
+            is_room = self.make_room(num_blocks_of(length) - start // BLOCK_POSITIONS, 1)
+            if not is_room or (len(self._kept) >= self._max_states and not self._evict_one()):
+                return None
+            # What was let go for its room may have pushed it out of its tier.
+            base = held.sequence if held else None
+            sequence = self._tiers.restored(namespace, ids, start + BLOCK_POSITIONS, base)
+        finally:
+            if held:
+                held.num_pins -= 1
+        if sequence is None:
+            return None
+        self._restored += 1
+        return self._enter(namespace, ids[: sequence.length], sequence)
+
+    def _enter(self, namespace: str, ids: Array, sequence: Sequence) -> Kept:
+        """Makes `sequence`, the cache's own from then on, a kept prefix."""
+        node = self._tree.insert(namespace, ids)
+        kept = Kept(node, namespace, sequence, 1.0, self._prompts)
+        self._tree.set_entry(node, kept)
+        self._kept.add(kept)
+        return kept
+
+    def _remove_parts(self, namespace: str, ids: Array) -> None:
+        """Removes kept prefixes of `ids`, for a model that can begin with a part of a longer one."""
+        for node in self._tree.find(namespace, ids)[0]:
+            if node.entry is not None and not node.entry.num_pins:
+                self._remove(node.entry)
+
+    def _remove(self, kept: Kept) -> None:
+        kept.node.entry = None
+        self._tree.tidy(kept.node)
+        self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
+        kept.is_gone = True
+        self._kept.remove(kept)
+        self._memory.release(kept.sequence)
+
+
+def _ancestor(kept: Kept) -> Kept | None:
+    """The longest kept prefix of a kept prefix."""
+    above = (node.entry for node in kept.node.path if node is not kept.node)
+    return next((entry for entry in above if entry is not None), None)
+
+
+def _as_array(token_ids: TokenIds[int]) -> Array:
+    if not len(token_ids):
+        raise InvalidRequestError("a prompt without tokens has nothing to begin with: give at least one")
+    return np.asarray(token_ids, np.int32)
+
+
+def _covers(size: CacheSize, num_blocks: int, num_states: int) -> bool:
+    return size.num_blocks >= num_blocks and size.num_states >= num_states

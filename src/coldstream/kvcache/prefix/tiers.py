@@ -1,0 +1,102 @@
+"""The tiers of a prefix cache together: which has the longest prefix, sequences from and to their bytes."""
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache_bytes import Content, block_bytes, state_bytes_of
+from coldstream.kvcache.prefix.pages import Array
+from coldstream.kvcache.prefix.tier import PrefixTier, TierStatistics
+from coldstream.kvcache.sequence import Sequence
+from coldstream.kvcache.sequence_cache import SequenceCache
+
+
+class Contents(Protocol):
+    """The part of a `ModelRunner` that tiers need."""
+
+    def contents(self) -> AbstractContextManager[SequenceCache]: ...
+
+
+class _Source:
+    """See `PrefixSource`."""
+
+    def __init__(self, cache: SequenceCache, sequence: Sequence) -> None:
+        self._cache, self._sequence = cache, sequence
+        self.position_bytes = block_bytes(cache.tensors, 1)
+        self.state_bytes = state_bytes_of(cache.tensors)
+
+    def read_block(self, index: int) -> Content:
+        return self._cache.read_block(self._sequence, index)
+
+    def read_state(self) -> Content:
+        return self._cache.read_state(self._sequence)
+
+
+class PrefixTiers:
+    """Tiers in order, the fastest first. It owns them."""
+
+    def __init__(self, memory: Contents, tiers: Collection[PrefixTier]) -> None:
+        self._memory = memory
+        self._tiers = tuple(tiers)
+        self.has_lasting = any(tier.is_lasting for tier in tiers)
+        self.out_of_memory = 0  # prefixes not saved or restored as the machine's memory had run out
+        self.is_fast = bool(tiers) and not self._tiers[0].is_lasting  # `take` writes no file
+
+    def longest(self, namespace: str, ids: Array, limit: int) -> int:
+        """Tokens of the longest prefix of `ids` that a tier has, at most `limit`; 0 for none."""
+        return max((tier.longest(namespace, ids, limit) for tier in self._tiers), default=0)
+
+    def restored(self, namespace: str, ids: Array, least: int, base: Sequence | None) -> Sequence | None:
+        """A sequence with the longest prefix of all but the last of `ids`, if it has `least` tokens or more.
+
+        base: a sequence with fewer tokens, all of the prefix, whose whole blocks it shares. There has to be
+        room. None if all that tiers have turns out to be damaged or too short. Raises DeviceError.
+        """
+        limit = len(ids) - 1
+        first_block = base.length // BLOCK_POSITIONS if base else 0
+        order = sorted(self._tiers, key=lambda tier: -tier.longest(namespace, ids, limit))  # stable
+        for tier in order:
+            if tier.longest(namespace, ids, limit) < least:
+                continue
+            try:
+                saved = tier.load(namespace, ids, limit, first_block)
+                if saved is not None:
+                    with self._memory.contents() as cache:
+                        return cache.written(saved.length, saved.blocks, saved.state, base)
+            except MemoryError:
+                self.out_of_memory += 1
+        return None
+
+    def take(self, namespace: str, ids: Array, sequence: Sequence) -> None:
+        """Gives the fastest tier a prefix that loses its memory; slower ones would hold steps up."""
+        self._save(self._tiers[:1], namespace, ids, sequence)
+
+    def save(self, namespace: str, ids: Array, sequence: Sequence) -> None:
+        """Gives a prefix that is a sequence's to the tiers that last."""
+        self._save([tier for tier in self._tiers if tier.is_lasting], namespace, ids, sequence)
+
+    def _save(self, tiers: Collection[PrefixTier], namespace: str, ids: Array, sequence: Sequence) -> None:
+        if len(ids) < BLOCK_POSITIONS or not tiers:
+            return
+        with self._memory.contents() as cache:
+            source = _Source(cache, sequence)
+            for tier in tiers:
+                try:
+                    tier.save(namespace, ids, source)
+                except MemoryError:
+                    self.out_of_memory += 1
+
+    def clear(self, namespace: str | None) -> None:
+        """Forgets a namespace, or all."""
+        for tier in self._tiers:
+            tier.clear(namespace)
+
+    def statistics(self) -> tuple[TierStatistics, ...]:
+        """By tier, in order."""
+        return tuple(tier.statistics() for tier in self._tiers)
+
+    def close(self) -> None:
+        """Closes the tiers."""
+        for tier in self._tiers:
+            tier.close()

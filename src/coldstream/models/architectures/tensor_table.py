@@ -1,0 +1,122 @@
+"""Which tensors a model needs, with their shapes, and the comparison of a file with that list.
+
+`architectures/` lists the tensors of a block. Any tensor may have any type that the reader knows.
+
+A tensor that the table does not list is refused inside a block, or beside the embedding and the output,
+where it would change the result. Otherwise (vision towers `v.*`, projectors `mm.*`, `mtp.*`) it belongs to
+something else and is only reported.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from coldstream.errors import InconsistentError, UnsupportedError
+from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
+from coldstream.gguf.reader import TensorInfo
+from coldstream.models.architectures import ARCHITECTURES
+from coldstream.models.spec.layer_tensors import Group, Requirement, Shape, nextn_tensors, norm_tensors
+
+if TYPE_CHECKING:
+    from coldstream.models.spec.model_spec import ModelSpec
+
+# Beginnings of names of tensors that change what a model of text computes, such as factors of frequencies.
+_OF_TEXT: Final = ("token_", "position_", "output", "rope_", "cls")
+_BLOCK_NAME: Final = re.compile(r"blk\.([0-9]{1,9})\.")
+
+
+def global_tensors(spec: "ModelSpec") -> tuple[Requirement, ...]:
+    """The tensors outside the blocks."""
+    table: Shape = (spec.vocab_size, spec.hidden_size)
+    output: Requirement = ({"output.weight": (table,)},)
+    return (
+        ({"token_embd.weight": (table,)},),
+        ({"output_norm.weight": ((spec.hidden_size,),)},),
+        *(() if spec.tied_output else (output,)),
+    )
+
+
+def block_tensors(spec: "ModelSpec", block: int) -> tuple[Requirement, ...]:
+    """The tensors of one block: of the trunk, or from `spec.num_layers` on an MTP block."""
+    prefix = f"blk.{block}."
+    architecture = ARCHITECTURES[spec.architecture]
+    norms = norm_tensors(architecture.ffn_norm, spec.hidden_size)
+    parts = architecture.block_tensors(spec.blocks[block], spec.hidden_size)
+    nextn = nextn_tensors(spec.hidden_size, spec.vocab_size) if block >= spec.num_layers else ()
+    return tuple(
+        tuple({prefix + name: shapes for name, shapes in group.items()} for group in requirement)
+        for requirement in (*norms, *parts, *nextn)
+    )
+
+
+def validate_tensors(
+    spec: "ModelSpec", tensors: Mapping[str, TensorInfo], path: Path = Path("model")
+) -> tuple[str, ...]:
+    """Checks that `tensors` are those that `spec` needs, and returns the names of others that were ignored.
+
+    Raises InconsistentError (missing, or another shape than expected) or UnsupportedError (a tensor within a
+    block whose meaning is unknown), naming `path`, the tensor, where it lies and both shapes. Reads nothing.
+    """
+    _refuse_scaled_weights(tensors, path)
+    known: set[str] = set()
+    for requirement in _requirements(spec):
+        known.update(_check(requirement, tensors, path))
+    others = tuple(name for name in tensors if name not in known)
+    for name in others:
+        match = _BLOCK_NAME.match(name)
+        if not match:
+            if name.startswith(_OF_TEXT):
+                problem = f"has no known meaning in a {spec.architecture} model"
+                raise UnsupportedError(f"{_place(tensors[name], path)} {problem}")
+            continue
+        if int(match[1]) >= spec.num_blocks:
+            problem = f"lies outside the {spec.num_blocks} blocks that the metadata declare: {RECONVERT}"
+            raise InconsistentError(f"{_place(tensors[name], path)} {problem}")
+        raise UnsupportedError(
+            f"{_place(tensors[name], path)} has no known meaning in a {spec.architecture} block"
+        )
+    return others
+
+
+def _requirements(spec: "ModelSpec") -> Iterator[Requirement]:
+    yield from global_tensors(spec)
+    for block in range(spec.num_blocks):
+        yield from block_tensors(spec, block)
+
+
+def _check(requirement: Requirement, tensors: Mapping[str, TensorInfo], path: Path) -> Group:
+    """The group of `requirement` that the file holds, after comparing shapes."""
+    whole = [group for group in requirement if group and all(name in tensors for name in group)]
+    if len(whole) > 1:
+        one, other = (next(iter(group)) for group in whole[:2])
+        raise InconsistentError(f"{shorten(path)}: both {one} and {other} are present: {RECONVERT}")
+    if not whole:
+        if {} in requirement:
+            return {}
+        closest = max(requirement, key=lambda group: sum(name in tensors for name in group))
+        missing = next(name for name in closest if name not in tensors)
+        shape = list(closest[missing][0])
+        raise InconsistentError(f"{shorten(path)}: the tensor {missing} {shape} is missing: {INCOMPLETE}")
+    for name, shapes in whole[0].items():
+        if tensors[name].shape not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            problem = f"has shape {list(tensors[name].shape)}, expected {expected}: {RECONVERT}"
+            raise InconsistentError(f"{_place(tensors[name], path)} {problem}")
+    return whole[0]
+
+
+def _refuse_scaled_weights(tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    """NVFP4 files keep a factor of each weight in a tensor beside it; products without it would be wrong."""
+    for name, info in tensors.items():
+        stem = name.removesuffix(".scale").removesuffix(".input_scale")
+        if stem != name and f"{stem}.weight" in tensors:
+            problem = (
+                f"scales {stem}.weight (an NVFP4 file), which is not supported: choose another quantisation"
+            )
+            raise UnsupportedError(f"{_place(info, path)} {problem}")
+
+
+def _place(info: TensorInfo, path: Path) -> str:
+    part = f" of part {info.shard + 1}" if info.shard else ""
+    return f"{shorten(path)}: the tensor {info.name} (data at byte {info.offset}{part})"

@@ -1,0 +1,287 @@
+"""A DFlash drafter of a GGUF file on the CPU: `dflash/model.py` over the engine's products and NumPy.
+
+PyTorch takes longer to begin its hundred small operations than a small drafter to compute, and seconds to be
+imported. Matrices stay as they are in the file, and products round activations as those of the target do.
+The rest is arrays of a few rows.
+
+Nothing here changes a token: a target accepts only what it would have said itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.errors import host_memory_errors
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.ops import Array, Weight
+from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.lattice import DraftLattice
+from coldstream.models.dflash.spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
+
+MOST_WAITING: Final = 16  # rows that wait for a draft, so that those between drafts are computed together
+_CODEBOOKS: Final = ("selector_predecessor.weight", "selector_successor.weight")
+Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """See `dflash.convolution.Convolution`."""
+
+    base: Array  # [2, kernel, groups, group]
+    proj: Weight  # [2 · kernel · groups, E]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    layer: DflashLayer
+    weights: dict[str, Weight]
+    norms: dict[str, Array]
+    attn_conv: _Convolution | None
+    ffn_conv: _Convolution | None
+
+
+@dataclass(frozen=True)
+class _Selector:
+    predecessor: Array  # [V, rank]
+    successor: Array  # [V, rank]
+    hidden: Weight  # [rank, E]
+
+
+def weight_bytes(file: DflashFile) -> int:
+    """Memory of the weights of a drafter of a GGUF file."""
+    assert file.gguf is not None, "weights stay as they are in a GGUF file"
+    total = 0
+    for name, shape in tensor_shapes(file.spec).items():
+        is_matrix = len(shape) == 2 and name not in _CODEBOOKS
+        total += file.gguf.tensors[file.name_of(name)].num_bytes if is_matrix else 4 * prod(shape)
+    return total
+
+
+class _Loader:
+    """Reads tensors by their names in mainline GGUF."""
+
+    def __init__(self, file: DflashFile, ops: CpuOps) -> None:
+        assert file.gguf is not None, "weights stay as they are in a GGUF file"
+        self._file, self._gguf, self._ops = file, file.gguf, ops
+
+    def matrix(self, name: str) -> Weight:
+        return self._ops.load_weight(self._gguf, self._gguf.tensors[self._file.name_of(f"{name}.weight")])
+
+    def values(self, name: str) -> Array:
+        return self._ops.read_values(self._gguf, self._gguf.tensors[self._file.name_of(name)])
+
+    def convolution(self, name: str, spec: DflashSpec) -> _Convolution | None:
+        if spec.second is None:
+            return None
+        base = self.values(f"{name}_base")
+        return _Convolution(
+            base.reshape(*base.shape[:2], -1, spec.second.conv_group), self.matrix(f"{name}_proj")
+        )
+
+    def layer(self, index: int, spec: DflashSpec) -> _Layer:
+        prefix = f"blk.{index}."
+        matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        norms = ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm")
+        return _Layer(
+            spec.layers[index],
+            {name: self.matrix(prefix + name) for name in matrices},
+            {name: self.values(f"{prefix}{name}.weight") for name in norms},
+            self.convolution(f"{prefix}attn_conv", spec),
+            self.convolution(f"{prefix}ffn_conv", spec),
+        )
+
+
+class CpuDflash:
+    """The weights of a drafter, and the embedding and head of its target."""
+
+    def __init__(self, file: DflashFile, ops: CpuOps, token_embd: Weight, output: Weight) -> None:
+        """ops: `CpuOps.beside` those that the target, whose matrices these are, was loaded with.
+
+        The file may be closed afterwards. Raises UnsupportedError for a type that no kernel multiplies, and
+        ModelChangedError if the file shrank.
+        """
+        self.spec, self.ops = file.spec, ops
+        self._token_embd, self._output = token_embd, output
+        loader = _Loader(file, ops)
+        self.fc = loader.matrix("fc")
+        self.hidden_norm = loader.values("enc.output_norm.weight")
+        self.output_norm = loader.values("output_norm.weight")
+        self.layers = tuple(loader.layer(index, self.spec) for index in range(self.spec.num_layers))
+        self.selector = None
+        if self.spec.second is not None:
+            predecessor, successor = (loader.values(name) for name in _CODEBOOKS)
+            self.selector = _Selector(predecessor, successor, loader.matrix("selector_hidden"))
+
+    def new_sequence(self) -> "CpuDflashSequence":
+        """An empty sequence. It takes no memory before its first row."""
+        return CpuDflashSequence(self)
+
+    def product(self, x: Array, weight: Weight) -> Array:
+        """Rows [n, out] of rows x [n, in]."""
+        return self.ops.linear(x, (weight,))[0]
+
+    def norm(self, x: Array, weight: Array) -> Array:
+        """RMS norm over the last dimension."""
+        rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+        return self.ops.rms_norm(rows, weight, self.spec.rms_norm_eps).reshape(x.shape)
+
+    def rotations(self, positions: Array) -> Rotations:
+        """For heads of rows at positions [n]."""
+        cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
+        return cos[:, None], sin[:, None]
+
+    def keys_values(self, x: Array, layer: _Layer, rotations: Rotations) -> tuple[Array, Array]:
+        """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
+        shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
+        keys, values = self.ops.linear(x, (layer.weights["attn_k"], layer.weights["attn_v"]))
+        keys = self.norm(keys.reshape(shape), layer.norms["attn_k_norm"])
+        return _rotated(keys, rotations), values.reshape(shape)
+
+    def embed(self, token_ids: Sequence[int]) -> Array:
+        """Rows of the target's embedding."""
+        return self.ops.embed(self._token_embd, np.array(token_ids, np.int32))
+
+    def lattice(self, hidden: Array, anchor: int, num_candidates: int) -> DraftLattice:
+        """The candidates of rows [L, E] behind an anchor."""
+        logits = self.product(hidden, self._output)
+        if self.spec.second is None or self.selector is None:
+            token_ids, log_probs = self.ops.top_log_probs(logits, num_candidates)
+            return DraftLattice(token_ids.astype(np.int64), log_probs.astype(np.float64))
+        selector = self.selector
+        # Relative to all of the vocabulary, which the softmax over the candidates takes out again.
+        token_ids, own = self.ops.top_log_probs(logits, self.spec.second.selector_top_k)
+        before = np.concatenate((np.full_like(token_ids[:1], anchor), token_ids[:-1]))
+        projected = self.product(hidden, selector.hidden)[:, None]
+        pairs = (selector.predecessor[before] * projected) @ selector.successor[token_ids].transpose(0, 2, 1)
+        scores = own[:, None].astype(np.float64) + pairs
+        scores -= scores.max(axis=-1, keepdims=True)
+        log_probs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+        return DraftLattice(token_ids.astype(np.int64), log_probs)
+
+    def convolved(self, x: Array, dynamic: Array, conv: _Convolution, side: int) -> Array:
+        """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own."""
+        num_rows, shape = len(x), conv.base.shape[2:]
+        grouped = x.reshape(num_rows, *shape)
+        weights = conv.base[side] + dynamic[:, side, :, :, None]  # [B, kernel, groups, group]
+        result = weights[:, 0] * grouped
+        for distance in range(1, min(num_rows, weights.shape[1])):
+            result[distance:] += weights[distance:, distance] * grouped[:-distance]
+        return result.reshape(x.shape)
+
+    def dynamic(self, x: Array, conv: _Convolution) -> Array:
+        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
+        return self.product(x, conv.proj).reshape(len(x), *conv.base.shape[:3])
+
+
+class CpuDflashSequence(CommittedRows[ContextRows]):
+    """The context of one sequence. Raises OutOfMemoryError."""
+
+    def __init__(self, model: CpuDflash) -> None:
+        super().__init__(new_contexts(model.spec, _new_rows), MOST_WAITING)
+        self._model = model
+
+    @property
+    def spec(self) -> DflashSpec:
+        return self._model.spec
+
+    @host_memory_errors()
+    def append(self, features: Any) -> None:
+        """See `CommittedRows`."""
+        super().append(features)
+
+    def _copied(self, features: Any) -> Array:
+        return np.array(features, np.float32)
+
+    def _joined(self, parts: list[Array]) -> Array:
+        return np.concatenate(parts)
+
+    def _compute(self, parts: list[Array], positions: Array) -> None:
+        model = self._model
+        context = model.norm(model.product(self._joined(parts), model.fc), model.hidden_norm)
+        rotations = model.rotations(positions)
+        for layer, rows in zip(model.layers, self._contexts, strict=True):
+            rows.append(*model.keys_values(context, layer, rotations), positions)
+
+    @host_memory_errors()
+    def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
+        """See `DflashSequence.draft`. Raises OutOfMemoryError, and ModelChangedError of the target."""
+        assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
+        return self._model.lattice(self.hidden(anchor, num_rows)[1:], anchor, num_candidates)
+
+    def hidden(self, anchor: int, num_rows: int) -> Array:
+        """What the head reads of every row of the block, [num_rows, E]; see `draft`."""
+        self._compute_waiting()
+        model = self._model
+        x = model.embed([anchor, *[self.spec.mask_id] * (num_rows - 1)])
+        positions = np.arange(self.length, self.length + num_rows)
+        rotations = model.rotations(positions)
+        for layer, rows in zip(model.layers, self._contexts, strict=True):
+            x = x + self._attention(x, layer, rows, positions, rotations)
+            x = x + self._feed_forward(x, layer)
+        return model.norm(x, model.output_norm)
+
+    def _attention(
+        self, x: Array, layer: _Layer, rows: ContextRows, positions: Array, rotations: Rotations
+    ) -> Array:
+        """What attention adds to the residual stream x [B, E]."""
+        model, spec, count = self._model, self.spec, len(x)
+        x = model.norm(x, layer.norms["attn_norm"])
+        conv = layer.attn_conv
+        dynamic = None if conv is None else model.dynamic(x, conv)
+        if conv is not None and dynamic is not None:
+            x = model.convolved(x, dynamic, conv, 0)
+        queries = model.product(x, layer.weights["attn_q"]).reshape(count, spec.num_heads, spec.head_dim)
+        queries = _rotated(model.norm(queries, layer.norms["attn_q_norm"]), rotations)
+        window = layer.layer.window
+        first = 0 if window is None else int(positions[0]) - window + 1
+        keys, values, seen = rows.with_block(first, *model.keys_values(x, layer, rotations), positions)
+        mixed = _attend(queries, keys, values, visible_rows(layer.layer, positions, seen))
+        result = model.product(mixed, layer.weights["attn_output"])
+        return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
+
+    def _feed_forward(self, x: Array, layer: _Layer) -> Array:
+        """What the FFN adds to the residual stream x [B, E]."""
+        model = self._model
+        x = model.norm(x, layer.norms["ffn_norm"])
+        conv = layer.ffn_conv
+        dynamic = None if conv is None else model.dynamic(x, conv)
+        if conv is not None and dynamic is not None:
+            x = model.convolved(x, dynamic, conv, 0)
+        gate, up = model.ops.linear(x, (layer.weights["ffn_gate"], layer.weights["ffn_up"]))
+        result = model.product(model.ops.swiglu(gate, up), layer.weights["ffn_down"])
+        return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
+
+
+def _new_rows(shape: tuple[int, ...]) -> Array:
+    return np.empty(shape, np.float32)
+
+
+def _rotated(heads: Array, rotations: Rotations) -> Array:
+    """Heads [n, heads, head_dim], whose halves are rotated against each other."""
+    cos, sin = rotations
+    low, high = np.split(heads, 2, axis=-1)
+    return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+
+
+def _attend(queries: Array, keys: Array, values: Array, mask: Array | None) -> Array:
+    """Attention of queries [B, heads, d] to keys and values [L, kv_heads, d]: [B, heads · d].
+
+    mask: bool [B, L], true where a key is seen; None: all are.
+    """
+    count, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    grouped = queries.reshape(count, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+    scores = grouped.reshape(num_kv_heads, group * count, head_dim) @ keys.transpose(1, 2, 0)
+    scores *= np.float32(head_dim**-0.5)
+    if mask is not None:
+        scores.reshape(num_kv_heads, group, count, -1)[:, :, ~mask] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    mixed = (scores @ values.transpose(1, 0, 2)).reshape(num_kv_heads, group, count, head_dim)
+    return np.ascontiguousarray(mixed.transpose(2, 0, 1, 3)).reshape(count, num_heads * head_dim)

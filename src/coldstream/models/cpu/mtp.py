@@ -1,0 +1,186 @@
+"""An MTP block on the CPU: captured once and replayed by C++, with keys and values of its own.
+
+It reads the embedding and the head of the trunk that it was loaded beside, and computes with its threads.
+"""
+
+from collections.abc import Generator
+from collections.abc import Sequence as TokenIds
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream import kvcache
+from coldstream.errors import GenerationFault, OutOfMemoryError, host_memory_errors
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment
+from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.sequence_cache import SequenceCache
+from coldstream.models.causal_lm import CausalLM
+from coldstream.models.footprint import nextn_bytes
+from coldstream.models.mtp.model import MtpModel
+
+Array = np.ndarray[Any, Any]
+BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are right 1 % of the time
+
+
+class CpuMtp:
+    """The block of a file, and memory for its sequences.
+
+    ops: those that the trunk was loaded with, or others `CpuOps.beside` them. A sequence takes up to
+    context_length rows; cache_size is what all of them hold together.
+    """
+
+    chunk_size = 256  # rows of a run: activations stay small beside the trunk's
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        trunk: CausalLM,
+        ops: CpuOps,
+        context_length: int,
+        kv_type: str,
+        cache_size: CacheSize,
+        branching: int,
+    ) -> None:
+        """branching: candidates after each row. Raises as `MtpModel.load`."""
+        self.context_length = context_length
+        self.weight_bytes = nextn_bytes(trunk.spec, file.tensors)  # mapped ones included, shared ones not
+        self._model = model = MtpModel.load(file, trunk, ops)
+        spec = model.layer.spec
+        self._sequences = SequenceCache(spec, ops, cache_size, kv_type)
+        size = BatchSize(self.chunk_size, 1, num_blocks_of(context_length))
+        self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
+        self._hidden = hidden = ops.zeros((self.chunk_size, spec.hidden_size), "float32")
+        caches = self._sequences.tensors
+        self._block = ops.capture(
+            self.chunk_size, lambda: model.forward(inputs.token_ids, hidden, inputs.rows, caches)
+        )
+        self._head_input = ops.zeros((1, spec.hidden_size), "float32")
+        self._head = ops.capture(1, lambda: ops.top_log_probs(model.logits(self._head_input), branching))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Address space of keys and values, which take memory once they are written."""
+        return self._sequences.tensors.num_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Memory between the operations of a run, its inputs included."""
+        scratch = max(graph.graph.scratch_bytes for graph in (self._block, self._head))
+        return self._block.arena.num_bytes + self._head.arena.num_bytes + scratch + self._hidden.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory that it takes beside the trunk."""
+        return self.weight_bytes + self.cache_bytes + self.activation_bytes
+
+    def new_sequence(self) -> "MtpSequence":
+        """An empty sequence. It takes no memory before its first row."""
+        return MtpSequence(self, self._sequences.new())
+
+    @host_memory_errors()
+    def append(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> Array:
+        """Appends rows after states [rows, E]; the output of the last, [E]. See `MtpSequence.append`."""
+        first = sequence.length
+        try:
+            for start in range(0, len(token_ids), self.chunk_size):
+                part = slice(start, start + self.chunk_size)
+                count = self._run(sequence, token_ids[part], hidden[part])
+                self._sequences.append(sequence, count)
+        except BaseException:
+            # Only keys and values behind the end have changed.
+            self._sequences.cut(sequence, first)
+            raise
+        output: Array = self._block.outputs[count - 1].copy()
+        return output
+
+    def _run(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> int:
+        segment = CheckedSegment.chain(sequence, np.array(token_ids, np.int32), np.arange(0))
+        self._sequences.check_room([segment.demand])
+        self._sequences.reserve([segment.demand])
+        count = self._inputs.write([segment])
+        self._hidden[:count] = hidden
+        self._block.run(count)
+        return count
+
+    def candidates(self, output: Array) -> tuple[list[int], list[float]]:
+        """The likeliest tokens after a row, the best first, and their log-probabilities, from its output."""
+        self._head_input[0] = output
+        self._head.run(1)
+        token_ids, log_probs = self._head.outputs
+        return token_ids[0].tolist(), log_probs[0].tolist()
+
+    def cut(self, sequence: kvcache.Sequence, length: int) -> None:
+        """See `MtpSequence.cut`."""
+        self._sequences.cut(sequence, length)
+        if length == 0:
+            self._sequences.clear(sequence)
+
+
+class MtpSequence:
+    """Rows of one sequence; it gives its memory back once it is cut to none."""
+
+    def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
+        self._block, self._sequence = block, sequence
+        self.output: Array | None = None  # the block's, after the last row that was appended, float32 [E]
+
+    @property
+    def length(self) -> int:
+        """Rows so far."""
+        return self._sequence.length
+
+    @property
+    def room(self) -> int:
+        """Rows that may follow."""
+        return self._block.context_length - self.length
+
+    def keep(self, hidden: Array) -> list[Array]:
+        """Copies of hidden states [rows, E], one for each row."""
+        return list(np.array(hidden, np.float32))
+
+    def append(self, token_ids: TokenIds[int], states: TokenIds[Array]) -> None:
+        """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
+
+        Raises GenerationFault for states that are not finite, OutOfMemoryError and ModelChangedError, each
+        with no row appended.
+        """
+        assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
+        if len(token_ids) > self.room:
+            raise OutOfMemoryError(
+                f"{len(token_ids)} rows of a draft, but {self.room} fit into the context: try a larger "
+                "--ctx-size"
+            )
+        hidden = np.stack(states)
+        if not np.isfinite(hidden).all():
+            raise GenerationFault("hidden states that a draft is to follow are not finite")
+        self.output = self._block.append(self._sequence, token_ids, hidden)
+
+    def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
+        """Candidates after the last row that was appended, then after the best of them, and so on.
+
+        At most num_steps times, while there is room, each computed when it is asked for; log-probabilities
+        are NaN if a logit is not finite. The rows in between are gone when the generator is closed or at its
+        end. Raises as `append`.
+        """
+        assert self.output is not None, "candidates follow rows that were appended"
+        num_rows, output = self.length, self.output
+        try:
+            for step in range(num_steps):
+                candidates = self._block.candidates(output)
+                yield candidates
+                if step + 1 == num_steps or not self.room:
+                    return
+                output = self._block.append(self._sequence, candidates[0][:1], output[None])
+        finally:
+            self.cut(num_rows)
+
+    runs_rounds = False  # the host takes part in every step here
+
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> None:
+        """None, see `runs_rounds`."""
+
+    def cut(self, length: int) -> None:
+        """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
+        self._block.cut(self._sequence, length)

@@ -1,0 +1,1 @@
+"""A model and its drafters on one GPU."""

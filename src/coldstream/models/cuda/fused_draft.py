@@ -1,0 +1,305 @@
+"""Rounds of drafts on a GPU: draft, step, choice, commit and the next draft without the host in between.
+
+A round is one captured graph. `kernels/rounds/reference.py` defines what the device decides in it; the host
+launches rounds, follows behind, and reads which tokens were chosen. All experts are on the device. What
+drafts is a `RoundBlock`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+
+from coldstream import kvcache
+from coldstream.errors import OutOfMemoryError
+from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.staged import ReadBack, StagedRing
+from coldstream.kernels.ops import SHORT_CONTEXT, CommittedPath, Ops, Rows
+from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
+from coldstream.kernels.rounds.reference import NUM_COLUMNS, Accepted, RoundState, RoundText
+from coldstream.kernels.sample.admit import MAX_ENDS
+from coldstream.kernels.sample.cuda import write_rows
+from coldstream.kvcache.batch import rows_of
+from coldstream.kvcache.cache import num_blocks_of
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.models.cuda.graphs import CapturedSteps
+from coldstream.models.cuda.inputs import StepShape
+from coldstream.models.whole_or_cleared import WholeOrCleared
+
+if TYPE_CHECKING:
+    from coldstream.models.cuda.loaded_model import Loaded
+
+NUM_AHEAD = ReadBack.NUM_COPIES  # rounds whose results may wait for the host
+
+
+@dataclass(frozen=True)
+class RoundMemory:
+    """What rounds read and write, in memory that captured graphs know."""
+
+    staged: StagedRing
+    arrays: RoundArrays  # on the device
+    results: ReadBack
+    num_blocks: int  # of a sequence, at most
+
+    @classmethod
+    def into(cls, ops: Ops, context_length: int) -> Self:
+        """For sequences of up to `context_length` positions."""
+        num_blocks = num_blocks_of(context_length)
+        staged = StagedRing(ops.zeros((RoundArrays.num_values(num_blocks),), "int32"))
+        arrays = RoundArrays(staged.values, num_blocks)
+        return cls(staged, arrays, ReadBack(arrays.result), num_blocks)
+
+    @property
+    def path(self) -> CommittedPath:
+        """What a round keeps: its first rows, as many as agree."""
+        arrays = self.arrays
+        one = (arrays.state_id, arrays.count, arrays.first)
+        return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table)
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """The properties of a round that select its captured graph."""
+
+    num_rows: int  # of the model's step: the root and the draft
+    is_deep: bool
+    draws: bool  # whether tokens are drawn rather than the likeliest
+
+
+class RoundBlock(Protocol):
+    """What drafts in rounds. All of it is queued, over memory that captured graphs know."""
+
+    @property
+    def most_nodes(self) -> int:
+        """Tokens of a draft, at most."""
+
+    @property
+    def candidate(self) -> torch.Tensor | None:
+        """int32 [1], what `RoundKernels.extend_draft` takes, for a block that calls it."""
+
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
+        """Writes the tokens of a draft into the model's rows, behind the root."""
+
+    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
+        """Takes in the rows that were kept of the model's step."""
+
+    def state_of(self, row: int) -> torch.Tensor | None:
+        """The model's hidden state [E] of a row of its last step, if the drafter wants it."""
+
+
+class RoundRows(Protocol):
+    """The rows that a block has of a text whose rounds it drafts."""
+
+    @property
+    def length(self) -> int:
+        """Rows before the rounds."""
+
+    @property
+    def state_id(self) -> int:
+        """Where the block's rows are, for `RoundKernels`."""
+
+    def reserve(self, num_rows: int) -> None:
+        """Takes memory for so many more rows. Raises OutOfMemoryError with nothing changed."""
+
+    def lengthen(self, num_rows: int) -> bool:
+        """The same while rounds run; whether `write_table` has to follow. Raises as `reserve`."""
+
+    def write_table(self, table: Any) -> None:
+        """Writes where the rows are, as the host's copy of the table of blocks has it."""
+
+    def keep(self, num_rows: int) -> None:
+        """Rounds have ended, after so many more rows."""
+
+    def whole_or_cleared(self) -> AbstractContextManager[None]:
+        """A context after whose failure there are no rows."""
+
+
+class CudaRounds:
+    """Runs rounds of a model and a block.
+
+    begin, make_room: as `CudaMtp` has them.
+    """
+
+    kind = "round"  # of captured steps
+
+    def __init__(
+        self,
+        loaded: "Loaded",
+        block: RoundBlock,
+        steps: CapturedSteps,
+        begin: Callable[[], None],
+        make_room: Callable[[], bool],
+    ) -> None:
+        assert loaded.rounds is not None
+        self.memory, self.loaded, self.block = loaded.rounds, loaded, block
+        self._steps, self._begin, self._make_room = steps, begin, make_room
+
+    def start(self, sequence: kvcache.Sequence, rows: RoundRows, text: RoundText) -> "TextRounds | None":
+        """Rounds of a text whose tokens but the root are in `sequence`, and in `rows` what the block has of
+        it.
+
+        The sequence has a pending tree until `TextRounds.end`. None, with nothing changed, if there is no
+        room, or the text has more end tokens than the device takes. Raises DeviceError, with both empty.
+        """
+        if len(text.end_ids) > MAX_ENDS or text.left < 2:
+            return None
+        rounds = TextRounds(self, sequence, rows, text)
+        try:
+            rounds.reserve()
+        except OutOfMemoryError:
+            return None
+        with (
+            device_errors(),
+            WholeOrCleared(self.loaded.sequences, [sequence]),
+            rows.whole_or_cleared(),
+        ):
+            rounds.write()
+        return rounds
+
+    def launch(self, shape: RoundShape) -> None:
+        """Queues a round. Raises DeviceError, OutOfMemoryError."""
+        self._begin()
+        key = (self.kind, (self.block, shape))
+        self._steps.run(key, partial(self.compute, shape), lambda nothing: nothing, self._make_room)
+
+    def compute(self, shape: RoundShape) -> None:
+        """A round, over what the one before it left."""
+        loaded, arrays = self.loaded, self.memory.arrays
+        num_rows = shape.num_rows
+        kernels = RoundKernels(arrays, num_rows, self.block.candidate)
+        if num_rows > 1:
+            self.draft(kernels, shape)
+        kernels.write_model_rows()
+        columns = arrays.model_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
+        step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
+        logits = loaded.logits_after(*shaped_rows(columns, arrays.table, step))
+        chosen = arrays.chosen[:num_rows]
+        loaded.sampler.choose(logits, arrays.settings[:num_rows], chosen, draws=shape.draws)
+        kernels.accept_rows()
+        loaded.model.commit(self.memory.path, loaded.sequences.tensors)
+        self.block.follow(arrays, shape)
+
+    def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
+        """The block's draft, into the model's rows."""
+        self.block.draft(kernels, self.memory.arrays, shape)
+
+
+def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tuple[torch.Tensor, Rows]:
+    """The rows of a step of this shape, and their tokens; see `kvcache.batch.rows_of`."""
+    token_ids, rows = rows_of(columns, table.view(1, -1))
+    assert rows.batch is not None
+    batch = replace(
+        rows.batch,
+        has_trees=step.has_trees,
+        has_branches=step.has_branches,
+        has_prompts=step.has_prompts,
+        has_several=step.has_several,
+        is_deep=step.is_deep,
+    )
+    return token_ids, replace(rows, batch=batch)
+
+
+class TextRounds:
+    """The rounds of one text; see `CudaRounds.start`. Implements decoding's `Rounds`."""
+
+    def __init__(
+        self,
+        rounds: CudaRounds,
+        sequence: kvcache.Sequence,
+        block_rows: RoundRows,
+        text: RoundText,
+    ) -> None:
+        self._rounds, self._text = rounds, text
+        self._sequence, self._block_rows = sequence, block_rows
+        self._cache: SequenceCache = rounds.loaded.sequences
+        self._first, self._block_first = sequence.length, block_rows.length
+        most_nodes = min(text.most_nodes, rounds.block.most_nodes)
+        self._most_rows = min(1 + most_nodes, text.left, MAX_ROUND_ROWS)
+        self._num_held = 0  # rows that rounds have kept, as far as the host knows
+        self._left = text.left  # tokens that may be chosen after those
+        self._last_row: int | None = None  # of the last round that was taken, if it kept any
+        self._in_flight: list[tuple[int, Any, torch.cuda.Event]] = []  # rows, results, when they are there
+
+    def launch(self, num_nodes: int) -> None:
+        """Queues a round with a draft of so many tokens, at most those of the text, behind those before.
+
+        Raises DeviceError, OutOfMemoryError.
+        """
+        assert len(self._in_flight) < NUM_AHEAD, "a result would be overwritten before it was read"
+        num_rows = min(1 + num_nodes, self._most_rows)
+        num_more = min(num_rows + sum(rows for rows, _, _ in self._in_flight), self._left)
+        is_longer = self._cache.lengthen(self._sequence, self._num_held + num_more)
+        with device_errors():
+            is_longer |= self._block_rows.lengthen(self._num_held + num_more)
+            if is_longer:
+                self._write_tables(self._rounds.memory.staged.next_on_host())
+                self._rounds.memory.staged.copy(2 * self._rounds.memory.num_blocks)
+            end = max(self._first, self._block_first) + self._num_held + num_more
+            draws = self._text.settings.temperature != 0
+            self._rounds.launch(RoundShape(num_rows, end > SHORT_CONTEXT, draws))
+            results, ended = self._rounds.memory.results.copy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(torch.cuda.current_stream())
+        self._in_flight.append((num_rows, results, ended))
+
+    def take(self) -> Accepted:
+        """Waits for the oldest round in flight; what came of it. Raises DeviceError."""
+        num_rows, results, ended = self._in_flight.pop(0)
+        with device_errors():
+            ended.synchronize()
+        count, fault, *token_ids = results.tolist()
+        num_nodes = max(0, min(num_rows, self._left) - 1)
+        self._num_held += count
+        self._last_row = count - 1 if count else None
+        is_over = fault != 0 or (count > 0 and token_ids[count - 1] in self._text.end_ids)
+        self._left = 0 if is_over else self._left - count
+        return Accepted(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
+
+    def end(self) -> tuple[int, torch.Tensor | None]:
+        """Waits for all rounds; then the sequences have what was kept.
+
+        Returns how many rows that are, and the model's hidden state [E] of the last one, if no round after it
+        has written over it.
+        """
+        while self._in_flight:
+            self.take()
+        self._cache.settle(self._sequence, self._num_held)
+        self._block_rows.keep(self._num_held)
+        row = self._last_row
+        return self._num_held, None if row is None else self._rounds.block.state_of(row)
+
+    def reserve(self) -> None:
+        """Takes memory for a round, with room for a state that nobody shares.
+
+        Raises OutOfMemoryError with nothing changed.
+        """
+        parents = tuple(range(-1, self._most_rows - 1))
+        demand = Demand(self._sequence, self._most_rows)
+        tree = replace(demand, parents=parents)
+        self._cache.states.check(self._cache.need_of([demand]).num_states)
+        self._cache.check_room([tree])
+        self._block_rows.reserve(self._most_rows)
+        self._cache.reserve([tree])
+
+    def write(self) -> None:
+        """Queues what the first round reads."""
+        path = self._cache.accept(self._sequence, range(self._most_rows))
+        memory, text = self._rounds.memory, self._text
+        host = memory.staged.next_on_host()
+        arrays = RoundArrays(host, memory.num_blocks)
+        self._write_tables(host)
+        state = RoundState(self._first, self._block_first, self._left, text.root)
+        arrays.write_state(state, path.state, self._block_rows.state_id, len(text.end_ids))
+        arrays.kept[: self._most_rows] = path.kept
+        arrays.sources[: self._most_rows] = path.rows
+        settings = [text.settings] * self._most_rows
+        write_rows(settings, range(self._most_rows), arrays.settings[: self._most_rows], host[:0])
+        arrays.ends[: len(text.end_ids)] = list(text.end_ids)
+        memory.staged.copy(arrays.num_written)
+
+    def _write_tables(self, host: Any) -> None:
+        arrays = RoundArrays(host, self._rounds.memory.num_blocks)
+        arrays.table[: len(self._sequence.blocks)] = self._sequence.blocks
+        self._block_rows.write_table(arrays.block_table)

@@ -1,0 +1,393 @@
+"""Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
+
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+import torch
+
+from coldstream.errors import ColdstreamError, OutOfMemoryError
+from coldstream.experts.cache import ExpertCache
+from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.streaming import StreamCounters
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.compiler import default_cache
+from coldstream.kernels.cuda.device import device_errors, find_gpu
+from coldstream.kernels.cuda.memory import DeviceMemory, unowned
+from coldstream.kernels.cuda.program import loading_kernels
+from coldstream.kernels.experts.executor import ExecutorFactory
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
+from coldstream.kernels.ops import SHORT_CONTEXT
+from coldstream.kvcache.batch import BatchLimits, CheckedSegment
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.sequence import Sequence
+from coldstream.kvcache.sequence_cache import AcceptedPath
+from coldstream.models.cuda.dflash import CudaDflash
+from coldstream.models.cuda.graphs import CapturedSteps
+from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
+from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
+from coldstream.models.cuda.loaded_model import (
+    HEAD_ROWS,
+    Loaded,
+    check_supported,
+    check_types,
+    kernels_of,
+    plan_memory,
+)
+from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
+from coldstream.models.cuda.mtp import CudaMtp
+from coldstream.models.cuda.partial_model import PartialModel, partial_model
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.whole_or_cleared import WholeOrCleared
+from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+
+
+class CudaRunner(ModelRunner):
+    """See `ModelRunner`. Logits are on the device, valid until the next step.
+
+    If not all experts are resident and another program has taken the device's free memory, a step that needs
+    some takes it from slots of experts.
+    """
+
+    head_rows = HEAD_ROWS
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        plan: RunPlan,
+        limits: Limits,
+        policy: Policy | None,
+        executor: ExecutorFactory | None,
+        progress: Progress | None,
+        compiling: Progress | None,
+    ) -> None:
+        super().__init__(file, spec, limits.context_length)
+        self.gpu = find_gpu()
+        self.limits, self.cache_size = limits, limits.cache_size
+        check_supported(spec)
+        check_types(file.tensors)
+        self.chunk_size = plan.placement.fixed.chunk_size
+        self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
+        self._partial: PartialModel | None = None
+        self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
+        self._steps = CapturedSteps()
+        self._outputs = StepOutputs(spec.hidden_size)
+        self.gives_hidden, self.taps = limits.has_mtp, limits.taps
+        self._num_steps, self._can_make_room = 0, False
+        try:
+            with device_errors():
+                if limits.expert_bytes is not None:
+                    self._partial = partial_model(plan, file, spec)
+                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
+                with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
+                    self._load(executor, progress)
+                self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
+                self._run_first_steps()
+                if self._partial:
+                    self._partial.fill(policy, progress)
+        except BaseException:
+            self._release()
+            raise
+
+    def _load(self, executor_factory: ExecutorFactory | None, progress: Progress | None) -> None:
+        """Allocates all device memory and copies the weights, without a kernel of this package."""
+        memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
+        host = self._partial.host if self._partial else None
+        sizes = (self.file, self.spec, self.limits, self.chunk_size)
+        self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
+        self._sequences = self._loaded.sequences
+        self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
+        if self._partial:
+            self._partial.attach(self._loaded.ops.model_executor)
+            self.limits = replace(self.limits, shared_rows=self._partial.shared_rows)
+        self._loaded.ops.finish_loading(progress)
+        self.file.check_unchanged()  # or the copied weights may be of two versions
+        self._host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), pin_memory=True)
+
+    def _run_first_steps(self) -> None:
+        """Runs the first step of each kind, which is slow, with rows of no sequence."""
+        many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
+        for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
+            self._loaded.inputs.on_host(shape.num_rows).pad(0)
+            self._loaded.inputs.copy(shape.num_rows)
+            self._start_step(shape)
+            compute(shape)
+            self._ended()
+
+    def _ended(self, event: torch.cuda.Event | None = None, step: int | None = None) -> None:
+        """Waits for the current stream. Sequences whose rows could not be computed become empty.
+
+        event: the last thing to wait for, behind step number `step`; what is queued after it goes on.
+        """
+        (event or torch.cuda.current_stream()).synchronize()
+        known, last = self._in_flight, self._num_steps if step is None else step
+        self._in_flight = [each for each in known if each[0] > last]
+        if self._partial:
+            with WholeOrCleared(self._sequences, [sequence for _, of_step in known for sequence in of_step]):
+                self._partial.ended(len(self._in_flight))
+                self.check_file()
+
+    @classmethod
+    def load(
+        cls,
+        file: GGUFFile,
+        spec: ModelSpec,
+        plan: RunPlan,
+        *,
+        policy: Policy | None = None,
+        executor: ExecutorFactory | None = None,
+        cache_size: CacheSize | None = None,
+        progress: Progress | None = None,
+        compiling: Progress | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Self:
+        """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
+        The runner then closes the file.
+
+        The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
+        plan's, one context of positions). policy, executor: None for the product's. compiling is called with
+        (done, total) kernels, progress with (done, total) bytes. taps: layers after which `features` has the
+        residual stream. Raises DeviceError without a usable GPU, OutOfMemoryError before anything is copied
+        if it doesn't fit, UnsupportedError for sizes and types without kernels, InconsistentError for weights
+        that contradict the format's conventions; the file stays open then.
+        """
+        limits = Limits.of(plan, spec, cache_size, taps)
+        spec = spec.with_window(plan.attention_window)
+        return cls(file, spec, plan, limits, policy, executor, progress, compiling)
+
+    def close(self) -> None:
+        """Frees the device's memory and closes the file; the runner cannot be used afterwards."""
+        super().close()
+        self._release()
+
+    def _release(self) -> None:
+        """Frees the device's memory, also if loading failed half-way."""
+        self._outputs.forget()
+        self._in_flight.clear()
+        if "_sequences" in self.__dict__:
+            self._sequences.close()
+        self._steps.clear()
+        if self._partial:
+            torch.cuda.synchronize()
+            self._partial.close()
+            self._partial = None
+        self.__dict__.pop("_loaded", None)
+        torch.cuda.empty_cache()
+
+    @property
+    def reads_file(self) -> bool:
+        """True if some experts are not on the device."""
+        return self._partial is not None
+
+    @property
+    def tier(self) -> str:
+        return "cuda"
+
+    @property
+    def threads(self) -> int:
+        """The thread that launches and those that compute experts."""
+        return 1 + (self._partial.host.ops.threads if self._partial else 0)
+
+    @property
+    def disk(self) -> DiskStatistics | None:
+        return self._partial.disk if self._partial else None
+
+    @property
+    def gpu_experts(self) -> GpuExpertStatistics | None:
+        with device_errors():
+            return self._partial.statistics() if self._partial else None
+
+    @property
+    def expert_uses(self) -> tuple[int, int] | None:
+        return None if self.expert_cache is None else self.expert_cache.counters.totals
+
+    def expert_map(self) -> ExpertMap | None:
+        return self._partial.expert_map() if self._partial else None
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """The experts in the slots, with hits and misses; None if all experts are on the device."""
+        return self._partial.cache if self._partial else None
+
+    @property
+    def stream_counters(self) -> StreamCounters | None:
+        """Counts of experts streamed for long prompts; None if all experts are on the device."""
+        return self._partial.stream_counters if self._partial else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
+    def _typed_errors(self) -> AbstractContextManager[None]:
+        return device_errors()
+
+    def _launch(self, segments: Collection[CheckedSegment]) -> None:
+        is_known = all(segment.chosen is None for segment in segments)
+        rows = sum(len(segment.token_ids) for segment in segments)
+        if is_known or (self._partial and self._partial.must_wait(rows)):
+            self._settle()
+        self._num_steps += 1
+        self._outputs.forget()
+        self._sequences.reserve([segment.demand for segment in segments])
+        shape = self._shape_of(segments)
+        wants_all = all(len(segment.wanted) == len(segment.token_ids) for segment in segments)
+        with_head = wants_all and shape.num_rows <= MAX_DECODE_ROWS
+        inputs = self._loaded.inputs.on_host(shape.num_rows)
+        inputs.pad(inputs.write(segments))
+        with device_errors():
+            self._loaded.inputs.copy(shape.num_rows)
+            if not is_known:
+                self._loaded.sampler.admit(segments, self._loaded.inputs.columns(shape.num_rows))
+        self._can_make_room = True
+        try:
+            with device_errors():
+                self._run(shape, segments, with_head=with_head)
+        except OutOfMemoryError:
+            # The failed step may have changed states; only empty ones can be reset.
+            if any(segment.sequence.length for segment in segments) or not self._make_room():
+                raise
+            for segment in segments:
+                assert segment.sequence.state is not None
+                self._sequences.tensors.reset(segment.sequence.state)
+            self._run(shape, segments, with_head=with_head)
+
+    def _settle(self) -> None:
+        """Waits for all steps, and ends those that did not end yet. Raises as `_ended`."""
+        if self._in_flight:
+            self._ended()
+        else:
+            torch.cuda.current_stream().synchronize()
+
+    def take_back(self, sequence: Sequence) -> None:
+        """See `ModelRunner`."""
+        super().take_back(sequence)
+        if self._partial:
+            self._partial.left_out()
+
+    def _shape_of(self, segments: Collection[CheckedSegment]) -> StepShape:
+        count = sum(len(segment.token_ids) for segment in segments)
+        has_prompts = any(segment.is_prompt for segment in segments)
+        return StepShape(
+            padded_rows(count) if self.limits.is_captured(count) else count,
+            has_trees=any(segment.parents is not None for segment in segments),
+            has_branches=any(segment.has_branches for segment in segments),
+            has_prompts=has_prompts,
+            has_several=has_prompts and len(segments) > 1,
+            is_deep=any(segment.end > SHORT_CONTEXT for segment in segments),
+        )
+
+    def _start_step(self, shape: StepShape) -> None:
+        if self._partial:
+            self._partial.start_step(shape.num_rows)
+
+    def _run(self, shape: StepShape, segments: Collection[CheckedSegment], *, with_head: bool) -> None:
+        """Runs a step on the inputs that have been written, for hidden states or logits."""
+        self._start_step(shape)
+        outputs, mtp = self._outputs, self._loaded.mtp
+        if with_head:
+            outputs.logits = self._computed_logits(shape)
+            outputs.states = mtp.trunk_states[: shape.num_rows] if mtp else None
+        elif self.limits.is_captured(shape.num_rows):
+            outputs.hidden = self._steps.run(
+                ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
+            )
+        else:
+            outputs.hidden = self._uncaptured(shape)
+        changed = tuple(sequence for segment in segments for sequence in segment.sequences)
+        self._in_flight.append((self._num_steps, changed))
+        if self._partial:
+            self._partial.launched()
+
+    def _computed_logits(self, shape: StepShape) -> torch.Tensor:
+        """Logits [rows, vocab] after each row of the inputs that have been written."""
+        logits: torch.Tensor = self._steps.run(
+            ("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
+        )
+        return logits
+
+    def _uncaptured(self, shape: StepShape) -> Activations:
+        """Hidden states of a step too long for a captured graph."""
+        try:
+            return self._loaded.step(shape)
+        except ColdstreamError:
+            with suppress(ColdstreamError):
+                self._ended()
+            raise
+
+    def _make_room(self) -> bool:
+        """Frees slots of experts, at most once a step. False if none were freed. Raises as `_ended`."""
+        if self._partial is None or not self._can_make_room:
+            return False
+        self._can_make_room = False
+        with device_errors():
+            self._ended()
+            return self._partial.shrink() > 0
+
+    def _commit(self, path: AcceptedPath) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._loaded.commits.on_host.write(path)
+        self._can_make_room = True
+        self._steps.run(("commit", None), self._loaded.commit, lambda nothing: nothing, self._make_room)
+
+    def _logits_of(self, rows: Array) -> StepLogits | Array:
+        if len(rows) <= HEAD_ROWS:
+            step = self._num_steps
+            of_step = OnDevice(
+                self._on_device(rows),
+                self._loaded.sampler,
+                lambda: self._num_steps == step,
+                self._download,
+                partial(self._ended, step=step),
+            )
+            return StepLogits(of_step, range(len(rows)))
+        parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
+        return np.concatenate([self._download([self._on_device(part)]) for part in parts])
+
+    def _on_device(self, rows: Array) -> torch.Tensor:
+        """Logits of at most HEAD_ROWS rows of the last step."""
+        if not len(rows):
+            return torch.empty((0, self.spec.vocab_size), device="cuda")
+        return self._outputs.logits_of(rows, self._loaded.model.logits)
+
+    def _hidden_of(self, rows: Array | slice) -> torch.Tensor:
+        with device_errors():
+            return self._outputs.states_of(rows)
+
+    def _features_of(self, rows: Array | slice) -> torch.Tensor:
+        assert self._loaded.features is not None, "a runner with taps keeps features"
+        return self._loaded.features.of(rows)
+
+    def load_mtp(self) -> MtpBlock:
+        if self._loaded.mtp is None:
+            return super().load_mtp()
+        return CudaMtp(self._loaded, self.context_length, self._steps, self._begin_beside, self._make_room)
+
+    def load_dflash(self, file: DflashFile) -> CudaDflash:
+        """A drafter for this model, which was loaded with its taps. Raises as `CudaDflash`."""
+        assert self.taps == file.spec.taps, "the runner keeps what the drafter reads"
+        return CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
+
+    def _begin_beside(self) -> None:
+        """Before a step that is none of the model's, but uses its workspace."""
+        self._num_steps += 1
+        self._can_make_room = True
+        self._outputs.forget()
+
+    def _download(self, parts: Iterable[torch.Tensor]) -> Array:
+        """A host copy [n, vocab] of the parts' rows in order, at most HEAD_ROWS."""
+        count = 0
+        for part in parts:
+            self._host_logits[count : count + len(part)].copy_(part, non_blocking=True)
+            count += len(part)
+        self._ended()
+        return self._host_logits[:count].numpy().copy()

@@ -1,0 +1,1 @@
+"""DFlash drafters: their files and their numbers."""

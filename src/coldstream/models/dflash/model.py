@@ -1,0 +1,277 @@
+"""A DFlash drafter in PyTorch: the context of a sequence, and drafts of whole blocks after it.
+
+A committed row is the residual streams of the target after some of its layers. It becomes one vector, of
+which every layer keeps keys and values. A draft computes a block of noise rows at the positions behind: the
+anchor, which is the newest token, and mask tokens. They attend to the context and to each other, and what a
+row gives through the target's head are the candidates at its position. Keys and values of noise rows are
+forgotten with the draft.
+
+A target accepts only what it would have said itself, so that nothing here changes a token: arithmetic is
+PyTorch's, and the same for the same calls. On a GPU `cuda/dflash.py` computes the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.kernels.draft_block import reference
+from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
+from coldstream.models.dflash.convolution import Convolution
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.lattice import DraftLattice
+from coldstream.models.dflash.spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
+
+# Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
+# as long as dozens of them.
+MOST_WAITING: Final = 64
+
+Embed = Callable[[Sequence[int]], Any]  # token ids → float32 [n, E], an array or a tensor
+Head = Callable[[Any], Any]  # a tensor of hidden states, float32 [n, E] → float32 logits [n, V]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of a layer: matrices [out, in], vectors of norms float32."""
+
+    layer: DflashLayer
+    attn_norm: torch.Tensor
+    attn_q: torch.Tensor
+    attn_k: torch.Tensor
+    attn_v: torch.Tensor
+    attn_output: torch.Tensor
+    attn_q_norm: torch.Tensor
+    attn_k_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    ffn_gate: torch.Tensor
+    ffn_up: torch.Tensor
+    ffn_down: torch.Tensor
+    attn_conv: Convolution | None
+    ffn_conv: Convolution | None
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Scores of a candidate after the one before it."""
+
+    predecessor: torch.Tensor  # [V, rank]
+    successor: torch.Tensor  # [V, rank]
+    hidden: torch.Tensor  # [rank, E]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where the rows of a draft are."""
+
+    positions: NDArray[np.int64]  # [B]
+    rotations: tuple[torch.Tensor, torch.Tensor]  # see `DflashModel.rotations`
+    masks: dict[DflashLayer, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, layer: DflashLayer, keys: NDArray[np.int64]) -> torch.Tensor | None:
+        """Which of the rows at positions `keys` [L] each row attends to: bool [B, L]; None for all.
+
+        Layers that are alike keep the same rows, and share it.
+        """
+        if layer not in self.masks:
+            visible = visible_rows(layer, self.positions, keys)
+            self.masks[layer] = None if visible is None else torch.from_numpy(visible)
+        return self.masks[layer]
+
+
+class DflashModel:
+    """The weights of a drafter in the CPU's memory, and the embedding and head of its target."""
+
+    def __init__(self, spec: DflashSpec, tensors: dict[str, torch.Tensor], embed: Embed, head: Head) -> None:
+        """tensors: those of `tensor_shapes`, float32."""
+        self.spec, self.embed, self.head = spec, embed, head
+        self.fc, self.hidden_norm = tensors["fc.weight"], tensors["enc.output_norm.weight"]
+        self.output_norm = tensors["output_norm.weight"]
+        self.layers = tuple(
+            _layer_weights(layer, tensors, f"blk.{index}.") for index, layer in enumerate(spec.layers)
+        )
+        self.selector = None
+        if spec.second is not None:
+            names = ("predecessor", "successor", "hidden")
+            self.selector = Selector(*(tensors[f"selector_{name}.weight"] for name in names))
+
+    @classmethod
+    def load(cls, file: DflashFile, embed: Embed, head: Head) -> Self:
+        """Copies the weights to the CPU's memory, as float32.
+
+        embed, head: of the target, called while drafting. Raises ModelChangedError if the file shrank, and
+        OutOfMemoryError.
+        """
+        with torch_errors("loading a drafter"):
+            tensors = {name: file.read(name).float() for name in tensor_shapes(file.spec)}
+        return cls(file.spec, tensors, embed, head)
+
+    def new_sequence(self) -> "DflashSequence":
+        """An empty sequence. It takes no memory before its first row."""
+        return DflashSequence(self)
+
+    def new_rows(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory for keys or values."""
+        return torch.empty(shape, dtype=torch.float32)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm over the last dimension, computed in float32."""
+        return reference.norm(x, weight, self.spec.rms_norm_eps)
+
+    def rotations(self, positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for heads of rows at positions [n]: both [n, 1, head_dim / 2], float32."""
+        cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
+        return torch.from_numpy(cos)[:, None], torch.from_numpy(sin)[:, None]
+
+    def keys_values(
+        self, x: torch.Tensor, weights: LayerWeights, rotations: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
+        shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
+        keys = self.norm(functional.linear(x, weights.attn_k).view(shape), weights.attn_k_norm)
+        return reference.rotate(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
+
+
+class DflashSequence(CommittedRows[ContextRows]):
+    """The context of one sequence. Raises OutOfMemoryError or GenerationFault if PyTorch fails."""
+
+    def __init__(self, model: DflashModel) -> None:
+        super().__init__(new_contexts(model.spec, model.new_rows), MOST_WAITING)
+        self._model = model
+
+    @property
+    def spec(self) -> DflashSpec:
+        return self._model.spec
+
+    @torch.inference_mode()
+    def _copied(self, features: Any) -> torch.Tensor:
+        with torch_errors("the context of a drafter"):
+            return torch.as_tensor(features).to(torch.float32, copy=True)
+
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def _compute(self, parts: list[torch.Tensor], positions: NDArray[np.int64]) -> None:
+        model = self._model
+        with torch_errors("the context of a drafter"):
+            context = model.norm(functional.linear(self._joined(parts), model.fc), model.hidden_norm)
+            rotations = model.rotations(positions)
+            for weights, rows in zip(model.layers, self._contexts, strict=True):
+                rows.append(*model.keys_values(context, weights, rotations), positions)
+
+    @torch.inference_mode()
+    def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
+        """Drafts num_rows − 1 positions after the token `anchor`, which follows the committed rows.
+
+        num_rows: 2 … spec.block_size; a longer block is not a longer draft of a shorter one.
+        num_candidates: of every position, for a drafter of the first kind; the second has its own number.
+        Raises OutOfMemoryError or GenerationFault if PyTorch fails.
+        """
+        assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
+        with torch_errors("a draft"):
+            hidden = self.hidden(anchor, num_rows)[1:]
+            logits = torch.as_tensor(self._model.head(hidden))
+            if self._model.selector is None:
+                return _marginals(logits, num_candidates)
+            return self._selected(self._model.selector, hidden, logits, anchor)
+
+    @torch.inference_mode()
+    def hidden(self, anchor: int, num_rows: int) -> torch.Tensor:
+        """What the head reads of every row of the block, [num_rows, E]; see `draft`."""
+        self._compute_waiting()
+        model, spec = self._model, self.spec
+        token_ids = [anchor, *[spec.mask_id] * (num_rows - 1)]
+        x = torch.as_tensor(model.embed(token_ids))
+        positions = np.arange(self.length, self.length + num_rows)
+        block = _Block(positions, model.rotations(positions))
+        for weights, rows in zip(model.layers, self._contexts, strict=True):
+            x = x + self._attention(x, weights, rows, block)
+            x = x + self._feed_forward(x, weights)
+        return model.norm(x, model.output_norm)
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        rows: ContextRows,
+        block: _Block,
+    ) -> torch.Tensor:
+        """What attention adds to the residual stream x [B, E]."""
+        model, spec, count = self._model, self.spec, len(x)
+        x = model.norm(x, weights.attn_norm)
+        conv, dynamic = weights.attn_conv, None
+        if conv is not None:
+            dynamic = conv.dynamic(x)
+            x = conv.apply(x, dynamic, 0)
+        queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
+        queries = reference.rotate(model.norm(queries, weights.attn_q_norm), block.rotations)
+        window = weights.layer.window
+        first = 0 if window is None else int(block.positions[0]) - window + 1
+        keys, values = model.keys_values(x, weights, block.rotations)
+        keys, values, positions = rows.with_block(first, keys, values, block.positions)
+        mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions))
+        result = functional.linear(mixed, weights.attn_output)
+        return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
+
+    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        """What the FFN adds to the residual stream x [B, E]."""
+        x = self._model.norm(x, weights.ffn_norm)
+        conv, dynamic = weights.ffn_conv, None
+        if conv is not None:
+            dynamic = conv.dynamic(x)
+            x = conv.apply(x, dynamic, 0)
+        gated = functional.silu(functional.linear(x, weights.ffn_gate)) * functional.linear(x, weights.ffn_up)
+        result = functional.linear(gated, weights.ffn_down)
+        return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
+
+    def _selected(
+        self, selector: Selector, hidden: torch.Tensor, logits: torch.Tensor, anchor: int
+    ) -> DraftLattice:
+        """The lattice of a drafter of the second kind: scores are over the candidates of the head alone."""
+        assert self.spec.second is not None
+        own, token_ids = logits.topk(self.spec.second.selector_top_k, dim=-1)  # both [L, K]
+        before = torch.cat((torch.full_like(token_ids[:1], anchor), token_ids[:-1]))
+        projected = functional.linear(hidden, selector.hidden)[:, None]  # [L, 1, rank]
+        pairs = (selector.predecessor[before] * projected) @ selector.successor[token_ids].transpose(1, 2)
+        log_probs = functional.log_softmax(own[:, None].double() + pairs.double(), dim=-1)
+        return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())
+
+
+@contextmanager
+def torch_errors(what: str) -> Iterator[None]:
+    """Raises coldstream's errors for those of PyTorch inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # On the CPU PyTorch has no type of its own for it.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise OutOfMemoryError(
+                f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
+            ) from error
+        raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error
+
+
+def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix: str) -> LayerWeights:
+    def conv(name: str) -> Convolution | None:
+        base = tensors.get(f"{prefix}{name}_base")
+        return None if base is None else Convolution(base, tensors[f"{prefix}{name}_proj.weight"])
+
+    names = (
+        "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "ffn_norm",
+        "ffn_gate", "ffn_up", "ffn_down",
+    )  # fmt: skip
+    plain = {name: tensors[f"{prefix}{name}.weight"] for name in names}
+    return LayerWeights(layer=layer, **plain, attn_conv=conv("attn_conv"), ffn_conv=conv("ffn_conv"))
+
+
+def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:
+    """The likeliest tokens of every row of logits [L, V], whatever the token before."""
+    best, token_ids = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
+    log_probs = best.double() - logits.double().logsumexp(dim=-1, keepdim=True)
+    return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())

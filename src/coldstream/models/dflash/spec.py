@@ -1,0 +1,209 @@
+"""DflashSpec: the numbers of a DFlash drafter, whatever file they come from.
+
+A drafter of the first kind is a small bidirectional transformer over a block of mask tokens that reads some
+residual streams of its target. One of the second kind (DFlash 2) has short dynamic convolutions around every
+sublayer and a selector that scores pairs of neighbouring tokens as well. `config.py` and `gguf.py` read a
+spec; knows nothing of files and weights.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coldstream.errors import ConfigError
+from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
+from coldstream.models.dflash.rope import DflashRope
+from coldstream.models.spec.model_spec import ModelSpec
+
+MAX_DFLASH_LAYERS: Final = 64
+MAX_WIDTH: Final = 1 << 16  # of the residual stream
+MAX_HEAD_DIM: Final = 1 << 10
+MAX_FFN_SIZE: Final = 1 << 20
+MAX_VOCAB_SIZE: Final = 1 << 24
+MAX_POSITIONS: Final = 1 << 24
+MAX_BLOCK_SIZE: Final = 256
+MAX_TAPS: Final = 64
+MAX_TAP_ID: Final = 1 << 10
+MAX_CONV_KERNEL: Final = 16
+MAX_SELECTOR_RANK: Final = 1 << 12
+MAX_SELECTOR_TOP_K: Final = 256
+FIRST_CONTEXT_ROWS: Final = 1024  # of a layer that take memory at once
+
+
+@dataclass(frozen=True)
+class DflashLayer:
+    """What a row of the block may attend to, within the committed rows and its own block."""
+
+    window: int | None  # rows nearer than this; on both sides, unless the layer is causal. None: all
+    is_causal: bool  # no rows behind its own
+
+
+def layers_of(windows: tuple[int | None, ...], is_causal: bool | None) -> tuple[DflashLayer, ...]:
+    """The layers with these windows, all causal or none if the file says so.
+
+    Without a word in the file (None), layers with a window are causal and the others are not: so drafters
+    of that kind were trained.
+    """
+    return tuple(
+        DflashLayer(window, window is not None if is_causal is None else is_causal) for window in windows
+    )
+
+
+@dataclass(frozen=True)
+class Dflash2Spec:
+    """What the second kind has beside the first."""
+
+    conv_kernel: int  # rows of the block that a convolution reads: a row and those before it
+    conv_group: int  # neighbouring channels with one dynamic weight
+    selector_rank: int
+    selector_top_k: int  # candidates of every position
+
+
+@dataclass(frozen=True)
+class DflashSpec:
+    """Sizes are in elements. A spec that exists has every number in a sane range."""
+
+    hidden_size: int  # E, of the target too
+    vocab_size: int  # of the target
+    num_heads: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int  # even
+    ffn_size: int
+    rms_norm_eps: float
+    rope: DflashRope
+    block_size: int  # rows of the longest block, the anchor included
+    mask_id: int  # the token of all other rows, below vocab_size
+    taps: tuple[int, ...]  # ascending: layers of the target after which its residual stream is read
+    num_target_layers: int | None  # None: the file does not say
+    layers: tuple[DflashLayer, ...]
+    second: Dflash2Spec | None = None  # None: a drafter of the first kind
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def rows_of_draft(self, num_nodes: int, most_rows: int) -> int:
+        """Rows of a block that drafts so many tokens: as many as blocks have, `most_rows`, since of a shorter
+        one other tokens come out; only where no row sees those behind it, no more than are needed.
+        """
+        is_causal = all(layer.is_causal for layer in self.layers)
+        return min(most_rows, 1 + num_nodes) if is_causal else most_rows
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the features of a row, the tapped residual streams one behind the other."""
+        return len(self.taps) * self.hidden_size
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def context_rows(self, context_length: int) -> int:
+        """The most rows of keys and values for which all layers together take memory in such a context.
+
+        A row is 2 · kv_dim values. Room is doubled whenever it is too small, and never kept for more than
+        twice the rows of a window or for a window and a block.
+        """
+        room = max(FIRST_CONTEXT_ROWS, 2 * (context_length + self.block_size))
+        windows = (layer.window for layer in self.layers)
+        return sum(
+            room if window is None else min(room, window + max(window, self.block_size)) for window in windows
+        )
+
+
+def visible_rows(
+    layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
+) -> NDArray[np.bool_] | None:
+    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
+    ahead = keys[None] - queries[:, None]
+    if layer.window is None:
+        return ahead <= 0 if layer.is_causal else None
+    near = ahead > -layer.window
+    return near & (ahead <= 0 if layer.is_causal else ahead < layer.window)
+
+
+def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a drafter by its name in mainline GGUF, with its shape in numpy order."""
+    width, kv_dim = spec.hidden_size, spec.kv_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, spec.feature_size),
+        "enc.output_norm.weight": (width,),
+        "output_norm.weight": (width,),
+    }
+    for index in range(spec.num_layers):
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (width,),
+            "attn_q.weight": (spec.query_dim, width),
+            "attn_k.weight": (kv_dim, width),
+            "attn_v.weight": (kv_dim, width),
+            "attn_output.weight": (width, spec.query_dim),
+            "attn_q_norm.weight": (spec.head_dim,),
+            "attn_k_norm.weight": (spec.head_dim,),
+            "ffn_norm.weight": (width,),
+            "ffn_gate.weight": (spec.ffn_size, width),
+            "ffn_up.weight": (spec.ffn_size, width),
+            "ffn_down.weight": (width, spec.ffn_size),
+        }
+        if spec.second is not None:
+            kernel = spec.second.conv_kernel
+            dynamic = 2 * kernel * (width // spec.second.conv_group)
+            for name in ("attn_conv", "ffn_conv"):
+                layer[f"{name}_base"] = (2, kernel, width)
+                layer[f"{name}_proj.weight"] = (dynamic, width)
+        shapes |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
+    if spec.second is not None:
+        rank = spec.second.selector_rank
+        shapes["selector_predecessor.weight"] = (spec.vocab_size, rank)
+        shapes["selector_successor.weight"] = (spec.vocab_size, rank)
+        shapes["selector_hidden.weight"] = (rank, width)
+    return shapes
+
+
+def check_gpu(spec: DflashSpec) -> None:
+    """Raises ConfigError if a GPU has no kernels for a drafter of these sizes."""
+    if spec.head_dim not in HEAD_SIZES:
+        raise ConfigError(
+            f"the drafter has attention heads of {spec.head_dim}, and GPUs draft with heads of "
+            f"{', '.join(map(str, HEAD_SIZES))}: use --device cpu, or draft in another way"
+        )
+    if spec.second is not None and spec.second.selector_top_k > MAX_CANDIDATES:
+        raise ConfigError(
+            f"the drafter selects of {spec.second.selector_top_k} tokens at a position, and GPUs of at most "
+            f"{MAX_CANDIDATES}: use --device cpu, or draft in another way"
+        )
+    if spec.hidden_size % 8 or spec.ffn_size % 8:
+        raise ConfigError(
+            f"the drafter has rows of {spec.hidden_size} and {spec.ffn_size} values, and GPUs draft with "
+            "multiples of 8: use --device cpu, or draft in another way"
+        )
+
+
+def check_target(spec: DflashSpec, target: ModelSpec) -> None:
+    """Raises ConfigError, with the reason, unless the drafter is one of models with the target's shape.
+
+    The mask token, which is in the drafter's vocabulary, then is in the target's.
+    """
+    advice = "give the drafter that was trained for this model, or draft in another way"
+    for what, drafter_has, target_has in (
+        ("a vocabulary of {} tokens", spec.vocab_size, target.vocab_size),
+        ("a hidden size of {}", spec.hidden_size, target.hidden_size),
+        ("{} layers", spec.num_target_layers, target.num_layers),
+    ):
+        if drafter_has is not None and drafter_has != target_has:
+            raise ConfigError(
+                f"the drafter is for a model with {what.format(drafter_has)}, and the model has "
+                f"{target_has}: {advice}"
+            )
+    if spec.taps[-1] >= target.num_layers:
+        raise ConfigError(
+            f"the drafter reads the state after layer {spec.taps[-1]}, and the last layer of the model is "
+            f"{target.num_layers - 1}: {advice}"
+        )

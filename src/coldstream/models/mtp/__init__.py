@@ -1,0 +1,1 @@
+"""The block for multi-token prediction behind a model's trunk."""

@@ -1,0 +1,77 @@
+"""The block for multi-token prediction (MTP, "NextN") that a file may have behind its trunk.
+
+It predicts the token after the next one from the trunk's last hidden state and the embedding of the next
+token: a model of one layer, whose input is eh_proj · [norm(embedding); norm(hidden state)]. Its own normed
+output stands for the hidden state when it goes on from a token that it has predicted itself. Embedding and
+head are the trunk's unless the block has tables of its own.
+
+The unit of work is a row (token x_{p+1}, hidden state h_p); written over `Ops` like the trunk.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.gguf.messages import shorten
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import Array, Ops, Rows, Weight
+from coldstream.kvcache.cache import ModelCache
+from coldstream.models.causal_lm import CausalLM
+from coldstream.models.loader import Loader
+from coldstream.models.spec.sanity import check_small_tensors
+
+
+@dataclass(frozen=True)
+class MtpModel:
+    """The weights of the block, and what it shares with the trunk."""
+
+    layer: CausalLM  # the block's layer with the embedding, last norm and head that it uses
+    eh_proj: Weight  # [E, 2·E]
+    enorm: Array  # [E]
+    hnorm: Array  # [E]
+
+    @classmethod
+    def load(cls, file: GGUFFile, trunk: CausalLM, ops: Ops) -> Self:
+        """Loads the only MTP block of the trunk's file; `ops` must be able to read the trunk's weights.
+
+        Raises UnsupportedError unless the file has one block, and otherwise as `CausalLM.load`.
+        """
+        spec = trunk.spec
+        if spec.num_nextn_layers != 1:
+            raise UnsupportedError(
+                f"{shorten(file.paths[0])} has {spec.num_nextn_layers} blocks for multi-token prediction, "
+                "and drafting takes a file with one: choose another way of drafting, or another file"
+            )
+        loader = Loader(file, spec, ops)
+        nextn = loader.nextn(spec.num_layers)
+        check_small_tensors(spec, loader.vectors)
+        layer = replace(
+            trunk,
+            spec=replace(spec, layers=spec.nextn_layers, nextn_layers=()),
+            ops=ops,
+            token_embd=trunk.token_embd if nextn.token_embd is None else nextn.token_embd,
+            blocks=(nextn.block,),
+            output_norm=trunk.output_norm if nextn.output_norm is None else nextn.output_norm,
+            output=trunk.output if nextn.output is None else nextn.output,
+        )
+        return cls(layer, nextn.eh_proj, nextn.enorm, nextn.hnorm)
+
+    def forward(self, token_ids: Array, hidden: Array, rows: Rows, cache: ModelCache) -> Array:
+        """Normed outputs [T, E]: what the head reads, and the hidden states of rows that follow them.
+
+        Row i is the token token_ids[i], int32 [T], after hidden[i], [T, E]: the trunk's hidden state after
+        its last norm, or an output of the block. Advances `cache`, made for the spec of `layer`, at `rows`.
+        InvalidRequestError without rows.
+        """
+        if token_ids.shape[0] == 0:
+            raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
+        layer, ops = self.layer, self.layer.ops
+        angles = layer.angles(rows)
+        embedded = ops.embed(layer.token_embd, token_ids)
+        pair = ops.rms_norm_pair(embedded, self.enorm, hidden, self.hnorm, layer.spec.rms_norm_eps)
+        (x,) = ops.linear(pair, (self.eh_proj,))
+        return layer.through_blocks(x, angles, rows, cache)
+
+    def logits(self, outputs: Array) -> Array:
+        """Logits of outputs of `forward`: [T, E] → [T, vocab]."""
+        return self.layer.logits(outputs)

@@ -1,0 +1,99 @@
+"""Compares the layers of a file with what kernels compute.
+
+A file that needs anything else is refused before a weight is read: without it, its text would be fluent and
+wrong.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.messages import shorten
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.layer_keys import NORM_KEYS
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    LayerSpec,
+    MoeSpec,
+    RouterSpec,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One field of a layer: its value, whether kernels compute it, and what they compute."""
+
+    what: str
+    value: object
+    is_supported: bool
+    supported: str
+    keys: tuple[str, ...] = ()  # one of them may state the value in the file
+
+
+def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
+    """Raises UnsupportedError for the first field of `layers` whose value no kernel computes.
+
+    The message names the key and its value in the file, or the layer and the value where no key says it.
+    """
+    for index, layer in enumerate(layers):
+        for choice in (*_mixer_choices(layer.mixer), *_ffn_choices(layer.ffn)):
+            if choice.is_supported:
+                continue
+            for key in choice.keys:
+                if key in keys:
+                    problem = f"{keys.value(key)}, supported: {choice.supported}"
+                    raise keys.error(UnsupportedError, key, problem)
+            raise UnsupportedError(
+                f"{shorten(keys.path)}: blk.{index} of {keys.architecture}: {choice.what} {choice.value}, "
+                f"supported: {choice.supported}"
+            )
+    _check_alike(layers, keys)
+
+
+def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
+    if isinstance(spec, DeltaNetSpec):
+        return
+    window = spec.window
+    yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
+    yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
+    yield Choice("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
+    yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
+    yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
+    # Kernels have windows, but the key does not say which layers of a family have one.
+    yield Choice("window", window, window is None, "all positions", ("attention.sliding_window",))
+
+
+def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:
+    yield Choice("activation", spec.activation, spec.activation == "swiglu", "swiglu")
+    if isinstance(spec, DenseFfnSpec):
+        return
+    yield from _router_choices(spec.router)
+    yield Choice("expert bias", spec.bias, not spec.bias, "experts without biases")
+    has_kernels, supported = spec.shared in ("none", "gated"), "none, or one with a gate"
+    yield Choice("shared expert", spec.shared, has_kernels, supported)
+
+
+def _router_choices(spec: RouterSpec) -> Iterator[Choice]:
+    gating, unbiased, normalised = spec.gating, not spec.selection_bias, spec.normalised
+    weights = "normalised expert weights"
+    yield Choice("router", gating, gating == "softmax", "softmax (1)", ("expert_gating_func",))
+    yield Choice("selection bias", spec.selection_bias, unbiased, "a router without a bias")
+    yield Choice("normalised", normalised, normalised, weights, NORM_KEYS)
+    yield Choice("scale", spec.scale, spec.scale == 1, "1", ("expert_weights_scale",))
+    yield Choice("groups", spec.num_groups, spec.num_groups == 1, "1", ("expert_group_count",))
+
+
+def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
+    """Caches, slots of experts and plans have one size for all layers of a kind."""
+    kinds: dict[str, set[object]] = {"attention": set(), "gated DeltaNet": set(), "feed-forward": set()}
+    for layer in layers:
+        kinds["attention" if layer.kind == "attention" else "gated DeltaNet"].add(layer.mixer)
+        kinds["feed-forward"].add(layer.ffn)
+    for what, specs in kinds.items():
+        if len(specs) > 1:
+            raise UnsupportedError(
+                f"{shorten(keys.path)}: the {what} layers of {keys.architecture} differ from each other, "
+                "supported: layers that are alike"
+            )

@@ -1,0 +1,177 @@
+"""Reads the layers of a model from the keys that families share.
+
+A family passes as arguments what no key states (gates, norms, the order of heads).
+
+Every function takes the `Hyperparameters` of a file and raises InconsistentError, LimitError or
+UnsupportedError naming the key that is wrong.
+"""
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from coldstream.errors import UnsupportedError
+from coldstream.kernels.ops import RopeSpec
+from coldstream.models.spec.hyperparameters import MAX_BLOCKS, MAX_HEADS, Hyperparameters
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    Gating,
+    LayerKind,
+    LayerSpec,
+    MoeSpec,
+    QkNorm,
+    RouterSpec,
+    SharedExpert,
+)
+from coldstream.models.spec.rope_keys import read_scaling
+
+_GATING: Final[Mapping[int, Gating]] = MappingProxyType(
+    {
+        0: "softmax",  # not stated
+        1: "softmax",
+        2: "sigmoid",
+        3: "softmax of the chosen",
+        4: "square root of softplus",
+    }
+)
+# Ollama's converter has a name of its own for the same key.
+NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
+
+
+def read_attention(
+    keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm, rotates_whole_heads: bool = False
+) -> AttentionSpec:
+    """The attention of all layers that attend. rotates_whole_heads: the default without a key for it."""
+    num_heads = keys.uniform("attention.head_count", MAX_HEADS)
+    num_kv_heads = keys.uniform("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise keys.inconsistent("attention.head_count_kv", f"{num_kv_heads} for {num_heads} heads")
+    head_dim = keys.integer("attention.key_length", 1, 1024)
+    value_length = keys.integer("attention.value_length", 1, 1024, head_dim)
+    if value_length != head_dim:
+        raise keys.inconsistent("attention.value_length", f"{value_length}, the keys have {head_dim}")
+    default_rope_dims = head_dim if rotates_whole_heads else None
+    rope_dims = keys.integer("rope.dimension_count", 2, head_dim, default_rope_dims)
+    if rope_dims % 2:
+        raise keys.inconsistent("rope.dimension_count", f"{rope_dims}, expected an even number")
+    rope = RopeSpec(rope_dims, keys.number("rope.freq_base", 1.0, 1e12))
+    context_length = keys.integer("context_length", 1, 1 << 24)
+    scaling = read_scaling(keys.keys, keys.architecture, rope, context_length)
+    usual_scale = 1 / math.sqrt(head_dim)
+    scale = keys.number("attention.scale", 0.0, 1e6, 0.0)
+    # A window as long as the context has no effect, and 0 means none.
+    window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
+    is_hiding = 0 < window < context_length
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=replace(rope, scaling=scaling),
+        output_gate=output_gate,
+        qk_norm=qk_norm,
+        scale=None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale,
+        causal=keys.flag("attention.causal", True),
+        window=window if is_hiding else None,
+    )
+
+
+def read_delta_net(keys: Hyperparameters, *, value_heads_grouped: bool) -> DeltaNetSpec:
+    """The gated DeltaNet of all layers that have one."""
+    num_value_heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    spec = DeltaNetSpec(
+        conv_kernel=keys.integer("ssm.conv_kernel", 2, 16),
+        state_size=keys.integer("ssm.state_size", 1, 1024),
+        num_key_heads=keys.integer("ssm.group_count", 1, num_value_heads),
+        num_value_heads=num_value_heads,
+        value_heads_grouped=value_heads_grouped,
+    )
+    if num_value_heads % spec.num_key_heads:
+        problem = f"{num_value_heads} value heads for {spec.num_key_heads} key heads: not a multiple"
+        raise keys.inconsistent("ssm.time_step_rank", problem)
+    inner_size = keys.integer("ssm.inner_size", 1, 1 << 20, spec.value_dim)
+    if inner_size != spec.value_dim:
+        problem = f"{inner_size}, but {num_value_heads} heads of {spec.state_size} make {spec.value_dim}"
+        raise keys.inconsistent("ssm.inner_size", problem)
+    return spec
+
+
+def read_moe(keys: Hyperparameters, *, shared: SharedExpert) -> MoeSpec:
+    """The mixture of experts of all layers that have one."""
+    num_experts = keys.integer("expert_count", 1, 4096)
+    has_shared = shared != "none"
+    return MoeSpec(
+        num_experts=num_experts,
+        num_experts_per_tok=keys.integer("expert_used_count", 1, num_experts),
+        ffn_size=keys.uniform("expert_feed_forward_length", 1 << 16),
+        router=read_router(keys),
+        shared=shared,
+        shared_ffn_size=keys.uniform("expert_shared_feed_forward_length", 1 << 16) if has_shared else 0,
+    )
+
+
+def read_router(keys: Hyperparameters) -> RouterSpec:
+    """A softmax with normalised weights, unless keys state otherwise."""
+    gating = keys.integer("expert_gating_func", 0, 1 << 32, 0)
+    if gating not in _GATING:
+        raise keys.error(UnsupportedError, "expert_gating_func", f"{gating}, known: 1 to {max(_GATING)}")
+    norms = {name: keys.flag(name) for name in NORM_KEYS if name in keys}
+    if len(set(norms.values())) > 1:
+        raise keys.inconsistent(NORM_KEYS[1], f"{norms[NORM_KEYS[1]]}, but {NORM_KEYS[0]} says otherwise")
+    return RouterSpec(
+        gating=_GATING[gating],
+        normalised=all(norms.values()),
+        scale=keys.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,  # 0 means none
+        num_groups=keys.integer("expert_group_count", 0, 4096, 1) or 1,
+    )
+
+
+def read_dense_ffn(keys: Hyperparameters) -> DenseFfnSpec:
+    """The feed-forward network of all layers without experts."""
+    return DenseFfnSpec(keys.uniform("feed_forward_length", 1 << 18))
+
+
+def hybrid_layers(
+    keys: Hyperparameters,
+    attention: AttentionSpec,
+    delta_net: DeltaNetSpec,
+    ffn: MoeSpec | DenseFfnSpec,
+) -> tuple[LayerSpec, ...]:
+    """Layers of two kinds of mixer [num_blocks]; blocks for multi-token prediction always attend."""
+    kinds = layer_kinds(keys, keys.tensor_names)
+    mixers = tuple(attention if kind == "attention" else delta_net for kind in kinds)
+    return tuple(LayerSpec(mixer, ffn) for mixer in (*mixers, *[attention] * keys.num_nextn_layers))
+
+
+def layer_kinds(keys: Hyperparameters, tensor_names: Container[str]) -> tuple[LayerKind, ...]:
+    """The mixer of each layer of the trunk, by the tensors present, which the keys must not contradict."""
+    recurrent = tuple(f"blk.{layer}.ssm_a" in tensor_names for layer in range(keys.num_layers))
+    declared = _declared_recurrent(keys)
+    if declared is not None and declared[1] != recurrent:
+        name, flags = declared
+        layer = next(layer for layer, flag in enumerate(flags) if flag != recurrent[layer])
+        kind, tensor = ("a gated DeltaNet", "missing") if flags[layer] else ("attention", "present")
+        raise keys.inconsistent(
+            name, f"makes layer {layer} {kind}, but the tensor blk.{layer}.ssm_a is {tensor}"
+        )
+    return tuple("delta_net" if flag else "attention" for flag in recurrent)
+
+
+def _declared_recurrent(keys: Hyperparameters) -> tuple[str, tuple[bool, ...]] | None:
+    """The key that states each layer's mixer, and its flags: True for a DeltaNet, False for attention.
+
+    None without such a key, as in some of Ollama's files and early ones of `qwen3next`.
+    """
+    name = "attention.recurrent_layers"
+    if name in keys:
+        return name, keys.flags_per_layer(name)
+    name = "full_attention_interval"
+    if name in keys:
+        interval = keys.integer(name, 1, MAX_BLOCKS)
+        return name, tuple((layer + 1) % interval != 0 for layer in range(keys.num_layers))
+    name = "attention.head_count_kv"
+    counts = keys.per_layer(name, MAX_HEADS)
+    return (name, tuple(count == 0 for count in counts)) if 0 in counts else None

@@ -1,0 +1,201 @@
+"""ModelSpec: the numbers of a model, taken from its metadata and tensor table and checked against each other.
+
+Knows nothing of weights, devices or what a layer computes; `architectures/` reads the layers. A spec that
+exists is consistent: every number lies in a sane range, every tensor that the model needs is present with the
+shape that the numbers imply, and kernels compute every layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from coldstream.errors import InconsistentError
+from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
+from coldstream.gguf.metadata import Metadata, Value
+from coldstream.gguf.reader import TensorInfo
+from coldstream.models.architectures import architecture_of
+from coldstream.models.architectures.tensor_table import validate_tensors
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.kernel_support import check_kernels
+from coldstream.models.spec.layer_specs import (
+    NO_ATTENTION,
+    NO_DELTA_NET,
+    NO_EXPERTS,
+    AttentionSpec,
+    DeltaNetSpec,
+    LayerKind,
+    LayerSpec,
+    MoeSpec,
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Names follow the Hugging Face configuration; sizes are in elements, 0 for parts that a model lacks.
+
+    The blocks of the file are the layers of the trunk, 0 … num_layers − 1, then num_nextn_layers blocks that
+    predict further tokens (MTP) and take no part in the forward pass. Layers of a kind are alike, so that
+    their sizes are the model's.
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    tied_output: bool  # the output matrix is the embedding table
+    layers: tuple[LayerSpec, ...]  # of the trunk
+    nextn_layers: tuple[LayerSpec, ...] = ()
+    num_absent_nextn_layers: int = 0  # MTP blocks that the file declares and holds no tensor of
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the file declares and the model does without, as text for people."""
+        if not self.num_absent_nextn_layers:
+            return ()
+        return (
+            f"{self.architecture}.nextn_predict_layers is {self.num_absent_nextn_layers}, but the file holds "
+            "no tensor of a block for multi-token prediction (MTP): the model runs without one",
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_nextn_layers(self) -> int:
+        return len(self.nextn_layers)
+
+    @property
+    def blocks(self) -> tuple[LayerSpec, ...]:
+        """Layers of the trunk and MTP blocks together."""
+        return self.layers + self.nextn_layers
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The mixers of the trunk [num_layers]."""
+        return tuple(layer.kind for layer in self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of all blocks that attend."""
+        mixers = (layer.mixer for layer in self.blocks)
+        return next((mixer for mixer in mixers if isinstance(mixer, AttentionSpec)), NO_ATTENTION)
+
+    @property
+    def delta_net(self) -> DeltaNetSpec:
+        """The gated DeltaNet of all layers that have one."""
+        mixers = (layer.mixer for layer in self.layers)
+        return next((mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)), NO_DELTA_NET)
+
+    @property
+    def moe(self) -> MoeSpec:
+        """The mixture of experts of all layers."""
+        ffns = (layer.ffn for layer in self.layers)
+        return next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), NO_EXPERTS)
+
+    def with_window(self, window: int | None) -> Self:
+        """The same with attention to the last `window` positions, at least 1; None: as it is."""
+        if window is None:
+            return self
+        trunk, nextn = (
+            tuple(_with_window(layer, window) for layer in layers)
+            for layers in (self.layers, self.nextn_layers)
+        )
+        return replace(self, layers=trunk, nextn_layers=nextn)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.attention.query_dim
+
+    @property
+    def conv_kernel(self) -> int:
+        return self.delta_net.conv_kernel
+
+    @property
+    def conv_dim(self) -> int:
+        return self.delta_net.conv_dim
+
+    @property
+    def ssm_state_size(self) -> int:
+        return self.delta_net.state_size
+
+    @property
+    def num_value_heads(self) -> int:
+        return self.delta_net.num_value_heads
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self.moe.num_experts_per_tok
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) -> Self:
+        """The spec of the model that `metadata` and `tensors` (name → TensorInfo) describe.
+
+        Raises UnsupportedError for files that are something else than a whole model of a known architecture
+        or that ask for what no kernel computes, and InconsistentError or LimitError naming the key or tensor
+        that is wrong. Give a `Metadata` for messages that name the file and the byte.
+        """
+        keys = metadata if isinstance(metadata, Metadata) else Metadata(metadata, {})
+        architecture = architecture_of(keys)
+        numbers = Hyperparameters(keys, tensors, architecture.name)
+        vocab_size = _vocab_size(numbers, tensors)
+        blocks = architecture.read_layers(numbers)
+        check_kernels(blocks, numbers)
+        spec = cls(
+            architecture=architecture.name,
+            hidden_size=numbers.integer("embedding_length", 1, 1 << 16),
+            vocab_size=vocab_size,
+            context_length=numbers.integer("context_length", 1, 1 << 24),
+            rms_norm_eps=numbers.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
+            tied_output="output.weight" not in tensors,
+            layers=blocks[: numbers.num_layers],
+            nextn_layers=blocks[numbers.num_layers :],
+            num_absent_nextn_layers=numbers.num_absent_nextn_layers,
+        )
+        validate_tensors(spec, tensors, keys.path)
+        return spec
+
+
+def _with_window(layer: LayerSpec, window: int) -> LayerSpec:
+    if not isinstance(layer.mixer, AttentionSpec):
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, window=window))
+
+
+def _vocab_size(numbers: Hyperparameters, tensors: Mapping[str, TensorInfo]) -> int:
+    keys = numbers.keys
+    if "token_embd.weight" not in tensors:
+        raise InconsistentError(
+            f"{shorten(keys.path)}: the tensor token_embd.weight is missing: {INCOMPLETE}"
+        )
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    tokens = keys.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) != vocab_size:
+        problem = f"{len(tokens)} tokens, but token_embd.weight has {vocab_size} rows: {RECONVERT}"
+        raise keys.error(InconsistentError, "tokenizer.ggml.tokens", problem)
+    declared = numbers.integer("vocab_size", 1, 1 << 24, vocab_size)
+    if declared != vocab_size:
+        raise numbers.inconsistent("vocab_size", f"{declared}, but token_embd.weight has {vocab_size} rows")
+    return vocab_size

@@ -1,0 +1,72 @@
+"""Checks of values: of small tensors, to find wrongly converted models before they run, and of logits.
+
+A wrong convention leaves shapes intact and makes fluent garbage. Two conventions show in the values
+themselves: norm weights are stored with the 1 added, and `ssm_a` is stored as −exp(A_log). The second is
+certain, the first a likelihood, so it only warns.
+
+Weights of experts are not checked: there are too many, and a NaN among them shows in the logits of tokens
+that use them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from coldstream.errors import GenerationFault, InconsistentError
+from coldstream.models.spec.model_spec import ModelSpec
+
+# Halfway to the values that a norm weight is centred on when the 1 was never added (0) or was added twice
+# (2), with room for what training does to it.
+_LOWEST_NORM_MEAN = 0.25
+_HIGHEST_NORM_MEAN = 1.75
+
+
+def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """Warnings for people; InconsistentError with the likely cause when values contradict the conventions of
+    GGUF.
+
+    `tensors` maps names to float32 arrays in the shapes of the table; only those present are judged:
+    `attn_norm` of the trunk together, and each `ssm_a`. Every given tensor must be finite.
+    """
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise InconsistentError(
+                f"{name} holds a NaN or an infinity: the file is damaged, download it again"
+            )
+        if name.endswith(".ssm_a") and (values >= 0).any():
+            raise InconsistentError(
+                f"{name} holds {values.max():.3g}, expected values below 0: the converter seems to have "
+                "stored A_log instead of -exp(A_log). Convert the model with a current converter"
+            )
+    names = (f"blk.{layer}.attn_norm.weight" for layer in range(spec.num_layers))
+    means = [float(tensors[name].mean()) for name in names if name in tensors]
+    if means and not _LOWEST_NORM_MEAN <= np.median(means) <= _HIGHEST_NORM_MEAN:
+        cause = "never added 1 to" if np.median(means) < 1 else "added 1 twice to"
+        return (
+            f"the attn_norm weights are centred on {np.median(means):.2f}, expected about 1: the converter "
+            f"may have {cause} the norm weights. If the text is garbled, convert the checkpoint again",
+        )
+    return ()
+
+
+def check_logits(logits: np.ndarray[Any, Any], position: int) -> None:
+    """Raises GenerationFault unless all float32 logits [vocab], or [rows, vocab], are finite.
+
+    position: of the token that the (first row of) logits are for, as the error names it.
+    """
+    finite = np.isfinite(logits)
+    if finite.all():
+        return
+    rows, finite = np.atleast_2d(logits), np.atleast_2d(finite)
+    row = int(np.argmin(finite.all(axis=1)))
+    raise damaged_logits(int((~finite[row]).sum()), rows.shape[1], position + row)
+
+
+def damaged_logits(num_bad: int, vocab_size: int, position: int) -> GenerationFault:
+    """The error for logits after which no token can be chosen, as they are not finite."""
+    return GenerationFault(
+        f"{num_bad} of {vocab_size} logits at position {position} are not finite; the model's "
+        "weights or its state are damaged. The next request starts from an empty state; if it fails too, "
+        "download the model again"
+    )

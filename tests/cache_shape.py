@@ -1,0 +1,14 @@
+"""The shape of a small cache that tests of several folders use."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    layer_kinds: tuple[str, ...] = ("delta_net", "attention", "delta_net")
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    conv_kernel: int = 4
+    conv_dim: int = 24
+    num_value_heads: int = 3
+    ssm_state_size: int = 4

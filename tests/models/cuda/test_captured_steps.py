@@ -1,0 +1,111 @@
+"""What a capture keeps away from its stream."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coldstream.errors import OutOfMemoryError
+from coldstream.models.cuda.graphs import CapturedStep, CapturedSteps
+from coldstream.models.fixed_part import MAX_GRAPHS
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def enabled() -> None:
+    assert gc.isenabled(), "as Python starts"
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_within_a_capture(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    garbage = weakref.ref(Cycle())
+
+    def step() -> None:
+        several = gc.get_threshold()[0] * (gc.get_threshold()[1] + 1) * (gc.get_threshold()[2] + 1)
+        kept = [[] for _ in range(several + 1)]  # type: ignore[var-annotated]
+        assert kept
+        assert garbage() is not None
+        if fails:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        CapturedStep.of(step, lambda nothing: nothing)
+    assert gc.isenabled()
+    gc.collect()
+    assert garbage() is None
+
+
+def test_a_collection_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    gc.disable()
+    try:
+        CapturedStep.of(lambda: None, lambda nothing: nothing)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+class Steps:
+    """Captures that only note what is asked of them; the first ones may find no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refused = self.asked = 0
+        self.captured: list[object] = []
+        self.replayed: list[object] = []
+        self.steps = CapturedSteps()
+        monkeypatch.setattr(CapturedStep, "of", self.of)
+
+    def of(self, step: Callable[[], object], without_memory: object) -> SimpleNamespace:
+        if self.refused:
+            self.refused -= 1
+            raise OutOfMemoryError("none")
+        outputs = step()
+        self.captured.append(outputs)
+        return SimpleNamespace(
+            graph=SimpleNamespace(replay=lambda: self.replayed.append(outputs)), outputs=outputs
+        )
+
+    def run(self, shape: int, *, has_room: bool = True) -> object:
+        def make_room() -> bool:
+            self.asked += 1
+            return has_room
+
+        return self.steps.run(("step", shape), lambda: shape, lambda outputs: outputs, make_room)
+
+
+def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    for shape in range(MAX_GRAPHS):
+        assert steps.run(shape) == shape
+    assert steps.run(0) == 0
+    steps.run(MAX_GRAPHS)  # in place of the one that was not used for longest
+    assert steps.run(0) == 0
+    assert steps.replayed == [0, 0]
+    steps.run(1)
+    assert steps.captured == [*range(MAX_GRAPHS + 1), 1]
+    assert steps.steps.num_captured == MAX_GRAPHS + 2
+
+
+def test_a_capture_without_memory_is_tried_again_if_room_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.refused = 1
+    with pytest.raises(OutOfMemoryError):
+        steps.run(1, has_room=False)
+    assert (steps.asked, steps.captured) == (1, [])
+    steps.refused = 1
+    assert steps.run(1) == 1
+    assert (steps.asked, steps.captured) == (2, [1])

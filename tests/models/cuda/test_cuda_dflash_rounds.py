@@ -1,0 +1,104 @@
+"""Rounds that a DFlash drafter drafts: tokens are the likeliest chain of what the host's drafts say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings")
+
+from test_cuda_dflash import CASES, CONTEXT, device, opened_drafter, target
+
+from coldstream.kernels.draft_block.reference import likeliest_chain
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.sample.settings import RowSettings
+from coldstream.models.cuda import dflash_rings
+from coldstream.models.cuda.dflash import CudaDflashSequence
+from coldstream.models.runner import ModelRunner
+
+__all__ = ["device", "target"]
+PROMPT, ROOT = [1, 2, 3, 4, 5], 7
+SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, len(PROMPT) + 1)
+
+
+def text_of(left: int) -> RoundText:
+    return RoundText(7, ROOT, left, SETTINGS, frozenset())
+
+
+def chain_of(context: CudaDflashSequence, root: int, num_nodes: int) -> list[int]:
+    """By the host."""
+    is_causal = all(layer.is_causal for layer in context.spec.layers)
+    lattice = context.draft(root, 1 + num_nodes if is_causal else context.spec.block_size, 16)
+    log_probs = torch.from_numpy(lattice.log_probs)
+    return likeliest_chain(torch.from_numpy(lattice.token_ids), log_probs, num_nodes)
+
+
+@pytest.mark.parametrize("name", ["mixed, yarn", "causal", "second", "second, full"])
+def test_rounds_draft_what_the_host_drafts(
+    tmp_path: Path, target: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another sequence's drafts come between, and while the memory of contexts grows."""
+    monkeypatch.setattr(dflash_rings, "FIRST_CONTEXT_ROWS", 8)
+    with opened_drafter(tmp_path / "drafter", target, CASES[name]) as (runner, drafting):
+        sequence, context, mirror = runner.new_sequence(), drafting.new_sequence(), drafting.new_sequence()
+        runner.extend(sequence, PROMPT)
+        for each in (context, mirror):
+            each.append(runner.features(range(len(PROMPT))))
+        rounds = context.begin_rounds(sequence, text_of(40))
+        assert rounds is not None
+        root, arrays, features = ROOT, drafting._loaded.rounds.arrays, drafting._loaded.features
+        for num_nodes in (3, 1, 0, 7, 2, 4, 5):
+            expected = chain_of(mirror, root, num_nodes) if num_nodes else []
+            rounds.launch(num_nodes)
+            accepted = rounds.take()
+            assert arrays.model_columns[1 : 1 + num_nodes].tolist() == expected
+            assert (accepted.num_drafted, accepted.fault, accepted.is_last) == (num_nodes, 0, False)
+            mirror.append(features.of(slice(len(accepted.token_ids))))
+            root = accepted.token_ids[-1]
+        num_held, state = rounds.end()
+        assert state is None
+        assert context.length == mirror.length == sequence.length == len(PROMPT) + num_held
+        assert context.has_last
+        assert chain_of(context, root, 7) == chain_of(mirror, root, 7)
+
+
+def begun(runner: ModelRunner, context: CudaDflashSequence) -> object:
+    sequence = runner.new_sequence()
+    runner.extend(sequence, PROMPT)
+    context.append(runner.features(range(len(PROMPT))))
+    return context.begin_rounds(sequence, text_of(CONTEXT))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_there_are_no_rounds_where_they_cannot_be(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With experts missing, with a context that lacks rows, and without memory for more."""
+    with opened_drafter(tmp_path / "some", target, CASES["second"], share=0.5) as (runner, drafting):
+        assert not drafting.new_sequence().runs_rounds
+        assert begun(runner, drafting.new_sequence()) is None
+    with opened_drafter(tmp_path / "all", target, CASES["second"]) as (runner, drafting):
+        context, free = drafting.new_sequence(), runner.free
+        assert context.runs_rounds
+        sequence = runner.new_sequence()
+        runner.extend(sequence, PROMPT)
+        assert context.begin_rounds(sequence, text_of(9)) is None
+        context.append(runner.features(range(len(PROMPT))))
+
+        def no_memory(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
+            assert context.begin_rounds(sequence, text_of(9)) is None
+        assert not context.has_last, "its rows could not be computed"
+        context.cut(0)
+        context.append(runner.features(range(len(PROMPT))))
+        context._compute_waiting()
+        with monkeypatch.context() as failing:
+            failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
+            assert context.begin_rounds(sequence, text_of(9)) is None
+        assert context.has_last
+        assert sequence.pending is None
+        runner.release(sequence)
+        assert runner.free == free

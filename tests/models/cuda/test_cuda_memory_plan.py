@@ -1,0 +1,98 @@
+"""What a model takes of a GPU's memory is counted without one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coldstream.errors import OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
+from coldstream.kernels.cuda.memory import MemoryPlan
+from coldstream.kvcache import CacheSize, state_bytes
+from coldstream.models.cuda.inputs import StepShape
+from coldstream.models.cuda.limits import Limits
+from coldstream.models.cuda.loaded_model import Loaded, count_memory, plan_memory
+from coldstream.models.fixed_part import CHUNK_SIZES
+from coldstream.models.spec.model_spec import ModelSpec
+
+
+@pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])
+def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        plan = plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), 40 * 2**30, chunk_size)
+        large = plan_memory(file, spec, Limits(CacheSize.of(4, 4096), 4096, "i16"), 40 * 2**30, chunk_size)
+        assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
+        assert large.weights == plan.weights
+        assert large.caches > 3 * plan.caches
+        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
+            plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), plan.weights, chunk_size)
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(
+    moe_path: Path, expert_bytes: int | None
+) -> None:
+    """To the byte, in one attention layer with two heads of 64 values each for keys and values."""
+    rows = {"i16": 144, "i8": 80, "i4": 48, "i3": 32}
+    assert rows.keys() == set(INTEGER_CACHE_TYPES)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        beside = set()
+        for num_blocks in (2, 9):
+            for kv_type, row_bytes in rows.items():
+                limits = Limits(CacheSize(num_blocks, num_states=2), 512, kv_type, expert_bytes)
+                plan = count_memory(file, spec, limits, 256)
+                assert plan_memory(file, spec, limits, plan.total, 256) == plan
+                beside.add(plan.caches - num_blocks * 256 * 2 * 2 * row_bytes)
+    assert len(beside) == 1  # inputs of a step and the like
+    assert 2 * state_bytes(spec) < beside.pop() < 2 * state_bytes(spec) + 2**20
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
+    moe_path: Path, expert_bytes: int | None
+) -> None:
+    """The traceback of a failed request keeps logits, which must not stand in the way of what was planned."""
+    limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        memory = MemoryPlan()
+        loaded = Loaded.into(memory, file, spec, limits, 512)
+        kept = []
+        peaks = []
+        for count in (512, 108, 512, 108, 512):
+            hidden = loaded.step(StepShape.prompt(count))
+            kept.append(loaded.model.logits(hidden.rows(count - 1, 1)))
+            peaks.append(memory.workspace_bytes)
+        assert len(set(peaks)) == 1
+        assert peaks[0] <= count_memory(file, spec, limits, 512).workspace
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0])
+@pytest.mark.parametrize("num_rows", [65, 512])
+def test_rows_far_into_a_text_take_no_more_than_is_counted(
+    moe_path: Path, expert_bytes: int | None, num_rows: int
+) -> None:
+    """What attention leaves of their parts, beside the activations of all."""
+    limits = Limits(CacheSize.of(1, 65536), 65536, "i16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        memory = MemoryPlan()
+        loaded = Loaded.into(memory, file, spec, limits, 512)
+        hidden = loaded.kept_step(replace(StepShape.prompt(num_rows), is_deep=True))
+        loaded.model.logits(hidden.rows(num_rows - 1, 1))
+        assert memory.workspace_bytes <= count_memory(file, spec, limits, 512).workspace
+
+
+@pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])
+def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) -> None:
+    """With everything counted that is ever taken, slots for experts included."""
+    limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
+    with GGUFFile.open(moe_path) as file:
+        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        need = plan_memory(file, spec, limits, 40 * 2**30, 256).total
+        assert plan_memory(file, spec, limits, need, 256).total == need
+        with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):
+            plan_memory(file, spec, limits, need - 1, 256)

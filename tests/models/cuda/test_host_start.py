@@ -1,0 +1,64 @@
+"""The order of a start on a GPU that does not hold all experts, on the host."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_runner_cases import open_partly
+
+from builders import Dims, write_gguf
+from coldstream.errors import OutOfMemoryError
+from coldstream.experts.host import HostExperts
+from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.models.cuda import runner as cuda_runner
+from host_device import HostDevice
+from host_gpu import gpu_on
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "small.gguf"
+    write_gguf(path, dims=Dims(layers=4, experts=16, experts_used=3))
+    return path
+
+
+@pytest.fixture
+def events(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What happens, in order."""
+    found: list[str] = []
+    with gpu_on(compiled_for_the_host):
+        for owner, name in (
+            (HostExperts, "map_ahead"),
+            (cuda_runner, "plan_memory"),
+            (cuda_runner, "kernels_of"),
+            (cuda_runner, "DeviceMemory"),
+            (RegisteredMemory, "close"),
+        ):
+            monkeypatch.setattr(owner, name, _noting(found, name, getattr(owner, name)))
+        yield found
+
+
+def _noting(events: list[str], name: str, call: Any) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
+        events.append(name)
+        return call(*arguments, **options)
+
+    return noted
+
+
+def test_the_file_is_locked_beside_all_dry_runs(path: Path, events: list[str]) -> None:
+    with open_partly(path, 0.5):
+        assert events == ["map_ahead", "plan_memory", "kernels_of", "DeviceMemory"]
+
+
+def test_a_model_that_does_not_fit_leaves_nothing_locked(
+    path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OutOfMemoryError("the GPU needs more")
+
+    monkeypatch.setattr(cuda_runner, "plan_memory", refuse)
+    with pytest.raises(OutOfMemoryError, match="needs more"):
+        open_partly(path, 0.5)
+    assert events == ["map_ahead", "close"]

@@ -1,0 +1,85 @@
+"""What the host takes memory for while rounds run ahead of it. Without a GPU."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cuda.bindings")
+
+from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.sample.settings import RowSettings
+from coldstream.models.cuda.fused_draft import NUM_AHEAD, CudaRounds, RoundShape, TextRounds
+from device_seams import model_device
+
+MOST_NODES, BEFORE = 4, 250
+SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, BEFORE + 1)
+
+
+class Room:
+    """Rows that there is memory for, as a sequence's cache and a block's rows count them."""
+
+    def __init__(self) -> None:
+        self.length, self.rows, self.in_tables = BEFORE, 0, 0
+
+    def lengthen(self, *arguments: Any) -> bool:
+        before, self.rows = self.rows, max(self.rows, arguments[-1])
+        return self.rows > before
+
+
+class Device:
+    """Keeps as many rows of each round as it is told, in the order of launches, whatever the host knows."""
+
+    def __init__(self, left: int) -> None:
+        self.cache, self.block_rows = Room(), Room()
+        self.held, self.left = 0, left
+        self.accepts = 0
+        self.results = np.zeros(2, np.int32)
+        nothing = SimpleNamespace(next_on_host=lambda: None, copy=lambda count: None)
+        self.memory = SimpleNamespace(
+            staged=nothing, num_blocks=1, results=SimpleNamespace(copy=lambda: self.results.copy())
+        )
+        self.loaded = SimpleNamespace(sequences=self.cache)
+        self.block = SimpleNamespace(most_nodes=MOST_NODES)
+
+    def launch(self, shape: RoundShape) -> None:
+        most = min(shape.num_rows, self.left)
+        for room in (self.cache, self.block_rows):
+            assert room.in_tables >= self.held + most, "the device writes rows that it has no memory for"
+        count = min(most, self.accepts)
+        self.held, self.left = self.held + count, self.left - count
+        self.results = np.array([count, 0, *[7] * count], np.int32)
+
+
+@settings(max_examples=50)
+@given(
+    left=st.integers(2, 60),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, MOST_NODES), st.integers(0, 5)), max_size=40),
+)
+def test_every_round_has_memory_for_all_rows_that_it_and_those_before_it_may_keep(
+    left: int, events: list[tuple[bool, int, int]]
+) -> None:
+    device = Device(left)
+    text = RoundText(MOST_NODES, 1, left, SETTINGS, frozenset())
+
+    def write_tables(self: TextRounds, host: Any) -> None:
+        for room in (device.cache, device.block_rows):
+            room.in_tables = room.rows
+
+    with model_device(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextRounds, "_write_tables", write_tables)
+        rounds = TextRounds(
+            cast(CudaRounds, device), cast(Any, device.cache), cast(Any, device.block_rows), text
+        )
+        for takes, num_nodes, accepts in events:
+            if rounds._in_flight and (takes or len(rounds._in_flight) == NUM_AHEAD):
+                rounds.take()
+            elif device.left:
+                device.accepts = accepts
+                rounds.launch(num_nodes)
+        while rounds._in_flight:
+            rounds.take()
+        assert rounds._num_held == device.held

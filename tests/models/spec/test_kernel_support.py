@@ -1,0 +1,104 @@
+"""Every property of a layer that no kernel computes is refused, with its value."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import SMALL, make_model, write_model
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import RopeSpec
+from coldstream.models.spec.hyperparameters import Hyperparameters
+from coldstream.models.spec.kernel_support import check_kernels
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec, RouterSpec
+from coldstream.models.spec.model_spec import ModelSpec
+from specs import with_layers
+
+Opened = tuple[ModelSpec, Hyperparameters]
+
+# Every field that is a choice and not a size, with a value that no kernel computes.
+CHOICES: list[tuple[type, dict[str, Any], str]] = [
+    (AttentionSpec, {"qk_norm": "none"}, "q/k norm none, supported: a norm of each head"),
+    (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
+    (AttentionSpec, {"bias": True}, "bias True"),
+    (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
+    (AttentionSpec, {"window": 128}, "window 128, supported: all positions"),
+    (AttentionSpec, {"sinks": True}, "sinks True"),
+    (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
+    (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
+    (MoeSpec, {"bias": True}, "expert bias True"),
+    (MoeSpec, {"shared": "plain"}, "shared expert plain, supported: none, or one with a gate"),
+    (MoeSpec, {"router": RouterSpec(gating="sigmoid")}, r"router sigmoid, supported: softmax"),
+    (MoeSpec, {"router": RouterSpec(gating="softmax of the chosen")}, "router softmax of the chosen"),
+    (MoeSpec, {"router": RouterSpec(selection_bias=True)}, "selection bias True"),
+    (MoeSpec, {"router": RouterSpec(normalised=False)}, "normalised False"),
+    (MoeSpec, {"router": RouterSpec(scale=2.5)}, "scale 2.5"),
+    (MoeSpec, {"router": RouterSpec(num_groups=8)}, "groups 8"),
+]
+# Likewise, with values that kernels compute besides those of the model below.
+COMPUTED: list[tuple[type, dict[str, Any]]] = [
+    (AttentionSpec, {"output_gate": False}),
+    (MoeSpec, {"shared": "none"}),
+]
+SIZES = {
+    AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},
+    MoeSpec: {"num_experts", "num_experts_per_tok", "ffn_size", "shared_ffn_size", "router"},
+    RouterSpec: set(),
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
+    """A sound model and its keys."""
+    path = write_model(tmp_path / "tiny.gguf", make_model(dims=SMALL, quant="F32", tokenizer=False))[0]
+    with GGUFFile.open(path) as file:
+        keys = Hyperparameters(file.metadata, file.tensors, "qwen35moe")
+        return ModelSpec.from_gguf(file.metadata, file.tensors), keys
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), CHOICES, ids=lambda value: str(value)[:60])
+def test_what_no_kernel_computes(opened: Opened, kind: type, changes: dict[str, Any], message: str) -> None:
+    spec, keys = opened
+    check_kernels(spec.layers, keys)
+    with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: blk\.[03] of qwen35moe: .*{message}"):
+        check_kernels(with_layers(spec, kind, **changes).layers, keys)
+
+
+@pytest.mark.parametrize(("kind", "changes"), COMPUTED, ids=str)
+def test_what_kernels_compute(opened: Opened, kind: type, changes: dict[str, Any]) -> None:
+    spec, keys = opened
+    other = with_layers(spec, kind, **changes)
+    check_kernels(other.layers, keys)
+
+
+def test_every_choice_is_in_the_lists_above() -> None:
+    """Every new field of a spec must be listed as a size or as a choice."""
+    choices = (*((kind, changes) for kind, changes, _ in CHOICES), *COMPUTED)
+    tried = {(kind, name) for kind, changes in choices for name in changes if name != "router"}
+    routers = [changes["router"] for _, changes, _ in CHOICES if "router" in changes]
+    default = RouterSpec()
+    for field in fields(RouterSpec):
+        if any(getattr(router, field.name) != getattr(default, field.name) for router in routers):
+            tried.add((RouterSpec, field.name))
+    for kind, sizes in SIZES.items():
+        assert {field.name for field in fields(kind)} - sizes == {name for k, name in tried if k is kind}
+
+
+def test_layers_of_a_kind_are_alike(opened: Opened) -> None:
+    spec, keys = opened
+    first, *others, last = spec.layers
+    assert isinstance(first.mixer, DeltaNetSpec)
+    assert isinstance(last.mixer, AttentionSpec)
+    assert isinstance(last.ffn, MoeSpec)
+    wider = LayerSpec(replace(last.mixer, rope=RopeSpec(2, 1e6)), last.ffn)
+    grouped = LayerSpec(replace(first.mixer, value_heads_grouped=True), first.ffn)
+    narrow = LayerSpec(first.mixer, replace(last.ffn, ffn_size=8))
+    for layers, what in {
+        (first, *others, last, wider): "attention",
+        (grouped, *others, last): "gated DeltaNet",
+        (narrow, *others, last): "feed-forward",
+    }.items():
+        with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: the {what} layers of qwen35moe differ"):
+            check_kernels(layers, keys)
