@@ -1,0 +1,203 @@
+"""tools/prose.py: what counts as a sentence, as a word, and as a retired word."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tools.prose import Report, Word
+
+from tools import prose
+
+PAGE = """# A heading of four words
+
+One sentence. Is this another? It says `a or b`, and
+goes on here.
+
+| a table | is |
+| --- | --- |
+| no | sentence |
+
+- An item without an end
+- A second item. With two sentences, e.g. this one.
+
+```
+code of many words that is none of it a sentence
+```
+
+    indented code that is none either
+
+<!-- figures: some -->
+Generated figures have no sentences. None at all.
+<!-- /figures -->
+
+The last [with a link of seven words](page.md#anchor) here.
+"""
+
+MODULE = '''"""A head of a module.
+
+Its second paragraph
+goes on.
+"""
+
+def few_rows(x: int) -> str:
+    """Counts rows."""
+    # It was told of a border.
+    return f"the cut is at {x}" "no docstring at all here"
+'''
+
+
+def word(pattern: str, *parts: str, allowed: tuple[str, ...] = (), identifiers: tuple[str, ...] = ()) -> Word:
+    patterns = tuple(re.compile(each) for each in allowed)
+    return Word("w", "x", re.compile(pattern), frozenset(parts), patterns, frozenset(identifiers))
+
+
+def test_sentences_of_a_page_are_those_of_paragraphs_and_items() -> None:
+    assert prose.read_markdown(PAGE).sentences == [
+        "One sentence.",
+        "Is this another?",
+        "It says code, and goes on here.",
+        "An item without an end",
+        "A second item.",
+        "With two sentences, e.g. this one.",
+        "The last with a link of seven words here.",
+    ]
+
+
+def test_a_module_has_sentences_in_docstrings_and_prose_in_comments_and_messages() -> None:
+    found = prose.read_python(MODULE)
+    assert set(found.sentences) == {"A head of a module.", "Its second paragraph goes on.", "Counts rows."}
+    texts = " ".join(text for _, text in found.prose)
+    assert "told of a border" in texts
+    assert "the cut is at" in texts
+    names = {name for _, name in found.identifiers}
+    assert {"few_rows", "x"} <= names
+    assert not names & {"told", "cut"}
+
+
+def test_c_has_prose_in_comments_and_names_outside_of_them() -> None:
+    found = prose.read_c('// few rows\nint landing = 2; /* told\nagain */ puts("a border");\n')
+    assert [line for line, _ in found.prose] == [1, 2, 3]
+    assert {name for _, name in found.identifiers} == {"int", "landing", "puts"}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"), [("Two words.", 2), ("10 - 4 = 6 tok/s", 4), ("a, b: c", 3), ("– — ·", 0), ("", 0)]
+)
+def test_a_word_has_a_letter_or_a_digit(sentence: str, words: int) -> None:
+    assert prose.count_words(sentence) == words
+
+
+@pytest.mark.parametrize(
+    ("counts", "least"), [([], 0), ([5], 5), (list(range(1, 11)), 9), (list(range(1, 12)), 10)]
+)
+def test_nine_tenths_do_not_exceed_the_percentile(counts: list[int], least: int) -> None:
+    assert prose.percentile_90(counts) == least
+    assert sum(count <= least for count in counts) >= 0.9 * len(counts)
+    assert not counts or sum(count < least for count in counts) < 0.9 * len(counts)
+
+
+def test_an_allowed_use_is_no_place() -> None:
+    branch = word(r"\bbranch\b", "branch", allowed=("git branch",))
+    assert branch.in_prose("git branch and a branch") == ["branch"]
+    assert branch.in_prose("a git branch") == []
+
+
+def test_identifiers_are_compared_by_their_parts() -> None:
+    few = word("few", "few", identifiers=("few_of_them",))
+    found = [
+        name
+        for name in ("few_rows", "FewRows", "linear_few", "fewer", "askew", "few_of_them")
+        if few.in_identifier(name)
+    ]
+    assert found == ["few_rows", "FewRows", "linear_few"]
+
+
+def test_the_table_finds_what_is_retired_and_lets_other_meanings_be() -> None:
+    words = {each.name: each for each in prose.load_words()}
+    retired = {
+        "flying": "steps fly ahead",
+        "border": "behind that border",
+        "branch": "a branch of its own",
+        "landing": "groups that have landed",
+        "few / many rows": "the kernels for few rows",
+        "told": "a drafter is told of a token",
+        "rests": "the drafter rests for long",
+        "rounds": "a round of drafts",
+        "taps": "before each tap",
+        "sides": "both sides are busy",
+        "turns": "measured in turns",
+        "dear": "the ninth row is dear",
+        "passes over": "a step passes over",
+        "trust": "logits that it may trust",
+    }
+    fine = {
+        "branch": "as `git branch` and git branch do",
+        "few / many rows": "a few rows, and as many rows as fit",
+        "told": "the user is told that nothing is there",
+        "rounds": "it rounds half to even, and a round trip takes long",
+        "turns": "a turn of the conversation",
+        "rests": "the rest is as before, and rests on it",
+        "trust": "untrusted input",
+        "landing": "the island",
+    }
+    assert retired.keys() <= words.keys()
+    for name, text in retired.items():
+        assert words[name].in_prose(text), name
+    for name, text in fine.items():
+        assert not words[name].in_prose(prose.plain(text)), name
+    assert words["rounds"].in_identifier("DeviceRounds")
+    assert not words["rounds"].in_identifier("round")
+    assert not words["rounds"].in_identifier("rounding")
+
+
+@pytest.mark.parametrize(
+    ("path", "room"),
+    [
+        ("src/coldstream/models/cuda/runner.py", "models"),
+        ("src/coldstream/files.py", "coldstream"),
+        ("docs/notes/a.md", "docs"),
+        ("README.md", "."),
+    ],
+)
+def test_rooms_are_folders_of_the_package(path: str, room: str) -> None:
+    assert prose.room(path) == room
+
+
+def test_long_sentences_and_retired_words_fail_a_check(tmp_path: Path) -> None:
+    short, long = "word " * prose.MAX_WORDS + ".", "word " * (prose.MAX_WORDS + 1) + "."
+    (tmp_path / "short.md").write_text(short)
+    (tmp_path / "long.md").write_text(f"{long}\n\nTold it.")
+    report = prose.measure(tmp_path, ["short.md", "long.md"], [word("Told")])
+    assert prose.failures(prose.measure(tmp_path, ["short.md"], [word("Told")])) == []
+    assert prose.failures(report) == [
+        f".: 90th percentile {prose.MAX_WORDS + 1} words",
+        f"long.md: 90th percentile {prose.MAX_WORDS + 1} words",
+        "w: 1 places",
+    ]
+    figures = json.loads(prose.as_json(report))
+    assert figures["pages"]["long.md"] == {
+        "sentences": 2,
+        "p90": prose.MAX_WORDS + 1,
+        "longest": prose.MAX_WORDS + 1,
+    }
+    assert figures["retired"] == {"w": {".": 1}}
+
+
+def test_file_names_are_read_too(tmp_path: Path) -> None:
+    (tmp_path / "few_rows.py").write_text("x = 1\n")
+    report: Report = prose.measure(tmp_path, ["few_rows.py"], [word("zzz", "few")])
+    assert [place.text for place in report.found] == ["few_rows"]
+
+
+def test_it_reads_every_file_of_this_checkout() -> None:
+    report = prose.measure(prose.ROOT, prose.tracked(), prose.load_words())
+    assert {"models", "engine", "docs", "tests"} <= report.by_room().keys()
+    assert report.pages().keys() >= {"README.md", "docs/structure.md"}
+    assert isinstance(report, Report)
+
+
+def test_an_unknown_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prose.main(["--places", "nothing"])
+    assert "no retired word is named nothing" in capsys.readouterr().err
