@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/performance.md from the JSON files in docs/results.
+"""Writes the figures of README.md and of the pages in docs/ from the JSON files in docs/results.
 
     python bench/report.py           rewrite the blocks
     python bench/report.py --check   exit 1 if a block does not say what the JSON files say
@@ -17,6 +17,7 @@ import report_aims
 from report_accuracy import activation_scales, agreement_by_architecture, key_sweep, kv_types
 from report_agents import agents
 from report_bodies import bad_bodies
+from report_cards import cards_decode, cards_prompts
 from report_cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from report_drafts import (
     cpu_drafts,
@@ -74,8 +75,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "agents.md",
-    ROOT / "docs" / "aims.md",
     ROOT / "docs" / "install.md",
+    ROOT / "docs" / "notes" / "aims.md",
+    ROOT / "docs" / "notes" / "experts-placement.md",
+    ROOT / "docs" / "notes" / "history.md",
+    ROOT / "docs" / "notes" / "profiles.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "server.md",
     ROOT / "docs" / "testing.md",
@@ -305,6 +309,8 @@ BLOCKS: dict[str, Callable[[], str]] = report_aims.BLOCKS | {
     "agents": agents,
     "first_page": first_page,
     "laptop": laptop,
+    "cards_decode": cards_decode,
+    "cards_prompts": cards_prompts,
     "speed": speed,
     "ceilings": ceilings,
     "memory": memory,

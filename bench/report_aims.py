@@ -11,18 +11,19 @@ from report_drafts import speeds
 from report_partial import decode_tok_s
 from report_tables import load, table
 
-LAUNCHES: Final = "2026-11-one-launch-for-all-layers-tried"
-CORES: Final = "2026-11-what-cores-multiply-measured"
-LANDING: Final = "2026-11-experts-of-several-rows-land-before-they-are-computed"
-START: Final = "2026-11-the-start-on-a-gpu-second-part"
-TIERS: Final = "2026-11-dense-models-whose-layers-do-not-all-fit-and-three-tiers-under-a-limit"
-AHEAD: Final = "2026-11-steps-ahead-of-the-host-where-experts-are-missing"
-ON_GPU: Final = "2026-11-how-many-nodes-to-ask-for"
-MISSING: Final = "2026-11-drafts-where-experts-are-missing"
-DFLASH: Final = "2026-11-dflash-on-a-gpu-one-graph-and-rounds-of-its-own"
-ON_CPU: Final = "2026-11-the-demo-models-drafter-trained"
-CLIENTS: Final = "2026-11-experts-of-17-to-32-rows-and-what-a-servers-token-costs"
-FIRST_TOKENS: Final = "2026-11-why-a-first-token-beside-a-long-prompt-still-waits"
+LAUNCHES: Final = "gpu-decode.md#one-launch-for-all-layers"
+CORES: Final = "streaming.md#why-512-and-2048-tokens-miss-their-aims"
+STAGING: Final = "offloaded-experts.md#experts-of-several-rows-are-staged-first"
+START: Final = "startup.md#imports-context-and-dry-runs"
+DENSE: Final = "dense-layers.md#layers-that-are-missing"
+TIERS: Final = "memory-tiers.md#three-tiers-under-a-limit"
+AHEAD: Final = "offloaded-experts.md#steps-launched-ahead-where-experts-are-missing"
+ON_GPU: Final = "draft-sizes.md#how-many-nodes-to-ask-for"
+MISSING: Final = "drafts-gpu.md#drafts-where-experts-are-missing"
+DFLASH: Final = "drafts-gpu.md#dflash-as-one-graph"
+ON_CPU: Final = "drafts-cpu.md#the-bundled-drafter"
+CLIENTS: Final = "serving.md#64-clients-on-two-cores"
+FIRST_TOKENS: Final = "serving.md#a-first-token-beside-a-long-prompt"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Aim:
     """A figure to reach.
 
     is_most: whether it may not be exceeded; digits: of both figures, behind the point; unit: behind them;
-    why: the section of the log that says what keeps it from being reached.
+    why: the page and section of the notes that say what keeps it from being reached.
     """
 
     what: str
@@ -53,7 +54,7 @@ def _rows(aims: Iterator[Aim]) -> str:
     rows = []
     for aim in aims:
         sign = "≤" if aim.is_most else "≥"
-        missed = f"no: [why](log.md#{aim.why})" if aim.why else "no"
+        missed = f"no: [why]({aim.why})" if aim.why else "no"
         rows.append(
             [
                 aim.what,
@@ -108,9 +109,9 @@ def _partial() -> Iterator[Aim]:
     steps = {(row["gib"], row["rows"]): row["ms"] for row in load("gpu/cold_rows")["rows"]}
     for rows, most in {4: 14, 8: 22, 16: 33, 32: 48, 64: 75}.items():
         what, source = f"a step of {rows} rows, 0.25 GiB", "gpu/cold_rows.json"
-        yield Aim(f"{what}, ms", most, steps[0.25, rows], source, is_most=True, why=LANDING)
+        yield Aim(f"{what}, ms", most, steps[0.25, rows], source, is_most=True, why=STAGING)
         share = steps[3.0, rows] / steps[0.25, rows]
-        yield Aim("the same with 3 GiB, of it", 0.6, share, source, 2, is_most=True, why=LANDING)
+        yield Aim("the same with 3 GiB, of it", 0.6, share, source, 2, is_most=True, why=STAGING)
     prompts = {
         row["tokens"]: row["tok_s"] for row in load("gpu/streaming_shared")["rows"] if row["experts_gib"] == 0
     }
@@ -147,7 +148,7 @@ def _dense() -> Iterator[Aim]:
     for row in ours[0]["prefill"]:
         if row["tokens"] in prompts:
             ratio = row["tok_s"] / prompts[row["tokens"]]
-            yield Aim(f"a prompt of {row['tokens']} tokens", 2, ratio, source, 1, "×", why=TIERS)
+            yield Aim(f"a prompt of {row['tokens']} tokens", 2, ratio, source, 1, "×", why=DENSE)
     (whole,) = load("gpu/27b/peer_whole")["placements"]
     half = 1e3 / ours[32]["generated_ms"] / decode_tok_s(whole)
     yield Aim("decoding, half of the layers' networks resident", 2, half, source, 1, "×")

@@ -16,7 +16,7 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec.model_spec import ModelSpec
 
 TOKENS = 160
-# RMS distances of logits, a little above what docs/log.md has of its windows.
+# RMS distances of logits, a little above what docs/notes/accuracy.md has of its windows.
 LARGEST_DISTANCES = {"i16": 0.0001, "i8": 0.0143}
 
 

@@ -8,7 +8,7 @@ from coldstream.placement.run_plan import RunPlan
 MAX_PREFETCHED: Final = 8  # experts of a layer
 
 # Copying an expert takes about as long as computing a layer: guessed one layer ahead, most arrive too late
-# (docs/log.md).
+# (docs/notes/prefetching.md).
 LAYERS_AHEAD: Final = 2
 
 

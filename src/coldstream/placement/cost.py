@@ -51,7 +51,8 @@ GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ah
 GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a branch of the graph
 # Most tokens of a prefill step of which the CPU computes experts; of more, the GPU takes longer than the bus.
 MAX_CPU_ROWS: Final = 2048
-# Copies into slots beside a step. More would take memory bandwidth from the CPU's experts (docs/log.md).
+# Copies into slots beside a step. More would take memory bandwidth from the CPU's experts
+# (docs/notes/offloaded-experts.md).
 COPY_BYTES_PER_STEP: Final = 64 * 2**20
 _ROWS: Final = range(1, MAX_MAILBOX_ROWS + 1)
 

@@ -27,7 +27,8 @@ Array = np.ndarray[Any, Any]
 Tier = Literal["vram", "ram"]
 
 _RING_SHARE: Final = 8  # the ring takes at most one eighth of the memory left for experts
-_GOOD_RING_BYTES: Final = 256 * 2**20  # smaller ones cost prompts up to half of their speed (docs/log.md)
+# Smaller rings cost prompts up to half of their speed (docs/notes/streaming.md).
+_GOOD_RING_BYTES: Final = 256 * 2**20
 RING_LAYERS: Final = 2  # one is computed while the next is copied
 PROMPT_CACHE: Final = "the prompt cache"  # a part of a budget of RAM, for people
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}

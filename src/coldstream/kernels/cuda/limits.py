@@ -15,7 +15,7 @@ def overlaps(num_rows: int) -> bool:
     """Whether a kernel over `num_rows` rows starts while the one before it ends.
 
     This hides the start of short kernels. After long ones, waiting blocks would occupy registers and shared
-    memory that computing blocks need (docs/log.md).
+    memory that computing blocks need (docs/notes/gpu-prefill.md).
     """
     return num_rows <= MAX_OVERLAP_ROWS
 

@@ -1,7 +1,7 @@
 """Waits on the device for the CPU's experts before a kernel of many blocks: one launch.
 
 If every block of that kernel polled the host's memory, this would take bus bandwidth from the copies of
-experts (docs/log.md).
+experts (docs/notes/streaming.md).
 """
 
 import ctypes
