@@ -242,7 +242,7 @@ def test_without_history_a_chat_leaves_nothing_behind(model: str, tmp_path: Path
         terminal.type("def\r")
         start = terminal.read_until(">>>", terminal.read_until("generated", start))
         terminal.type("/resume\r")
-        terminal.read_until("leave --no-history out", start)
+        terminal.read_until(">>>", terminal.read_until("leave --no-history out", start))
         terminal.type("\x04")
         assert terminal.wait() == 0
     assert not (tmp_path / "coldstream").exists()

@@ -1,10 +1,12 @@
 """What tests of the page share: a server, a browser's visit to it, and answers that a test writes itself."""
 
 import asyncio
+import gc
 import queue
 import shutil
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -145,6 +147,18 @@ def serving(client: Any, port: int = 0, **settings: Any) -> Iterator[str]:
         finally:
             server.stop()
             thread.join()
+            _close_unserved()
+
+
+def _close_unserved() -> None:
+    """Closes connections that a server's loop has accepted and not served before it ended.
+
+    asyncio leaves these to the garbage collector, whose warning would fail any later test. A browser opens
+    connections at any time.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 class Relay:
@@ -216,6 +230,7 @@ def relaying(url: str) -> Iterator[Relay]:
         finally:
             relay.close()
             thread.join()
+            _close_unserved()
 
 
 @contextmanager
