@@ -33,6 +33,7 @@ LANGUAGES: Final = {".py": "Python", ".md": "Markdown"} | dict.fromkeys(
 
 _ABBREVIATION: Final = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|resp|approx|no|fig|eq|al)\.$", re.IGNORECASE)
 _END: Final = re.compile(r"[.!?][)\"'*”]*(?=\s|$)")
+_GOES_ON: Final = re.compile(r"[a-z]+[,;:)]*(\s|$)")  # a plain word without a capital is no beginning
 _ITEM: Final = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
 _PART: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _C_TEXT: Final = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
@@ -120,8 +121,7 @@ def split_sentences(paragraph: str) -> list[str]:
     found, start = [], 0
     for match in _END.finditer(paragraph):
         rest = paragraph[match.end() :].lstrip()
-        goes_on = bool(rest) and rest[0].islower()
-        if goes_on or _ABBREVIATION.search(paragraph[start : match.end()].rstrip(")\"'*”")):
+        if _GOES_ON.match(rest) or _ABBREVIATION.search(paragraph[start : match.end()].rstrip(")\"'*”")):
             continue
         found.append(paragraph[start : match.end()])
         start = match.end()
@@ -150,7 +150,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 def plain(text: str) -> str:
     """Without marks: code within a line is one word, a link is its text."""
-    text = re.sub(r"``[^`]*``|`[^`]*`", "code", text)
+    text = re.sub(r"``[^`]*``|`[^`]*`", "Code", text)
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     return text.replace("**", "").strip()
 

@@ -12,7 +12,7 @@ from tools import prose
 PAGE = """# A heading of four words
 
 One sentence. Is this another? It says `a or b`, and
-goes on here.
+goes on here. `f(x)` begins one. llama.cpp begins one, 2.5 times.
 
 | a table | is |
 | --- | --- |
@@ -56,7 +56,9 @@ def test_sentences_of_a_page_are_those_of_paragraphs_and_items() -> None:
     assert prose.read_markdown(PAGE).sentences == [
         "One sentence.",
         "Is this another?",
-        "It says code, and goes on here.",
+        "It says Code, and goes on here.",
+        "Code begins one.",
+        "llama.cpp begins one, 2.5 times.",
         "An item without an end",
         "A second item.",
         "With two sentences, e.g. this one.",
