@@ -15,6 +15,7 @@ from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
+from coldstream.models.cuda.capacity import GRAPH_BYTES, RESERVE_BYTES
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftRoom
 from coldstream.models.footprint import nextn_bytes
 from coldstream.models.spec.model_spec import ModelSpec
@@ -26,11 +27,6 @@ from coldstream.placement.sizes import ModelSizes
 _WORKSPACE_SHARES = {16384: 0.125, 8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
 CHUNK_SIZES = tuple(_WORKSPACE_SHARES)
 _SHORT_CHUNK = 2048  # shorter ones don't fill a GPU
-# The driver's own: captured graphs, and loaded kernels.
-MAX_GRAPHS = 48
-GRAPH_BYTES = MAX_GRAPHS * 4 * 2**20
-RESERVE_BYTES = 256 * 2**20
-HEAD_ROWS = 64  # of one call of the head, whose logits fit into page-locked memory of the host
 _FLOATS_BESIDE_EXPERTS = 16  # activations of a token in hidden states, plus one per expert
 
 _Count = Callable[..., FixedPart]  # `_counted` or `_estimated`

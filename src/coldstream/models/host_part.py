@@ -12,7 +12,7 @@ from coldstream.experts.landing import STAGING_BUFFERS, RingShape
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.models.fixed_part import HEAD_ROWS
+from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.ram_budget import placed_stacks
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import PlacementPlan
@@ -62,11 +62,6 @@ def _buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) 
         sizes += [RingShape.of(placement.ring_bytes).landing_bytes] * STAGING_BUFFERS
     # PyTorch rounds page-locked memory up to powers of two.
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)
-
-
-def mailbox_ranks(spec: ModelSpec) -> int:
-    """Experts of a row in a mailbox: the FFN of a dense layer is the only expert of a row."""
-    return max(1, spec.num_experts_per_tok)
 
 
 def _workspace_bytes(file: GGUFFile, spec: ModelSpec, threads: int, rows: int) -> int:

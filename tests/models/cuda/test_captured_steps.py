@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coldstream.errors import OutOfMemoryError
+from coldstream.models.cuda.capacity import MAX_GRAPHS
 from coldstream.models.cuda.graphs import CapturedStep, CapturedSteps
-from coldstream.models.fixed_part import MAX_GRAPHS
 
 
 class Cycle:

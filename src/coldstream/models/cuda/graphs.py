@@ -10,7 +10,7 @@ import torch
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.models.fixed_part import MAX_GRAPHS
+from coldstream.models.cuda.capacity import MAX_GRAPHS
 
 Key = tuple[str, object]  # the kind of step, and its shape
 Step = Callable[[], Any]

@@ -8,7 +8,7 @@ from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 from coldstream.kvcache.cache import CacheSize
-from coldstream.models.fixed_part import HEAD_ROWS
+from coldstream.models.cuda.capacity import HEAD_ROWS
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan
 

@@ -37,6 +37,7 @@ from coldstream.kvcache.cache import ModelCache
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM, ignore_layer
+from coldstream.models.cuda.capacity import GRAPH_BYTES, HEAD_ROWS, RESERVE_BYTES, mailbox_ranks
 from coldstream.models.cuda.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.cuda.features import Features
 from coldstream.models.cuda.fused_draft import RoundMemory
@@ -44,9 +45,6 @@ from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Commits, Inputs, Step
 from coldstream.models.cuda.limits import MAX_GRAPH_ROWS, Limits, padded_rows
 from coldstream.models.cuda.logits import Sampler
 from coldstream.models.cuda.mtp import LoadedMtp
-from coldstream.models.fixed_part import GRAPH_BYTES, RESERVE_BYTES
-from coldstream.models.fixed_part import HEAD_ROWS as HEAD_ROWS
-from coldstream.models.host_part import mailbox_ranks
 from coldstream.models.mtp.model import MtpModel
 from coldstream.models.spec.model_spec import ModelSpec
 

@@ -4,8 +4,8 @@ from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.partial_layers import PartialLayers
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.models.cuda.capacity import mailbox_ranks
 from coldstream.models.cuda.ram_pool import ram_pool
-from coldstream.models.host_part import mailbox_ranks
 from coldstream.models.ram_budget import placed_stacks
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan

@@ -28,12 +28,12 @@ from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath
+from coldstream.models.cuda.capacity import HEAD_ROWS
 from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
 from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
 from coldstream.models.cuda.loaded_model import (
-    HEAD_ROWS,
     Loaded,
     check_supported,
     check_types,
