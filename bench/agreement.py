@@ -34,7 +34,7 @@ from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from float_twin import read_tensors, write_file
 from results import write_result
 from runners import open_cpu_runner
@@ -153,7 +153,7 @@ def measure_architecture(arch: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         path, floats, types = write_models(arch, Path(folder))
         with GGUFFile.open(path) as file:
-            vocab_size = ModelSpec.from_gguf(file.metadata, file.tensors).vocab_size
+            vocab_size = read_spec(file.metadata, file.tensors).vocab_size
         ids = np.random.default_rng(0).integers(0, vocab_size, POSITIONS).tolist()
         ours, ours_f32 = cpu_logits(path, ids, "i16"), cpu_logits(path, ids, "f32")
         unrounded = cpu_logits(floats, ids, "f32")

@@ -52,7 +52,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from device import describe
@@ -98,7 +98,7 @@ def open_in_ram(path: Path, model: Model, threads: int) -> OneSequence:
 def open_from_disk(path: Path, model: Model, threads: int) -> OneSequence:
     """With a budget of RAM for the experts of a token and a share of the others."""
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         needs = CpuRunner.needs(file, spec, threads, "auto", CONTEXT, model.kv_type, cache_size=SIZE)
         stacks = expert_stacks(file, spec)
         budget = needs.least_bytes(PlanOptions())

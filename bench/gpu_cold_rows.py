@@ -34,7 +34,7 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kvcache import Sequence
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.planning.machine import measured_hardware
@@ -123,7 +123,7 @@ def measure(
     """A row for each budget, in GiB, scale of the CPU's times (none: as planned) and number of rows."""
     hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + max(map(num_tokens, rows))
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         sizes = plan_model(config, file, spec, hardware).known.model
     rates, found = Rates.of(hardware), []

@@ -25,7 +25,7 @@ from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan, plan_placement
 from coldstream.placement.plan_file import save_plan
@@ -64,7 +64,7 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
     """The plan for the least memory, to a few MiB, in which about so many bytes of experts are resident."""
     wanted = min(expert_bytes, machine.sizes.all_expert_bytes)
     with GGUFFile.open(machine.path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(
             str(machine.path),
             device="cuda",
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     hardware = measured_hardware(find_gpu())
     ctx_size = max(options.depths) + SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS
     with GGUFFile.open(options.model) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         known = plan_model(config, file, spec, hardware).known
     machine = Machine(options.model, ctx_size, spec.vocab_size, hardware, known.model)

@@ -27,8 +27,8 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.experts.layer_sides import layers_of_cpu
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
+from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
-from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.layer_plan import least_layers_budget, plan_layers, spread_order
 from coldstream.placement.plan import PlanOptions
@@ -64,7 +64,7 @@ class Machine:
         order = spread_order(self.sizes.num_layers)[: self.sizes.num_layers - num_missing]
         held = sum(self.sizes.expert_bytes[layer] for layer in order)
         with GGUFFile.open(self.path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = read_spec(file.metadata, file.tensors)
             vram = held + ROOM_BYTES
             config = EngineConfig(
                 str(self.path),
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     most_rows = (UNTIMED_STEPS + options.repetitions) * max(options.rows)
     ctx_size = max(DEPTH + most_rows + 64, *(count + 1 for count in options.prompts))
     with GGUFFile.open(options.model) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         sizes = plan_model(config, file, spec, hardware).known.model
     machine = Machine(options.model, ctx_size, hardware, sizes)

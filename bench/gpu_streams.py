@@ -28,7 +28,7 @@ from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planning import plan_model
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     hardware = measured_hardware(find_gpu())
     ctx_size = PROMPT + WARM_TOKENS + TIMED_TOKENS + ROOM
     with GGUFFile.open(options.model) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
         sizes = plan_model(config, file, spec, hardware).known.model
     machine = Machine(options.model, ctx_size, spec.vocab_size, hardware, sizes, max(options.streams))

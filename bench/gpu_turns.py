@@ -38,7 +38,7 @@ def decoding(hybrid: Any, path: Path, budgets: list[float]) -> list[dict[str, An
     hardware = hybrid.measured_hardware(hybrid.find_gpu())
     ctx_size = hybrid.SHORT_PROMPT + WARM_TOKENS + TIMED_TOKENS
     with hybrid.GGUFFile.open(path) as file:
-        spec = hybrid.ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = hybrid.read_spec(file.metadata, file.tensors)
         config = hybrid.EngineConfig(str(path), device="cuda", vram=100 * hybrid.GIB, ctx_size=ctx_size)
         sizes = hybrid.plan_model(config, file, spec, hardware).known.model
     machine = hybrid.Machine(path, ctx_size, spec.vocab_size, hardware, sizes)

@@ -23,7 +23,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.sequences import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from device import describe
 from results import ROOT, write_result
 
@@ -77,7 +77,7 @@ def measure(ops: SeenOps, distance: int, num_experts: int) -> dict[str, float]:
 def run() -> dict[str, Any]:
     ops = SeenOps()
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         model = CausalLM.load(file, spec, ops)
         text = inspect.getsource(argparse)
         ids = Tokenizer.from_metadata(file.metadata).encode(text)[-TOKENS:]

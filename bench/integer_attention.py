@@ -35,7 +35,7 @@ from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from kv_types import WINDOW, Loss, held_out_stream
 from results import write_result
 
@@ -175,7 +175,7 @@ def text_distances(num_windows: int) -> dict[str, dict[str, float]]:
     """By definition, how far the logits on held-out text are from those of float32 attention."""
     ops = TriedOps()
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         model = CausalLM.load(file, spec, ops)
         tokenizer = Tokenizer.from_metadata(file.metadata)
     ids = held_out_stream(tokenizer, load_corpus().held_out)

@@ -46,6 +46,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import model_sizes, routed_model
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
@@ -109,7 +110,7 @@ def smallest_budget(place: Place, wanted: int, low: int, high: int) -> int:
 def planner(path: Path, device: str, threads: int, experts: str) -> Planner:
     """For the experts that `experts` says: GiB, or with % a share of all."""
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         if device == "cuda":
             return gpu_planner(path, file, spec, measured_hardware(find_gpu()), experts)
         needs = CpuRunner.needs(file, spec, threads, "auto", CONTEXT, "i16")
@@ -172,7 +173,7 @@ def ways_of(planner: Planner, profile: RoutingTrace, device: str) -> dict[str, R
 def texts_of(path: Path, count: int, threads: int) -> list[Text]:
     """Of a model with a bundled profile the beginnings of held-out files; of others stretches of a walk."""
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         bundled, model = bundled_profile(file, spec), routed_model(file, spec)
         if bundled is not None:
             tokenizer = Tokenizer.from_metadata(file.metadata)

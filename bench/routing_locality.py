@@ -28,6 +28,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from results import write_result
 from runners import open_cpu_runner
@@ -93,7 +94,7 @@ def next_token_reuse(topk_ids: np.ndarray) -> float:
 def measure(path: Path, threads: int) -> dict[str, object]:
     """All figures; see the module docstring."""
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         ops = RoutingCpuOps(threads)
         reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
     layers: list[np.ndarray] = []

@@ -19,6 +19,7 @@ from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.ram_budget import disk_tier
+from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
@@ -31,7 +32,7 @@ from coldstream.planning.budgets import ALL_BYTES
 
 def open_model_file(path: Path) -> tuple[GGUFFile, ModelSpec]:
     file = GGUFFile.open(path)
-    return file, ModelSpec.from_gguf(file.metadata, file.tensors)
+    return file, read_spec(file.metadata, file.tensors)
 
 
 def open_cpu_runner(

@@ -33,7 +33,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "measure the machine": (("planning.machine", "hardware_of"), ("planning.machine", "with_rates")),
     "plan": (("planning.planning", "plan_model"),),
     "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
-    "read the header": (("gguf.reader", "GGUFFile.open"), ("models.spec.model_spec", "ModelSpec.from_gguf")),
+    "read the header": (("gguf.reader", "GGUFFile.open"), ("models.read_spec", "read_spec")),
     "first steps of each kind": (("models.cuda.runner", "CudaRunner._run_first_steps"),),
     "look for a GPU": (("kernels.cuda.device", "find_gpu"),),
     "load, other": (("engine.opened_model", "open_model"),),

@@ -18,8 +18,8 @@ from coldstream.kvcache import CacheSize, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.sequence_cache import AcceptedPath
 from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
-from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan
@@ -39,7 +39,7 @@ class HashRunner(ModelRunner):
     expert_uses: tuple[int, int] | None = None
 
     def __init__(self, file: GGUFFile, ctx_size: int) -> None:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         super().__init__(file, spec, ctx_size)
         self.cache_size = CacheSize.of(400, ctx_size)
         self._sequences = SequenceCache(spec, CpuOps(1), self.cache_size, "f32")

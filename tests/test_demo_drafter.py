@@ -11,7 +11,7 @@ from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.gguf import GGUFFile
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_target
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 MOST_BYTES = 40_000_000  # of both files
 NEW_TOKENS = 96
@@ -119,7 +119,7 @@ def test_both_files_fit_into_the_package() -> None:
 
 def test_it_is_a_drafter_for_the_bundled_model() -> None:
     with DflashFile.open(demo_drafter_path()) as file, GGUFFile.open(demo_model_path()) as model:
-        check_target(file.spec, ModelSpec.from_gguf(model.metadata, model.tensors))
+        check_target(file.spec, read_spec(model.metadata, model.tensors))
         assert file.spec.second is not None
         assert all(layer.is_causal for layer in file.spec.layers)
 

@@ -8,7 +8,7 @@ import pytest
 import gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import model_sizes
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from full_size_forecast import FULL_SIZES, expected_tok_s
 from full_size_model import FULL_SHAPE, FullSizeWriter
 from report_tables import load
@@ -23,7 +23,7 @@ def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
         size += gguf.GGUFWriter.ggml_pad(tensor.num_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
     os.truncate(path, size)  # a hole where the weights are
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         sizes = model_sizes(spec, file.tensors, FULL_SIZES.fingerprint, FULL_SIZES.kv_token_bytes)
     assert sizes == FULL_SIZES
 

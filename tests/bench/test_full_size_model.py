@@ -13,7 +13,7 @@ from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
 from gpu import FIRST_ID, WALK_TOKENS, check_walk
 from random_model import Shape
@@ -136,7 +136,7 @@ def test_the_head_is_the_signature_of_the_token_before(tensors: dict[str, gguf.R
 
 def test_routing_depends_on_the_token_alone(path: Path) -> None:
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         ops = RoutingCpuOps(2)
         reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
     forwards, backwards = (reader.topk_ids(ids) for ids in (range(100, 164), range(163, 99, -1)))

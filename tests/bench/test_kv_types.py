@@ -11,7 +11,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from kv_types import EXACT, TYPES, Loss, float_runners, head_error, measure
 
 
@@ -45,7 +45,7 @@ def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
 
 def test_all_weights_are_those_of_the_model() -> None:
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         model = CausalLM.load(file, spec, ReferenceOps())
     ids = torch.arange(20)
     cache = ModelCache(spec, model.ops, num_states=1, context_length=20, kv_type=EXACT)

@@ -8,7 +8,7 @@ import pytest
 
 from builders import write_gguf
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models import ModelSpec
+from coldstream.models import read_spec
 from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
 
@@ -30,7 +30,7 @@ def test_a_trace_is_written_and_described(run: Run, model: Path, tmp_path: Path,
     assert code == 0
     assert re.fullmatch(rf"{out}: \d+ tokens, \d+ layers, \d+% of the experts used, 0\.00 MiB\n", shown)
     with GGUFFile.open(model) as file:
-        expected = routed_model(file, ModelSpec.from_gguf(file.metadata, file.tensors))
+        expected = routed_model(file, read_spec(file.metadata, file.tensors))
     assert f" {RoutingTrace.load(tmp_path / out, expected).num_steps} tokens" in shown
 
 

@@ -16,7 +16,7 @@ from coldstream.engine.benchmark import (
 )
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.planning.planning import plan_model
@@ -98,7 +98,7 @@ def test_decoding_is_compared_with_what_given_rates_let_expect(tmp_path: Path) -
     machine = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, gpu)
     (path,) = write_gguf(tmp_path / "tiny.gguf")
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         planned = plan_model(EngineConfig("m", device="cuda", ctx_size=64), file, spec, machine)
     expected = forecast(planned.plan, planned.known, context=8).decode
     prompt = BenchmarkResult(BenchmarkTest(512, 0, 0), (1e9,))

@@ -11,7 +11,7 @@ from coldstream.engine import EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import sampling_defaults
 from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
-from coldstream.models import ModelSpec
+from coldstream.models import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning import device_choice
@@ -74,7 +74,7 @@ def test_a_budget_of_ram_leaves_experts_on_the_disk() -> None:
 def test_a_plan_for_the_cpu_is_a_budget_of_ram(tmp_path: Path) -> None:
     config = EngineConfig(str(demo_model_path()), device="cpu", ram="30M", ctx_size=64)
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         save_plan(plan_model(config, file, spec, Hardware.measure()).run, tmp_path / "plan.json")
     opened = open_model(EngineConfig(config.model, device="cpu", plan=str(tmp_path / "plan.json")))
     assert (opened.config.ram, opened.config.ctx_size) == (30 << 20, 64)
@@ -154,7 +154,7 @@ def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None
     demo = EngineConfig(str(demo_model_path()), device="cpu", threads=1)
     windows = [replace(demo, ctx_size=64, attention_window=window) for window in (None, 20, 4)]
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         save_plan(plan_model(windows[2], file, spec, Hardware.measure()).run, tmp_path / "my.plan")
     logits = []
     for config in (*windows, replace(demo, plan=str(tmp_path / "my.plan"))):

@@ -16,7 +16,7 @@ from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
-from coldstream.models import ModelSpec
+from coldstream.models import read_spec
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import routed_model
@@ -63,7 +63,7 @@ def record(path: Path, ids: Sequence[int], context_length: int) -> np.ndarray:
 def test_the_routing_is_what_the_definition_chooses(path: Path) -> None:
     ids = token_ids(9)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         ops = ListeningOps()
         model = CausalLM.load(file, spec, ops)
     cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type="f16")
@@ -104,7 +104,7 @@ def test_a_text_is_profiled_under_its_model(path: Path, tmp_path: Path) -> None:
     config = EngineConfig(str(path), threads=2, device="cpu")
     trace = profile_text(config, "def f(x): return x\n" * 60, lambda *call: calls.append(call))
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         model = routed_model(file, spec)
         ids = Tokenizer.from_metadata(file.metadata).encode("def f(x): return x\n" * 60)
     assert calls[-1] == ("recording", len(ids), len(ids))

@@ -19,7 +19,7 @@ from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, range_of
 from host_device import HostMemory
 from runners import partial_plan
@@ -57,7 +57,7 @@ class FewRows:
             "land_experts": self._land,
         }
         self.file = GGUFFile.open(path)
-        self.spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
+        self.spec = read_spec(self.file.metadata, self.file.tensors)
         mailbox = Mailbox.create(self.spec.num_experts_per_tok, self.spec.hidden_size, mailbox_rows)
         sizes = {"context_length": CHUNK, "chunk_size": CHUNK, "ring_bytes": RING_BYTES}
         plan = partial_plan(self.file, self.spec, 0, **sizes, threads=1)

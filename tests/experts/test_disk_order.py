@@ -13,7 +13,7 @@ from coldstream.experts.disk_tier import DECODE_TOKENS, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.policies import Lru, Policy
 
 NUM_EXPERTS, PER_TOKEN = 16, 2
@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, file: GGUFFile, policy: Policy, num_slots: int) -> None:
         self.file, self.policy = file, policy
-        stacks = expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors))
+        stacks = expert_stacks(file, read_spec(file.metadata, file.tensors))
         self.tier = DiskTier(file, stacks, PER_TOKEN, policy)
         self.tier.stacks.allocate(dict.fromkeys(self.tier.pool.slot_bytes, num_slots), 2)
         self.runtime = _csrc.Runtime(1)

@@ -12,7 +12,7 @@ from coldstream.experts.disk_tier import DECODE_TOKENS, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.policies import DecayedFrequency, Lru, Policy
 
 NUM_EXPERTS, PER_TOKEN = 16, 2
@@ -29,7 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GGUFFile]:
 
 
 def make_tier(file: GGUFFile, policy: Policy | None = None) -> DiskTier:
-    stacks = expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors))
+    stacks = expert_stacks(file, read_spec(file.metadata, file.tensors))
     return DiskTier(file, stacks, PER_TOKEN, policy or Lru())
 
 

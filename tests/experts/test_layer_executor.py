@@ -23,7 +23,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import ExpertOutputs, FfnWeights
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, Violation, range_of
 from device_seams import any_schedule, model_device, seeds
 from host_device import HostMemory
@@ -74,7 +74,7 @@ class Steps:
         device.kernels["partition_experts"] = self._ask
         self.device, self.missing, self.asked = device, sorted(missing), list[int]()
         self.file = GGUFFile.open(path)
-        self.spec = spec = ModelSpec.from_gguf(self.file.metadata, self.file.tensors)
+        self.spec = spec = read_spec(self.file.metadata, self.file.tensors)
         sizes = {"context_length": 256, "chunk_size": 256, "threads": 1}
         self.plan = layers_plan(self.file, spec, missing, **sizes, streamed=streamed, num_places=num_places)
         self.partial = PartialLayers(Mailbox.create(1, spec.hidden_size), self.plan)

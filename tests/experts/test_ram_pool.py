@@ -28,7 +28,7 @@ from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.models.ram_budget import expert_stacks
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from device_seams import model_device
 from host_device import HostMemory
 
@@ -97,7 +97,7 @@ def test_the_bytes_of_slots_are_those_of_each_size(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, types={"blk.1.ffn_down_exps.weight": "Q4_K"})
     with GGUFFile.open(path) as file:
-        stacks = PooledStacks(file, expert_stacks(file, ModelSpec.from_gguf(file.metadata, file.tensors)))
+        stacks = PooledStacks(file, expert_stacks(file, read_spec(file.metadata, file.tensors)))
         assert stacks.slot_bytes == 0
         large, small = sorted(set(stacks.expert_bytes), reverse=True)
         assert small == stacks.expert_bytes[1]
@@ -111,7 +111,7 @@ def test_trap_20_held_addresses_are_those_of_the_experts_bytes(tmp_path: Path, f
     path = tmp_path / "tiny.gguf"
     write_gguf(path, types={"blk.1.ffn_down_exps.weight": "Q4_K"}, fused_experts=fused)
     with GGUFFile.open(path) as file, model_device(0):
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         stacks = PooledStacks(file, expert_stacks(file, spec))
         pool = RamPool(stacks, dict.fromkeys(stacks.expert_bytes, 2 * spec.num_experts), 2)
         host = HostExperts(

@@ -19,7 +19,7 @@ import pytest
 from builders import SMALL, TinyModel, make_model, write_model
 from coldstream.errors import MAX_MESSAGE_CHARS, ModelFormatError
 from coldstream.gguf import GGUFFile, QuantType
-from coldstream.models import ModelSpec
+from coldstream.models import read_spec
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 
@@ -161,7 +161,7 @@ def outcome(path: Path) -> str:
     """Opens a mutant as a model. What it accepts must be usable: every tensor lies in the file."""
     try:
         with GGUFFile.open(path) as file:
-            ModelSpec.from_gguf(file.metadata, file.tensors)
+            read_spec(file.metadata, file.tensors)
             for info in file.tensors.values():
                 assert info.offset + info.num_bytes <= file.shard_bytes[info.shard]
             smallest = min(file.tensors.values(), key=lambda info: info.num_bytes)

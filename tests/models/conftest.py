@@ -6,7 +6,7 @@ from runner_cases import MIX
 
 from builders import TinyModel, write_gguf, write_model
 from coldstream.gguf import GGUFFile
-from coldstream.models import ModelSpec
+from coldstream.models import ModelSpec, read_spec
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
 
@@ -17,7 +17,7 @@ def load_spec(tmp_path: Path) -> LoadSpec:
 
     def load(model: TinyModel) -> ModelSpec:
         with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
-            return ModelSpec.from_gguf(file.metadata, file.tensors)
+            return read_spec(file.metadata, file.tensors)
 
     return load
 

@@ -16,7 +16,7 @@ from coldstream.kvcache import ModelCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.mtp import CpuMtp
 from coldstream.models.mtp.model import MtpModel
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 CONTEXT = 600
 # With everything that a block may have of its own, with nothing of it, with other layouts and types.
@@ -67,7 +67,7 @@ class Reference:
     def __init__(self, path: Path, *, exact: bool, kv_type: str = "f32", window: int | None = None) -> None:
         self.ops = ReferenceOps(exact=exact)
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(window)
+            spec = read_spec(file.metadata, file.tensors).with_window(window)
             self.trunk = CausalLM.load(file, spec, self.ops)
             self.block = MtpModel.load(file, self.trunk, self.ops)
         self._trunk_cache = ModelCache(spec, self.ops, 1, CONTEXT, kv_type)

@@ -12,7 +12,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 MIX = {
     "*_exps.weight": "Q4_K",
@@ -88,7 +88,7 @@ def token_ids(count: int) -> list[int]:
 def reference_logits(path: Path, ids: list[int], kv_type: str = "f32") -> torch.Tensor:
     """What docs/arithmetic.md and the reference operations say."""
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         ops = ReferenceOps(exact=True)
         model = CausalLM.load(file, spec, ops)
     cache = ModelCache(spec, ops, num_states=1, context_length=len(ids), kv_type=kv_type)

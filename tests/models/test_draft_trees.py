@@ -21,7 +21,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, PathArrays, check_batch
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from runners import open_cpu_runner
 
 SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
@@ -154,7 +154,7 @@ class Reference:
     def __init__(self, path: Path, exact: bool, kv_type: str = "f32", window: int | None = None) -> None:
         ops = ReferenceOps(exact=exact)
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors).with_window(window)
+            spec = read_spec(file.metadata, file.tensors).with_window(window)
             self.model = CausalLM.load(file, spec, ops)
         self.limits = BatchLimits(spec.vocab_size, 300, 128, 128)
         self.cache = SequenceCache(spec, ops, CacheSize.of(2, 300, 1), kv_type)

@@ -16,7 +16,7 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, ModelCache, Segment
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 CONTEXT = 600
 TAPS = (0, 2, 3)
@@ -26,7 +26,7 @@ def reference_streams(path: Path, ids: Sequence[int]) -> list[np.ndarray]:
     """By docs/arithmetic.md: after every layer, of a chain from position 0."""
     with GGUFFile.open(path) as file:
         ops = ReferenceOps(exact=True)
-        model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
+        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ops)
     cache = ModelCache(model.spec, ops, num_states=1, context_length=len(ids))
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     streams: list[np.ndarray] = []
@@ -129,8 +129,6 @@ def test_tables_for_drafters_are_those_of_the_model(tmp_path: Path, name: str) -
         assert np.array_equal(runner.head(runner.hidden(range(20))), expected)
         embedded = runner.embed(ids)
     with GGUFFile.open(path) as file:
-        model = CausalLM.load(
-            file, ModelSpec.from_gguf(file.metadata, file.tensors), ReferenceOps(exact=True)
-        )
+        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ReferenceOps(exact=True))
     table = model.ops.embed(model.token_embd, torch.tensor(ids, dtype=torch.int32))
     assert np.array_equal(embedded, table.numpy())

@@ -15,6 +15,7 @@ from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS
 from coldstream.models.fixed_part import CHUNK_SIZES, fixed_parts_on_gpu
 from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -25,7 +26,7 @@ CTX = 512
 
 def read(path: Path, kv_type: str = "i16") -> tuple[GGUFFile, ModelSpec, ModelSizes]:
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
     config = EngineConfig("m", cache_type_k=kv_type, cache_type_v=kv_type)  # type: ignore[arg-type]
     kv_bytes = cache_bytes_per_token(config, spec)
     return file, spec, model_sizes(spec, file.tensors, file.fingerprint, kv_bytes)

@@ -7,7 +7,7 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 DIMS = Dims(layers=4, hidden=32, experts=8, experts_used=2, expert_ffn=32, shared_ffn=32, state=32, ffn=64)
 
@@ -20,7 +20,7 @@ def test_a_token_needs_the_trunk_its_experts_and_the_head(
 ) -> None:
     (path,) = write_gguf(tmp_path / "tiny.gguf", arch, dims=DIMS, quant="F32", tied=tied, nextn=nextn)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         expected = 0
         for name, info in file.tensors.items():
             values = info.num_bytes // info.quant_type.block_bytes * info.quant_type.block_elements

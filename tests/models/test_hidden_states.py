@@ -15,7 +15,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import Batch, CacheSize, ModelCache, Segment
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 CONTEXT = 600
 
@@ -24,7 +24,7 @@ def reference_hidden(path: Path, ids: Sequence[int]) -> np.ndarray:
     """By docs/arithmetic.md, of a chain from position 0."""
     with GGUFFile.open(path) as file:
         ops = ReferenceOps(exact=True)
-        model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
+        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ops)
     cache = ModelCache(model.spec, ops, num_states=1, context_length=len(ids))
     rows = Rows(torch.arange(len(ids), dtype=torch.int32), torch.zeros(len(ids), dtype=torch.int32))
     return model.forward(torch.tensor(ids, dtype=torch.int32), rows, cache).numpy()

@@ -13,7 +13,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 TOKENS = 160
 # RMS distances of logits, a little above what docs/notes/accuracy.md has of its windows.
@@ -33,7 +33,7 @@ def test_logits_are_as_close_to_floats_as_the_log_says() -> None:
     """Everything but attention in float32, so that nothing else rounds."""
     ops = ReferenceOps()
     with GGUFFile.open(demo_model_path()) as file:
-        model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
+        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ops)
         tokenizer = Tokenizer.from_metadata(file.metadata)
     text = Path(argparse.__file__).read_text()
     token_ids = torch.tensor(tokenizer.encode(text)[:TOKENS], dtype=torch.int32)

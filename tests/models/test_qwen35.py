@@ -19,7 +19,7 @@ from coldstream.kernels.ops import Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import VOCAB_SIZE, hf_logits, tiny_model
@@ -71,7 +71,7 @@ def token_ids() -> list[int]:
 
 def load(path: Path, *, exact: bool = False) -> CausalLM:
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         return CausalLM.load(file, spec, ReferenceOps(exact=exact))
 
 
@@ -212,7 +212,7 @@ def test_cpu_logits_are_the_exact_reference_bit_for_bit(gguf_path, token_ids) ->
     path, count = gguf_path(True, 2, Variant(INTEGER_TYPES)), 6
     ops = CpuOps(2)
     with GGUFFile.open(path) as file:
-        model = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ops)
+        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ops)
         cache = ModelCache(model.spec, ops, num_states=1, context_length=count)
         rows = Rows(ops.int_vector(range(count)), ops.int_vector([0] * count))
         actual = model.logits(model.forward(ops.int_vector(token_ids[:count]), rows, cache))

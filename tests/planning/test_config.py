@@ -13,6 +13,7 @@ from builders import Dims, make_model, write_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.cache import context_bytes
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import AttentionSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import (
@@ -35,7 +36,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     dims = Dims(layers=4, hidden=32, experts=2, expert_ffn=32, shared_ffn=32, state=32, context=65536)
     (path,) = write_model(tmp_path_factory.mktemp("spec") / "tiny.gguf", make_model(dims=dims))
     with GGUFFile.open(Path(path)) as file:
-        return ModelSpec.from_gguf(file.metadata, file.tensors)
+        return read_spec(file.metadata, file.tensors)
 
 
 @pytest.mark.parametrize(

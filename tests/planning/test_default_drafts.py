@@ -10,7 +10,7 @@ from test_planning import MACHINE
 from builders import make_model, write_gguf, write_model
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.planned import Planned
 from coldstream.planning.planning import plan_model
@@ -21,7 +21,7 @@ Plan = Callable[..., Planned]
 def planner(path: Path) -> Plan:
     def plan(**options: object) -> Planned:
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = read_spec(file.metadata, file.tensors)
             return plan_model(EngineConfig("m", **options), file, spec, MACHINE)  # type: ignore[arg-type]
 
     return plan

@@ -12,7 +12,7 @@ from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.opened_model import open_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import DEFAULT_CTX_SIZE, EngineConfig
@@ -32,7 +32,7 @@ def make(tmp_path: Path) -> Make:
 
     def make(config: EngineConfig) -> Planned:
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = read_spec(file.metadata, file.tensors)
             return plan_model(config, file, spec, MACHINE)
 
     return make
@@ -83,7 +83,7 @@ def test_a_model_is_opened_by_a_plan(tmp_path: Path) -> None:
         (path,) = write_gguf(tmp_path / f"{arch}.gguf", arch)
         config = EngineConfig(str(path), device="cpu", ctx_size=77, ram=256 * MIB)
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = read_spec(file.metadata, file.tensors)
             save_plan(plan_model(config, file, spec, MACHINE).run, tmp_path / "plan.json")
         opened = open_model(EngineConfig(str(path), device="cpu", plan=str(tmp_path / "plan.json")))
         assert (opened.config.ctx_size, opened.config.ram, opened.config.plan) == (77, 256 * MIB, None)
@@ -112,7 +112,7 @@ def test_a_plan_for_something_else_is_refused(make: Make, tmp_path: Path) -> Non
 
 def test_the_demo_model_has_a_bundled_profile_and_no_other_model_has() -> None:
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         trace = bundled_profile(file, spec)
     assert trace is not None
     assert trace.num_steps > 5000
@@ -124,7 +124,7 @@ def test_a_model_without_a_bundled_profile_has_none(tmp_path: Path) -> None:
     for arch in ("qwen35moe", "qwen35"):
         (path,) = write_gguf(tmp_path / f"{arch}.gguf", arch)
         with GGUFFile.open(path) as file:
-            assert bundled_profile(file, ModelSpec.from_gguf(file.metadata, file.tensors)) is None
+            assert bundled_profile(file, read_spec(file.metadata, file.tensors)) is None
 
 
 def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

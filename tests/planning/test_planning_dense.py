@@ -9,7 +9,7 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig
@@ -31,7 +31,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def make(**options: object) -> Planned:
         with GGUFFile.open(path) as file:
-            spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+            spec = read_spec(file.metadata, file.tensors)
             context = {} if "plan" in options else {"ctx_size": 256}
             config = EngineConfig("m", **context, **options)  # type: ignore[arg-type]
             return plan_model(config, file, spec, MACHINE)

@@ -9,7 +9,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, SamplingParams
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED, miss_times
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.rates import Rates
@@ -29,7 +29,7 @@ def budget_for_a_part_of_the_experts(hardware: Hardware) -> int:
     """In bytes. A smaller one is also planned with a smaller workspace."""
     config = EngineConfig(str(demo_model_path()), device="cuda", vram="64G", ctx_size=256)
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         while (planned := plan_model(config, file, spec, hardware)).plan.is_all_resident:
             less = planned.plan.total_bytes - planned.sizes.all_expert_bytes // 4
             config = replace(config, vram=less)
@@ -51,7 +51,7 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
         str(demo_model_path()), device="cuda", vram=vram, ctx_size=256, prefetch=asked, threads=3
     )
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         unmeasured = replace(MACHINE, read_bytes_per_s=None)
         decided = [plan_model(config, file, spec, unmeasured, measured=lambda: MACHINE) for _ in range(2)]
     wanted = [PREFETCHED, 0] if asked == "auto" else [asked] * 2
@@ -72,7 +72,7 @@ def test_one_core_is_left_to_the_gpu_where_there_are_several(num_cores: int, thr
     vram = budget_for_a_part_of_the_experts(machine)
     config = EngineConfig(str(demo_model_path()), device="cuda", vram=vram, ctx_size=256)
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         assert plan_model(config, file, spec, machine).run.threads == threads
 
 
@@ -81,7 +81,7 @@ def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:
         raise AssertionError("nothing follows from rates")
 
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         for config in (
             EngineConfig(str(demo_model_path()), device="cuda", vram="64G"),
             EngineConfig(str(demo_model_path()), device="cpu", ram="30M"),

@@ -14,7 +14,7 @@ from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning import workers
@@ -31,7 +31,7 @@ NUM_LAYERS = LAYERS_AHEAD + 1  # that have places at once
 
 def plan_of(path: Path, **settings: Any) -> Planned:
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         return plan_model(EngineConfig(str(path), device="cuda", **settings), file, spec, MACHINE)
 
 
@@ -82,7 +82,7 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
         prefetching=Prefetching.of(run),
     )
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         counted = count_memory(file, spec, limits, fixed.chunk_size)
     assert counted.total <= plan.total_bytes <= plan.budget_bytes
     assert counted.weights + counted.caches <= fixed.weights + fixed.caches + plan.ring_bytes

@@ -13,7 +13,7 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.host_part import HOST_RESERVE_BYTES
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
 from coldstream.placement.plan_file import save_plan
@@ -30,7 +30,7 @@ ON_CPU = EngineConfig(str(demo_model_path()), device="cpu", threads=2, tier="gen
 
 def plan(config: EngineConfig, kept: int = 0, machine: Hardware = MACHINE, more_bytes: int = 0) -> Planned:
     with GGUFFile.open(Path(config.model)) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         return plan_model(config, file, spec, machine, more_bytes=more_bytes, prompt_cache_bytes=kept)
 
 

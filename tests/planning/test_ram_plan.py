@@ -14,7 +14,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
-from coldstream.models import ModelSpec
+from coldstream.models import read_spec
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def plan(config: EngineConfig, options: PlanOptions | None = None) -> Planned:
     with GGUFFile.open(Path(config.model)) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         trace = bundled_profile(file, spec)
         return plan_model(config, file, spec, MACHINE, trace=trace, options=options)
 
@@ -234,7 +234,7 @@ def test_a_saved_plan_that_other_threads_do_not_fit_is_refused(tmp_path: Path) -
 def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> None:
     config = replace(CONFIG, ctx_size=1)
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         needs = CpuRunner.needs(file, spec, 2, CONFIG.tier, 1, CONFIG.cache_type_k)
     least = needs.least_bytes(PlanOptions())
     assert plan(replace(config, ram=least)).plan.num_resident == spec.num_experts_per_tok

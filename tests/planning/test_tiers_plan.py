@@ -12,7 +12,7 @@ from builders import Dims, write_gguf
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.ram_budget import sizes_in_ram
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
@@ -43,7 +43,7 @@ def plan(
     more_bytes: int = 0,
 ) -> Planned:
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         return plan_model(config, file, spec, machine, options=options, more_bytes=more_bytes)
 
 
@@ -95,7 +95,7 @@ def test_a_pool_in_any_budget_or_an_advice_that_is_accepted(
         return
     assert run.pool.total_bytes <= run.pool.budget_bytes == config.ram
     with GGUFFile.open(path) as file:
-        sizes = sizes_in_ram(file, ModelSpec.from_gguf(file.metadata, file.tensors), 0)[1].expert_bytes
+        sizes = sizes_in_ram(file, read_spec(file.metadata, file.tensors), 0)[1].expert_bytes
     assert all(size in (0, other) for size, other in zip(run.pool.expert_bytes, sizes, strict=True))
     assert (run.miss_times, run.prefetch, planned.config.prefetch) == (None, 0, 0)
     assert planned.reads_disk

@@ -17,6 +17,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import DenseFfnSpec
 from coldstream.models.spec.model_spec import ModelSpec
 
@@ -37,7 +38,7 @@ def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
         path = resolve_model(config.model, offline=offline, progress=line.update)
     with GGUFFile.open(path) as file:
         try:
-            spec, problem = ModelSpec.from_gguf(file.metadata, file.tensors), ""
+            spec, problem = read_spec(file.metadata, file.tensors), ""
         except UnsupportedError as error:
             # A sound file that this version has no code for can still be shown.
             spec, problem = None, str(error)

@@ -27,6 +27,7 @@ from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
 from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
@@ -125,7 +126,7 @@ def open_model(
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         with open_draft(config, spec) as draft:
             planned = plan_model(
                 draft.config,

@@ -16,8 +16,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import routed_model
+from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
-from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
 from coldstream.planning.config import MAX_BYTES, EngineConfig
@@ -35,7 +35,7 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
     config = replace(config, device="cpu", plan=None, ram=MAX_BYTES)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         model = routed_model(file, spec)
         token_ids = Tokenizer.from_metadata(file.metadata).encode(text)
         _check_length(token_ids, model)

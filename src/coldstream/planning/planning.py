@@ -18,6 +18,7 @@ from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.models.footprint import routed_model
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
@@ -234,7 +235,7 @@ def plan_by_name(
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
@@ -264,7 +265,7 @@ def load_plan_by_name(config: EngineConfig, path: Path, progress: OpenProgress |
     """The plan in the file at `path`, of the model that `config` names. Raises as `load_plan`."""
     model = resolve_model(config.model, offline=config.offline, progress=progress)
     with GGUFFile.open(model) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         return load_plan(path, all_sizes(config, file, spec))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from builders import TinyModel, write_model
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models import ModelSpec
+from coldstream.models import ModelSpec, read_spec
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,6 @@ def one_thread() -> Iterator[None]:
 def spec_of(tmp_path: Path) -> Callable[[TinyModel], ModelSpec]:
     def read(model: TinyModel) -> ModelSpec:
         with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
-            return ModelSpec.from_gguf(file.metadata, file.tensors)
+            return read_spec(file.metadata, file.tensors)
 
     return read

@@ -20,7 +20,7 @@ from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import RopeSpec
 from coldstream.kernels.reference_ops import ReferenceOps
-from coldstream.models import ModelSpec, block_tensors, global_tensors
+from coldstream.models import ModelSpec, block_tensors, global_tensors, read_spec
 from coldstream.models.architectures.qwen3next import QWEN3NEXT
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec
@@ -198,7 +198,7 @@ def test_tensors_of_qwen35_are_none_of_this_family(spec_of: Callable[[TinyModel]
 def test_gathered_matrices_hold_the_values_of_their_rows(ssm_in: bool, tmp_path: Path) -> None:
     model = make_model("qwen3next", dims=Dims(), quant="F32", ssm_in=ssm_in, tokenizer=True)
     with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
-        loaded = CausalLM.load(file, ModelSpec.from_gguf(file.metadata, file.tensors), ReferenceOps())
+        loaded = CausalLM.load(file, read_spec(file.metadata, file.tensors), ReferenceOps())
     mixer = loaded.blocks[0].mixer
     per_head = model.tensors["blk.0.ssm_ba.weight"].reshape(2, 2, 2, -1)  # key head, beta or alpha, row
     np.testing.assert_array_equal(mixer.ssm_beta, per_head[:, 0].reshape(4, -1))

@@ -11,7 +11,7 @@ from builders import SMALL, TinyModel, make_model, write_model
 from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedError
 from coldstream.gguf import GGUFFile, QuantType
 from coldstream.kernels.ops import RopeSpec
-from coldstream.models import ModelSpec, block_tensors, global_tensors, validate_tensors
+from coldstream.models import ModelSpec, block_tensors, global_tensors, read_spec, validate_tensors
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
@@ -149,7 +149,7 @@ def test_gg11_unknown_tensors(tmp_path: Path, load_spec: LoadSpec) -> None:
         "blkx": extra,
     }
     with GGUFFile.open(write_model(tmp_path / "extra.gguf", model)[0]) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         ignored = validate_tensors(spec, file.tensors)
     assert ignored == ("v.blk.0.ln1.weight", "mm.0.weight", "mtp.norm.weight", "blkx")
 
@@ -208,7 +208,7 @@ def test_mtp_block_without_a_norm_of_its_own(load_spec: LoadSpec) -> None:
 def test_small_tensors_of_any_type(tmp_path: Path, type_name: str) -> None:
     types = {"*.ffn_gate_inp*": type_name, "*.ssm_alpha.weight": type_name, "*.attn_norm.weight": type_name}
     with GGUFFile.open(write_model(tmp_path / "small.gguf", tiny(types=types))[0]) as file:
-        ModelSpec.from_gguf(file.metadata, file.tensors)
+        read_spec(file.metadata, file.tensors)
         for name in (
             "ffn_gate_inp.weight",
             "ffn_gate_inp_shexp.weight",

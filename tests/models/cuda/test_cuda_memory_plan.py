@@ -14,13 +14,13 @@ from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded, count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 
 @pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])
 def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> None:
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         plan = plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), 40 * 2**30, chunk_size)
         large = plan_memory(file, spec, Limits(CacheSize.of(4, 4096), 4096, "i16"), 40 * 2**30, chunk_size)
         assert plan.weights >= sum(info.num_bytes for info in file.tensors.values())
@@ -38,7 +38,7 @@ def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(
     rows = {"i16": 144, "i8": 80, "i4": 48, "i3": 32}
     assert rows.keys() == set(INTEGER_CACHE_TYPES)
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         beside = set()
         for num_blocks in (2, 9):
             for kv_type, row_bytes in rows.items():
@@ -57,7 +57,7 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
     """The traceback of a failed request keeps logits, which must not stand in the way of what was planned."""
     limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         memory = MemoryPlan()
         loaded = Loaded.into(memory, file, spec, limits, 512)
         kept = []
@@ -78,7 +78,7 @@ def test_rows_far_into_a_text_take_no_more_than_is_counted(
     """What attention leaves of their parts, beside the activations of all."""
     limits = Limits(CacheSize.of(1, 65536), 65536, "i16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         memory = MemoryPlan()
         loaded = Loaded.into(memory, file, spec, limits, 512)
         hidden = loaded.kept_step(replace(StepShape.prompt(num_rows), is_deep=True))
@@ -91,7 +91,7 @@ def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) 
     """With everything counted that is ever taken, slots for experts included."""
     limits = Limits(CacheSize.of(1, 1024), 1024, "i16", expert_bytes)
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         need = plan_memory(file, spec, limits, 40 * 2**30, 256).total
         assert plan_memory(file, spec, limits, need, 256).total == need
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):

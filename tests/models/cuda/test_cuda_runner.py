@@ -35,8 +35,8 @@ from coldstream.models.cuda.limits import (
 )
 from coldstream.models.cuda.loaded_model import check_supported, check_types, kernels_of
 from coldstream.models.cuda.runner import CudaRunner
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
-from coldstream.models.spec.model_spec import ModelSpec
 from runners import open_model_file, resident_plan
 from specs import with_layers
 
@@ -289,7 +289,7 @@ def test_a_model_without_kernels_is_refused_by_name(
     moe_path: Path, kind: type, change: dict[str, int], message: str
 ) -> None:
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
     check_supported(spec)
     with pytest.raises(UnsupportedError, match=message + r".*use --device cpu"):
         check_supported(with_layers(spec, kind, **change))
@@ -333,7 +333,7 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
     with GGUFFile.open(moe_path) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
     names = " ".join(instance for _, instance in noted)
     few = "linear_one", "linear_rows", "linear_few", "expert_gate_up", "grouped_gate_up"

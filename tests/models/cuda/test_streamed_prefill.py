@@ -26,7 +26,7 @@ from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import plan_memory
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.read_spec import read_spec
 
 CONTEXT = 640
 LENGTHS = (65, 168, 300, 513)
@@ -90,7 +90,7 @@ def check_outputs(runner: OneSequence, expected_of: dict[int, tuple[np.ndarray, 
 @pytest.mark.parametrize("ring_bytes", [3 * MIB, 256 * MIB])
 def test_the_ring_is_planned(ring_bytes: int) -> None:
     with GGUFFile.open(demo_model_path()) as file:
-        spec = ModelSpec.from_gguf(file.metadata, file.tensors)
+        spec = read_spec(file.metadata, file.tensors)
         plan, small = (
             plan_memory(
                 file,

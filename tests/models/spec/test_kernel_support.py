@@ -10,6 +10,7 @@ from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import RopeSpec
+from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec, RouterSpec
@@ -55,7 +56,7 @@ def opened(tmp_path: Path) -> Opened:
     path = write_model(tmp_path / "tiny.gguf", make_model(dims=SMALL, quant="F32", tokenizer=False))[0]
     with GGUFFile.open(path) as file:
         keys = Hyperparameters(file.metadata, file.tensors, "qwen35moe")
-        return ModelSpec.from_gguf(file.metadata, file.tensors), keys
+        return read_spec(file.metadata, file.tensors), keys
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), CHOICES, ids=lambda value: str(value)[:60])

@@ -10,23 +10,21 @@ something else and is only reported.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.architectures import ARCHITECTURES
 from coldstream.models.spec.layer_tensors import Group, Requirement, Shape, nextn_tensors, norm_tensors
-
-if TYPE_CHECKING:
-    from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.spec.model_spec import ModelSpec
 
 # Beginnings of names of tensors that change what a model of text computes, such as factors of frequencies.
 _OF_TEXT: Final = ("token_", "position_", "output", "rope_", "cls")
 _BLOCK_NAME: Final = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
-def global_tensors(spec: "ModelSpec") -> tuple[Requirement, ...]:
+def global_tensors(spec: ModelSpec) -> tuple[Requirement, ...]:
     """The tensors outside the blocks."""
     table: Shape = (spec.vocab_size, spec.hidden_size)
     output: Requirement = ({"output.weight": (table,)},)
@@ -37,7 +35,7 @@ def global_tensors(spec: "ModelSpec") -> tuple[Requirement, ...]:
     )
 
 
-def block_tensors(spec: "ModelSpec", block: int) -> tuple[Requirement, ...]:
+def block_tensors(spec: ModelSpec, block: int) -> tuple[Requirement, ...]:
     """The tensors of one block: of the trunk, or from `spec.num_layers` on an MTP block."""
     prefix = f"blk.{block}."
     architecture = ARCHITECTURES[spec.architecture]
@@ -51,7 +49,7 @@ def block_tensors(spec: "ModelSpec", block: int) -> tuple[Requirement, ...]:
 
 
 def validate_tensors(
-    spec: "ModelSpec", tensors: Mapping[str, TensorInfo], path: Path = Path("model")
+    spec: ModelSpec, tensors: Mapping[str, TensorInfo], path: Path = Path("model")
 ) -> tuple[str, ...]:
     """Checks that `tensors` are those that `spec` needs, and returns the names of others that were ignored.
 
@@ -79,7 +77,7 @@ def validate_tensors(
     return others
 
 
-def _requirements(spec: "ModelSpec") -> Iterator[Requirement]:
+def _requirements(spec: ModelSpec) -> Iterator[Requirement]:
     yield from global_tensors(spec)
     for block in range(spec.num_blocks):
         yield from block_tensors(spec, block)
