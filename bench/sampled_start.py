@@ -27,8 +27,8 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "map the file": (("experts.host", "HostExperts.map_weight"),),
     "fill the experts' slots": (("experts.partial_experts", "PartialExperts.fill"),),
     "dry runs: kernels and memory": (
-        ("models.cuda.loaded_model", "kernels_of"),
-        ("models.cuda.loaded_model", "count_memory"),
+        ("models.cuda.memory_plan", "kernels_of"),
+        ("models.cuda.memory_plan", "count_memory"),
     ),
     "measure the machine": (("planning.machine", "hardware_of"), ("planning.machine", "with_rates")),
     "plan": (("planning.planning", "plan_model"),),

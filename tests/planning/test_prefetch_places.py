@@ -68,7 +68,7 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
     """Guesses, keys and tallies lie beside the ring."""
     pytest.importorskip("cuda.bindings")
     from coldstream.models.cuda.limits import Limits
-    from coldstream.models.cuda.loaded_model import count_memory
+    from coldstream.models.cuda.memory_plan import count_memory
 
     path, budget = tiny(tmp_path, experts_used=2)
     run = plan_of(path, ctx_size=64, vram=budget + 16 * MIB, prefetch=prefetch).run

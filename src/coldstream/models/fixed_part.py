@@ -123,7 +123,7 @@ def _counted(
 ) -> FixedPart:
     # Imported here because its kernels need packages that a machine without a GPU may not have.
     from coldstream.models.cuda.limits import Limits
-    from coldstream.models.cuda.loaded_model import count_memory
+    from coldstream.models.cuda.memory_plan import count_memory
 
     limits = Limits(cache_size, ctx_size, kv_type, has_mtp=draft.has_mtp, taps=draft.taps)
     ring_bytes = 0

@@ -12,7 +12,8 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kvcache import CacheSize, state_bytes
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
-from coldstream.models.cuda.loaded_model import Loaded, count_memory, plan_memory
+from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.memory_plan import count_memory, plan_memory
 from coldstream.models.fixed_part import CHUNK_SIZES
 from coldstream.models.read_spec import read_spec
 

@@ -18,7 +18,9 @@ from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu.mtp import MtpSequence
 from coldstream.models.cuda import mtp as cuda_mtp
-from coldstream.models.cuda.mtp import BRANCHING, CudaMtpSequence
+from coldstream.models.cuda import mtp_block
+from coldstream.models.cuda.mtp import CudaMtpSequence
+from coldstream.models.cuda.mtp_block import BRANCHING
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from host_device import HostDevice
@@ -119,7 +121,8 @@ def check_trees(both: Pair) -> None:
 
 @pytest.fixture
 def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cuda_mtp, "MAX_MTP_ROWS", FEW_ROWS)
+    for module in (cuda_mtp, mtp_block):
+        monkeypatch.setattr(module, "MAX_MTP_ROWS", FEW_ROWS)
     with gpu_on(compiled_for_the_host):
         yield
 
@@ -174,7 +177,7 @@ def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("gpu")
 def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a vocabulary has more, with log-probabilities over these alone."""
-    monkeypatch.setattr(cuda_mtp, "MAX_DRAFT_IDS", 40)
+    monkeypatch.setattr(mtp_block, "MAX_DRAFT_IDS", 40)
     with pair(write_variant(tmp_path, "dense")) as both:
         on_gpu, _ = states_of(both, 3)
         both.on_gpu.append([1, 2, 3], on_gpu)
@@ -187,7 +190,8 @@ def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("gpu")
 def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_mtp, "MAX_MTP_ROWS", 64)
+    for module in (cuda_mtp, mtp_block):
+        monkeypatch.setattr(module, "MAX_MTP_ROWS", 64)
     with open_gpu(write_variant(tmp_path, "dense")) as runner:
         sequence = runner.load_mtp().new_sequence()
         state = sequence.keep(torch.ones(1, runner.spec.hidden_size))

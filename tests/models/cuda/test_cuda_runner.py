@@ -33,7 +33,7 @@ from coldstream.models.cuda.limits import (
     Limits,
     padded_rows,
 )
-from coldstream.models.cuda.loaded_model import check_supported, check_types, kernels_of
+from coldstream.models.cuda.memory_plan import check_supported, check_types, kernels_of
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec

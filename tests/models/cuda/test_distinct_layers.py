@@ -15,11 +15,12 @@ from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda import loaded_model as cuda_model
+from coldstream.models.cuda import memory_plan
 from coldstream.models.cuda.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
-from coldstream.models.cuda.loaded_model import Loaded, kernels_of
+from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.memory_plan import kernels_of
 from coldstream.models.loader import Block
 from runners import open_model_file
 
@@ -56,7 +57,7 @@ def test_they_launch_what_all_layers_launch(
 ) -> None:
     file, spec = open_model_file(write_variant(tmp_path, variant))
     found = kernels_of(file, spec, sizes, 256)
-    monkeypatch.setattr(cuda_model, "distinct_layers", lambda blocks, distance: range(len(blocks)))
+    monkeypatch.setattr(memory_plan, "distinct_layers", lambda blocks, distance: range(len(blocks)))
     assert found == kernels_of(file, spec, sizes, 256)
 
 

@@ -25,7 +25,7 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.limits import Limits
-from coldstream.models.cuda.loaded_model import plan_memory
+from coldstream.models.cuda.memory_plan import plan_memory
 from coldstream.models.read_spec import read_spec
 
 CONTEXT = 640

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from coldstream.models.cuda.dflash_weights import DflashMatrices
 from coldstream.models.cuda.features import FEATURE_TYPE
 from coldstream.models.cuda.fused_draft import CudaRounds, TextRounds
 from coldstream.models.cuda.graphs import CapturedSteps
+from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.lattice import DraftLattice
 from coldstream.models.dflash.model import MOST_WAITING, torch_errors
 from coldstream.models.dflash.spec import DflashSpec
-
-if TYPE_CHECKING:
-    from coldstream.models.cuda.loaded_model import Loaded
 
 LENGTH, ROOT, NUM_PLACES = 0, 1, 2  # of what the host writes before a draft
 
@@ -41,7 +39,7 @@ class CudaDflash:
 
     def __init__(
         self,
-        loaded: "Loaded",
+        loaded: Loaded,
         file: DflashFile,
         steps: CapturedSteps,
         begin: Callable[[], None],

@@ -6,7 +6,7 @@ memory that captured graphs know.
 """
 
 from math import prod, tau
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -34,13 +34,10 @@ from coldstream.kernels.top_log_probs.cuda import PROGRAM as TOP
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 from coldstream.models.cuda.dflash_weights import DflashMatrices, LayerMatrices
 from coldstream.models.cuda.features import FEATURE_TYPE
-from coldstream.models.cuda.mtp import MAX_DRAFT_IDS, first_rows
+from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.mtp_block import MAX_DRAFT_IDS, first_rows
 from coldstream.models.dflash.convolution import Convolution
 from coldstream.models.dflash.spec import DflashSpec
-
-if TYPE_CHECKING:
-    from coldstream.models.cuda.loaded_model import Loaded
-
 
 MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
 
@@ -58,7 +55,7 @@ class DflashBlock:
     Rows of a block: the token `root`, at the position that `length` says, and mask tokens behind it.
     """
 
-    def __init__(self, loaded: "Loaded", matrices: DflashMatrices, spec: DflashSpec) -> None:
+    def __init__(self, loaded: Loaded, matrices: DflashMatrices, spec: DflashSpec) -> None:
         self.spec, self.matrices = spec, matrices
         self._ops, self._memory = loaded.ops, loaded.memory
         self._token_embd, self._head = loaded.model.token_embd, first_rows(loaded.model.output, MAX_DRAFT_IDS)

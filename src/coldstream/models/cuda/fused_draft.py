@@ -9,55 +9,27 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
 from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.staged import ReadBack, StagedRing
-from coldstream.kernels.ops import SHORT_CONTEXT, CommittedPath, Ops, Rows
+from coldstream.kernels.cuda.staged import ReadBack
+from coldstream.kernels.ops import SHORT_CONTEXT, Rows
 from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
 from coldstream.kernels.rounds.reference import NUM_COLUMNS, Accepted, RoundState, RoundText
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.cuda import write_rows
 from coldstream.kvcache.batch import rows_of
-from coldstream.kvcache.cache import num_blocks_of
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
+from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.whole_or_cleared import WholeOrCleared
 
-if TYPE_CHECKING:
-    from coldstream.models.cuda.loaded_model import Loaded
-
 NUM_AHEAD = ReadBack.NUM_COPIES  # rounds whose results may wait for the host
-
-
-@dataclass(frozen=True)
-class RoundMemory:
-    """What rounds read and write, in memory that captured graphs know."""
-
-    staged: StagedRing
-    arrays: RoundArrays  # on the device
-    results: ReadBack
-    num_blocks: int  # of a sequence, at most
-
-    @classmethod
-    def into(cls, ops: Ops, context_length: int) -> Self:
-        """For sequences of up to `context_length` positions."""
-        num_blocks = num_blocks_of(context_length)
-        staged = StagedRing(ops.zeros((RoundArrays.num_values(num_blocks),), "int32"))
-        arrays = RoundArrays(staged.values, num_blocks)
-        return cls(staged, arrays, ReadBack(arrays.result), num_blocks)
-
-    @property
-    def path(self) -> CommittedPath:
-        """What a round keeps: its first rows, as many as agree."""
-        arrays = self.arrays
-        one = (arrays.state_id, arrays.count, arrays.first)
-        return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table)
 
 
 @dataclass(frozen=True)
@@ -127,7 +99,7 @@ class CudaRounds:
 
     def __init__(
         self,
-        loaded: "Loaded",
+        loaded: Loaded,
         block: RoundBlock,
         steps: CapturedSteps,
         begin: Callable[[], None],

@@ -5,8 +5,9 @@ from typing import Self
 
 import torch
 
-from coldstream.kernels.cuda.staged import StagedMemory, StagedRing
+from coldstream.kernels.cuda.staged import ReadBack, StagedMemory, StagedRing
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
+from coldstream.kernels.rounds.cuda import RoundArrays
 from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
 from coldstream.kvcache.cache import num_blocks_of
 
@@ -102,3 +103,28 @@ class Commits:
         """Queues the copy of `on_host`; the path on the device."""
         self.memory.copy(PathArrays.num_values(self.num_blocks))
         return PathArrays(self.memory.values, self.num_blocks).path
+
+
+@dataclass(frozen=True)
+class RoundMemory:
+    """What rounds read and write, in memory that captured graphs know."""
+
+    staged: StagedRing
+    arrays: RoundArrays  # on the device
+    results: ReadBack
+    num_blocks: int  # of a sequence, at most
+
+    @classmethod
+    def into(cls, ops: Ops, context_length: int) -> Self:
+        """For sequences of up to `context_length` positions."""
+        num_blocks = num_blocks_of(context_length)
+        staged = StagedRing(ops.zeros((RoundArrays.num_values(num_blocks),), "int32"))
+        arrays = RoundArrays(staged.values, num_blocks)
+        return cls(staged, arrays, ReadBack(arrays.result), num_blocks)
+
+    @property
+    def path(self) -> CommittedPath:
+        """What a round keeps: its first rows, as many as agree."""
+        arrays = self.arrays
+        one = (arrays.state_id, arrays.count, arrays.first)
+        return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table)

@@ -1,155 +1,32 @@
-"""An MTP block on a GPU: it drafts a chain without the host between its steps.
-
-It reads the embedding and the head of the trunk that it was loaded beside, and computes in the trunk's
-workspace, on its stream. Its experts are all on the device.
-"""
+"""Drafts of an MTP block on a GPU: a chain without the host between its steps."""
 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
-from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.cuda_ops import CudaOps
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT, Rows, Weight
-from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.rounds.reference import RoundText
-from coldstream.kernels.top_log_probs.cuda import FEW_RANKS
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT
+from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
+from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundText
 from coldstream.kvcache.batch import CheckedSegment
-from coldstream.kvcache.cache import CacheSize
-from coldstream.kvcache.sequence_cache import SequenceCache
-from coldstream.models.cuda.fused_draft import CudaRounds, TextRounds
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape, TextRounds, shaped_rows
 from coldstream.models.cuda.graphs import CapturedSteps
-from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Inputs, StepShape
-from coldstream.models.cuda.mtp_rounds import MtpRoundBlock, MtpRoundRows
-from coldstream.models.mtp.model import MtpModel
+from coldstream.models.cuda.inputs import StepShape
+from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.mtp_block import BRANCHING, MAX_MTP_ROWS, LoadedMtp, run_shape
+from coldstream.models.whole_or_cleared import WholeOrCleared
 
-if TYPE_CHECKING:
-    from coldstream.models.cuda.loaded_model import Loaded
-
-BRANCHING: Final = FEW_RANKS  # candidates after a row
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
-MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
-# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte
-# pairs were merged in the order of how often they occur, so that the first ids are those of most text.
-MAX_DRAFT_IDS = 2**16
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
-
-
-@dataclass(frozen=True)
-class LoadedMtp:
-    """The block in some memory, with what its steps read and write."""
-
-    memory: Memory
-    ops: CudaOps
-    model: MtpModel
-    head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
-    sequences: SequenceCache
-    inputs: Inputs
-    trunk_states: torch.Tensor  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
-    states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], before each row of a run
-    outputs: Activations  # [MAX_MTP_ROWS, E], of a run
-    last: Activations  # [1, E], the output that candidates follow
-    candidates: torch.Tensor  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
-
-    @classmethod
-    def into(
-        cls, memory: Memory, ops: CudaOps, model: MtpModel, size: CacheSize, context_length: int, kv_type: str
-    ) -> Self:
-        """For sequences of up to `context_length` rows; size: of the trunk's caches."""
-        hidden_size = model.layer.spec.hidden_size
-        return cls(
-            memory,
-            ops,
-            model,
-            first_rows(model.layer.output, MAX_DRAFT_IDS),
-            SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
-            Inputs.into(ops, MAX_MTP_ROWS, context_length),
-            memory.persistent((MAX_DECODE_ROWS, hidden_size), torch.float32),
-            memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
-            ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True),
-            ops.activations(1, hidden_size, persistent=True),
-            memory.persistent((2, BRANCHING), torch.int32),
-        )
-
-    def run_rows(self, shape: StepShape) -> None:
-        """Rows of the inputs after `states`, with the results in `outputs`."""
-        token_ids, rows = self.inputs.take(shape)
-        found = self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
-        self.ops.launch(copy_rows_cuda, found, self.outputs.rows(0, shape.num_rows))
-
-    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> Activations:
-        """The results of rows after `states`, valid until the next step."""
-        self.ops.start_step(rows)
-        try:
-            found: Activations = self.model.forward(token_ids, states, rows, self.sequences.tensors)
-            return found
-        finally:
-            self.ops.finish_step()
-
-    def follow(self, outputs: Activations, row: torch.Tensor) -> None:
-        """Makes a row of `outputs` the one that candidates follow; row: int32 [1], on the device."""
-        self.ops.launch(copy_rows_cuda, outputs, self.last, row)
-
-    def run_head(self) -> None:
-        """The likeliest tokens after `last`, into `candidates`."""
-        self.memory.start_step()
-        self._run_head()
-
-    def run_link(self, shape: StepShape) -> None:
-        """The likeliest of `candidates` as the token of the inputs' only row after `last`, which is replaced;
-        then as `run_head`.
-        """
-        token_ids, rows = self.inputs.take(shape)
-        token_ids.copy_(self.candidates[0, :1])
-        self.compute_link(token_ids, rows)
-
-    def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
-        """A row after `last`, which is replaced; then as `run_head`."""
-        self.ops.start_step(rows)
-        try:
-            found = self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors)
-            self.ops.launch(copy_rows_cuda, found, self.last)
-            self._run_head()
-        finally:
-            self.ops.finish_step()
-
-    def _run_head(self) -> None:
-        (logits,) = self.ops.linear(self.last, (self.head,))
-        ids, log_probs = self.candidates[:1], self.candidates[1:].view(torch.float32)
-        self.ops.top_log_probs_into(logits, ids, log_probs)
-
-    def run_all(self) -> None:
-        """Every kind of step, with runs of all sizes: to count memory and find kernels."""
-        self.run_head()
-        for is_deep in (False, True):
-            self.run_link(StepShape(1, is_deep=is_deep))
-            for size in SIZES:
-                if size <= MAX_MTP_ROWS:
-                    self.run_rows(_shape_of(size, is_deep=is_deep))
-
-
-def _shape_of(num_rows: int, *, is_deep: bool) -> StepShape:
-    """The shape of a run, with the next size that there is a graph for."""
-    padded = next(size for size in SIZES if size >= num_rows)
-    return StepShape(padded, has_prompts=padded > MAX_SHORT_CHAIN, is_deep=is_deep)
-
-
-def first_rows(weight: Weight, count: int) -> QuantTensor:
-    """A view of at most so many rows."""
-    assert isinstance(weight, QuantTensor), "a head is a matrix"
-    rows, cols = weight.shape
-    return QuantTensor(weight.blocks[:count], weight.quant_type, (min(rows, count), cols))
 
 
 class CudaMtp:
@@ -161,7 +38,7 @@ class CudaMtp:
 
     def __init__(
         self,
-        loaded: "Loaded",
+        loaded: Loaded,
         context_length: int,
         steps: CapturedSteps,
         begin: Callable[[], None],
@@ -218,7 +95,7 @@ class CudaMtp:
         token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
         return list(zip(token_ids, log_probs, strict=True))
 
-    def round_rows(self, sequence: kvcache.Sequence) -> MtpRoundRows:
+    def round_rows(self, sequence: kvcache.Sequence) -> "MtpRoundRows":
         """Its rows, for rounds."""
         return MtpRoundRows(self._loaded.sequences, sequence)
 
@@ -241,7 +118,7 @@ class CudaMtp:
         sequences.check_room([segment.demand])
         sequences.reserve([segment.demand])
         end = sequence.length + len(token_ids)
-        shape = _shape_of(len(token_ids), is_deep=end > SHORT_CONTEXT)
+        shape = run_shape(len(token_ids), is_deep=end > SHORT_CONTEXT)
         arrays = inputs.on_host(shape.num_rows)
         arrays.pad(arrays.write([segment]))
         inputs.copy(shape.num_rows)
@@ -311,3 +188,80 @@ class CudaMtpSequence:
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
         self._block.cut(self._sequence, length)
+
+
+class MtpRoundBlock:
+    """Implements `RoundBlock`: a chain of the block's likeliest tokens."""
+
+    most_nodes = MAX_ROUND_ROWS - 1
+
+    def __init__(self, mtp: LoadedMtp) -> None:
+        self._mtp = mtp
+
+    @property
+    def candidate(self) -> torch.Tensor:
+        """See `RoundBlock`."""
+        return self._mtp.candidates[0, :1]
+
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
+        """See `RoundBlock`. It begins after the block's last output."""
+        step = StepShape(1, is_deep=shape.is_deep)
+        columns = arrays.link_columns.view(NUM_COLUMNS, 1)
+        self._mtp.run_head()
+        kernels.extend_draft(0)
+        for depth in range(1, shape.num_rows - 1):
+            self._mtp.compute_link(*shaped_rows(columns, arrays.block_table, step))
+            kernels.extend_draft(depth)
+
+    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
+        """See `RoundBlock`."""
+        mtp, num_rows = self._mtp, shape.num_rows
+        columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
+        step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
+        token_ids, rows = shaped_rows(columns, arrays.block_table, step)
+        mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
+
+    def state_of(self, row: int) -> torch.Tensor | None:
+        """See `RoundBlock`."""
+        return self._mtp.trunk_states[row].clone()
+
+
+class MtpRoundRows:
+    """Implements `RoundRows`. The last row is the text's root, which the block computed last."""
+
+    def __init__(self, cache: SequenceCache, rows: kvcache.Sequence) -> None:
+        self._cache, self._rows = cache, rows
+
+    @property
+    def length(self) -> int:
+        """See `RoundRows`."""
+        return self._rows.length
+
+    @property
+    def state_id(self) -> int:
+        """See `RoundRows`."""
+        assert self._rows.state is not None
+        return self._rows.state
+
+    def reserve(self, num_rows: int) -> None:
+        """See `RoundRows`."""
+        demand = Demand(self._rows, num_rows)
+        self._cache.check_room([demand])
+        self._cache.reserve([demand])
+
+    def lengthen(self, num_rows: int) -> bool:
+        """See `RoundRows`."""
+        return self._cache.lengthen(self._rows, num_rows)
+
+    def write_table(self, table: Any) -> None:
+        """See `RoundRows`."""
+        table[: len(self._rows.blocks)] = self._rows.blocks
+
+    def keep(self, num_rows: int) -> None:
+        """See `RoundRows`."""
+        self._cache.append(self._rows, num_rows)
+        self._cache.cut(self._rows, self._rows.length)
+
+    def whole_or_cleared(self) -> AbstractContextManager[None]:
+        """See `RoundRows`."""
+        return WholeOrCleared(self._cache, [self._rows])

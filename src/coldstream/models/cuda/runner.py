@@ -33,14 +33,9 @@ from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
 from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
-from coldstream.models.cuda.loaded_model import (
-    Loaded,
-    check_supported,
-    check_types,
-    kernels_of,
-    plan_memory,
-)
+from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
+from coldstream.models.cuda.memory_plan import check_supported, check_types, kernels_of, plan_memory
 from coldstream.models.cuda.mtp import CudaMtp
 from coldstream.models.cuda.partial_model import PartialModel, partial_model
 from coldstream.models.dflash.file import DflashFile

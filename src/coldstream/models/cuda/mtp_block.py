@@ -1,0 +1,135 @@
+"""The MTP block of a model in a GPU's memory: weights, caches, and the steps that graphs capture.
+
+It reads the embedding and the head of the trunk that it was loaded beside, and computes in the trunk's
+workspace, on its stream. Its experts are all on the device.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
+from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.ops import MAX_SHORT_CHAIN, Rows, Weight
+from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.top_log_probs.cuda import FEW_RANKS
+from coldstream.kvcache.cache import CacheSize
+from coldstream.kvcache.sequence_cache import SequenceCache
+from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Inputs, StepShape
+from coldstream.models.mtp.model import MtpModel
+
+BRANCHING: Final = FEW_RANKS  # candidates after a row
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
+MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
+# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte
+# pairs were merged in the order of how often they occur, so that the first ids are those of most text.
+MAX_DRAFT_IDS = 2**16
+
+
+@dataclass(frozen=True)
+class LoadedMtp:
+    """The block in some memory, with what its steps read and write."""
+
+    memory: Memory
+    ops: CudaOps
+    model: MtpModel
+    head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
+    sequences: SequenceCache
+    inputs: Inputs
+    trunk_states: torch.Tensor  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
+    states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], before each row of a run
+    outputs: Activations  # [MAX_MTP_ROWS, E], of a run
+    last: Activations  # [1, E], the output that candidates follow
+    candidates: torch.Tensor  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
+
+    @classmethod
+    def into(
+        cls, memory: Memory, ops: CudaOps, model: MtpModel, size: CacheSize, context_length: int, kv_type: str
+    ) -> Self:
+        """For sequences of up to `context_length` rows; size: of the trunk's caches."""
+        hidden_size = model.layer.spec.hidden_size
+        return cls(
+            memory,
+            ops,
+            model,
+            first_rows(model.layer.output, MAX_DRAFT_IDS),
+            SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
+            Inputs.into(ops, MAX_MTP_ROWS, context_length),
+            memory.persistent((MAX_DECODE_ROWS, hidden_size), torch.float32),
+            memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
+            ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True),
+            ops.activations(1, hidden_size, persistent=True),
+            memory.persistent((2, BRANCHING), torch.int32),
+        )
+
+    def run_rows(self, shape: StepShape) -> None:
+        """Rows of the inputs after `states`, with the results in `outputs`."""
+        token_ids, rows = self.inputs.take(shape)
+        found = self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
+        self.ops.launch(copy_rows_cuda, found, self.outputs.rows(0, shape.num_rows))
+
+    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> Activations:
+        """The results of rows after `states`, valid until the next step."""
+        self.ops.start_step(rows)
+        try:
+            found: Activations = self.model.forward(token_ids, states, rows, self.sequences.tensors)
+            return found
+        finally:
+            self.ops.finish_step()
+
+    def follow(self, outputs: Activations, row: torch.Tensor) -> None:
+        """Makes a row of `outputs` the one that candidates follow; row: int32 [1], on the device."""
+        self.ops.launch(copy_rows_cuda, outputs, self.last, row)
+
+    def run_head(self) -> None:
+        """The likeliest tokens after `last`, into `candidates`."""
+        self.memory.start_step()
+        self._run_head()
+
+    def run_link(self, shape: StepShape) -> None:
+        """The likeliest of `candidates` as the token of the inputs' only row after `last`, which is replaced;
+        then as `run_head`.
+        """
+        token_ids, rows = self.inputs.take(shape)
+        token_ids.copy_(self.candidates[0, :1])
+        self.compute_link(token_ids, rows)
+
+    def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
+        """A row after `last`, which is replaced; then as `run_head`."""
+        self.ops.start_step(rows)
+        try:
+            found = self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors)
+            self.ops.launch(copy_rows_cuda, found, self.last)
+            self._run_head()
+        finally:
+            self.ops.finish_step()
+
+    def _run_head(self) -> None:
+        (logits,) = self.ops.linear(self.last, (self.head,))
+        ids, log_probs = self.candidates[:1], self.candidates[1:].view(torch.float32)
+        self.ops.top_log_probs_into(logits, ids, log_probs)
+
+    def run_all(self) -> None:
+        """Every kind of step, with runs of all sizes: to count memory and find kernels."""
+        self.run_head()
+        for is_deep in (False, True):
+            self.run_link(StepShape(1, is_deep=is_deep))
+            for size in SIZES:
+                if size <= MAX_MTP_ROWS:
+                    self.run_rows(run_shape(size, is_deep=is_deep))
+
+
+def run_shape(num_rows: int, *, is_deep: bool) -> StepShape:
+    """The shape of a run, with the next size that there is a graph for."""
+    padded = next(size for size in SIZES if size >= num_rows)
+    return StepShape(padded, has_prompts=padded > MAX_SHORT_CHAIN, is_deep=is_deep)
+
+
+def first_rows(weight: Weight, count: int) -> QuantTensor:
+    """A view of at most so many rows."""
+    assert isinstance(weight, QuantTensor), "a head is a matrix"
+    rows, cols = weight.shape
+    return QuantTensor(weight.blocks[:count], weight.quant_type, (min(rows, count), cols))
