@@ -51,7 +51,7 @@ from coldstream.errors import ColdstreamError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.ram_budget import expert_stacks
+from coldstream.models.expert_stacks import expert_stacks
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions

@@ -16,9 +16,9 @@ from coldstream.kernels.experts.split import MissTimes
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.expert_stacks import disk_tier
 from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes, routed_model
-from coldstream.models.ram_budget import disk_tier
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
 from coldstream.models.spec.model_spec import ModelSpec

@@ -11,7 +11,7 @@ from builders import Dims, write_gguf
 from coldstream.experts.disk_tier import DECODE_TOKENS, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
-from coldstream.models.ram_budget import expert_stacks
+from coldstream.models.expert_stacks import expert_stacks
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.policies import DecayedFrequency, Lru, Policy
 

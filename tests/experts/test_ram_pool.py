@@ -27,7 +27,7 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.models.ram_budget import expert_stacks
+from coldstream.models.expert_stacks import expert_stacks
 from coldstream.models.read_spec import read_spec
 from device_seams import model_device
 from host_device import HostMemory

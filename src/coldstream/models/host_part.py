@@ -13,7 +13,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
-from coldstream.models.ram_budget import placed_stacks
+from coldstream.models.expert_stacks import placed_stacks
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import HostPart

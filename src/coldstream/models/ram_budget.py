@@ -12,34 +12,16 @@ from typing import Any
 import numpy as np
 
 from coldstream.experts.disk_tier import DiskTier
-from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.models.footprint import FFN_MATRICES, file_bytes, model_sizes
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.expert_stacks import disk_tier
+from coldstream.models.footprint import file_bytes, model_sizes
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
-from coldstream.placement.policies import DecayedFrequency, Policy
-from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
 # The fixed part of the model, with its experts mapped (None) or in a tier.
 CountFixed = Callable[[DiskTier | None], FixedPart]
-
-_STACKS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-
-
-def expert_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
-    """The tensors of routed experts of each layer of the trunk."""
-    names = [[f"blk.{layer}.{name}.weight" for name in _STACKS] for layer in range(spec.num_layers)]
-    return [[file.tensors[name] for name in layer if name in file.tensors] for layer in names]
-
-
-def placed_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
-    """What a GPU may lack: `expert_stacks`, or the FFNs of a dense model as stacks of one."""
-    if spec.is_moe:
-        return expert_stacks(file, spec)
-    names = [[f"blk.{layer}.{name}.weight" for name in FFN_MATRICES] for layer in range(spec.num_layers)]
-    infos = [[file.tensors[name] for name in layer] for layer in names]
-    return [[replace(info, shape=(1, *info.shape)) for info in layer] for layer in infos]
 
 
 @dataclass(frozen=True)
@@ -104,24 +86,3 @@ def sizes_in_ram(file: GGUFFile, spec: ModelSpec, kv_token_bytes: int) -> tuple[
     if not spec.is_moe:
         return mapped, mapped
     return mapped, replace(mapped, expert_bytes=disk_tier(file, spec).expert_bytes)
-
-
-def disk_tier(file: GGUFFile, spec: ModelSpec, policy: Policy | None = None) -> DiskTier:
-    """A tier for the experts of the model in `file`, without slots."""
-    return DiskTier(file, expert_stacks(file, spec), spec.num_experts_per_tok, policy)
-
-
-def disk_tier_of(
-    plan: RunPlan, file: GGUFFile, spec: ModelSpec, policy: Policy | None = None
-) -> DiskTier | None:
-    """A tier with the slots of `plan`, a plan for RAM; None if it leaves nothing on the disk.
-
-    Nothing is loaded yet. Raises MemoryError.
-    """
-    placement = plan.placement
-    if placement.is_all_resident:
-        return None
-    tier = disk_tier(file, spec, policy or DecayedFrequency(weights=placement.expert_weights))
-    assert tier.expert_bytes == placement.expert_bytes, "a plan for RAM has the sizes of its slots"
-    tier.allocate(placement.slots, plan.expected_uses, placement.pinned_layers)
-    return tier

@@ -21,8 +21,9 @@ from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.cpu.mtp import BRANCHING, CpuMtp
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.expert_stacks import disk_tier_of
 from coldstream.models.footprint import dense_bytes
-from coldstream.models.ram_budget import RamNeeds, disk_tier_of
+from coldstream.models.ram_budget import RamNeeds
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec.layer_specs import MoeSpec
 from coldstream.models.spec.model_spec import ModelSpec

@@ -2,11 +2,12 @@
 
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.partial_layers import PartialLayers
+from coldstream.experts.pooled_stacks import PooledStacks
+from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.models.cuda.capacity import mailbox_ranks
-from coldstream.models.cuda.ram_pool import ram_pool
-from coldstream.models.ram_budget import placed_stacks
+from coldstream.models.expert_stacks import expert_stacks, placed_stacks
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan
 
@@ -21,9 +22,20 @@ def partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialMode
     mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size, plan.shared_rows)
     partial: PartialModel
     if spec.is_moe:
-        partial = PartialExperts(mailbox, plan, ram_pool(plan, file, spec))
+        partial = PartialExperts(mailbox, plan, _ram_pool(plan, file, spec))
     else:
         partial = PartialLayers(mailbox, plan)
     stacks = (info for layer in placed_stacks(file, spec) for info in layer)
     partial.host.map_ahead(file, {info.shard for info in stacks})
     return partial
+
+
+def _ram_pool(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> RamPool | None:
+    """The pool of `plan`, empty; None if it has none. Raises MemoryError."""
+    if plan.pool is None:
+        return None
+    sizes = plan.pool.expert_bytes
+    partial = [stacks for stacks, size in zip(expert_stacks(file, spec), sizes, strict=True) if size]
+    pooled = PooledStacks(file, partial)
+    assert pooled.expert_bytes == tuple(filter(None, sizes)), "a plan has the sizes of its slots"
+    return RamPool(pooled, plan.pool.slots, spec.num_experts_per_tok)
