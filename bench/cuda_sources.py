@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from results import ROOT
+from bench.results import ROOT
 
 SUFFIXES = (".cu", ".cuh")
 

@@ -1,9 +1,9 @@
 """Writes a random-weight file of the shape and types of Qwen3.6-35B-A3B Q4_K_M, about 21 GB, whose routing
 is as local as that of trained models, or of the dense Qwen3.6-27B, about 16 GB.
 
-    python bench/full_size_model.py full.gguf
-    python bench/full_size_model.py dense.gguf --shape 27B
-    python bench/full_size_model.py routing.gguf --layers 4 --vocab 32768      the same construction, smaller
+    python -m bench.full_size_model full.gguf
+    python -m bench.full_size_model dense.gguf --shape 27B
+    python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768      the same construction, smaller
 
 Types are those of the files that plain llama-quantize made: 301 tensors F32, 355 Q4_K, 30 Q5_K, 47 Q6_K.
 
@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 import gguf
-from random_model import (
+from bench.random_model import (
     MERGES,
     Q4_K,
     Q5_K,

@@ -1,7 +1,7 @@
 """Writes a random-weight DFlash 2 drafter of the published shape for Qwen3.6-35B-A3B: its steps cost what
 real ones cost.
 
-    python bench/random_drafter.py drafter.gguf           about 1.1 GB of bfloat16
+    python -m bench.random_drafter drafter.gguf           about 1.1 GB of bfloat16
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Writes random-weight GGUF files of the real model's shape, for benchmarks: the bytes cost what real ones
 cost.
 
-    python bench/random_model.py cut.gguf                 the 4-layer, 16-expert cut of Qwen3.6-35B-A3B, about
+    python -m bench.random_model cut.gguf                 the 4-layer, 16-expert cut of Qwen3.6-35B-A3B, about
     220 MB
 
 Blocks are random bytes with scales chosen so that weights have a standard deviation near 1/sqrt(inputs):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("src", "bench", "CMakeLists.txt", "pyproject.toml")  # the sources that figures depend on
+# The sources that figures depend on.
+SOURCES = ("src", "bench", "tests/audits", "CMakeLists.txt", "pyproject.toml")
 
 
 def commit(sources: Sequence[str] = SOURCES) -> str:

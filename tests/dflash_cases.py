@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 import gguf
+from bench.random_drafter import add_value, metadata
 from coldstream.models.dflash.config import spec_of_config
 from coldstream.models.dflash.model import DflashModel
 from coldstream.models.dflash.spec import DflashSpec, tensor_shapes
-from random_drafter import add_value, metadata
 
 VOCAB, WIDTH = 50, 64
 ANCHOR = 3

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.runners import open_cpu_runner
 from coldstream.placement.plan import BudgetTooSmallError
-from runners import open_cpu_runner
 
 
 def least_ram(path: Path, *, context_length: int, threads: int = 2) -> int:

@@ -3,7 +3,6 @@
 import argparse
 import io
 import math
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.peers.agreement import NEAR_TIE, first_gap, greedy
+from bench.runners import open_cpu_runner
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
 from coldstream.models.cpu.runner import CpuRunner
 from tools import llama_cpp as oracle
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-from agreement import NEAR_TIE, first_gap, greedy
-from runners import open_cpu_runner
 
 POSITIONS = 512
 DEMO_LIMIT_BYTES = 32_000_000

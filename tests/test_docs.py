@@ -15,9 +15,9 @@ NAMES_OF_TESTS = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 
 
 def test_every_figure_in_the_pages_is_generated() -> None:
-    command = [sys.executable, "bench/report.py", "--check"]
+    command = [sys.executable, "-m", "bench.report", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run python bench/report.py"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run python -m bench.report"
 
 
 def anchors(page: Path) -> set[str]:

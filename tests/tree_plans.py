@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
+from bench.runners import partial_plan, resident_plan
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan
-from runners import partial_plan, resident_plan
 
 
 def plan_with_trees(

@@ -13,11 +13,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools.train_demo.data import load_corpus
-
 from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.routing_profile import profile_text
 from coldstream.planning.config import EngineConfig
+from tools.train_demo.data import load_corpus
 
 NUM_FILES = 32
 CHARS_PER_FILE = 800

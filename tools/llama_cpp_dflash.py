@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
 from tools.llama_cpp import GGML_TYPE_F32, Batch, library, open_model
 
 

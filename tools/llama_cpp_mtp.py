@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from tools.llama_cpp import GGML_TYPE_F32, Batch, Params, library
 
 LOAD_MTP_OFFSET = 77  # in the model's parameters, behind the flags that `model_params` checks

@@ -2,8 +2,8 @@
 
 import pytest
 
-import memory_limit
-from memory_limit import SLACK_BYTES, available_bytes, filled_memory
+from bench import memory_limit
+from bench.memory_limit import SLACK_BYTES, available_bytes, filled_memory
 
 MIB = 2**20
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import gguf
+from bench.full_size_forecast import FULL_SIZES, expected_tok_s
+from bench.full_size_model import FULL_SHAPE, FullSizeWriter
+from bench.report.tables import load
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.footprint import model_sizes
 from coldstream.models.read_spec import read_spec
-from full_size_forecast import FULL_SIZES, expected_tok_s
-from full_size_model import FULL_SHAPE, FullSizeWriter
-from report_tables import load
 
 
 def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:

@@ -9,31 +9,16 @@ import numpy as np
 import pytest
 
 import gguf
+from bench.engine.gpu import WALK_TOKENS, check_walk
+from bench.engine.routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
+from bench.full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
+from bench.random_model import Shape
 from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.read_spec import read_spec
-from full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
-from gpu import FIRST_ID, WALK_TOKENS, check_walk
-from random_model import Shape
-from routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
-
-SMALL = Shape(
-    hidden=512,
-    layers=4,
-    experts=16,
-    experts_per_token=4,
-    expert_ffn=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    key_heads=2,
-    value_heads=4,
-    state_dim=64,
-    vocab=FIRST_ID + 200,
-    context=1024,
-)
+from small_shape import SMALL
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from disk_tier import forget_pages
-from full_size_model import FullSizeWriter
-from gpu import FIRST_ID
-from memory_limit import MemoryLimit, memory_limit
-from random_model import Shape
+from bench.engine.disk_tier import forget_pages
+from bench.engine.gpu import FIRST_ID
+from bench.full_size_model import FullSizeWriter
+from bench.memory_limit import MemoryLimit, memory_limit
+from bench.random_model import Shape
 
 MIB = 2**20
 SHAPE = Shape(

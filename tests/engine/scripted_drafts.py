@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coldstream.decoding import TokenTree
-from draft_kinds import DRAFTS, Drafting
+from tests.audits.draft_kinds import DRAFTS, Drafting
 
 __all__ = ["BUDGETS", "KINDS", "Scripted", "check_same"]
 

@@ -13,6 +13,7 @@ pytest.importorskip("cuda.bindings")
 
 from test_lists_on_gpu import CONTEXT, KINDS, SEEDED, SIZE, on_cpu, on_gpu, path
 
+from bench.runners import open_model_file, partial_plan
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams
 from coldstream.experts.partial_experts import PartialExperts
@@ -23,7 +24,6 @@ from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
 from random_residency import RandomResidency
-from runners import open_model_file, partial_plan
 
 __all__ = ["path"]
 

@@ -13,6 +13,8 @@ pytest.importorskip("cuda.bindings")
 from test_drafts_on_gpu import open_runner
 from test_rounds_on_gpu import DEPTHS, Models, check_engine
 
+from bench.engine.scripted_rounds import script_rounds
+from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import FixedSizes, Speculation
@@ -31,8 +33,6 @@ from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
 from hash_runner import opened_with
-from runners import open_model_file
-from scripted_rounds import script_rounds
 from tree_plans import plan_with_trees
 
 CONTEXT = 192

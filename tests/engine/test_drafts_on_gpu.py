@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings")
 
 from scripted_drafts import KINDS, Scripted, check_same
 
+from bench.runners import open_model_file
 from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import Drafter, FixedSizes, Speculation
@@ -22,7 +23,6 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from hash_runner import opened_with
-from runners import open_model_file
 from tree_plans import plan_with_trees
 
 CONTEXT = 192

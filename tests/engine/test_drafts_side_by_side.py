@@ -22,7 +22,7 @@ from coldstream.decoding import FixedSizes, Logits, SizesByCost, Speculation, To
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import CacheSize
-from draft_kinds import DRAFTS, Drafting
+from tests.audits.draft_kinds import DRAFTS, Drafting
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 TREE_ROWS = 64

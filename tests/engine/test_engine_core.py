@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from engine_clients import Answer, FakeClock, alone, engine_of, rows_of_steps
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import LLM, OpenedModel, SamplingParams
@@ -19,7 +20,6 @@ from coldstream.engine.scheduler import QUANTUM
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache import CacheSize
 from hash_runner import opened_with
-from runners import open_cpu_runner
 
 CONTEXT = 640
 ROOMY = CacheSize(num_blocks=60, num_states=40)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine_clients import FakeClock, alone, engine_of
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import LLM, OpenedModel, SamplingParams
@@ -32,7 +33,6 @@ from coldstream.errors import (
 )
 from coldstream.kvcache import Batch, CacheSize
 from hash_runner import opened_with
-from runners import open_cpu_runner
 
 CONTEXT = 256
 SAMPLED = SamplingParams(seed=5, max_tokens=12, temperature=1.0, ignore_eos=True)

@@ -9,6 +9,7 @@ from engine_clients import Answer, Client, FakeClock, alone, engine_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.engine import LLM, OpenedModel, SamplingParams, job, model_steps
 from coldstream.engine.engine import Engine
@@ -18,7 +19,6 @@ from coldstream.errors import DeviceError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
-from runners import open_cpu_runner
 
 CONTEXT = 800
 SAMPLED = SamplingParams(seed=5, max_tokens=6, temperature=1.0, ignore_eos=True)

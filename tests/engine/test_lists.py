@@ -11,6 +11,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.decoding import Logits, derived_seed
 from coldstream.engine import LLM, CompletionOutput, SamplingParams
@@ -22,7 +23,6 @@ from coldstream.kvcache import Batch, CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 from ram_budgets import least_ram
-from runners import open_cpu_runner
 
 CONTEXT = 640
 ROOMY = CacheSize(num_blocks=24, num_states=8)

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from bench.runners import open_cpu_runner, open_model_file, resident_plan
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, SamplingParams
@@ -17,7 +18,6 @@ from coldstream.models.cuda.runner import CudaRunner
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import Stream, gpu_on
-from runners import open_cpu_runner, open_model_file, resident_plan
 
 CONTEXT = 128
 SIZE = CacheSize.of(8, CONTEXT)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from engine_clients import Client, FakeClock, alone, engine_of, rows_of_steps
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.engine.limits import EngineLimits
 from coldstream.errors import DeadlineError, QueueFullError
 from coldstream.kvcache import Batch, CacheSize
 from hash_runner import opened_with
-from runners import open_cpu_runner
 
 CONTEXT = 256
 NUM_TOKENS = 8

@@ -18,6 +18,7 @@ from engine_clients import alone, engine_of
 from scripted_drafts import KINDS, Scripted, check_same
 from test_drafts_on_gpu import CONTEXT, open_runner, scripted
 
+from bench.engine.scripted_rounds import script_rounds
 from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation
@@ -30,7 +31,6 @@ from coldstream.kernels.rounds.reference import Accepted
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
-from scripted_rounds import script_rounds
 
 DEPTHS = 63
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

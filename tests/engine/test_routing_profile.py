@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.engine.routing_profile import profile_text, record_routing
 from coldstream.errors import InvalidRequestError, UnsupportedError
@@ -22,7 +23,6 @@ from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import routed_model
 from coldstream.placement import RoutingTrace
 from coldstream.planning.config import EngineConfig
-from runners import open_cpu_runner
 
 CHUNK = CpuRunner.chunk_size
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.runners import partial_plan
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
@@ -22,7 +23,6 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, range_of
 from host_device import HostMemory
-from runners import partial_plan
 
 RING_BYTES = 2**22
 CHUNK = 80

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
+from bench.runners import layers_plan
 from builders import Dims, write_gguf
 from coldstream.experts.layer_executor import LayerExecutor
 from coldstream.experts.layer_sides import layers_of_cpu
@@ -27,7 +28,6 @@ from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, Violation, range_of
 from device_seams import any_schedule, model_device, seeds
 from host_device import HostMemory
-from runners import layers_plan
 
 NUM_LAYERS = 6
 TYPES = {"*.ffn_gate.weight": "Q4_K", "blk.[024].ffn_down.weight": "Q6_K"}

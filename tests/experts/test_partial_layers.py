@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from bench.runners import layers_plan, open_model_file
 from builders import Dims, write_gguf
 from coldstream.errors import GenerationFault
 from coldstream.experts.partial_layers import PartialLayers
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from device_seams import model_device
-from runners import layers_plan, open_model_file
 
 
 class Server:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.llama_cpp import open_vocabulary
 from vocabularies import Metadata, tokenizer_metadata, write_vocabulary
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import MAX_TEXT_CHARS, Tokenizer
+from tools.llama_cpp import open_vocabulary
 
 USER_DEFINED = 4
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.llama_cpp import Vocabulary, open_vocabulary
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 from vocabularies import CONTROL_TOKENS, tokenizer_metadata, write_vocabulary
 
 from coldstream.errors import InvalidRequestError, TemplateError
 from coldstream.gguf.chat_template import SETTINGS, ChatTemplate, RenderedChat
 from coldstream.gguf.tokenizer import Tokenizer
+from tools.llama_cpp import Vocabulary, open_vocabulary
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 Message = dict[str, Any]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.gguf.chat_template import ChatTemplate
-from template_conversations import forged, honest, user
-from template_vocabulary import ALL_CONTROL_TOKENS
-from templates import Comparison, compare_forged, compare_honest
+from tests.audits.template_conversations import forged, honest, user
+from tests.audits.template_vocabulary import ALL_CONTROL_TOKENS
+from tests.audits.templates import Comparison, compare_forged, compare_honest
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 # Each with a way of its own to bring texts together.

@@ -9,7 +9,6 @@ from unicodedata import ucd_3_2_0
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tools.llama_cpp import Vocabulary, open_vocabulary
 from vocabularies import (
     CONTROL_TOKENS,
     USER_DEFINED_TOKENS,
@@ -28,6 +27,7 @@ from coldstream.gguf.tokenizer import (
     split_into_blocks,
 )
 from coldstream.gguf.vocabulary import BYTE_ALPHABET
+from tools.llama_cpp import Vocabulary, open_vocabulary
 
 # Text in which the alternatives of the expression meet: letters, marks, digits, contractions, blanks.
 AWKWARD = st.sampled_from(

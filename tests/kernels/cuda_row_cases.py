@@ -2,6 +2,7 @@
 
 import torch
 from guarded import Guarded
+from same_bits import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import (
     GROUP_SIZE,
@@ -12,7 +13,6 @@ from coldstream.kernels.arithmetic.reference import (
 )
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
-from same_bits import assert_same_bits
 
 ROW_COUNTS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 CUDA = torch.device("cuda")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from host_code import HostCode
+from same_bits import assert_same_bits
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic import reference
 from coldstream.kernels.swiglu.reference import swiglu_exact
-from same_bits import assert_same_bits
 
 SMALL = (0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 2.0**-100, 0.34657359)
 LARGE = (3.4028235e38, -3.4028235e38, torch.inf, -torch.inf, -87.33655, -87.33654, 88.37626, 88.4)

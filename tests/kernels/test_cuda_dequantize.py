@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_code import stack_bytes
 from random_blocks import float16_places, random_weight
+from same_bits import assert_same_bits
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
@@ -26,7 +27,6 @@ from coldstream.kernels.dequantize.cuda import (
 )
 from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
-from same_bits import assert_same_bits
 
 EVERY_TYPE = pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
 NAN, INFINITY, MINUS_INFINITY, DENORMAL, MAX, MINUS_ZERO = 0x7E01, 0x7C00, 0xFC00, 0x0001, 0x7BFF, 0x8000

@@ -5,6 +5,7 @@ import torch
 from cuda_row_cases import CUDA
 from gpu_cases import on_gpu
 from random_blocks import activations, random_weight
+from same_bits import assert_same_bits
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
@@ -22,7 +23,6 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import PROGRAM as SWIGLU
 from coldstream.kernels.swiglu.reference import swiglu_exact
-from same_bits import assert_same_bits
 
 OTHER_TYPES = sorted(set(QuantType) - FEW_TYPES)
 EVERY_OTHER_TYPE = pytest.mark.parametrize("quant_type", OTHER_TYPES, ids=lambda t: t.name)

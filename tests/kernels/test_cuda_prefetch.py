@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles, random
+from same_bits import assert_same_bits
 
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
@@ -19,7 +20,6 @@ from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
-from same_bits import assert_same_bits
 
 EXPERTS, RANKS, COLS = 40, 4, 64
 ROWS = {QuantType.F32: 6, QuantType.Q8_0: 5}  # gate and up; those of Q8_0 are no multiple of 16 bytes

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles, random, rows_apart, spiky
 from guarded import Guarded
+from same_bits import assert_same_bits
 
 from coldstream.kernels.arithmetic import reference as exact_arithmetic
 from coldstream.kernels.experts.mailbox import Mailbox
@@ -11,7 +12,6 @@ from coldstream.kernels.experts.reference import combine_experts
 from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
 from coldstream.kernels.rms_norm.cuda import PROGRAM, add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
-from same_bits import assert_same_bits
 
 EPS = 1e-6
 COLS = (1, 3, 16, 31, 100, 256, 384, 1000, 2048, 5120)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles
 from guarded import Guarded
+from same_bits import assert_same_bits
 
 from coldstream.kernels.ops import RopeSpec
 from coldstream.kernels.rope import cuda as rope_cuda
 from coldstream.kernels.rope.reference import rope_angles
-from same_bits import assert_same_bits
 
 
 def test_kernels_compile() -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, random, rows_apart
 from guarded import Guarded
+from same_bits import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.router.cuda import PROGRAM, router_choose_cuda, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
-from same_bits import assert_same_bits
 
 
 def test_kernels_compile() -> None:

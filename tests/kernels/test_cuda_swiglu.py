@@ -4,10 +4,10 @@ import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles, random, rows_apart, spiky
 from guarded import Guarded
+from same_bits import assert_same_bits
 
 from coldstream.kernels.swiglu.cuda import PROGRAM, swiglu_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
-from same_bits import assert_same_bits
 
 
 def test_kernels_compile() -> None:

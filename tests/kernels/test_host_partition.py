@@ -12,6 +12,7 @@ from expert_client import LIMIT_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_blocks import activations
+from same_bits import assert_same_bits
 from test_expert_server import NUM_EXPERTS, RANKS, experts, random_ids
 from test_expert_server import E as WIDTH
 
@@ -33,7 +34,6 @@ from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import router_few_cuda
 from host_device import HostDevice
-from same_bits import assert_same_bits
 
 MAX_LAYERS = 4
 USED = 1 << 31

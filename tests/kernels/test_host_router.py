@@ -7,6 +7,7 @@ import torch
 from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_bits import assert_same_bits
 from test_host_partition import USED
 
 from coldstream.gguf.quant_types import QuantType
@@ -28,7 +29,6 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 from host_device import HostDevice
-from same_bits import assert_same_bits
 
 CPU = torch.device("cpu")
 

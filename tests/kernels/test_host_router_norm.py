@@ -3,12 +3,12 @@
 import pytest
 import torch
 from guarded import Guarded
+from same_bits import assert_same_bits
 from test_host_router import CPU, Outputs
 
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
 from coldstream.kernels.router.cuda import Ahead, NormBefore, router_few_cuda
-from same_bits import assert_same_bits
 
 
 @pytest.mark.usefixtures("host")

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.runners import open_cpu_runner
 from builders import Dims, write_gguf
 from cache_shape import Shape
 from coldstream.errors import InvalidRequestError
@@ -20,7 +21,6 @@ from coldstream.kvcache.batch import (
     check_batch,
 )
 from coldstream.kvcache.sequence_cache import AcceptedPath
-from runners import open_cpu_runner
 
 
 def test_rows_of_a_batch_name_their_sequences_and_parents() -> None:

@@ -10,10 +10,10 @@ import hashlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.runners import open_cpu_runner
 from coldstream.errors import ColdstreamError
-from runners import open_cpu_runner
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from bench.runners import open_cpu_runner
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, SamplingParams, TokenChooser
 from coldstream.kvcache import Batch, Segment
 from coldstream.models.runner import ModelRunner, Progress
-from runners import open_cpu_runner
 
 
 class OneSequence:

@@ -12,6 +12,7 @@ from one_sequence import OneSequence, open_cpu
 from runner_cases import VARIANTS, write_mixed_layers, write_variant
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
+from bench.runners import open_cpu_runner
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
@@ -22,7 +23,6 @@ from coldstream.kvcache import Batch, CacheSize, Segment, Sequence, SequenceCach
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, PathArrays, check_batch
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.read_spec import read_spec
-from runners import open_cpu_runner
 
 SIZE = CacheSize.of(len(LENGTHS) + 64, CONTEXT, num_trees=8)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.cost import (
     LANDING_SHARE,
     decode_seconds,
@@ -21,7 +22,6 @@ from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.plan import FixedPart, Tier, plan_placement
 from coldstream.placement.rates import Rates
-from full_size_forecast import FULL_SIZES
 
 GIB = 2**30
 Q4_BYTES = 1769472

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import H200, Q4_BYTES, rates
 
+from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.cost import (
     BUS_BESIDE_SHARE,
     BUS_SHARE,
@@ -24,7 +25,6 @@ from coldstream.placement.cost import (
     split_misses,
 )
 from coldstream.placement.rates import Rates
-from full_size_forecast import FULL_SIZES
 
 NAMES = [field.name for field in fields(Rates) if field.name not in ("assumed", "expert_bytes_per_s")]
 RESIDENT = np.arange(40 * 256).reshape(40, 256) % 2 == 0

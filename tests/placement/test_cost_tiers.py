@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import FIXED, GIB, H200
 
+from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.ceilings import decode_ceiling
 from coldstream.placement.cost import (
     DISK_ROUND_S,
@@ -20,7 +21,6 @@ from coldstream.placement.forecast import Known, forecast, rates_used
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import plan_placement
 from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool
-from full_size_forecast import FULL_SIZES
 
 HOST = HostPart(GIB // 2, GIB // 4, GIB)
 PLACEMENT = plan_placement(FULL_SIZES, FIXED, FIXED.total + 3 * GIB)

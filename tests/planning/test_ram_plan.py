@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.runners import open_cpu_runner
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, open_model
@@ -22,7 +23,6 @@ from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import cache_bytes_per_token
 from coldstream.planning.planned import Planned
 from coldstream.planning.planning import bundled_profile, plan_model
-from runners import open_cpu_runner
 
 # What kernels take besides weights depends on the tier, and budgets here are near what is needed.
 CONFIG = EngineConfig(str(demo_model_path()), device="cpu", ram=1, threads=2, tier="generic")

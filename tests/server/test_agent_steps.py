@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx2
 import pytest
+
 from tools.agents.steps import Call, CustomCall, Say, Step, demanded
 
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.runners import layers_plan, open_model_file, partial_plan
 from builders import write_gguf
 from coldstream.server.served_model import EngineFacts
-from runners import layers_plan, open_model_file, partial_plan
 
 SIZES = {"context_length": 64, "chunk_size": 64, "threads": 1}
 

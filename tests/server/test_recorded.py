@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from tools.agents.packages import retag
 
 from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.submission import Submission
 from coldstream.server.event_stream import EventStream
 from coldstream.server.local_client import LocalClient
 from http_serving import TEMPLATE, Connect, events_of
+from tools.agents.packages import retag
 
 RECORDED = Path(__file__).with_name("recorded")
 TEMPLATES = (TEMPLATE, TEMPLATE.with_name("hermes.jinja"))

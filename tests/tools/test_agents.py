@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+
 from tools.agents import mcp_server
 from tools.agents.__main__ import merged
 from tools.agents.clients import CLIENTS

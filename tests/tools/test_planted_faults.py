@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+
+from bench.report import tests as report_tests
 from tools.planted_faults import ROOT, Fault, load_faults, load_rows
 from tools.planted_faults.__main__ import chosen, missing, write_rows
-
-import report_tests
 
 FAULTS = load_faults()
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.prose import Report, Word
 
 from tools import prose
+from tools.prose import Report, Word
 
 PAGE = """# A heading of four words
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
 from tools.llama_cpp import open_session, quantize
 from tools.train_demo import convert, data, file_types, tokenizer
 from tools.train_demo.checkpoint import load_checkpoint, save_checkpoint

@@ -10,6 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from coldstream.assets import demo_model_path
+from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.model import DflashModel
+from coldstream.models.dflash.spec import tensor_shapes
 from tools.train_demo import convert, data, drafter_convert, tokenizer
 from tools.train_demo.__main__ import with_settings
 from tools.train_demo.drafter_convert import convert_drafter, load_drafter, write_drafter
@@ -29,13 +36,6 @@ from tools.train_demo.features import Windows, agreement, tapped, windows_of
 from tools.train_demo.model import DemoConfig, DemoModel
 from tools.train_demo.own_text import Decoder, OwnTextConfig, drawn, prompts, write_windows
 from tools.train_demo.train import Tokens
-
-from coldstream.assets import demo_model_path
-from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
-from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.model import DflashModel
-from coldstream.models.dflash.spec import tensor_shapes
 
 SHAPE = DemoConfig(
     vocab_size=512,

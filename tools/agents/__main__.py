@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.results import ROOT, commit, write_result
+from bench.serving.served import served
 from tools.agents.clients import CLIENTS, Client
 from tools.agents.conversations import CONVERSATIONS
 from tools.agents.loopback import keep_loopback_only
 from tools.agents.packages import TEMPLATES, fetch_templates, install_agents, retag
 from tools.agents.recording import record
 from tools.agents.talk import MODEL, Outcome, Talk
-
-sys.path.insert(0, str(ROOT / "bench"))
-from served import served
 
 CONTEXT: Final = 131_072  # of the conversations with tools
 SMALL_CONTEXT: Final = 40_960  # of those that go beyond it; an agent's instructions take up to 20,000

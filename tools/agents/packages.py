@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tools.agents.clients import Client
-
 import gguf
 from coldstream.assets import demo_model_path
+from tools.agents.clients import Client
 
 TEMPLATE_PACKAGE: Final = "trl==1.16.0"
 TEMPLATES: Final = {"qwen3": "Qwen3", "qwen3_6": "Qwen3.6", "qwen3_8": "Qwen3.8"}  # and whose they are

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
 from tools.agents.steps import Say, Step, demanded
 
 ANSWERING: Final = ("/v1/chat/completions", "/v1/messages", "/v1/responses")

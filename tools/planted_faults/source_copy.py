@@ -20,6 +20,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
 from tools.planted_faults import ROOT, Fault
 
 TEST_TIMEOUT_S = 120

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+from torch import Tensor
+
+import gguf
 from tools.llama_cpp import quantize
 from tools.train_demo.checkpoint import load_checkpoint
 from tools.train_demo.file_types import stored_type
 from tools.train_demo.model import EPS, DemoConfig
 from tools.train_demo.tokenizer import CONTROL_TOKENS, END_OF_TEXT, load_tokenizer, merges_of
-from torch import Tensor
-
-import gguf
 
 GGMLType = gguf.GGMLQuantizationType
 MAX_FILE_BYTES = 32_000_000

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+
+import gguf
 from tools.llama_cpp import quantize
 from tools.train_demo.drafter_model import DrafterConfig, gguf_name
 from tools.train_demo.drafter_train import STATE_FILE
 from tools.train_demo.model import EPS
-from torch import Tensor
-
-import gguf
 
 GGMLType = gguf.GGMLQuantizationType
 ARCHITECTURE = "dflash"

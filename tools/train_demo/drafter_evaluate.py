@@ -2,7 +2,7 @@
 
 The engine continues a piece of each held-out file, with drafts by the DFlash drafter, by the model's own
 block and by n-grams, as chains and as trees of fixed sizes. Tokens that differ from those without drafts end
-the run. How fast it is says `bench/speculation.py`.
+the run. How fast it is says `bench/engine/speculation.py`.
 """
 
 import json
@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools.train_demo.data import load_corpus
-
 from coldstream import LLM, SamplingParams
 from coldstream.decoding import Drafter, FixedSizes, Speculation, SpeculationStatistics, TokenTree
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import EngineConfig, OpenedModel, open_model
 from coldstream.models.cpu.runner import CpuRunner
+from tools.train_demo.data import load_corpus
 
 CHAIN_LENGTHS = (1, 2, 3, 4, 5, 7)
 TREE_SIZES = (4, 8, 16)

@@ -8,9 +8,10 @@ tensors under the same names, so that conversion is writing them down. Unit of w
 from dataclasses import dataclass
 
 import torch
-from tools.train_demo.model import RMSNorm, rotated
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tools.train_demo.model import RMSNorm, rotated
 
 
 @dataclass(frozen=True)

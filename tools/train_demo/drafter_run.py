@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from tools.train_demo.drafter_model import DrafterConfig
 from tools.train_demo.drafter_train import DrafterTrainConfig, DrafterTrainer, Target
 from tools.train_demo.features import Windows, windows_of

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from tools.train_demo.drafter_model import DrafterConfig, DrafterModel
 from tools.train_demo.features import Windows
 from tools.train_demo.model import DemoModel
 from tools.train_demo.muon import Muon
-from torch import Tensor
-from torch.nn import functional
 
 STATE_FILE, LOG_FILE = "drafter.pt", "drafter.jsonl"
 EVALUATE_EVERY_S = 60.0

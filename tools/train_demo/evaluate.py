@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+
 from tools.llama_cpp import open_session
 from tools.train_demo.held_out import bits_per_byte
 from tools.train_demo.measure import WINDOW, measure

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tools.train_demo.delta_net import CHUNK
 from tools.train_demo.model import DemoModel
-from torch import Tensor
 
 if TYPE_CHECKING:
     from coldstream.models.cpu.runner import CpuRunner

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from tools.train_demo.delta_net import CHUNK
 from tools.train_demo.fake_quant import FAKE
 from tools.train_demo.file_types import stored_type
@@ -19,7 +21,6 @@ from tools.train_demo.held_out import scoring_windows
 from tools.train_demo.model import DemoConfig, DemoModel, Output
 from tools.train_demo.read_back import dequantised_state
 from tools.train_demo.train import Tokens, held_out_bits_per_byte, load_tokens
-from torch import Tensor, nn
 
 WINDOW = 2048
 

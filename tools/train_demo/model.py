@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tools.train_demo.delta_net import CHUNK, delta_rule_chunked
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tools.train_demo.delta_net import CHUNK, delta_rule_chunked
 
 EPS = 1e-6
 

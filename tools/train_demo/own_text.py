@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tools.train_demo.model import Attention, DeltaNet, DemoModel
 from tools.train_demo.train import Tokens
-from torch import Tensor
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 40, 0.95, 0.05
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+
 from tools.train_demo.data import load_corpus, xz_bits_per_byte
 from tools.train_demo.model import DemoConfig
 from tools.train_demo.tokenizer import encode_documents, train_tokenizer

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tools.train_demo.model import DemoConfig
 from torch import Tensor
 
 import gguf
+from tools.train_demo.model import DemoConfig
 
 
 def dequantised_state(path: Path, config: DemoConfig) -> dict[str, Tensor]:

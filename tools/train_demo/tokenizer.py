@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from tools.train_demo.data import SourceFile
 
 QWEN35_PATTERN = (

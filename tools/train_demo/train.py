@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from tools.train_demo.checkpoint import save_checkpoint
 from tools.train_demo.delta_net import CHUNK
 from tools.train_demo.fake_quant import FAKE
@@ -20,7 +22,6 @@ from tools.train_demo.file_types import stored_type
 from tools.train_demo.held_out import bits_per_byte
 from tools.train_demo.model import DemoConfig, DemoModel
 from tools.train_demo.muon import Muon
-from torch import Tensor
 
 
 @dataclass(frozen=True)

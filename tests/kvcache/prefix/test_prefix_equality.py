@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
@@ -23,7 +24,6 @@ from coldstream.kvcache import (
     num_blocks_of,
 )
 from coldstream.models.cpu.runner import CpuRunner
-from runners import open_cpu_runner
 
 NUM_DECODED = 12
 SIZE = CacheSize(num_blocks=24, num_states=6, num_tree_rows=64)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from prefix_memory import Memory, Source, ids_of
 
+from bench.runners import open_cpu_runner
 from cache_shape import Shape
 from coldstream.assets import demo_model_path
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
@@ -23,7 +24,6 @@ from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.pages import PageIndex, PageKeys
 from coldstream.kvcache.prefix.ram_tier import PrefixRam
 from coldstream.kvcache.prefix.tier import PrefixTier
-from runners import open_cpu_runner
 
 PARTS = st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 20, 255, 256, 257, 400)))
 PROMPTS = st.lists(PARTS, min_size=1, max_size=4).map(

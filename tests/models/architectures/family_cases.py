@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from cuda_runner_cases import open_cuda
 
-from agreement import CLEAR_GAP
+from bench.peers.agreement import CLEAR_GAP
+from bench.runners import open_cpu_runner
 from gguf import GGMLQuantizationType as Type
 from hf_models import VOCAB_SIZE
-from runners import open_cpu_runner
 from tools import llama_cpp
 
 ROOT = Path(__file__).parents[3]

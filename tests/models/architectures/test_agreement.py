@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agreement import compared
+from bench.peers.agreement import compared
 
 
 def test_choices_are_counted_everywhere_and_where_they_are_clear() -> None:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from key_sweep import ARCHITECTURES, OUTCOMES, LlamaCpp, Result, Setting, Sweep, has_effect, known_keys
+from bench.peers.key_sweep import (
+    ARCHITECTURES,
+    OUTCOMES,
+    LlamaCpp,
+    Result,
+    Setting,
+    Sweep,
+    has_effect,
+    known_keys,
+)
 
 ROOT = Path(__file__).parents[3]
 RECORDED: dict[str, Any] = json.loads((ROOT / "docs/results/key_sweep.json").read_text())
@@ -37,7 +46,7 @@ def test_every_key_that_matters_is_followed_or_refused(arch: str, oracle: LlamaC
 def test_the_recorded_sweep_has_every_known_key_and_no_silent_difference() -> None:
     """A new version of a package with new keys needs another sweep: see the page on files."""
     missing = set(known_keys()) - set(RECORDED["keys"])
-    assert not missing, "run: python bench/key_sweep.py --out docs/results/key_sweep.json"
+    assert not missing, "run: python -m bench.peers.key_sweep --out docs/results/key_sweep.json"
     for arch in ARCHITECTURES:
         counts = RECORDED["architectures"][arch]["outcomes"]
         assert set(counts) <= set(OUTCOMES)

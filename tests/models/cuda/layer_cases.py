@@ -6,10 +6,10 @@ from pathlib import Path
 
 from one_sequence import OneSequence
 
+from bench.runners import layers_plan, open_model_file
 from builders import Dims, write_gguf
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
-from runners import layers_plan, open_model_file
 
 CHUNK_SIZE = 512
 NUM_LAYERS = 6

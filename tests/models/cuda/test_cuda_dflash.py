@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings")
 
 from one_sequence import open_cpu
 
+from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.decoding import NO_DRAFT
 from coldstream.decoding.drafters.dflash import DflashDrafter
@@ -42,7 +43,6 @@ from dflash_cases import (
     spec_of,
     write_folder,
 )
-from runners import open_model_file
 from tree_plans import plan_with_trees
 
 CONTEXT, VOCAB, WIDTH = 96, 320, 256

@@ -12,6 +12,7 @@ from mtp_cases import CONTEXT, VARIANTS, write_variant
 from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
+from bench.runners import open_model_file, resident_plan
 from coldstream.assets import demo_model_path
 from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.errors import OutOfMemoryError, UnsupportedError
@@ -25,7 +26,6 @@ from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
 from host_device import HostDevice
 from host_gpu import gpu_on
-from runners import open_model_file, resident_plan
 from tree_plans import plan_with_trees
 
 TREES = CacheSize.of(3, CONTEXT, num_trees=1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from one_sequence import OneSequence, chosen_after, open_cpu, step_rows
 from runner_cases import FAMILIES, MIX, VARIANTS, reference_logits, token_ids, write_variant
 
+from bench.runners import open_model_file, resident_plan
 from builders import write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, sample_token
@@ -37,7 +38,6 @@ from coldstream.models.cuda.memory_plan import check_supported, check_types, ker
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
-from runners import open_model_file, resident_plan
 from specs import with_layers
 
 

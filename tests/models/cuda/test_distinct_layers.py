@@ -8,6 +8,7 @@ import pytest
 import torch
 from runner_cases import FAMILIES, MIX, VARIANTS, write_variant
 
+from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.cuda import limits
@@ -22,7 +23,6 @@ from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.memory_plan import kernels_of
 from coldstream.models.loader import Block
-from runners import open_model_file
 
 RESIDENT = Limits(CacheSize.of(2, 1024, 1), 1024, "i16")
 PARTIAL = Limits(

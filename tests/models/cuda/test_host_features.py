@@ -8,12 +8,12 @@ import pytest
 import torch
 from one_sequence import open_cpu
 
+from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.errors import UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.draft_room import DraftRoom
-from runners import open_model_file
 from tree_plans import plan_with_trees
 
 CONTEXT = 192

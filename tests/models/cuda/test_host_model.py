@@ -19,6 +19,7 @@ from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
 from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
+from bench.runners import open_model_file, partial_plan
 from coldstream.decoding import Choice, Chosen, SamplingParams, begin_choices
 from coldstream.experts.prefetching import Prefetching
 from coldstream.kernels.experts import moe
@@ -29,7 +30,6 @@ from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.runner import CudaRunner
-from runners import open_model_file, partial_plan
 
 SIZE = CacheSize.of(80, CONTEXT, num_trees=8)
 LENGTHS = (0, 5, 64, 130, 257)

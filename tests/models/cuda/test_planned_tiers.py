@@ -12,6 +12,7 @@ import torch
 from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
+from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
@@ -23,7 +24,6 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.planning import plan_model
 from host_device import HostDevice
 from host_gpu import gpu_on
-from runners import open_model_file
 
 CONTEXT = 256
 MIB = 2**20

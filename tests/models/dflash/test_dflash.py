@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tools.llama_cpp_dflash import open_drafter
 
 from coldstream.errors import GenerationFault, OutOfMemoryError
 from coldstream.models.dflash import model as dflash
@@ -30,6 +29,7 @@ from dflash_cases import (
     target_tables,
     write_gguf_drafter,
 )
+from tools.llama_cpp_dflash import open_drafter
 
 RECORD = Path(__file__).parent / "dflash_published.npz"
 TOLERANCE = 1e-4

@@ -9,7 +9,6 @@ import torch
 from mtp_cases import CONTEXT, VARIANTS, Reference, keys_and_values, make_variant, write_variant
 from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
-from tools.llama_cpp_mtp import open_trunk_and_block
 
 from builders import write_gguf, write_model
 from coldstream.decoding.tree_builder import top_log_probs
@@ -17,6 +16,7 @@ from coldstream.errors import GenerationFault, InconsistentError, OutOfMemoryErr
 from coldstream.kernels import _csrc
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.mtp import CpuMtp, MtpSequence
+from tools.llama_cpp_mtp import open_trunk_and_block
 
 PUBLISHED = ("moe", "dense", "tied", "fused", "own tables", "no norm of its own")
 

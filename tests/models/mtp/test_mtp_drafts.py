@@ -11,6 +11,7 @@ import torch
 from mtp_cases import Reference, keys_and_values, write_variant
 from runner_cases import token_ids
 
+from bench.runners import open_cpu_runner
 from coldstream.assets import demo_model_path
 from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.token_tree import TokenTree
@@ -19,7 +20,6 @@ from coldstream.gguf import Tokenizer
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu.mtp import CpuMtp, MtpSequence
 from coldstream.models.cpu.runner import CpuRunner
-from runners import open_cpu_runner
 
 CONTEXT = 700
 MAX_WAITING = 256  # by default

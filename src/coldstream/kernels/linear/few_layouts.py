@@ -27,7 +27,7 @@ BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves
 SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
-# Borders as measured on Hopper by bench/gpu_few_variants.py, with shapes of 35B-A3B and of the dense 27B.
+# Limits as measured on Hopper by bench/kernels/gpu_few_variants.py, with shapes of 35B-A3B and the dense 27B.
 MAX_WARP_ROWS = 3  # up to which a warp multiplies one row after the other
 MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
 MAX_WHOLE_COLS = 8192

@@ -1,0 +1,1 @@
+"""Benchmarks, and what they share. Each runs as a module, from the root of the checkout."""

@@ -1,0 +1,105 @@
+"""How many of a layer's experts its router names when it sees the input of an earlier layer.
+
+    python -m bench.engine.guess_recall --out docs/results/guess_recall.json
+
+The bundled model reads source text that comes with Python; everything is computed by the reference. Of the
+uses that are guessed at, those of experts that none of the last tokens used matter most: they are what a
+cache of about that size would have to fetch.
+"""
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.device import describe
+from bench.results import ROOT, write_result
+from coldstream.assets import demo_model_path
+from coldstream.gguf.reader import GGUFFile
+from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.kernels.sequences import Rows
+from coldstream.kvcache.cache import ModelCache
+from coldstream.models.causal_lm import CausalLM
+from coldstream.models.read_spec import read_spec
+
+TOKENS = 400
+RECENT = 8  # tokens
+DISTANCES = (1, 2, 3)
+
+
+class SeenOps(ReferenceOps):
+    """Keeps what each router saw and chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+
+    def router(
+        self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: ExpertWeights
+    ) -> Routing:
+        routing = super().router(x, weight, shared_gate, num_experts_per_tok, experts)
+        self.seen.append((x.clone(), weight, routing.ids.clone()))
+        return routing
+
+
+def chosen(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Whether each expert is among those of a token: bool [tokens, experts]."""
+    return torch.zeros(len(ids), num_experts, dtype=torch.bool).scatter_(1, ids.long(), True)
+
+
+def measure(ops: SeenOps, distance: int, num_experts: int) -> dict[str, float]:
+    """Over all layers that are guessed at."""
+    right = uses = right_rare = rare = guessed_rare = 0
+    for (x, _, _), (_, weight, ids) in zip(ops.seen, ops.seen[distance:], strict=False):
+        guess = chosen(ops.choose_experts(x, weight, ids.shape[1])[0], num_experts)
+        real = chosen(ids, num_experts)
+        recent = torch.zeros_like(real)
+        for back in range(1, RECENT + 1):
+            recent[back:] |= real[:-back]
+        right += int((guess & real).sum())
+        uses += int(real.sum())
+        right_rare += int((guess & real & ~recent)[RECENT:].sum())
+        rare += int((real & ~recent)[RECENT:].sum())
+        guessed_rare += int((guess & ~recent)[RECENT:].sum())
+    return {
+        "layers_ahead": distance,
+        "recall": right / uses,
+        "recall_of_unused": right_rare / rare,
+        "precision_of_unused": right_rare / guessed_rare,
+    }
+
+
+def run() -> dict[str, Any]:
+    ops = SeenOps()
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        model = CausalLM.load(file, spec, ops)
+        text = inspect.getsource(argparse)
+        ids = Tokenizer.from_metadata(file.metadata).encode(text)[-TOKENS:]
+        cache = ModelCache(spec, ops, 1, len(ids), "f32")
+        places = torch.arange(len(ids), dtype=torch.int32)
+        model.forward(torch.tensor(ids, dtype=torch.int32), Rows(places, torch.zeros_like(places)), cache)
+    return {
+        "command": "python -m bench.engine.guess_recall",
+        "machine": describe("cpu"),
+        "tokens": len(ids),
+        "recent": RECENT,
+        "rows": [measure(ops, distance, spec.num_experts) for distance in DISTANCES],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "guess_recall.json")
+    options = parser.parse_args()
+    write_result(run(), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

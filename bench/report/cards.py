@@ -1,0 +1,66 @@
+"""The first tables of the page of performance: what a card, or a CPU alone, does with the full-size model."""
+
+from typing import Any
+
+from bench.report.partial import decode_tok_s
+from bench.report.peer_figures import peer_figures
+from bench.report.tables import Row, load, table
+
+GIB = 2**30
+SAME_SHARE = 0.03  # of two runs that have about as many experts on the GPU
+PROMPTS = (512, 2048, 8192)  # tokens
+
+
+def cards_decode() -> str:
+    """Decoding by the memory of the card, on three machines, each beside llama.cpp there."""
+    machines = [
+        (load("gpu/hybrid_ahead"), _shares(peer_figures()["partial"]["decode_tok_s"])),
+        *(
+            (load(f"gpu/desktop_hybrid{suffix}"), _decode(load(f"gpu/desktop_peer{suffix}")))
+            for suffix in ("", "_slow_bus")
+        ),
+    ]
+    header = ["memory of the GPU", "experts on it"]
+    for result, _ in machines:
+        link = result["hardware"]["gpu"]["link_bytes_per_s"]
+        header += [f"{result['machine']['cores']} cores, bus {link / 1e9:.0f} GB/s: tok/s", "llama.cpp"]
+    rows: list[Row] = []
+    for number, first in enumerate(machines[0][0]["rows"]):
+        share = first["experts_share"]
+        row = [f"{first['vram_bytes'] / GIB:.0f} GiB", f"{share:.0%}"]
+        for result, peer in machines:
+            theirs = [rate for each, rate in peer.items() if abs(each - share) < SAME_SHARE]
+            row += [f"**{result['rows'][number]['tok_s']:.0f}**", f"{theirs[0]:.0f}" if theirs else ""]
+        rows.append(row)
+    gpu = machines[0][0]["machine"]["gpu"]
+    commits = ", ".join(dict.fromkeys(result["commit"] for result, _ in machines))
+    return table(header, rows) + f"\n{gpu}, commits {commits}: `{machines[0][0]['command']}`\n"
+
+
+def cards_prompts() -> str:
+    """Prompts by the memory that experts have on the card, on the machine with sixteen cores."""
+    streamed, before = load("gpu/streaming_shared"), load("gpu/streaming")
+    peer = peer_figures()
+    theirs = {0: peer["partial"]["prefill_tok_s_none_resident"]}
+    theirs[None] = {str(tokens): peer["tok_s"][f"pp{tokens}"] for tokens in PROMPTS}
+    rows: list[Row] = []
+    for gib, result in ((0, streamed), (3, streamed), (10, before), (None, before)):
+        found = {row["tokens"]: row["tok_s"] for row in result["rows"] if row["experts_gib"] == gib}
+        cells = [f"{theirs[gib][str(tokens)]:,}" if gib in theirs else "" for tokens in PROMPTS]
+        name = "all" if gib is None else f"{gib} GiB"
+        ours = [f"**{found[tokens]:,.0f}**" for tokens in PROMPTS]
+        rows.append([name, *(each for pair in zip(ours, cells, strict=True) for each in pair)])
+    header = ["experts on the GPU"]
+    for tokens in PROMPTS:
+        header += [f"{tokens:,} tokens: tok/s", "llama.cpp"]
+    machine = streamed["machine"]
+    where = f"{machine['gpu']}, {machine['cores']} cores, commits {streamed['commit']} and {before['commit']}"
+    return table(header, rows) + f"\n{where}: `{streamed['command']}`\n"
+
+
+def _shares(by_share: dict[str, Any]) -> dict[float, float]:
+    return {float(share): float(rate) for share, rate in by_share.items()}
+
+
+def _decode(peer: dict[str, Any]) -> dict[float, float]:
+    return {float(each["resident_share"]): decode_tok_s(each) for each in peer["placements"]}

@@ -1,0 +1,64 @@
+"""The tables of README.md."""
+
+from typing import Any
+
+from bench.report.peer_figures import peer_figures
+from bench.report.tables import load, table
+
+PROMPT = 2048  # tokens
+# GiB of experts on the GPU, and the share of layers whose experts llama.cpp has there with about as much.
+SIZES = ((0, "0"), (3, "0.15"), (10, "0.6"))
+
+
+def first_page() -> str:
+    """Generation and prompts of the full-size model by the memory that they take on a GPU."""
+    decode, prefill, peer = load("gpu/hybrid"), load("gpu/streaming"), peer_figures()
+    rows = []
+    for gib, share in SIZES:
+        (ours,) = [
+            row
+            for row in decode["rows"]
+            if row["depth"] == 0 and abs(row["experts_bytes"] / 2**30 - gib) < 0.1
+        ]
+        rows.append(
+            [
+                f"{ours['vram_bytes'] / 2**30:.0f} GiB",
+                f"{ours['experts_share']:.0%}",
+                f"**{ours['tok_s']:.0f}**",
+                str(peer["partial"]["decode_tok_s"][share]),
+                f"**{_prompt(prefill, gib):.0f}**",
+                str(peer["partial"]["prefill_tok_s_2048"][share]),
+            ]
+        )
+    whole = max((row for row in decode["rows"] if row["depth"] == 0), key=lambda row: row["experts_share"])
+    rows.append(
+        [
+            f"{whole['vram_bytes'] / 2**30:.0f} GiB",
+            "100%",
+            f"**{whole['tok_s']:.0f}**",
+            str(peer["tok_s"]["tg128"]),
+            f"**{_prompt(prefill, None):.0f}**",
+            str(peer["tok_s"]["pp2048"]),
+        ]
+    )
+    header = ["GPU memory to generate", "experts in it", "generated tok/s", "llama.cpp"]
+    header += [f"prompt of {PROMPT}, tok/s", "llama.cpp"]
+    commits = sorted({decode["commit"], prefill["commit"]})
+    machine = decode["machine"]
+    where = f"{machine['gpu']}, {machine['cores']} cores, commit {', '.join(commits)}"
+    return table(header, rows) + f"\n{where}\n"
+
+
+def laptop() -> str:
+    """The bundled model on two cores with AVX2, which is what anybody can compare with."""
+    r = load("cpu_demo_avx2")
+    row = [f"{r['ours']['threads']} threads, {r['ours']['tier']}"]
+    for name in ("pp512", "tg128"):
+        row += [f"**{r['cases'][name]['ours_tok_s']:.0f}**", f"{r['cases'][name]['llama_cpp_tok_s']:.0f}"]
+    header = ["bundled model", "prompt of 512, tok/s", "llama.cpp", "generated tok/s", "llama.cpp"]
+    return table(header, [row]) + f"\n{r['machine']['cpu_name']}, commit {r['commit']}: `{r['command']}`\n"
+
+
+def _prompt(result: dict[str, Any], gib: int | None) -> float:
+    (row,) = [row for row in result["rows"] if row["tokens"] == PROMPT and row["experts_gib"] == gib]
+    return float(row["tok_s"])

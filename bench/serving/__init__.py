@@ -1,0 +1,1 @@
+"""Servers under load: requests a second, first tokens, long conversations, and answers that must be equal."""

@@ -1,0 +1,142 @@
+"""The GPU tests of the kernels under compute-sanitizer: `make sanitize-gpu`, where there is a GPU.
+
+    python -m tests.audits.gpu_sanitizer --out docs/results/gpu/sanitizer.json
+
+Its four tools run beside each other: memcheck looks for accesses out of bounds, racecheck for hazards in
+shared memory, initcheck for reads of device memory that was never written, synccheck for barriers that not
+all threads reach. One parameter set of every test, or a few evenly spaced ones, because every access is
+slowed down. PyTorch takes each tensor from the driver by itself, with a gap behind it, so that an access
+beyond a tensor is one beyond an allocation. The exit code is 0 if no test failed and nothing was reported.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.cuda_sources import digests
+from bench.device import describe
+from bench.results import ROOT, write_result
+from tests.audits.gpu_tests import ONE_THREAD, OUTCOMES, count_tests, in_all
+
+TESTS = "tests/kernels"
+PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
+TOOLS: dict[str, tuple[str, ...]] = {
+    # A failed kernel ends no process, so that the next test still runs.
+    "memcheck": ("--report-api-errors", "no", "--padding", "64", "--destroy-on-device-error", "kernel"),
+    "racecheck": ("--print-limit", "1000000"),
+    "initcheck": (),
+    "synccheck": (),
+}
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# Long ones, whose accesses shorter ones make too, captures, in which PyTorch cannot take uncached memory, and
+# measurements.
+LEFT_OUT = re.compile("all_rates|thousand|any_settings|full_vocabulary|large_and_wide|no_cut|graph")
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+
+def choose(test_ids: Iterable[str], count: int) -> list[str]:
+    """At most `count` parameter sets of every test function, in order."""
+    functions: dict[str, list[str]] = {}
+    for test_id in test_ids:
+        functions.setdefault(test_id.partition("[")[0], []).append(test_id)
+    return [
+        ids[i]
+        for function, ids in functions.items()
+        if not LEFT_OUT.search(function.partition("::")[2])
+        for i in sorted({(2 * part + 1) * len(ids) // (2 * count) for part in range(count)})
+    ]
+
+
+def collect() -> list[str]:
+    """The ids of all GPU tests of kernels."""
+    command = [*PYTEST, "-o", "addopts=", "--collect-only", "-q", TESTS]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in output.splitlines() if "::" in line]
+
+
+def count_errors(log: str) -> int:
+    """The sanitizer's reports. ValueError if it did not finish."""
+    found = SUMMARY.findall(log)
+    if not found:
+        raise ValueError(f"the sanitizer wrote no summary: {log[-500:]}")
+    return sum(map(int, found))
+
+
+def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
+    """Outcomes of the tests under one tool, and the `errors` that it reported, which are shown."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, report = Path(folder, "log"), Path(folder, "report.xml")
+        unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
+        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
+        command += [*PYTEST, *unpoisoned, "--durations=5", f"--junit-xml={report}", *test_ids]
+        environment = os.environ | ONE_THREAD | UNCACHED
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+        text = log.read_text() if log.exists() else ""
+        if not report.exists():
+            sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
+        counts = Counter(in_all(count_tests(report.read_text()).values()), errors=count_errors(text))
+    shown = text[:8000] if counts["errors"] else ""
+    print(f"{tool}, {len(test_ids)} tests:\n{done.stdout[-2000:]}\n{shown}", file=sys.stderr, flush=True)
+    return counts
+
+
+def run_all(sanitizer: str, tools: Sequence[str], test_ids: Sequence[str], jobs: int) -> dict[str, Any]:
+    """Each tool's counts; its tests are dealt out to so many processes."""
+    parts = [(tool, test_ids[i::jobs]) for tool in tools for i in range(jobs)]
+    totals: dict[str, Counter[str]] = {tool: Counter() for tool in tools}
+    with ThreadPoolExecutor(len(parts)) as pool:
+        counts = pool.map(lambda part: run(sanitizer, *part), parts)
+        for (tool, _), outcomes in zip(parts, counts, strict=True):
+            totals[tool].update(outcomes)
+    return {
+        tool: {
+            "options": " ".join(TOOLS[tool]),
+            "tests": {name: total[name] for name in OUTCOMES},
+            "errors": total["errors"],
+        }
+        for tool, total in totals.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--per-test", type=int, default=1, help="parameter sets of a test")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of a tool at a time")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where there is no repository")
+    arguments = parser.parse_args()
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        sys.exit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    start = time.perf_counter()
+    test_ids = choose(collect(), arguments.per_test)
+    tools = run_all(sanitizer, arguments.tool or list(TOOLS), test_ids, arguments.jobs)
+    result = {
+        "command": "python -m tests.audits.gpu_sanitizer",
+        "machine": describe("cuda"),
+        "sanitizer": version.split("Version ")[-1].split()[0],
+        "per_test": arguments.per_test,
+        "tools": tools,
+        "wall_s": round(time.perf_counter() - start, 1),
+        "cuda_sources": digests(),
+    }
+    write_result(result, arguments.out, arguments.commit)
+    return int(any(r["errors"] or r["tests"]["failed"] or not r["tests"]["passed"] for r in tools.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

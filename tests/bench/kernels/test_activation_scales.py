@@ -1,0 +1,44 @@
+"""Divergences from float activations: their figures, and one comparison with llama.cpp from files on."""
+
+import numpy as np
+import pytest
+
+from bench.kernels.activation_scales import Divergences, divergence, measure, passages
+from coldstream.gguf.quant_types import QuantType
+
+
+def test_divergence_of_two_distributions() -> None:
+    exact = np.log(np.array([[0.5, 0.5], [0.25, 0.75]], np.float32))
+    other = np.log(np.array([[0.25, 0.75], [0.25, 0.75]], np.float32)) + np.float32(3)
+    assert divergence(exact, exact) == 0
+    assert divergence(exact, other) == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2, rel=1e-6)
+
+
+def test_the_interval_is_of_pairs() -> None:
+    theirs = np.random.default_rng(0).lognormal(sigma=2, size=50)
+    figures = Divergences(1.5 * theirs, theirs).figures()
+    assert all(value == pytest.approx(1.5) for name, value in figures.items() if "ratio" in name)
+    assert figures["ours"] == pytest.approx(1.5 * figures["llama_cpp"])
+
+
+def test_more_passages_say_more() -> None:
+    ours, theirs = np.random.default_rng(0).lognormal(size=(2, 400))
+    few, many = (Divergences(ours[:n], theirs[:n]).figures() for n in (25, 400))
+    width = {"few": few["ratio_high"] - few["ratio_low"], "many": many["ratio_high"] - many["ratio_low"]}
+    assert 0 < 2 * width["many"] < width["few"]
+    assert many["passage_ratio_low"] < many["ratio_low"] < many["ratio"] < many["ratio_high"]
+
+
+def test_passages_are_of_one_length_and_differ() -> None:
+    found = passages(3)
+    assert {len(ids) for ids in found} == {512}
+    assert len({tuple(ids) for ids in found}) == 3
+
+
+def test_rounding_costs_about_what_it_costs_llama_cpp() -> None:
+    result = measure([QuantType.Q8_0], {1: 2}, threads=2)
+    (row,) = result["rows"]
+    assert 0 < result["between_floats"] < 1e-10
+    assert (row["type"], row["scale_inputs"], row["passages"]) == ("Q8_0", 32, 2)
+    assert 0.3 < row["ratio"] < 3
+    assert 1e-5 < row["llama_cpp"] < 1e-3
