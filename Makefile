@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu clean install-test
+.PHONY: demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu faults clean install-test
 
 demo:
 	@$(INSTALL)
@@ -64,6 +64,11 @@ ray: install-test
 # are not those of docs/agents.md. Takes Node.js, 1.3 GB in .agents and a quarter of an hour, so CI replays their requests instead.
 agents: install-test
 	$(BIN)/python -m tools.agents $(if $(NEWEST),--newest,--out docs/results/agents.json --record tests/server/recorded)
+
+# All planted faults, as in a nightly job, and their results; with SAMPLE=1 the part whose turn it is by the hash of the commit.
+faults: install-test
+	$(BIN)/python -m pip --disable-pip-version-check install -q 'cmake>=3.25' ninja
+	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)
 
 # The sdist and the wheel of what is committed, each tried as a user would.
 package:

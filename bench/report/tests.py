@@ -3,12 +3,16 @@ rows of draft trees were compared with plain decoding, and another project's tes
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.cuda_sources import digests, unseen
 from bench.report.tables import RESULTS, has, load, table
+from bench.results import ROOT
 from tools.planted_faults import Fault, load_faults, load_rows
+from tools.planted_faults import Row as FaultRow
+from tools.planted_faults.sources import Sources
 
 NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests on older ones.\n"
 
@@ -59,14 +63,15 @@ def foreign_cases() -> str:
 
 def planted_faults() -> str:
     """Of the faults in the tables of each room, how many have a result that holds, and what is lacking."""
-    faults = load_faults()
-    rows = load_rows(RESULTS / "planted_faults.json")
+    faults, sources = load_faults(), Sources(ROOT)
+    by_name = {str(row["name"]): row for row in load_rows(RESULTS / "planted_faults.json")}
+    found = [(fault, by_name.get(fault.name)) for fault in faults]
+    valid = {fault.name: row for fault, row in found if row and row.get("digest") == sources.digest(fault)}
     lines = []
     for room in dict.fromkeys(fault.room for fault in faults):
-        those = [fault for fault in faults if fault.room == room]
-        files = len({fault.file for fault in those})
-        lines.append([f"`{room}`", str(files), *map(str, _counts(those, rows))])
-    lines.append(["all", str(len({fault.file for fault in faults})), *map(str, _counts(faults, rows))])
+        those = [(fault, row) for fault, row in found if fault.room == room]
+        lines.append([f"`{room}`", *_counts(those, valid)])
+    lines.append(["all", *_counts(found, valid)])
     header = [
         "room",
         "files",
@@ -76,26 +81,25 @@ def planted_faults() -> str:
         "changed since their result",
         "without a result",
     ]
-    current = {fault.name: fault.digest for fault in faults}
-    valid = [row for row in rows if row.get("digest") == current.get(str(row["name"]))]
-    missed = [f"- `{row['name']}`: not caught" for row in valid if not row["caught"]]
-    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in valid))
+    missed = [f"- `{name}`: not caught" for name, row in valid.items() if not row["caught"]]
+    runs = Counter((str(row["date"]), str(row["commit"])) for row in valid.values() if "date" in row)
+    when = [f"{count} on {date} at {commit_name}" for (date, commit_name), count in sorted(runs.items())]
+    if undated := len(valid) - runs.total():
+        when.append(f"{undated} before dates were kept")
     end = "".join(
-        f"{line}\n" for line in [*missed, "", f"`python -m tools.planted_faults`, commit {commits}"]
+        f"{line}\n" for line in [*missed, "", f"`python -m tools.planted_faults`: {', '.join(when)}"]
     )
     return table(header, lines) + end
 
 
-def _counts(faults: list[Fault], rows: list[dict[str, object]]) -> tuple[int, ...]:
-    """All faults; those of them that were caught, were not, have changed since they ran, never ran."""
-    by_name = {str(row["name"]): row for row in rows}
-    found = [by_name.get(fault.name) for fault in faults]
-    valid = [
-        row for fault, row in zip(faults, found, strict=True) if row and row.get("digest") == fault.digest
-    ]
-    caught = sum(bool(row["caught"]) for row in valid)
-    without = found.count(None)
-    return len(faults), caught, len(valid) - caught, len(faults) - len(valid) - without, without
+def _counts(found: list[tuple[Fault, FaultRow | None]], valid: Mapping[str, FaultRow]) -> list[str]:
+    """Files and faults; those that were caught, were not, have changed since they ran, never ran."""
+    caught = sum(bool(valid[fault.name]["caught"]) for fault, _ in found if fault.name in valid)
+    num_valid = sum(fault.name in valid for fault, _ in found)
+    without = sum(row is None for _, row in found)
+    files = len({fault.file for fault, _ in found})
+    counts = (files, len(found), caught, num_valid - caught, len(found) - num_valid - without, without)
+    return [*map(str, counts)]
 
 
 def draft_trees() -> str:

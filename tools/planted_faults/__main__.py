@@ -3,6 +3,8 @@
     python -m tools.planted_faults                       all of them
     python -m tools.planted_faults 'engine-*' NAME       some, by name or pattern
     python -m tools.planted_faults --missing             those without a result, or changed since it
+    python -m tools.planted_faults --sample              a part, by turns from commit to commit
+    python -m tools.planted_faults --pieces src/coldstream/files.py write_file
     python -m tools.planted_faults --out docs/results/planted_faults.json
 
 A fault is caught if all tests that its table names fail with it, and pass without. Compiled faults take the
@@ -12,18 +14,23 @@ ended at any time and completed later. Exits with 1 if a fault is not caught or 
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
 from bench.results import ROOT, SOURCES, commit
 from tools.planted_faults import Fault, Row, load_faults, load_rows
 from tools.planted_faults.source_copy import SourceCopy
+from tools.planted_faults.sources import Sources
 
 RESULTS = ROOT / "docs" / "results" / "planted_faults.json"
+TURN_FAULTS, TURN_COMPILED = 16, 2  # of a sample: about two minutes of a core, four with a build
 
 
 def chosen(faults: list[Fault], patterns: list[str]) -> list[Fault]:
@@ -36,13 +43,34 @@ def chosen(faults: list[Fault], patterns: list[str]) -> list[Fault]:
     ]
 
 
-def missing(faults: list[Fault], rows: list[Row]) -> list[Fault]:
+def missing(faults: list[Fault], rows: list[Row], sources: Sources) -> list[Fault]:
     """Those without a row of their digest: never run, or changed since."""
     known = {(row["name"], row.get("digest")) for row in rows}
-    return [fault for fault in faults if (fault.name, fault.digest) not in known]
+    return [fault for fault in faults if (fault.name, sources.digest(fault)) not in known]
 
 
-def plant(faults: list[Fault], commit_name: str) -> Iterator[Row]:
+def samples(faults: list[Fault]) -> list[list[Fault]]:
+    """All faults in parts that take about equally long, each with faults of many rooms.
+
+    Compiled faults have parts of their own, as they need a build.
+    """
+    parts: list[list[Fault]] = []
+    for is_compiled, size in ((False, TURN_FAULTS), (True, TURN_COMPILED)):
+        those = [fault for fault in faults if fault.is_compiled == is_compiled]
+        count = -(-len(those) // size)
+        parts += [those[number::count] for number in range(count)]
+    return parts
+
+
+def sample(faults: list[Fault], commit_name: str) -> list[Fault]:
+    """The part of a commit, by its hash; of the day where there is no repository."""
+    parts = samples(faults)
+    name = commit_name.removesuffix("-changed")
+    number = datetime.now(UTC).toordinal() if name == "unknown" else int(name, 16)
+    return parts[number % len(parts)]
+
+
+def plant(faults: list[Fault]) -> Iterator[Row]:
     """A row for each, Python first: what it was, the tests that passed with it, and whether it was caught.
 
     A fault whose tests fail without it has no "caught" but "failing": there is no result then.
@@ -69,10 +97,9 @@ def plant(faults: list[Fault], commit_name: str) -> Iterator[Row]:
                 "room": fault.room,
                 "file": fault.file,
                 "tests": list(fault.tests),
-                "digest": fault.digest,
+                "digest": copy.sources.digest(fault),
                 "passed": passed,
                 "caught": not passed,
-                "commit": commit_name,
             }
 
 
@@ -88,6 +115,16 @@ def write_rows(rows: list[Row], path: Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def print_pieces(file: str, function: str) -> None:
+    """The kinds of pieces of a Python function with their numbers, and what stands there."""
+    source = Sources(ROOT).python(file)
+    numbers: Counter[str] = Counter()
+    for piece in source.pieces(source.scope(function)):
+        numbers[piece.kind] += 1
+        text = " ".join(source.text[piece.start : piece.end].decode().split())
+        print(f"{piece.kind:<32} {numbers[piece.kind]:>3}  {text[:100]}")
+
+
 def describe(row: Row) -> str:
     if "failing" in row:
         return f"{row['name']}: NO result, fails without it: {row['failing']}"
@@ -101,21 +138,41 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name or a pattern; default: all faults")
     parser.add_argument("--out", type=Path, help="merge the results into this JSON file")
     parser.add_argument(
+        "--sample", action="store_true", help="only the part whose turn it is by the commit's hash"
+    )
+    parser.add_argument(
         "--missing",
         action="store_true",
         help="only faults without a result, or changed since, in the file of --out or the repository's",
     )
+    parser.add_argument(
+        "--pieces",
+        nargs=2,
+        metavar=("FILE", "FUNCTION"),
+        help="only list what a fault of a function may change",
+    )
     options = parser.parse_args()
+    if options.pieces:
+        print_pieces(*options.pieces)
+        return 0
     commit_name = commit((*SOURCES, "tests", "tools"))  # before anybody changes something
     faults = chosen(load_faults(), options.names)
     if options.missing:
-        faults = missing(faults, load_rows(options.out or RESULTS))
+        faults = missing(faults, load_rows(options.out or RESULTS), Sources(ROOT))
+    if options.sample:
+        faults = sample(faults, commit_name)
+    kinds = [f"--{kind}" for kind in ("missing", "sample") if getattr(options, kind)]
+    run = {
+        "commit": commit_name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "run": shlex.join([*options.names, *kinds]) or "all",
+    }
     num_caught = 0
-    for row in plant(faults, commit_name):
+    for row in plant(faults):
         print(describe(row), flush=True)
         num_caught += bool(row.get("caught"))
         if options.out and "failing" not in row:
-            write_rows([row], options.out)
+            write_rows([row | run], options.out)
     print(f"{num_caught} of {len(faults)} caught")
     return int(num_caught < len(faults))
 

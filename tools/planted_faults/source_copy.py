@@ -22,13 +22,14 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.planted_faults import ROOT, Fault
+from tools.planted_faults.sources import Sources
 
 TEST_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 600
 
 
 class SourceCopy:
-    """The copy in `folder`, which must not exist yet."""
+    """The copy in `folder`, which must not exist yet. sources: its texts without faults."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "sources"
@@ -46,6 +47,7 @@ class SourceCopy:
         assert extension is not None
         self._extension = self.root / "src/coldstream/kernels" / Path(extension).name
         shutil.copy2(extension, self._extension)
+        self.sources = Sources(self.root)
         self._build = folder / "build"
         self._python = _make_environment(folder / "venv", self.root / "src")
         self._report, self._output = folder / "report.xml", folder / "output.txt"
@@ -55,19 +57,15 @@ class SourceCopy:
     def planted(self, fault: Fault) -> Iterator[None]:
         """The fault stands in the copy, and in its extension if it is compiled, until the block is left."""
         file = self.root / fault.file
-        content = file.read_text()
-        if content.count(fault.text) != 1:
-            raise ValueError(
-                f"{fault.name}: its text occurs {content.count(fault.text)} times in {fault.file}"
-            )
+        planted = self.sources.planted(fault)
         extension = self._extension.read_bytes()
         try:
-            file.write_text(content.replace(fault.text, fault.planted))
+            file.write_text(planted)
             if fault.is_compiled:
                 self.build()
             yield
         finally:
-            file.write_text(content)
+            file.write_text(self.sources.text(fault.file))
             # A new file: the old one may be mapped by a process that has not ended.
             self._extension.unlink()
             self._extension.write_bytes(extension)
