@@ -6,7 +6,7 @@ from typing import Any
 from bench.report.tables import Row, load, table
 
 MOST_OF_LLAMA_CPP = 1.1  # times its divergence
-MOST_LOSS = 1e-5  # of perplexity, with keys and values as they are unless told otherwise
+MOST_LOSS = 1e-5  # of perplexity, with the default types of keys and values
 MOST_DISTANCES = {"i16": 0.003, "i8": 0.0143}  # of logits, by type
 
 

@@ -82,8 +82,8 @@ def _resident() -> Iterator[Aim]:
         what = f"a step of {rows} rows with its logits, ms"
         yield Aim(what, most, found, "gpu/rows.json", 1, is_most=True, why=LAUNCHES)
     ms = [steps["step_ms"][str(rows)] for rows in sorted(map(int, steps["step_ms"]))]
-    dearest = max(before / after for before, after in pairwise(ms))
-    yield Aim("a step's time over that of the next longer one", 1, dearest, "gpu/rows.json", 2, is_most=True)
+    slowest = max(before / after for before, after in pairwise(ms))
+    yield Aim("a step's time over that of the next longer one", 1, slowest, "gpu/rows.json", 2, is_most=True)
 
 
 def aims_partial() -> str:

@@ -34,7 +34,7 @@ def model_and_limit(result: dict[str, Any]) -> str:
 
 
 def cpu_pairs() -> str:
-    """Models, one of them also within a limit of RAM, timed in turns with the sources of two commits."""
+    """Models, one of them also within a limit of RAM, interleaved, with the sources of two commits."""
     header = ["model", "test", "before, tok/s", "after, tok/s", "ratio (min–max of pairs)"]
     rows, results = [], [load(f"pairs/{name}") for name in ("cpu_demo", "cpu_cut", "cpu_disk")]
     for r in results:

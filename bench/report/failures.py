@@ -8,7 +8,7 @@ from bench.report.tables import Row, load, table
 def kills() -> str:
     """What came of the requests, and how soon the engine was back."""
     r, found = _result("kills")
-    back, told, requests = found["back_s"], found["told_s"], found["requests"]
+    back, errors_s, requests = found["back_s"], found["told_s"], found["requests"]
     held = found["descriptors"]
     rows = [
         [
@@ -24,7 +24,7 @@ def kills() -> str:
         ["streams cut off with one error at their end", str(requests["cut off"])],
         ["refused with 503 and `Retry-After`", f"{requests['refused']:,}"],
         ["wrong answers, requests without a clear end", f"{requests['wrong']}, {requests['lost']}"],
-        ["until the last request in flight was told", _times(told)],
+        ["until the last request in flight had its error", _times(errors_s)],
         ["until the engine was ready again", _times(back)],
         [
             "loading without load, and the limit for coming back",

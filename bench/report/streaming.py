@@ -40,7 +40,7 @@ def gpu_streaming_shared() -> str:
     """Prompts whose experts the device shares out itself, beside the host's way in the same run."""
     r = load("gpu/streaming_shared")
     none_resident = peer_figures()["partial"]["prefill_tok_s_none_resident"]
-    header = ["experts on the GPU", "tokens", "tok/s", "shared out by the host", "ratio", "bus alone"]
+    header = ["experts on the GPU", "tokens", "tok/s", "divided by the host", "ratio", "bus alone"]
     rows: list[Row] = []
     for row in r["rows"]:
         if row["experts_gib"] is None:
@@ -123,7 +123,7 @@ def gpu_pairs_again() -> str:
 
 
 def gpu_turns() -> str:
-    """The old commit and a later one in turns."""
+    """The old commit and a later one, interleaved."""
     results = [load(f"gpu/pairs/h100/turns_{name}") for name in ("decode", "prefill")]
     rows: list[Row] = []
     for row in (row for result in results for row in result["rows"]):
