@@ -1,6 +1,6 @@
 """Runners without an engine, for benchmarks and tests: a model at a path, and plans with chosen sizes.
 
-The product's plans are those of `coldstream.planning.planning`. These place what a caller says, without a
+The product's plans are those of `coldstream.planning.gather`. These place what a caller says, without a
 profile and whether or not it is the best for the machine.
 """
 
@@ -17,8 +17,7 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.expert_stacks import disk_tier
-from coldstream.models.fixed_part import fixed_parts_on_gpu
-from coldstream.models.footprint import model_sizes, routed_model
+from coldstream.models.footprint import model_sizes, nextn_bytes, routed_model
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
 from coldstream.models.spec.model_spec import ModelSpec
@@ -27,7 +26,14 @@ from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, pla
 from coldstream.placement.policies import Policy
 from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.run_plan import RunPlan
-from coldstream.planning.budgets import ALL_BYTES
+from coldstream.planning.choose import ALL_BYTES
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.counting import count_in_ram, count_on_gpu
+from coldstream.planning.gather import Gathered, Sources, model_facts
+from coldstream.planning.gpu_memory import GpuMemory
+from coldstream.planning.ram_memory import RamNeeds
+from coldstream.planning.unknowns import GpuShape, NotKnownError, RamShape
+from coldstream.planning.workers import with_workers
 
 
 def open_model_file(path: Path) -> tuple[GGUFFile, ModelSpec]:
@@ -54,16 +60,8 @@ def open_cpu_runner(
     """
     file, spec = open_model_file(path)
     try:
-        needs = CpuRunner.needs(
-            file,
-            spec,
-            threads,
-            tier,
-            context_length,
-            kv_type,
-            cache_size=cache_size,
-            draft=DraftRoom(taps=taps),
-        )
+        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftRoom(taps=taps))
+        needs = ram_needs(file, spec, shape, cache_size)
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(
             file,
@@ -80,6 +78,39 @@ def open_cpu_runner(
         raise
 
 
+def ram_needs(
+    file: GGUFFile, spec: ModelSpec, shape: RamShape, cache_size: CacheSize | None = None
+) -> RamNeeds:
+    """What a runner on the CPU needs. cache_size: None for one that suits the memory."""
+    model = model_facts(file, spec)
+    mapped, in_slots = count_in_ram(file, spec, shape, cache_size)
+    return RamNeeds(model.mapped, mapped, model.in_slots, in_slots)
+
+
+def fixed_part_on_gpu(file: GGUFFile, memory: GpuMemory, budget: int) -> FixedPart:
+    """The part of a budget that does not depend on the placement of experts, counted as far as needed."""
+    counts = dict(memory.counts) if memory.counts is not None else None
+    while True:
+        try:
+            return replace(memory, counts=counts).fixed_part(budget)
+        except NotKnownError as error:
+            shape = error.what
+        assert isinstance(shape, GpuShape)
+        assert counts is not None, "what is estimated needs no counts"
+        counts[shape] = count_on_gpu(file, memory.spec, memory.sizes, shape)
+
+
+def plan_with_workers(run: RunPlan, config: EngineConfig, sources: Sources) -> RunPlan:
+    """`run`, a plan for a GPU, with what the product does about missing experts in any amount of RAM."""
+
+    gathered = Gathered(sources, config)
+    while True:
+        try:
+            return with_workers(run, config, gathered.facts, ALL_BYTES)
+        except NotKnownError as error:
+            gathered.find_out(error.what)
+
+
 def resident_plan(
     file: GGUFFile,
     spec: ModelSpec,
@@ -92,8 +123,8 @@ def resident_plan(
     It may need more than is free: a runner refuses it then.
     """
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-    free = [find_gpu().free_bytes]
-    (fixed,) = fixed_parts_on_gpu(file, spec, sizes, context_length, kv_type, free, draft)
+    memory = GpuMemory(spec, sizes, nextn_bytes(spec, file.tensors), {}, context_length, kv_type, 1, draft)
+    fixed = fixed_part_on_gpu(file, memory, find_gpu().free_bytes)
     placement = plan_placement(sizes, replace(fixed, num_sequences=1), ALL_BYTES)
     return RunPlan(placement, threads=0, spec_type="mtp" if draft.has_mtp else "none")
 

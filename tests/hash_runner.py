@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.runners import ram_needs
 from builders import Dims, write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import EngineConfig, OpenedModel, SamplingParams
@@ -17,14 +18,14 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kvcache import CacheSize, Sequence, SequenceCache
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.sequence_cache import AcceptedPath
-from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.run_plan import RunPlan
-from coldstream.planning.budgets import ALL_BYTES
+from coldstream.planning.choose import ALL_BYTES
 from coldstream.planning.planned import Planned
+from coldstream.planning.unknowns import RamShape
 
 
 class HashRunner(ModelRunner):
@@ -114,7 +115,7 @@ def opened_with(
     """The tokenizer and the template of a runner's file around it."""
     metadata = runner.file.metadata
     tokenizer = Tokenizer.from_metadata(metadata)
-    needs = CpuRunner.needs(runner.file, runner.spec, 1, "auto", ctx_size, "f32")
+    needs = ram_needs(runner.file, runner.spec, RamShape(1, "auto", ctx_size, "f32"))
     placement = needs.place(ALL_BYTES, None, PlanOptions())
     config = EngineConfig(str(runner.file.paths[0]), ctx_size=ctx_size, threads=1)
     return OpenedModel(

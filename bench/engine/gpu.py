@@ -22,8 +22,8 @@ from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import ROOT, write_result
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
+from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import bytes_per_token
-from coldstream.planning.config import cache_bytes_per_token
 
 FIRST_ID = 1000  # of the token ids of a prompt
 WALK_TOKENS = 16
@@ -49,7 +49,7 @@ class Setting:
         """Bytes that a token of a decode test reads, its keys and values included."""
         mean_context = test.depth + 1 + test.num_generated / 2
         spec = self.llm.opened.runner.spec
-        return self.weight_bytes + mean_context * cache_bytes_per_token(self.llm.opened.config, spec)
+        return self.weight_bytes + mean_context * kv_token_bytes(spec, self.llm.opened.config.cache_type_k)
 
 
 def check_walk(llm: LLM) -> None:

@@ -42,8 +42,8 @@ from coldstream.kvcache import Sequence
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import measured_hardware
-from coldstream.planning.planning import plan_model
 
 DEPTH, WARM_STEPS, TIMED_STEPS = 512, 24, 8
 COMPARED = 64  # tokens behind the prompt, after which logits are compared
@@ -125,7 +125,7 @@ def measure(
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
-        sizes = plan_model(config, file, spec, hardware).known.model
+        sizes = plan_model(config, Sources(file, spec, hardware)).known.model
     rates, found = Rates.of(hardware), []
     both = max(rates.read_bytes_per_s, rates.read_beside_link + rates.link_beside_read)
     for gib in budgets:

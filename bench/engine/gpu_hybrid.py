@@ -23,6 +23,7 @@ from bench.engine.gpu import numbers, write_model
 from bench.full_size_forecast import SHORT_PROMPT, mean_context
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, write_result
+from bench.runners import plan_with_workers
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.errors import OutOfMemoryError
@@ -37,9 +38,8 @@ from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import measured_hardware
-from coldstream.planning.planning import plan_model
-from coldstream.planning.workers import with_workers
 
 GIB = 2**30
 ROOM_BYTES = 5 * GIB  # for all but the experts
@@ -72,18 +72,17 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
             ctx_size=machine.ctx_size,
             parallel=machine.parallel,
         )
-        planned = plan_model(config, file, spec, machine.hardware)
-    fixed = planned.plan.fixed
-    low, high = fixed.total, fixed.total + 2 * machine.sizes.all_expert_bytes
-    while high - low > 2**22:
-        middle = (low + high) // 2
-        try:
-            is_enough = plan_placement(machine.sizes, fixed, middle).resident_bytes >= wanted
-        except OutOfMemoryError:
-            is_enough = False
-        low, high = (low, middle) if is_enough else (middle, high)
-    placement = plan_placement(machine.sizes, fixed, high)
-    return with_workers(replace(planned, run=RunPlan(placement, 0)), config, None).run
+        sources = Sources(file, spec, machine.hardware)
+        fixed = plan_model(config, sources).plan.fixed
+        low, high = fixed.total, fixed.total + 2 * machine.sizes.all_expert_bytes
+        while high - low > 2**22:
+            middle = (low + high) // 2
+            try:
+                is_enough = plan_placement(machine.sizes, fixed, middle).resident_bytes >= wanted
+            except OutOfMemoryError:
+                is_enough = False
+            low, high = (low, middle) if is_enough else (middle, high)
+        return plan_with_workers(RunPlan(plan_placement(machine.sizes, fixed, high), 0), config, sources)
 
 
 def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
@@ -212,7 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with GGUFFile.open(options.model) as file:
         spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
-        known = plan_model(config, file, spec, hardware).known
+        known = plan_model(config, Sources(file, spec, hardware)).known
     machine = Machine(options.model, ctx_size, spec.vocab_size, hardware, known.model)
     rows = []
     for gib, prefetch in itertools.product(options.experts, options.prefetch):

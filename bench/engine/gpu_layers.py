@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence as Several
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers
 from bench.engine.gpu_depth import UNTIMED_STEPS, few_rows, generated, seconds_of
 from bench.results import ROOT, write_result
+from bench.runners import plan_with_workers
 from coldstream.engine import LLM, EngineConfig
 from coldstream.experts.layer_sides import layers_of_cpu
 from coldstream.gguf.reader import GGUFFile
@@ -40,9 +41,8 @@ from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import measured_hardware
-from coldstream.planning.planning import plan_model
-from coldstream.planning.workers import with_workers
 
 DEPTH = 512
 GIB = 2**30
@@ -74,12 +74,12 @@ class Machine:
                 threads=threads or "auto",
                 parallel=CONTEXTS,
             )
-            planned = plan_model(config, file, spec, self.hardware)
-        fixed = planned.plan.fixed
-        least = least_layers_budget(self.sizes, fixed, PlanOptions()) if num_missing else fixed.total
-        placement = plan_layers(self.sizes, fixed, least + held)
-        assert placement.num_all - placement.num_resident == num_missing
-        return with_workers(replace(planned, run=RunPlan(placement, 0)), config, None).run
+            sources = Sources(file, spec, self.hardware)
+            fixed = plan_model(config, sources).plan.fixed
+            least = least_layers_budget(self.sizes, fixed, PlanOptions()) if num_missing else fixed.total
+            placement = plan_layers(self.sizes, fixed, least + held)
+            assert placement.num_all - placement.num_resident == num_missing
+            return plan_with_workers(RunPlan(placement, 0), config, sources)
 
 
 def prefill(runner: ModelRunner, count: int, repetitions: int) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with GGUFFile.open(options.model) as file:
         spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
-        sizes = plan_model(config, file, spec, hardware).known.model
+        sizes = plan_model(config, Sources(file, spec, hardware)).known.model
     machine = Machine(options.model, ctx_size, hardware, sizes)
     placements = []
     for num_missing in options.missing:

@@ -35,8 +35,8 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import measured_hardware
-from coldstream.planning.planning import plan_model
 
 PROMPT, WARM_TOKENS, TIMED_TOKENS = 512, 96, 128
 ROOM = 1536  # tokens that the first text may have before the last one is warm
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     with GGUFFile.open(options.model) as file:
         spec = read_spec(file.metadata, file.tensors)
         config = EngineConfig(str(options.model), device="cuda", vram=100 * GIB, ctx_size=ctx_size)
-        sizes = plan_model(config, file, spec, hardware).known.model
+        sizes = plan_model(config, Sources(file, spec, hardware)).known.model
     machine = Machine(options.model, ctx_size, spec.vocab_size, hardware, sizes, max(options.streams))
     found = []
     for gib in (None, *options.experts):

@@ -40,7 +40,10 @@ def decoding(hybrid: Any, path: Path, budgets: list[float]) -> list[dict[str, An
     with hybrid.GGUFFile.open(path) as file:
         spec = hybrid.read_spec(file.metadata, file.tensors)
         config = hybrid.EngineConfig(str(path), device="cuda", vram=100 * hybrid.GIB, ctx_size=ctx_size)
-        sizes = hybrid.plan_model(config, file, spec, hardware).known.model
+        # A side from before `Sources` takes its parts.
+        sources = hybrid.Sources(file, spec, hardware) if hasattr(hybrid, "Sources") else None
+        parts = (sources,) if sources else (file, spec, hardware)
+        sizes = hybrid.plan_model(config, *parts).known.model
     machine = hybrid.Machine(path, ctx_size, spec.vocab_size, hardware, sizes)
     rows = []
     for gib in budgets:

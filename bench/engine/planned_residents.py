@@ -37,7 +37,7 @@ from bench.engine.gpu import write_model
 from bench.engine.gpu_hybrid import GIB, GREEDY, ROOM_BYTES
 from bench.full_size_model import FULL_SHAPE
 from bench.results import write_result
-from bench.runners import open_cpu_runner
+from bench.runners import open_cpu_runner, plan_with_workers, ram_needs
 from coldstream.assets import demo_model_path
 from coldstream.decoding import TokenChooser
 from coldstream.engine import LLM, EngineConfig
@@ -46,7 +46,6 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.footprint import model_sizes, routed_model
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
@@ -55,9 +54,10 @@ from coldstream.placement.plan import PlacementPlan, PlanOptions, plan_placement
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.facts import expected_uses
+from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.machine import measured_hardware
-from coldstream.planning.planning import bundled_profile, expected_uses, plan_model
-from coldstream.planning.workers import with_workers
+from coldstream.planning.unknowns import RamShape
 from tools.train_demo.data import load_corpus
 
 CONTEXT = 2048
@@ -110,7 +110,7 @@ def planner(path: Path, device: str, threads: int, experts: str) -> Planner:
         spec = read_spec(file.metadata, file.tensors)
         if device == "cuda":
             return gpu_planner(path, file, spec, measured_hardware(find_gpu()), experts)
-        needs = CpuRunner.needs(file, spec, threads, "auto", CONTEXT, "i16")
+        needs = ram_needs(file, spec, RamShape(threads, "auto", CONTEXT, "i16"))
 
     def place(budget: int, uses: Array | None) -> PlacementPlan:
         return needs.place(budget, uses, PlanOptions())
@@ -131,7 +131,7 @@ def gpu_planner(path: Path, file: GGUFFile, spec: ModelSpec, hardware: Hardware,
     wanted = bytes_of(experts, sizes.all_expert_bytes)
     # What steps and their workspace are follows from about what will be there.
     config = EngineConfig(str(path), device="cuda", vram=wanted + ROOM_BYTES, ctx_size=CONTEXT)
-    planned = plan_model(config, file, spec, hardware)
+    planned = plan_model(config, Sources(file, spec, hardware))
     fixed, sizes = planned.plan.fixed, planned.sizes
 
     def place(budget: int, uses: Array | None) -> PlacementPlan:
@@ -141,7 +141,8 @@ def gpu_planner(path: Path, file: GGUFFile, spec: ModelSpec, hardware: Hardware,
 
     def plan(uses: Array | None) -> RunPlan:
         run = RunPlan(place(budget, uses), 0, as_data(uses))
-        return with_workers(replace(planned, run=run), config, None).run
+        with GGUFFile.open(path) as file:
+            return plan_with_workers(run, config, Sources(file, spec, hardware))
 
     return Planner(plan, place(budget, None).resident_bytes, sizes.all_expert_bytes)
 

@@ -31,7 +31,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
         ("models.cuda.memory_plan", "count_memory"),
     ),
     "measure the machine": (("planning.machine", "hardware_of"), ("planning.machine", "with_rates")),
-    "plan": (("planning.planning", "plan_model"),),
+    "plan": (("planning.gather", "plan_model"),),
     "tokenizer": (("gguf.tokenizer", "Tokenizer.from_metadata"),),
     "read the header": (("gguf.reader", "GGUFFile.open"), ("models.read_spec", "read_spec")),
     "first steps of each kind": (("models.cuda.runner", "CudaRunner._run_first_steps"),),

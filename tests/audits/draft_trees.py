@@ -48,15 +48,16 @@ from tree_cases import (
 
 from bench.device import describe
 from bench.results import write_result
+from bench.runners import ram_needs
 from coldstream.assets import demo_model_path
 from coldstream.errors import ColdstreamError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.expert_stacks import expert_stacks
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
+from coldstream.planning.unknowns import RamShape
 
 TREES_PER_STEP, SEQUENCES, NEXT_TOKENS = 5, 32, 32
 SIZE = CacheSize.of(len(LENGTHS) + SEQUENCES, CONTEXT, num_trees=TREES_PER_STEP + 1)
@@ -99,7 +100,7 @@ def open_from_disk(path: Path, model: Model, threads: int) -> OneSequence:
     """With a budget of RAM for the experts of a token and a share of the others."""
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
-        needs = CpuRunner.needs(file, spec, threads, "auto", CONTEXT, model.kv_type, cache_size=SIZE)
+        needs = ram_needs(file, spec, RamShape(threads, "auto", CONTEXT, model.kv_type), SIZE)
         stacks = expert_stacks(file, spec)
         budget = needs.least_bytes(PlanOptions())
         budget += int(DISK_SHARE * sum(info.num_bytes for layer in stacks for info in layer))

@@ -19,7 +19,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.planning.planning import plan_model
+from coldstream.planning.gather import Sources, plan_model
 from hash_runner import HashRunner
 
 
@@ -99,7 +99,7 @@ def test_decoding_is_compared_with_what_given_rates_let_expect(tmp_path: Path) -
     (path,) = write_gguf(tmp_path / "tiny.gguf")
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
-        planned = plan_model(EngineConfig("m", device="cuda", ctx_size=64), file, spec, machine)
+        planned = plan_model(EngineConfig("m", device="cuda", ctx_size=64), Sources(file, spec, machine))
     expected = forecast(planned.plan, planned.known, context=8).decode
     prompt = BenchmarkResult(BenchmarkTest(512, 0, 0), (1e9,))
     results = [prompt, *(BenchmarkResult(BenchmarkTest(0, 6, 4), (share * expected,)) for share in (2, 3))]

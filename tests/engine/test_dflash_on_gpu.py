@@ -14,7 +14,7 @@ from test_drafts_on_gpu import open_runner
 from test_rounds_on_gpu import DEPTHS, Models, check_engine
 
 from bench.engine.scripted_rounds import script_rounds
-from bench.runners import open_model_file
+from bench.runners import fixed_part_on_gpu, open_model_file
 from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import FixedSizes, Speculation
@@ -23,14 +23,13 @@ from coldstream.engine import LLM, RequestOutput, SamplingParams, job_drafts
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models import fixed_part
 from coldstream.models.cuda import dflash_rings
 from coldstream.models.cuda.dflash import CudaDflashSequence
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.draft_room import DraftRoom
-from coldstream.models.fixed_part import fixed_parts_on_gpu
 from coldstream.models.footprint import model_sizes
+from coldstream.planning.gpu_memory import GpuMemory
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
 from hash_runner import opened_with
 from tree_plans import plan_with_trees
@@ -163,18 +162,16 @@ def test_an_engine_drafts_an_answer_that_is_alone(
         check_engine(models, [1, 2, 3, 1], replace(GREEDY, temperature=0.9, seed=3, max_tokens=14))
 
 
-@pytest.mark.parametrize("missing", [(), ("torch",)], ids=["counted", "estimated"])
-def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(
-    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fixed_part, "missing_packages", lambda: missing)
+@pytest.mark.parametrize("is_estimated", [False, True], ids=["counted", "estimated"])
+def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(is_estimated: bool) -> None:
     taps, num_bytes = (1, 3, 5, 7), 12_345_678
     with GGUFFile.open(demo_model_path()) as file:
         spec = open_model_file(demo_model_path())[1]
         sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
         room = DraftRoom(SIZE.num_tree_rows)
+        counts = None if is_estimated else {}
         without, beside = (
-            fixed_parts_on_gpu(file, spec, sizes, CONTEXT, "i16", [2**33], each)[0]
+            fixed_part_on_gpu(file, GpuMemory(spec, sizes, 0, counts, CONTEXT, "i16", 1, each), 2**33)
             for each in (room, replace(room, taps=taps, drafter_bytes=num_bytes))
         )
     assert (without.drafter, beside.drafter) == (0, num_bytes)

@@ -16,7 +16,7 @@ from coldstream.errors import (
     OutOfMemoryError,
 )
 from coldstream.placement.plan_file import save_plan
-from coldstream.planning.planning import plan_by_name
+from coldstream.planning.gather import plan_by_name
 from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder, write_gguf_drafter
 
 PARAMS = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)

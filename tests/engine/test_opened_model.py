@@ -11,13 +11,12 @@ from coldstream.engine import EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import sampling_defaults
 from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
-from coldstream.models import read_spec
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning import device_choice
 from coldstream.planning.device_choice import choose_device
-from coldstream.planning.planning import plan_model
-from coldstream.planning.workers import with_prefetch
+from coldstream.planning.gather import Sources, plan_model
 from hash_runner import open_hash_model
 
 
@@ -40,12 +39,6 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: False)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu, warnings) == ("cpu", None, ())
-
-
-def test_prefetching_is_decided_where_nothing_was_said() -> None:
-    assert with_prefetch(EngineConfig("m.gguf"), 2).prefetch == 2
-    assert with_prefetch(EngineConfig("m.gguf", prefetch=0), 2).prefetch == 0
-    assert with_prefetch(EngineConfig("m.gguf", prefetch=3), 0).prefetch == 3
 
 
 def test_warnings_are_those_of_the_device_and_of_the_file(
@@ -75,7 +68,7 @@ def test_a_plan_for_the_cpu_is_a_budget_of_ram(tmp_path: Path) -> None:
     config = EngineConfig(str(demo_model_path()), device="cpu", ram="30M", ctx_size=64)
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
-        save_plan(plan_model(config, file, spec, Hardware.measure()).run, tmp_path / "plan.json")
+        save_plan(plan_model(config, Sources(file, spec, Hardware.measure())).run, tmp_path / "plan.json")
     opened = open_model(EngineConfig(config.model, device="cpu", plan=str(tmp_path / "plan.json")))
     assert (opened.config.ram, opened.config.ctx_size) == (30 << 20, 64)
     assert opened.runner.disk is not None
@@ -155,7 +148,7 @@ def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None
     windows = [replace(demo, ctx_size=64, attention_window=window) for window in (None, 20, 4)]
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
-        save_plan(plan_model(windows[2], file, spec, Hardware.measure()).run, tmp_path / "my.plan")
+        save_plan(plan_model(windows[2], Sources(file, spec, Hardware.measure())).run, tmp_path / "my.plan")
     logits = []
     for config in (*windows, replace(demo, plan=str(tmp_path / "my.plan"))):
         opened = open_model(config)

@@ -21,7 +21,7 @@ from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.policies import Changes
-from coldstream.planning.planning import plan_by_name
+from coldstream.planning.gather import plan_by_name
 from host_device import HostDevice
 from host_gpu import gpu_on
 from test_python_page import PAGE, snippets

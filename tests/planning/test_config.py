@@ -1,42 +1,11 @@
-"""Settings: what is refused and how it is said, and how `auto` becomes concrete."""
+"""Settings: what is refused and how it is said."""
 
-import json
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from builders import Dims, make_model, write_model
-from coldstream.errors import ConfigError, OutOfMemoryError
-from coldstream.gguf.reader import GGUFFile
-from coldstream.kvcache.cache import context_bytes
-from coldstream.models.read_spec import read_spec
-from coldstream.models.spec.layer_specs import AttentionSpec
-from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.planning.config import (
-    DEFAULT_CTX_SIZE,
-    MAX_PARALLEL,
-    PARALLEL_SHARE,
-    EngineConfig,
-    cache_bytes_per_token,
-    resolve,
-    tree_rows_of,
-    with_contexts,
-)
-from specs import with_layers
-
-CORES, FREE = 4, 16 * 2**30
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    dims = Dims(layers=4, hidden=32, experts=2, expert_ffn=32, shared_ffn=32, state=32, context=65536)
-    (path,) = write_model(tmp_path_factory.mktemp("spec") / "tiny.gguf", make_model(dims=dims))
-    with GGUFFile.open(Path(path)) as file:
-        return read_spec(file.metadata, file.tensors)
+from coldstream.errors import ConfigError
+from coldstream.planning.config import EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -114,40 +83,6 @@ def test_budgets_are_bytes_or_auto(text: int | str, num_bytes: int | str) -> Non
     assert replace(config, seed=1).vram == num_bytes
 
 
-def test_resolving_makes_auto_concrete_and_leaves_the_rest(spec: ModelSpec) -> None:
-    config = EngineConfig("m.gguf", seed=3, tier="generic")
-    resolved = resolve(config, spec, CORES, FREE)
-    assert resolved == replace(config, threads=4, ctx_size=DEFAULT_CTX_SIZE, spec_type="none")
-    assert resolve(resolved, spec, CORES, FREE) == resolved
-    assert json.loads(json.dumps(asdict(resolved)))["threads"] == 4
-    assert resolve(replace(config, threads=7, ctx_size=0), spec, CORES, FREE).threads == 7
-
-
-def test_the_default_context_fits_model_and_memory(spec: ModelSpec) -> None:
-    config = EngineConfig("m.gguf")
-    small_model = replace(spec, context_length=100)
-    assert resolve(config, small_model, CORES, FREE).ctx_size == 100
-    token_bytes = cache_bytes_per_token(config, spec)
-    assert resolve(config, spec, CORES, 4 * 1000 * token_bytes).ctx_size == 1000
-    assert resolve(config, spec, CORES, 0).ctx_size == 1
-
-
-def test_the_default_context_follows_what_is_free_beside_all_weights(spec: ModelSpec) -> None:
-    long = replace(spec, context_length=8 * DEFAULT_CTX_SIZE)
-    config = EngineConfig("m.gguf")
-    token_bytes = cache_bytes_per_token(config, spec)
-    scarce = 4 * 1000 * token_bytes
-
-    def default(spare_tokens: int, free: int = FREE) -> int | None:
-        return resolve(config, long, CORES, free, spare_tokens * token_bytes).ctx_size
-
-    assert default(-1) == default(0) == default(2 * DEFAULT_CTX_SIZE) == DEFAULT_CTX_SIZE
-    assert default(2 * DEFAULT_CTX_SIZE + 2) == DEFAULT_CTX_SIZE + 1
-    assert default(100 * DEFAULT_CTX_SIZE) == long.context_length
-    assert (default(0, scarce), default(1000, scarce), default(2002, scarce)) == (1000, 1000, 1001)
-    assert resolve(replace(config, ctx_size=7), long, CORES, FREE, FREE).ctx_size == 7
-
-
 def test_one_type_of_cache_holds_for_keys_and_values() -> None:
     for given_types in (
         {"cache_type_k": "i8"},
@@ -160,82 +95,3 @@ def test_one_type_of_cache_holds_for_keys_and_values() -> None:
     default = EngineConfig("m.gguf")
     assert (default.cache_type_k, default.cache_type_v) == ("i16", "i16")
     assert replace(default, plan="p").cache_type_k == "i16"  # the default is no setting beside a plan
-
-
-@given(st.integers(0, 2**40), st.integers(0, 2**17))
-def test_a_resolved_context_is_never_beyond_model_or_memory(
-    spec: ModelSpec, available: int, wanted: int
-) -> None:
-    config = EngineConfig("m.gguf", ctx_size=wanted)
-    try:
-        resolved = resolve(config, spec, CORES, available)
-    except (ConfigError, OutOfMemoryError):
-        assert wanted > spec.context_length or wanted * cache_bytes_per_token(config, spec) > available
-        return
-    assert resolved.ctx_size is not None
-    assert 1 <= resolved.ctx_size <= spec.context_length
-    assert wanted in (0, resolved.ctx_size)
-
-
-def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match="65537 is beyond the 65536 tokens"):
-        resolve(EngineConfig("m.gguf", ctx_size=65537), spec, CORES, FREE)
-    with pytest.raises(
-        OutOfMemoryError, match=r"needs .* GiB of the RAM, .* GiB are free: try --ctx-size \d+"
-    ):
-        resolve(EngineConfig("m.gguf", ctx_size=60000), spec, CORES, 2**20)
-
-
-def test_the_cache_counts_attention_layers_only(spec: ModelSpec) -> None:
-    # One attention layer of 2 key and value heads of 64 elements.
-    assert cache_bytes_per_token(EngineConfig("m.gguf"), spec) == 1 * 2 * 2 * (2 * 64 + 16)
-
-
-def test_types_of_caches_are_for_both_devices_and_for_heads_of_whole_blocks(spec: ModelSpec) -> None:
-    on_gpu = EngineConfig("m.gguf", device="cuda")
-    for kv_type, row_bytes in (("i16", 2 * 64 + 16), ("i8", 64 + 16)):
-        integers = replace(on_gpu, cache_type_k=kv_type, cache_type_v=kv_type)
-        assert cache_bytes_per_token(integers, spec) == 1 * 2 * 2 * row_bytes
-        for device in ("cpu", "cuda"):
-            assert resolve(replace(integers, device=device), spec, CORES, FREE).cache_type_k == kv_type
-    smallest = replace(on_gpu, cache_type_k="i3", cache_type_v="i3")
-    # 24 bytes and a float32 scale, in pieces of 16.
-    assert cache_bytes_per_token(smallest, spec) == 1 * 2 * (32 + 32)
-    with pytest.raises(
-        ConfigError, match="i16 caches hold heads of multiples of 16 values up to 512, not 40"
-    ):
-        resolve(
-            EngineConfig("m.gguf", device="cpu"), with_layers(spec, AttentionSpec, head_dim=40), CORES, FREE
-        )
-
-
-@pytest.mark.parametrize("budget", [2**20, 2**26, 2**28, 2**40])
-def test_contexts_side_by_side_take_a_share_of_the_budget(spec: ModelSpec, budget: int) -> None:
-    config = resolve(EngineConfig("m.gguf", ctx_size=1024, parallel="auto"), spec, 2, 2**50)
-    found = with_contexts(config, spec, budget).parallel
-    each = context_bytes(spec, 1024, "i16")
-    assert isinstance(found, int)
-    assert found == 1 or found * each <= budget * PARALLEL_SHARE
-    assert found == MAX_PARALLEL or 2 * found * each > budget * PARALLEL_SHARE
-    assert found & (found - 1) == 0
-    asked = replace(config, parallel=3)
-    assert with_contexts(asked, spec, budget) == asked
-
-
-@pytest.mark.parametrize(
-    ("device", "spec_type", "tree_budget", "num_contexts", "rows"),
-    [
-        ("cpu", "none", 3, 4, 0),
-        ("cpu", "mtp", 3, 1, 4),
-        ("cpu", "mtp", 3, 4, 16),
-        ("cuda", "ngram", 3, 4, 16),
-        ("cuda", "mtp", 3, 4, 4),  # drafts for one sequence at a time
-        ("cpu", "ngram", 15, 8, 64),
-        ("cpu", "ngram", "auto", 1, 64),
-    ],
-)
-def test_each_context_has_room_for_a_tree(
-    device: Any, spec_type: Any, tree_budget: Any, num_contexts: int, rows: int
-) -> None:
-    config = EngineConfig("m.gguf", device=device, spec_type=spec_type, tree_budget=tree_budget)
-    assert tree_rows_of(config, num_contexts) == rows

@@ -12,8 +12,8 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import plan_model
 
 Plan = Callable[..., Planned]
 
@@ -22,7 +22,7 @@ def planner(path: Path) -> Plan:
     def plan(**options: object) -> Planned:
         with GGUFFile.open(path) as file:
             spec = read_spec(file.metadata, file.tensors)
-            return plan_model(EngineConfig("m", **options), file, spec, MACHINE)  # type: ignore[arg-type]
+            return plan_model(EngineConfig("m", **options), Sources(file, spec, MACHINE))  # type: ignore[arg-type]
 
     return plan
 

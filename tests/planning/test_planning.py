@@ -15,9 +15,10 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
-from coldstream.planning.config import DEFAULT_CTX_SIZE, EngineConfig
+from coldstream.planning.choose import DEFAULT_CTX_SIZE
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, bundled_profile, plan_by_name, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import bundled_profile, plan_by_name, plan_model
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
@@ -33,7 +34,7 @@ def make(tmp_path: Path) -> Make:
     def make(config: EngineConfig) -> Planned:
         with GGUFFile.open(path) as file:
             spec = read_spec(file.metadata, file.tensors)
-            return plan_model(config, file, spec, MACHINE)
+            return plan_model(config, Sources(file, spec, MACHINE))
 
     return make
 
@@ -84,7 +85,7 @@ def test_a_model_is_opened_by_a_plan(tmp_path: Path) -> None:
         config = EngineConfig(str(path), device="cpu", ctx_size=77, ram=256 * MIB)
         with GGUFFile.open(path) as file:
             spec = read_spec(file.metadata, file.tensors)
-            save_plan(plan_model(config, file, spec, MACHINE).run, tmp_path / "plan.json")
+            save_plan(plan_model(config, Sources(file, spec, MACHINE)).run, tmp_path / "plan.json")
         opened = open_model(EngineConfig(str(path), device="cpu", plan=str(tmp_path / "plan.json")))
         assert (opened.config.ctx_size, opened.config.ram, opened.config.plan) == (77, 256 * MIB, None)
         opened.close()

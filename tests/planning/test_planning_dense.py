@@ -13,8 +13,8 @@ from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import plan_model
 
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
 MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
@@ -34,7 +34,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             spec = read_spec(file.metadata, file.tensors)
             context = {} if "plan" in options else {"ctx_size": 256}
             config = EngineConfig("m", **context, **options)  # type: ignore[arg-type]
-            return plan_model(config, file, spec, MACHINE)
+            return plan_model(config, Sources(file, spec, MACHINE))
 
     return make
 

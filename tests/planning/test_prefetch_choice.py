@@ -14,8 +14,8 @@ from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETC
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.rates import Rates
 from coldstream.planning import workers
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import hardware_with
-from coldstream.planning.planning import plan_model
 
 MACHINE = Hardware(
     "a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10,
@@ -30,7 +30,7 @@ def budget_for_a_part_of_the_experts(hardware: Hardware) -> int:
     config = EngineConfig(str(demo_model_path()), device="cuda", vram="64G", ctx_size=256)
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
-        while (planned := plan_model(config, file, spec, hardware)).plan.is_all_resident:
+        while (planned := plan_model(config, Sources(file, spec, hardware))).plan.is_all_resident:
             less = planned.plan.total_bytes - planned.sizes.all_expert_bytes // 4
             config = replace(config, vram=less)
     assert planned.plan.num_resident > 0
@@ -53,7 +53,9 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
         unmeasured = replace(MACHINE, read_bytes_per_s=None)
-        decided = [plan_model(config, file, spec, unmeasured, measured=lambda: MACHINE) for _ in range(2)]
+        decided = [
+            plan_model(config, Sources(file, spec, unmeasured, measured=lambda: MACHINE)) for _ in range(2)
+        ]
     wanted = [PREFETCHED, 0] if asked == "auto" else [asked] * 2
     assert [planned.config.prefetch for planned in decided] == wanted
     assert [planned.run.prefetch for planned in decided] == wanted
@@ -73,7 +75,7 @@ def test_one_core_is_left_to_the_gpu_where_there_are_several(num_cores: int, thr
     config = EngineConfig(str(demo_model_path()), device="cuda", vram=vram, ctx_size=256)
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
-        assert plan_model(config, file, spec, machine).run.threads == threads
+        assert plan_model(config, Sources(file, spec, machine)).run.threads == threads
 
 
 def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:
@@ -86,7 +88,7 @@ def test_a_machine_is_not_measured_for_a_plan_that_does_not_need_it() -> None:
             EngineConfig(str(demo_model_path()), device="cuda", vram="64G"),
             EngineConfig(str(demo_model_path()), device="cpu", ram="30M"),
         ):
-            plan_model(config, file, spec, MACHINE, measured=measured)
+            plan_model(config, Sources(file, spec, MACHINE, measured=measured))
 
 
 @pytest.mark.gpu

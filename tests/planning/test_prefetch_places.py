@@ -18,8 +18,8 @@ from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning import workers
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import plan_model
 
 MIB = 2**20
 MACHINE = Hardware(
@@ -32,7 +32,7 @@ NUM_LAYERS = LAYERS_AHEAD + 1  # that have places at once
 def plan_of(path: Path, **settings: Any) -> Planned:
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
-        return plan_model(EngineConfig(str(path), device="cuda", **settings), file, spec, MACHINE)
+        return plan_model(EngineConfig(str(path), device="cuda", **settings), Sources(file, spec, MACHINE))
 
 
 def tiny(tmp_path: Path, experts_used: int) -> tuple[Path, int]:

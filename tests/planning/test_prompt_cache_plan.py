@@ -12,15 +12,16 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.host_part import HOST_RESERVE_BYTES
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
+from coldstream.placement.plan import PROMPT_CACHE, PlanOptions
 from coldstream.placement.plan_file import save_plan
-from coldstream.planning.budgets import advised
+from coldstream.planning import advice as advice_module
+from coldstream.planning.choose import TooSmall
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import plan_model
+from coldstream.planning.ram_memory import HOST_RESERVE_BYTES
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
@@ -31,7 +32,9 @@ ON_CPU = EngineConfig(str(demo_model_path()), device="cpu", threads=2, tier="gen
 def plan(config: EngineConfig, kept: int = 0, machine: Hardware = MACHINE, more_bytes: int = 0) -> Planned:
     with GGUFFile.open(Path(config.model)) as file:
         spec = read_spec(file.metadata, file.tensors)
-        return plan_model(config, file, spec, machine, more_bytes=more_bytes, prompt_cache_bytes=kept)
+        return plan_model(
+            config, Sources(file, spec, machine), more_bytes=more_bytes, prompt_cache_bytes=kept
+        )
 
 
 def advice(config: EngineConfig, kept: int) -> tuple[int, int | None]:
@@ -201,29 +204,29 @@ def test_an_error_about_the_gpu_does_not_advise_a_prompt_cache(on_gpu: EngineCon
 def test_advice_is_in_whole_mib_and_gives_what_is_missing(
     budget: int, rest: int, kept: int, hidden: int
 ) -> None:
-    """hidden: of the least, what only an attempt shows."""
+    """hidden: of the least, what only a try shows."""
 
-    def attempt(bytes_: int, kept: int = kept) -> None:
-        if bytes_ < rest + kept + hidden:
-            raise BudgetTooSmallError("ram", bytes_, {"weights": rest, PROMPT_CACHE: kept})
+    def place(
+        config: EngineConfig, facts: None, options: PlanOptions, prompt_cache_bytes: int
+    ) -> TooSmall | None:
+        assert isinstance(config.ram, int)
+        if config.ram >= rest + prompt_cache_bytes + hidden:
+            return None
+        return TooSmall("ram", config.ram, {"weights": rest, PROMPT_CACHE: prompt_cache_bytes})
 
-    try:
-        attempt(budget)
-    except BudgetTooSmallError as error:
-        if error.least_bytes <= budget:
-            return
-        config = replace(ON_CPU, ctx_size=100, ram=budget)
-        message = str(advised(error, config, None, attempt, kept))  # type: ignore[arg-type]
-    else:
+    config, options = replace(ON_CPU, ctx_size=100, ram=budget), PlanOptions()
+    small = place(config, None, options, kept)
+    if small is None or small.least_bytes <= budget:
         return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice_module, "place", place)
+        message = str(advice_module.advised(small, config, None, options, kept))  # type: ignore[arg-type]
     found = re.search(r"; try --ram (\d+)M(?:, or --prompt-cache (\d+)M)?, or a smaller --ctx-size$", message)
     assert found
-    attempt(int(found[1]) * MIB)
+    assert place(replace(config, ram=int(found[1]) * MIB), None, options, kept) is None
     if found[2]:
         assert 0 < int(found[2]) * MIB < kept
-        attempt(budget, int(found[2]) * MIB)
-        with pytest.raises(BudgetTooSmallError):
-            attempt(budget, int(found[2]) * MIB + 2 * MIB)
+        assert place(config, None, options, int(found[2]) * MIB) is None
+        assert place(config, None, options, int(found[2]) * MIB + 2 * MIB) is not None
     else:
-        with pytest.raises(BudgetTooSmallError):
-            attempt(budget - 2 * MIB, 1)
+        assert place(replace(config, ram=max(0, budget - 2 * MIB)), None, options, 1) is not None

@@ -9,20 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.runners import open_cpu_runner
+from bench.runners import open_cpu_runner, ram_needs
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf import GGUFFile
-from coldstream.models import read_spec
+from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
-from coldstream.planning.config import cache_bytes_per_token
+from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import bundled_profile, plan_model
+from coldstream.planning.unknowns import RamShape
 
 # What kernels take besides weights depends on the tier, and budgets here are near what is needed.
 CONFIG = EngineConfig(str(demo_model_path()), device="cpu", ram=1, threads=2, tier="generic")
@@ -45,7 +46,7 @@ def plan(config: EngineConfig, options: PlanOptions | None = None) -> Planned:
     with GGUFFile.open(Path(config.model)) as file:
         spec = read_spec(file.metadata, file.tensors)
         trace = bundled_profile(file, spec)
-        return plan_model(config, file, spec, MACHINE, trace=trace, options=options)
+        return plan_model(config, Sources(file, spec, MACHINE, trace), options)
 
 
 def taken_bytes(runner: CpuRunner) -> int:
@@ -235,11 +236,11 @@ def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> N
     config = replace(CONFIG, ctx_size=1)
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
-        needs = CpuRunner.needs(file, spec, 2, CONFIG.tier, 1, CONFIG.cache_type_k)
+        needs = ram_needs(file, spec, RamShape(2, CONFIG.tier, 1, CONFIG.cache_type_k))
     least = needs.least_bytes(PlanOptions())
     assert plan(replace(config, ram=least)).plan.num_resident == spec.num_experts_per_tok
     ctx_size = plan(replace(config, ctx_size=None, ram=least + left)).config.ctx_size
-    affordable = int(left * SHARE) // cache_bytes_per_token(CONFIG, spec)
+    affordable = int(left * SHARE) // kv_token_bytes(spec, CONFIG.cache_type_k)
     assert ctx_size == max(1, min(affordable, spec.context_length))
 
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from builders import Dims, write_gguf
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.models.ram_budget import sizes_in_ram
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, model_facts, plan_model
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import plan_model
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
@@ -44,7 +43,7 @@ def plan(
 ) -> Planned:
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
-        return plan_model(config, file, spec, machine, options=options, more_bytes=more_bytes)
+        return plan_model(config, Sources(file, spec, machine), options, more_bytes=more_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def test_a_pool_in_any_budget_or_an_advice_that_is_accepted(
         return
     assert run.pool.total_bytes <= run.pool.budget_bytes == config.ram
     with GGUFFile.open(path) as file:
-        sizes = sizes_in_ram(file, read_spec(file.metadata, file.tensors), 0)[1].expert_bytes
+        sizes = model_facts(file, read_spec(file.metadata, file.tensors)).in_slots.expert_bytes
     assert all(size in (0, other) for size, other in zip(run.pool.expert_bytes, sizes, strict=True))
     assert (run.miss_times, run.prefetch, planned.config.prefetch) == (None, 0, 0)
     assert planned.reads_disk

@@ -30,9 +30,9 @@ from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes, describe_parts
 from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
+from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.hardware import Hardware
-from coldstream.planning.config import cache_bytes_per_token
 from coldstream.planning.machine import reconsider_rates
 
 
@@ -212,7 +212,7 @@ class _Report:
         self._parameters = num_parameters(tensors.values())
         self._tier, self._threads = runner.tier, runner.threads
         self._weight_bytes = bytes_per_token(runner.spec, tensors)
-        self._cache_bytes = cache_bytes_per_token(opened.config, runner.spec)
+        self._cache_bytes = kv_token_bytes(runner.spec, opened.config.cache_type_k)
         self._planned, self._device = opened.planned, opened.config.device
         if self._device == "cuda":
             self._machine, self._bandwidth = find_gpu().name, measure_copy_bandwidth()

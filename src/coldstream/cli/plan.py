@@ -113,7 +113,7 @@ def command(
     and named.
     """
     # Imported here because planning is not needed to show how the verb is used.
-    from coldstream.planning.planning import plan_by_name
+    from coldstream.planning.gather import plan_by_name
 
     config = engine_config(model_or_bundled(model), {**options, "parallel": parallel})
     chosen = PlanOptions(num_pinned_layers=pin_layers, layer_weights=layer_weights or ())

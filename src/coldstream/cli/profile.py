@@ -65,7 +65,7 @@ def command(
     """
     # Imported here because computing is not needed to show how the verb is used.
     from coldstream.engine.routing_profile import profile_text
-    from coldstream.planning.planning import load_plan_by_name
+    from coldstream.planning.gather import load_plan_by_name
 
     if plan is not None and plot is None:
         raise click.UsageError("--plan is for --plot: give a file for the picture too")

@@ -26,18 +26,17 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
-from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.load_runner import load_runner
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.checked_policy import CheckedPolicy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.machine import hardware_of, with_rates
 from coldstream.planning.planned import Planned
-from coldstream.planning.planning import bundled_profile, plan_model
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
@@ -128,24 +127,25 @@ def open_model(
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
         with open_draft(config, spec) as draft:
-            planned = plan_model(
-                draft.config,
+            sources = Sources(
                 file,
                 spec,
                 hardware,
-                trace=bundled_profile(file, spec),
-                measured=partial(with_rates, hardware, progress),
-                draft=draft.needs,
-                prompt_cache_bytes=prompt_cache_bytes,
+                bundled_profile(file, spec),
+                draft.needs,
+                partial(with_rates, hardware, progress),
             )
+            planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
-            own.check(config, planned.run)
+            own.check(config.device, planned.plan.layer_weights)
             tokenizer = Tokenizer.from_metadata(file.metadata)
             warnings += file_warnings(file, spec, tokenizer.vocabulary)
             default_sampling = sampling_defaults(file.metadata)
             template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
             taps = draft.needs.taps if draft.needs and planned.run.spec_type == "dflash" else ()
-            runner = load_runner(config, file, spec, planned.run, progress, own, taps)
+            runner = load_runner(
+                file, spec, planned.run, config.tier, own.policy, own.executor, progress, taps
+            )
             try:
                 speculation = open_speculation(planned.run, runner, draft.file)
             except (ModelFormatError, OutOfMemoryError) as error:
@@ -198,38 +198,6 @@ def _read_template(path: str) -> str:
             f"chat_template (--chat-template) {path}: more than {MAX_SOURCE_CHARS} bytes: is it a template?"
         )
     return source
-
-
-def load_runner(
-    config: EngineConfig,
-    file: GGUFFile,
-    spec: ModelSpec,
-    plan: RunPlan,
-    progress: OpenProgress | None,
-    own: OwnParts,
-    taps: tuple[int, ...] = (),
-) -> ModelRunner:
-    """The model of an open file on the device of a resolved `config`, as `plan` says.
-
-    taps: layers whose residual streams a drafter reads. Raises as the runners' `load`.
-    """
-    loading = partial(progress, "loading") if progress else None
-    policy = CheckedPolicy(own.policy) if own.policy else None
-    if config.device == "cuda":
-        # Imported here because its kernels need packages that a machine without a GPU does not have.
-        from coldstream.models.cuda.runner import CudaRunner
-
-        return CudaRunner.load(
-            file,
-            spec,
-            plan,
-            policy=policy,
-            executor=own.executor,
-            progress=loading,
-            compiling=partial(progress, "compiling kernels") if progress else None,
-            taps=taps,
-        )
-    return CpuRunner.load(file, spec, plan, tier=config.tier, policy=policy, progress=loading, taps=taps)
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> SamplingParams:

@@ -1,12 +1,11 @@
 """Parts of the engine that a caller replaces: objects, which a configuration cannot hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coldstream.errors import ConfigError, shown
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.placement.policies import Policy
-from coldstream.placement.run_plan import RunPlan
-from coldstream.planning.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class OwnParts:
                 f"executor must be a function or class that makes one, not {shown(self.executor)}"
             )
 
-    def check(self, config: EngineConfig, plan: RunPlan) -> None:
-        """Raises ConfigError for parts that would not be used on the device of `config`, with `plan`."""
-        if self.executor is not None and config.device == "cpu":
+    def check(self, device: str, layer_weights: Sequence[float]) -> None:
+        """Raises ConfigError for parts that a device, and a plan with these weights, would not use."""
+        if self.executor is not None and device == "cpu":
             raise ConfigError("executor is for a GPU, and the device is the CPU: leave it out")
-        if self.policy is not None and plan.placement.layer_weights:
+        if self.policy is not None and layer_weights:
             raise ConfigError(
                 "policy: the plan weighs layers, which the product's policy does: leave policy out, or make "
                 "the plan without --layer-weights"

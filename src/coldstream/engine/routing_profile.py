@@ -22,7 +22,7 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.routing_trace import MAX_IDS, RoutedModel, RoutingTrace
 from coldstream.planning.config import MAX_BYTES, EngineConfig
 from coldstream.planning.device_choice import OpenProgress
-from coldstream.planning.planning import plan_model
+from coldstream.planning.gather import Sources, plan_model
 
 
 def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None = None) -> RoutingTrace:
@@ -39,7 +39,7 @@ def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None 
         model = routed_model(file, spec)
         token_ids = Tokenizer.from_metadata(file.metadata).encode(text)
         _check_length(token_ids, model)
-        planned = plan_model(config, file, spec, Hardware.measure())
+        planned = plan_model(config, Sources(file, spec, Hardware.measure()))
         runner = CpuRunner.load(
             file,
             spec,

@@ -104,7 +104,7 @@ class CacheSize:
         num_states = min(num_blocks, MAX_SEQUENCES)
         one_state = state_bytes(shape)
         if is_scarce and one_state:
-            kv_bytes = num_blocks * BLOCK_POSITIONS * _kv_bytes(shape, kv_type)
+            kv_bytes = num_blocks * BLOCK_POSITIONS * kv_token_bytes(shape, kv_type)
             num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
         if num_contexts > 1:
             num_states = max(num_states, STATES_OF_CONTEXT * num_contexts)
@@ -229,7 +229,7 @@ def state_bytes(shape: CacheShape) -> int:
 def context_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
     """Bytes of each of several whole contexts, with its states."""
     num_positions = num_blocks_of(context_length) * BLOCK_POSITIONS
-    return num_positions * _kv_bytes(shape, kv_type) + STATES_OF_CONTEXT * state_bytes(shape)
+    return num_positions * kv_token_bytes(shape, kv_type) + STATES_OF_CONTEXT * state_bytes(shape)
 
 
 def kept_bytes(shape: CacheShape) -> int:
@@ -237,7 +237,7 @@ def kept_bytes(shape: CacheShape) -> int:
     return 4 * shape.layer_kinds.count("delta_net") * (shape.conv_dim + 2 * shape.num_value_heads)
 
 
-def _kv_bytes(shape: CacheShape, kv_type: str) -> int:
+def kv_token_bytes(shape: CacheShape, kv_type: str) -> int:
     """Bytes of the keys and values of one position."""
     num_layers = shape.layer_kinds.count("attention")
     if not num_layers:

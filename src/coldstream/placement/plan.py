@@ -83,7 +83,8 @@ class BudgetTooSmallError(OutOfMemoryError):
     """A budget of a memory below `least_bytes`, the smallest sufficient one, which `parts` add up to."""
 
     def __init__(self, tier: Tier, budget: int, parts: Mapping[str, int]) -> None:
-        self.tier, self.budget_bytes, self.least_bytes = tier, budget, sum(parts.values())
+        self.tier, self.budget_bytes, self.parts = tier, budget, dict(parts)
+        self.least_bytes = sum(parts.values())
         unit, name = (2**30, "GiB") if self.least_bytes >= 2**30 else (2**20, "MiB")
         listed = ", ".join(f"{part} {num_bytes / unit:.2f}" for part, num_bytes in parts.items() if num_bytes)
         super().__init__(

@@ -1,6 +1,6 @@
 """RunPlan: everything that is chosen before the first token. Pure.
 
-`planning/planning.py` makes it once from a configuration, a model and a machine; `coldstream plan` prints it,
+`planning/choose.py` chooses it once from a configuration, a model and a machine; `coldstream plan` prints it,
 and runners carry it out. Knows numbers only, no tensors and no devices.
 """
 

@@ -1,4 +1,4 @@
-"""The engine's settings: plain data, checked on creation, and `auto` resolved once by a pure function.
+"""The engine's settings: plain data, checked on creation. `choose.py` makes `auto` concrete, once.
 
 Field names are the keyword arguments of `LLM` and, with dashes, the command line's flags.
 """
@@ -10,13 +10,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from coldstream.decoding.speculation import MAX_TREE_NODES
-from coldstream.errors import ConfigError, OutOfMemoryError, shown
+from coldstream.errors import ConfigError, shown
 from coldstream.experts.prefetching import MAX_PREFETCHED
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
-from coldstream.kernels.ops import MAX_TREE_ROWS
-from coldstream.kvcache.cache import context_bytes
-from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.placement import run_plan
+from coldstream.placement.plan import Tier
 from coldstream.planning.sizes import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -24,12 +22,7 @@ SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
 TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
-# What `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it.
-DEFAULT_CTX_SIZE = 32768
-DEFAULT_CACHE_SHARE = 0.25  # of available memory, for the cache of a default context
-SPARE_CACHE_SHARE = 0.5  # of what is free beside all weights, for a default context beyond DEFAULT_CTX_SIZE
 MAX_PARALLEL = 64  # whole contexts
-PARALLEL_SHARE = 0.125  # of the budget, for the caches of as many contexts as fit there
 
 CacheType = Literal["auto", "i16", "i8", "i4", "i3"]
 DEFAULT_CACHE_TYPE: CacheType = "i16"
@@ -79,10 +72,10 @@ _PLANNED = (
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is run. Creation checks each value by itself, `resolve` against model and machine."""
+    """How a model is run. Creation checks each value by itself, `choose` against model and machine."""
 
     model: str  # path, or org/repo[:QUANT]
-    ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `resolve`
+    ctx_size: int | None = None  # tokens, prompt and answer together; None or 0: chosen by `choose`
     vram: int | str = "auto"  # bytes, also as "6G"; kept as an int. auto: what is free
     ram: int | str = "auto"  # the same of RAM, also beside a GPU; auto: most of what is available
     plan: str | None = None  # a file of `coldstream plan`, instead of budgets, context, caches and window
@@ -184,6 +177,10 @@ class EngineConfig:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"{name} (--{flag}) is part of the plan: leave it out, or --plan")
 
+    def with_budget(self, memory: Tier, num_bytes: int) -> "EngineConfig":
+        """The same with a budget of a GPU's memory or of RAM."""
+        return replace(self, vram=num_bytes) if memory == "vram" else replace(self, ram=num_bytes)
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
         """The configuration with these fields; paths may be path objects.
@@ -208,99 +205,6 @@ def _advice(key: str, names: Sequence[str]) -> str:
         return _OTHER_SETTINGS[key]
     close = difflib.get_close_matches(key, names, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-
-
-def resolve(
-    config: EngineConfig, spec: ModelSpec, num_cores: int, free_bytes: int, spare_bytes: int = 0
-) -> EngineConfig:
-    """`config` with `ctx_size`, `threads` and `spec_type` made concrete for this model and machine. Pure.
-
-    free_bytes: device memory available for caches, and for weights that can be elsewhere. spare_bytes: what
-    is left of it beside all weights, of which a default context takes a share. The tier is not resolved here,
-    since only the compiled kernels list their tiers; the opened model reports its choice. Raises ConfigError
-    for a context beyond the model's and for drafts that it cannot have, OutOfMemoryError if caches exceed the
-    memory.
-    """
-    if config.spec_type == "auto":
-        config = replace(config, spec_type="none")
-    _check_drafts(config, spec)
-    threads = num_cores if config.threads == "auto" else config.threads
-    try:
-        token_bytes = cache_bytes_per_token(config, spec)
-    except ValueError as error:
-        raise ConfigError(f"cache_type_k: {error}") from error
-    if config.ctx_size:
-        _check_context(config, token_bytes, spec, free_bytes)
-        return replace(config, threads=threads)
-    affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
-    in_spare = int(max(0, spare_bytes) * SPARE_CACHE_SHARE) // max(1, token_bytes)
-    ctx_size = max(1, min(spec.context_length, max(in_spare, min(DEFAULT_CTX_SIZE, affordable))))
-    return replace(config, threads=threads, ctx_size=ctx_size)
-
-
-def with_contexts(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConfig:
-    """A resolved `config` with a concrete `parallel`, for a budget of device memory in bytes.
-
-    Of MAX_PARALLEL, a half of it and so on the most whose caches take up to PARALLEL_SHARE of the budget.
-    """
-    if config.parallel != "auto":
-        return config
-    assert config.ctx_size, "the context of a resolved configuration is known"
-    affordable = int(budget * PARALLEL_SHARE)
-    each = context_bytes(spec, config.ctx_size, config.cache_type_k)
-    parallel = MAX_PARALLEL
-    while parallel > 1 and parallel * each > affordable:
-        parallel //= 2
-    return replace(config, parallel=parallel)
-
-
-def tree_rows_of(config: EngineConfig, num_contexts: int) -> int:
-    """Rows of draft trees, one for each context, for which a resolved `config` needs memory."""
-    if config.spec_type == "none":
-        return 0
-    if config.tree_budget == "auto":
-        return MAX_TREE_ROWS
-    # A GPU drafts by the model's own block for one sequence at a time.
-    num_trees = 1 if config.device == "cuda" and config.spec_type == "mtp" else num_contexts
-    return min(MAX_TREE_ROWS, num_trees * (1 + config.tree_budget))
-
-
-def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError for drafts that the model cannot have."""
-    if config.spec_type == "mtp" and not spec.num_nextn_layers:
-        raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
-    if config.spec_type == "dflash" and config.model_draft is None:
-        raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
-
-
-def cache_bytes_per_token(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes that one more token of context takes in the key and value caches of all attention layers.
-
-    ValueError if the model's heads do not fit the type.
-    """
-    num_attention_layers = sum(kind == "attention" for kind in spec.layer_kinds)
-    row_bytes = sum(
-        CACHE_LAYOUTS[name].row_bytes(spec.head_dim) for name in (config.cache_type_k, config.cache_type_v)
-    )
-    return num_attention_layers * spec.num_kv_heads * row_bytes
-
-
-def _place(config: EngineConfig) -> str:
-    return "GPU's memory" if config.device == "cuda" else "RAM"
-
-
-def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free: int) -> None:
-    ctx_size = config.ctx_size or 0
-    if ctx_size > spec.context_length:
-        raise ConfigError(
-            f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that the model was trained for"
-        )
-    need = ctx_size * token_bytes
-    if need > free:
-        raise OutOfMemoryError(
-            f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_place(config)}, "
-            f"{free / 2**30:.1f} GiB are free: try --ctx-size {max(1, free // 2 // token_bytes)}"
-        )
 
 
 def _budget(name: str, value: object) -> int | str:

@@ -5,13 +5,13 @@ from functools import cached_property
 
 from coldstream.placement.forecast import Known
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.rates import Rates
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.facts import hit_curve
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,10 @@ class Planned:
     @cached_property
     def known(self) -> Known:
         """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
-        weights = self.plan.expert_weights
-        curve = HitCurve.from_trace(self.trace, weights) if self.trace else PUBLISHED
         return Known(
             self.sizes,
             Rates.of(self.hardware, self.disk_bytes_per_s),
-            curve,
+            hit_curve(self.trace, self.plan),
             self.run.expected_uses,
             may_prefetch=self.config.prefetch != 0,
         )

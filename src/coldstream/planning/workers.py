@@ -1,10 +1,13 @@
-"""Who computes what a GPU does not hold: the CPU's threads, the bus, a pool in RAM, experts fetched ahead."""
+"""Who computes what a GPU does not hold: the CPU's threads, the bus, a pool in RAM, experts fetched ahead.
 
-from collections.abc import Callable
+Pure. The last part of a choice: what lies where is known by then.
+"""
+
 from dataclasses import astuple, replace
 
 from coldstream.errors import ConfigError
 from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.cost import (
     COPY_BYTES_PER_STEP,
     MAX_CPU_ROWS,
@@ -12,105 +15,118 @@ from coldstream.placement.cost import (
     miss_times,
     prefetch_gain,
 )
-from coldstream.placement.forecast import hit_rates_of
-from coldstream.placement.hardware import Hardware
-from coldstream.placement.pool_plan import PoolPlan
+from coldstream.placement.forecast import Known, hit_rates_of
+from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
+from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.planned import Planned
+from coldstream.planning.facts import Facts, hit_curve, with_kv_type
+from coldstream.planning.ram_memory import HOST_RESERVE_BYTES, buffer_bytes
+from coldstream.planning.unknowns import WorkspaceShape
 
-# The pool in RAM beside a GPU for these threads of the CPU and rows of a prompt; None: experts are mapped.
-MakePool = Callable[[int, int], PoolPlan | None]
 
+def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> RunPlan:
+    """`run` with threads and, on a GPU that does not hold all experts, what is done about the others.
 
-def with_workers(
-    planned: Planned,
-    asked: EngineConfig,
-    measured: Callable[[], Hardware] | None,
-    make_pool: MakePool = lambda threads, max_cpu_rows: None,
-) -> Planned:
-    """Adds threads and, on a GPU that does not hold all experts, what is done about the others.
-
-    Raises ConfigError for prefetched experts that were asked for and have no place; as `make_pool`.
+    ram: the budget of RAM in bytes. Raises ConfigError for prefetched experts that were asked for and have no
+    place; NotKnownError and BudgetTooSmallError.
     """
-    config, plan = planned.config, planned.plan
-    assert isinstance(config.threads, int)
-    if plan.tier == "ram":
-        return replace(
-            planned, run=replace(planned.run, threads=config.threads), config=with_prefetch(config, 0)
-        )
-    if plan.is_all_resident:
-        make_pool(0, 0)  # raises if RAM has no room for kept prefixes
-        return replace(planned, config=with_prefetch(config, 0))
-    if measured is not None:
-        planned = replace(planned, hardware=measured())
+    placement, num_cores = run.placement, facts.hardware.num_physical_cores
+    if placement.tier == "ram":
+        return replace(run, threads=num_cores if config.threads == "auto" else config.threads)
+    if placement.is_all_resident:
+        pool_of(run, facts, ram)  # raises if RAM has no room for kept prefixes
+        return run
+    rates = Rates.of(facts.rated_hardware())
     # One core is for the thread that launches and waits for the GPU.
-    num_cores = planned.hardware.num_physical_cores
-    threads = max(1, num_cores - 1) if asked.threads == "auto" else config.threads
-    if planned.known.model.is_dense:
-        return _with_layers(planned, threads, make_pool)
-    max_cpu_rows = min(MAX_CPU_ROWS, plan.fixed.chunk_size)
+    threads = max(1, num_cores - 1) if config.threads == "auto" else config.threads
+    run = replace(run, threads=threads)
+    if facts.model.on_gpu.is_dense:
+        return _with_layers(run, config, facts, ram)
     run = replace(
-        planned.run,
-        threads=threads,
-        max_cpu_rows=max_cpu_rows,
+        run,
+        max_cpu_rows=min(MAX_CPU_ROWS, placement.fixed.chunk_size),
         copy_bytes_per_step=COPY_BYTES_PER_STEP,
-        pool=make_pool(threads, max_cpu_rows),
     )
-    is_asked = config.prefetch != "auto"
+    run = replace(run, pool=pool_of(run, facts, ram))
+    source = None if config.prefetch == "auto" else "--prefetch"
     if run.pool is not None:
         # Its experts do not stay where they are while a step runs, so that the GPU reads none of them.
-        config = with_prefetch(config, 0)
-    else:
-        rates = Rates.of(planned.hardware)
-        run = replace(run, miss_times=miss_times(max(plan.expert_bytes), rates))
-        if not is_asked:
-            known = planned.known
-            gain = prefetch_gain(known.model, known.rates, hit_rates_of(plan, known))
-            config = with_prefetch(config, PREFETCHED if gain > 0 else 0)
-    run, config = with_places(run, config, plan.ring_bytes, "--prefetch" if is_asked else None)
-    return replace(planned, run=run, config=config)
+        return with_places(run, 0 if config.prefetch == "auto" else config.prefetch, 0, source)
+    run = replace(run, miss_times=miss_times(max(placement.expert_bytes), rates))
+    count = _paying_prefetch(run, facts, rates) if config.prefetch == "auto" else config.prefetch
+    return with_places(run, count, placement.ring_bytes, source)
 
 
-def _with_layers(planned: Planned, threads: int, make_pool: MakePool) -> Planned:
+def _paying_prefetch(run: RunPlan, facts: Facts, rates: Rates) -> int:
+    """Experts of a layer to fetch ahead, where that saves time."""
+    sizes = with_kv_type(facts.model.on_gpu, facts.model.spec, run.placement.fixed.kv_type)
+    known = Known(sizes, rates, hit_curve(facts.trace, run.placement))
+    return PREFETCHED if prefetch_gain(sizes, rates, hit_rates_of(run.placement, known)) > 0 else 0
+
+
+def _with_layers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> RunPlan:
     """`with_workers` for a GPU that lacks layers of a dense model, of which no experts are guessed."""
-    config = planned.config
     if config.prefetch not in ("auto", 0):
         raise ConfigError(
             f"--prefetch {config.prefetch}: a dense model has no experts to fetch ahead: leave it out"
         )
-    make_pool(threads, 0)  # raises if there is no room in RAM
-    times = miss_times(max(planned.plan.expert_bytes), Rates.of(planned.hardware), is_layer=True)
-    run = replace(planned.run, threads=threads, miss_times=times)
-    return replace(planned, run=run, config=with_prefetch(config, 0))
+    pool_of(run, facts, ram)  # raises if there is no room in RAM
+    rates = Rates.of(facts.rated_hardware())
+    return replace(run, miss_times=miss_times(max(run.placement.expert_bytes), rates, is_layer=True))
 
 
-def with_prefetch(config: EngineConfig, count: int) -> EngineConfig:
-    """`config` with `count` prefetched experts in place of `auto`."""
-    return replace(config, prefetch=count) if config.prefetch == "auto" else config
+def pool_of(run: RunPlan, facts: Facts, ram: int) -> PoolPlan | None:
+    """The pool in `ram` bytes of RAM beside a GPU, for the threads and the rows of a prompt of `run`.
 
-
-def with_places(
-    run: RunPlan, config: EngineConfig, cap_bytes: int, source: str | None
-) -> tuple[RunPlan, EngineConfig]:
-    """Both with as many prefetched experts as `config` has and as fit into `cap_bytes` of the ring, guessed
-    as many layers ahead as `run` says.
-
-    source: the setting that asked for a number of them, or None. Raises ConfigError if there is one and not
-    even one expert of each layer fits, or they lie in a pool.
+    None if the whole file finds room there, or if the GPU lacks nothing of it. Raises BudgetTooSmallError and
+    NotKnownError.
     """
-    count, plan = config.prefetch, run.placement
-    assert isinstance(count, int)
+    placement, model = run.placement, facts.model
+    is_whole, kept = placement.is_all_resident, run.prompt_cache_bytes
+    if is_whole and not kept:
+        return None
+    fixed = _host_part(run, facts)
+    parts = {"what runs beside": fixed.total - kept, PROMPT_CACHE: kept}
+    parts["the mapped file"] = 0 if is_whole else model.mapped_bytes(placement)
+    if sum(parts.values()) <= ram:
+        return None
+    if is_whole or not model.spec.is_moe:
+        raise BudgetTooSmallError("ram", ram, parts)  # a dense layer is never on the disk
+    return plan_pool(placement, model.in_slots.expert_bytes, fixed, ram, uses=run.expected_uses)
+
+
+def _host_part(run: RunPlan, facts: Facts) -> HostPart:
+    """What RAM holds beside experts. Where the GPU holds all of them, the CPU is asked for none."""
+    if run.placement.is_all_resident:
+        return HostPart(0, 0, HOST_RESERVE_BYTES, run.prompt_cache_bytes)
+    shape = WorkspaceShape(run.threads, max(run.max_cpu_rows, MAX_MAILBOX_ROWS))
+    return HostPart(
+        buffers=buffer_bytes(facts.model.spec, run.placement, run.max_cpu_rows),
+        workspace=facts.workspace_bytes(shape),
+        reserve=HOST_RESERVE_BYTES,
+        prompt_cache=run.prompt_cache_bytes,
+    )
+
+
+def with_places(run: RunPlan, count: int, cap_bytes: int, source: str | None) -> RunPlan:
+    """`run` with as many prefetched experts, up to `count`, as fit into `cap_bytes` of the ring.
+
+    They are guessed as many layers ahead as `run` says. source: the setting that asked for a number of them,
+    or None. Raises ConfigError if there is one and not even one expert of each layer fits, or they lie in a
+    pool.
+    """
+    placement = run.placement
     if count and run.pool is not None:
         raise ConfigError(
             f"{source} {count}: experts are fetched ahead from the mapped file, for which there is no room "
             f"in {run.pool.budget_bytes / 2**30:.2f} GiB of RAM: choose --prefetch 0, or a larger --ram"
         )
-    if count == 0 or plan.is_all_resident:
-        return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0), config
-    wanted, largest = Prefetching(run.layers_ahead or LAYERS_AHEAD, count), max(plan.expert_bytes)
-    fitting = wanted.fitting(min(cap_bytes, plan.ring_bytes), largest)
+    if count == 0 or placement.is_all_resident:
+        return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0)
+    wanted, largest = Prefetching(run.layers_ahead or LAYERS_AHEAD, count), max(placement.expert_bytes)
+    fitting = wanted.fitting(min(cap_bytes, placement.ring_bytes), largest)
     if fitting is None and source is not None:
         least = wanted.num_layers * largest
         raise ConfigError(
@@ -118,5 +134,4 @@ def with_places(
             f"bytes, and the cap in the ring is {cap_bytes}: choose --prefetch 0, or a larger --vram"
         )
     ahead, experts, num_bytes = astuple(fitting) if fitting else (0, 0, 0)
-    run = replace(run, prefetch=experts, prefetch_bytes=num_bytes, layers_ahead=ahead)
-    return run, replace(config, prefetch=experts)
+    return replace(run, prefetch=experts, prefetch_bytes=num_bytes, layers_ahead=ahead)

@@ -21,7 +21,7 @@ from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.planning import plan_model
+from coldstream.planning.gather import Sources, plan_model
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -80,7 +80,7 @@ def locked(compiled_for_the_host: HostDevice) -> Iterator[LockedMemory]:
 def planned(path: Path, config: EngineConfig) -> RunPlan:
     file, spec = open_model_file(path)
     with file:
-        return plan_model(config, file, spec, MACHINE).run
+        return plan_model(config, Sources(file, spec, MACHINE)).run
 
 
 def advised(path: Path, config: EngineConfig, name: str) -> int:

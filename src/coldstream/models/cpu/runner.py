@@ -20,10 +20,9 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.cpu.mtp import BRANCHING, CpuMtp
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.draft_room import Capacity
 from coldstream.models.expert_stacks import disk_tier_of
 from coldstream.models.footprint import dense_bytes
-from coldstream.models.ram_budget import RamNeeds
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.spec.layer_specs import MoeSpec
 from coldstream.models.spec.model_spec import ModelSpec
@@ -140,54 +139,40 @@ class CpuRunner(ModelRunner):
         return runner
 
     @classmethod
-    def needs(
+    def count_memory(
         cls,
         file: GGUFFile,
         spec: ModelSpec,
         threads: int,
         tier: str,
-        context_length: int,
-        kv_type: str,
-        kv_token_bytes: int = 0,
-        cache_size: CacheSize | None = None,
-        draft: DraftRoom = NO_DRAFTS,
-        num_contexts: int = 1,
-    ) -> RamNeeds:
-        """The RAM that the runner and what drafts for it would need, counted by runners that read no weights.
+        capacity: Capacity,
+        disk: DiskTier | None = None,
+    ) -> FixedPart:
+        """The RAM that the runner and what drafts for it would take beside experts, counted by a runner that
+        reads no weights.
 
-        Raises UnsupportedError for a tier this machine lacks.
+        disk: a tier for experts in slots; None: all of them are mapped. Raises UnsupportedError for a tier of
+        kernels that this machine lacks.
         """
-
-        def count(disk: DiskTier | None) -> FixedPart:
-            ops: CpuOps = UnreadRoutingCpuOps(threads, tier)
-            if disk is not None:
-                ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
-            size = cache_size or CacheSize.shared(
-                spec,
-                context_length,
-                kv_type,
-                is_scarce=disk is not None,
-                num_tree_rows=draft.num_tree_rows,
-                num_contexts=num_contexts,
-            )
-            unread = cls(file, spec, ops, context_length, kv_type, disk, size, taps=draft.taps)
-            drafter = draft.drafter_bytes
-            if draft.has_mtp:
-                drafter = unread._mtp(UnreadCpuOps.beside(ops), BRANCHING).num_bytes
-            return FixedPart(
-                ctx_size=context_length,
-                kv_type=kv_type,
-                chunk_size=cls.chunk_size,
-                weights=dense_bytes(spec, file.tensors),
-                caches=unread._sequences.tensors.num_bytes,
-                workspace=unread.activation_bytes,
-                num_contexts=num_contexts,
-                num_sequences=unread.cache_size.num_states,
-                num_tree_rows=unread.cache_size.num_tree_rows,
-                drafter=drafter,
-            )
-
-        return RamNeeds.of(file, spec, kv_token_bytes, count)
+        ops: CpuOps = UnreadRoutingCpuOps(threads, tier)
+        if disk is not None:
+            ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
+        draft, ctx_size = capacity.draft, capacity.ctx_size
+        unread = cls(file, spec, ops, ctx_size, capacity.kv_type, disk, capacity.cache_size, taps=draft.taps)
+        drafter = draft.drafter_bytes
+        if draft.has_mtp:
+            drafter = unread._mtp(UnreadCpuOps.beside(ops), BRANCHING).num_bytes
+        return FixedPart(
+            ctx_size=ctx_size,
+            kv_type=capacity.kv_type,
+            chunk_size=cls.chunk_size,
+            weights=dense_bytes(spec, file.tensors),
+            caches=unread._sequences.tensors.num_bytes,
+            workspace=unread.activation_bytes,
+            num_sequences=unread.cache_size.num_states,
+            num_tree_rows=unread.cache_size.num_tree_rows,
+            drafter=drafter,
+        )
 
     @property
     def reads_file(self) -> bool:

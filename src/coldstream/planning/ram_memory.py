@@ -1,27 +1,28 @@
-"""A model's RAM on the CPU, with all experts in RAM or some on the disk.
+"""A model's RAM: on the CPU all of it, beside a GPU what the CPU's part takes. Pure, over counted bytes.
 
-Either all experts are mapped from the file, or some are in the slots of a pool. Both cases are counted by
-capturing a forward pass that reads no weights, so that the counts are those of the runner. An embedding that
-is not also the head stays in the file and is not counted.
+On the CPU either all experts are mapped from the file, or some are in the slots of a pool. An embedding that
+is not also the head stays in the file and is not counted. Beside a GPU that lacks experts, either the whole
+file is mapped and locked in RAM, or there is a pool.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from coldstream.experts.disk_tier import DiskTier
-from coldstream.gguf.reader import GGUFFile
-from coldstream.models.expert_stacks import disk_tier
-from coldstream.models.footprint import file_bytes, model_sizes
+from coldstream.experts.landing import STAGING_BUFFERS, RingShape
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
 from coldstream.placement.sizes import ModelSizes
 
 Array = np.ndarray[Any, Any]
-# The fixed part of the model, with its experts mapped (None) or in a tier.
-CountFixed = Callable[[DiskTier | None], FixedPart]
+
+# Of PyTorch, the driver and the program, and the buffers through which weights go to the GPU at first.
+HOST_RESERVE_BYTES: Final = 1152 * 2**20
+_FLOAT, _ID = 4, 4
+_LINES: Final = 2 * 64  # of a mailbox's words
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,6 @@ class RamNeeds:
     in_slots: ModelSizes
     fixed_in_slots: FixedPart | None
 
-    @classmethod
-    def of(cls, file: GGUFFile, spec: ModelSpec, kv_token_bytes: int, count: CountFixed) -> "RamNeeds":
-        """From the model in `file`; `count` counts the fixed parts. kv_token_bytes as for `model_sizes`."""
-        mapped, in_slots = sizes_in_ram(file, spec, kv_token_bytes)
-        tier = disk_tier(file, spec) if spec.is_moe else None
-        return cls(mapped, count(None), in_slots, count(tier) if tier else None)
-
     def least_bytes(self, options: PlanOptions) -> int:
         """The smallest budget that `place` accepts."""
         if self.fixed_in_slots is None:
@@ -56,11 +50,11 @@ class RamNeeds:
         mapped = replace(self.fixed_mapped, prompt_cache=num_bytes)
         return replace(self, fixed_mapped=mapped, fixed_in_slots=in_slots)
 
-    def parts_for(self, placement: PlacementPlan) -> tuple[ModelSizes, FixedPart]:
-        """The sizes and the fixed part that `placement`, a plan of this model, must have."""
+    def fixed_part_for(self, placement: PlacementPlan) -> FixedPart:
+        """The fixed part that `placement`, a plan of this model, must have."""
         if placement.is_all_resident or self.fixed_in_slots is None:
-            return self.mapped, self.fixed_mapped
-        return self.in_slots, self.fixed_in_slots
+            return self.fixed_mapped
+        return self.fixed_in_slots
 
     def place(self, budget_bytes: int, uses: Array | None, options: PlanOptions) -> PlacementPlan:
         """The placement in RAM, with all experts if the budget allows. Raises as `plan_placement`."""
@@ -80,9 +74,15 @@ class RamNeeds:
         return replace(options, min_per_size=self.in_slots.num_experts_per_tok, has_ring=False)
 
 
-def sizes_in_ram(file: GGUFFile, spec: ModelSpec, kv_token_bytes: int) -> tuple[ModelSizes, ModelSizes]:
-    """The model with its experts mapped, and with experts in slots of a pool; the same if it is dense."""
-    mapped = model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes, file_bytes)
-    if not spec.is_moe:
-        return mapped, mapped
-    return mapped, replace(mapped, expert_bytes=disk_tier(file, spec).expert_bytes)
+def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -> int:
+    """Page-locked RAM of a runner on a GPU with this placement: what it allocates in `experts/host.py` and
+    `experts/copies.py`, and for logits.
+    """
+    ranks, size = mailbox_ranks(spec), spec.hidden_size
+    sizes = [placement.fixed.chunk_size * ranks * _ID, HEAD_ROWS * spec.vocab_size * _FLOAT]
+    for rows in (MAX_MAILBOX_ROWS, max(1, max_cpu_rows)):
+        sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
+    if spec.is_moe:
+        sizes += [RingShape.of(placement.ring_bytes).landing_bytes] * STAGING_BUFFERS
+    # PyTorch rounds page-locked memory up to powers of two.
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)

@@ -1,0 +1,48 @@
+"""Opens the runner that a plan is for."""
+
+from collections.abc import Callable
+from functools import partial
+
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.experts.executor import ExecutorFactory
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.runner import ModelRunner
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.checked_policy import CheckedPolicy
+from coldstream.placement.policies import Policy
+from coldstream.placement.run_plan import RunPlan
+
+
+def load_runner(
+    file: GGUFFile,
+    spec: ModelSpec,
+    plan: RunPlan,
+    tier: str,
+    policy: Policy | None,
+    executor: ExecutorFactory | None,
+    progress: Callable[[str, int, int], None] | None,
+    taps: tuple[int, ...] = (),
+) -> ModelRunner:
+    """The model of an open file on the device of `plan`, which then owns the file.
+
+    tier: of a CPU's kernels. policy, executor: the caller's; None: the product's. progress: called with the
+    name of the task, the amount done and the whole amount. taps: layers whose residual streams a drafter
+    reads. Raises as the runners' `load`; the file stays open then.
+    """
+    loading = partial(progress, "loading") if progress else None
+    checked = CheckedPolicy(policy) if policy else None
+    if plan.placement.tier == "ram":
+        return CpuRunner.load(file, spec, plan, tier=tier, policy=checked, progress=loading, taps=taps)
+    # Imported here because its kernels need packages that a machine without a GPU does not have.
+    from coldstream.models.cuda.runner import CudaRunner
+
+    return CudaRunner.load(
+        file,
+        spec,
+        plan,
+        policy=checked,
+        executor=executor,
+        progress=loading,
+        compiling=partial(progress, "compiling kernels") if progress else None,
+        taps=taps,
+    )

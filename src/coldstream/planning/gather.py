@@ -1,0 +1,230 @@
+"""From a configuration to a plan: gathers facts about a file, a machine and a drafter for `choose.py`.
+
+All that reads files, counts and measures is here; what is chosen, and advised, are pure functions of the
+facts. Unit of work: one open model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from coldstream.assets import demo_profile_path
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, host_memory_errors
+from coldstream.gguf.hub import resolve_model
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.device import missing_packages
+from coldstream.models.expert_stacks import disk_tier, placed_stacks
+from coldstream.models.footprint import file_bytes, model_sizes, nextn_bytes, routed_model
+from coldstream.models.read_spec import read_spec
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.disk_rate import measure_disk
+from coldstream.placement.forecast import NEXT_BYTES
+from coldstream.placement.hardware import Hardware
+from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions
+from coldstream.placement.plan_file import load_plan
+from coldstream.placement.routing_trace import RoutingTrace
+from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.advice import advised
+from coldstream.planning.choose import TooSmall, choose, concrete_config, place, with_ram
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.counting import count_in_ram, count_on_gpu, count_workspace
+from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, DraftNeeds, open_draft
+from coldstream.planning.facts import Facts, ModelFacts, with_kv_type
+from coldstream.planning.machine import measured_hardware
+from coldstream.planning.planned import Planned
+from coldstream.planning.unknowns import GpuShape, MachineRates, Missing, RamShape, Unknown
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where facts come from. `measured`: returns `hardware` with its rates; None: it has what there is."""
+
+    file: GGUFFile
+    spec: ModelSpec
+    hardware: Hardware
+    trace: RoutingTrace | None = None
+    drafter: DraftNeeds | None = None
+    measured: Callable[[], Hardware] | None = None
+
+
+class Gathered:
+    """The facts so far, of a model on the device of a configuration."""
+
+    def __init__(self, sources: Sources, config: EngineConfig) -> None:
+        self._sources = sources
+        model = model_facts(sources.file, sources.spec)
+        self.facts = Facts(
+            model=model,
+            hardware=sources.hardware,
+            has_rates=sources.measured is None,
+            is_estimated=config.device == "cuda" and bool(missing_packages()),
+            trace=sources.trace,
+            drafter=sources.drafter,
+            given=None if config.plan is None else load_plan(Path(config.plan), model.all_sizes),
+        )
+
+    def find_out(self, what: Unknown) -> None:
+        """Adds what a choice has to know. Raises as counting and measuring do."""
+        facts, file, spec = self.facts, self._sources.file, self._sources.spec
+        if isinstance(what, MachineRates):
+            assert self._sources.measured is not None, "rates are missing only where they can be measured"
+            self.facts = replace(facts, hardware=self._sources.measured(), has_rates=True)
+            return
+        counts = facts.counts
+        if isinstance(what, GpuShape):
+            counted = _count_or_error(file, spec, facts.model, what)
+            counts = replace(counts, on_gpu=MappingProxyType({**counts.on_gpu, what: counted}))
+        elif isinstance(what, RamShape):
+            in_ram = count_in_ram(file, spec, what)
+            counts = replace(counts, in_ram=MappingProxyType({**counts.in_ram, what: in_ram}))
+        else:
+            workspace = count_workspace(file, spec, what)
+            counts = replace(counts, workspaces=MappingProxyType({**counts.workspaces, what: workspace}))
+        self.facts = replace(facts, counts=counts)
+
+
+def _count_or_error(
+    file: GGUFFile, spec: ModelSpec, model: ModelFacts, shape: GpuShape
+) -> FixedPart | ModelFormatError:
+    try:
+        return count_on_gpu(file, spec, model.on_gpu, shape)
+    except ModelFormatError as error:  # of a block for drafts, perhaps, without which the model can run
+        return error.with_traceback(None)  # its frames would keep what was counted
+
+
+def model_facts(file: GGUFFile, spec: ModelSpec) -> ModelFacts:
+    """What the header of an open file says to a plan."""
+    on_gpu = model_sizes(spec, file.tensors, file.fingerprint, 0, places_layers=True)
+    mapped = model_sizes(spec, file.tensors, file.fingerprint, 0, file_bytes)
+    in_slots = replace(mapped, expert_bytes=disk_tier(file, spec).expert_bytes) if spec.is_moe else mapped
+    return ModelFacts(
+        spec,
+        on_gpu,
+        mapped,
+        in_slots,
+        nextn_bytes(spec, file.tensors),
+        tuple(frozenset(info.shard for info in layer) for layer in placed_stacks(file, spec)),
+        tuple(file.shard_bytes),
+    )
+
+
+def plan_model(
+    config: EngineConfig,
+    sources: Sources,
+    options: PlanOptions | None = None,
+    *,
+    more_bytes: int = 0,
+    prompt_cache_bytes: int = 0,
+) -> Planned:
+    """Plans an open model on the device of `config`, which is cpu or cuda.
+
+    more_bytes: further memory, for `larger_plan` and `more_ram`. prompt_cache_bytes: of RAM, within its
+    budget, for kept prefixes of prompts. Raises as `choose`, and as `load_plan` for a plan that `config`
+    names; OutOfMemoryError with a sufficient budget as advice; and ConfigError for kept prefixes beside a
+    plan.
+    """
+    options = options or PlanOptions()
+    if config.plan is not None and prompt_cache_bytes:
+        raise ConfigError("prompt_cache (--prompt-cache SIZE) is part of the plan: leave it out, or --plan")
+    gathered = Gathered(sources, config)
+    while isinstance(run := choose(config, gathered.facts, options, prompt_cache_bytes), Missing):
+        gathered.find_out(run.what)
+    if isinstance(run, TooSmall):
+        while isinstance(error := advised(run, config, gathered.facts, options, prompt_cache_bytes), Missing):
+            gathered.find_out(error.what)
+        raise error
+    planned = _planned(run, config, gathered.facts)
+    return _with_more(planned, gathered, options, more_bytes) if more_bytes else planned
+
+
+def _planned(run: RunPlan, config: EngineConfig, facts: Facts) -> Planned:
+    spec, placement = facts.model.spec, run.placement
+    sizes = with_kv_type(facts.model.sizes_for(placement), spec, placement.fixed.kv_type)
+    concrete = concrete_config(config, run, facts.hardware.num_physical_cores)
+    return Planned(run, None, sizes, concrete, facts.hardware, facts.trace, warnings=_draft_warnings(facts))
+
+
+def _draft_warnings(facts: Facts) -> tuple[str, ...]:
+    """Why the model's own block does not draft, if it cannot."""
+    problems = [count for count in facts.counts.on_gpu.values() if isinstance(count, ModelFormatError)]
+    return tuple(NOTHING_IS_DRAFTED.format(error) for error in problems)
+
+
+def _with_more(planned: Planned, gathered: Gathered, options: PlanOptions, more_bytes: int) -> Planned:
+    """Adds what further memory would hold: of the kind that experts are in, and of RAM beside a pool."""
+    run, placement = planned.run, planned.plan
+    if not placement.is_all_resident:
+        wider = planned.config.with_budget(placement.tier, placement.budget_bytes + more_bytes)
+        kept = run.prompt_cache_bytes
+        while isinstance(larger := place(wider, gathered.facts, options, kept), Missing):
+            gathered.find_out(larger.what)
+        assert isinstance(larger, PlacementPlan), "what fits into a budget fits into a larger one"
+        planned = replace(planned, larger_plan=larger)
+    if run.pool is not None:
+        ram = run.pool.budget_bytes + more_bytes
+        while isinstance(more_ram := with_ram(run, gathered.facts, ram), Missing):
+            gathered.find_out(more_ram.what)
+        assert isinstance(more_ram, RunPlan), "what fits into a budget fits into a larger one"
+        planned = replace(planned, more_ram=more_ram)
+    return planned
+
+
+@host_memory_errors()
+def plan_by_name(
+    config: EngineConfig,
+    options: PlanOptions | None = None,
+    profile: Path | None = None,
+    progress: OpenProgress | None = None,
+    *,
+    measure: bool = False,
+    prompt_cache_bytes: int = 0,
+) -> Planned:
+    """`plan_model` for the model that `config` names, on this machine, which is measured if needed.
+
+    Reads only the header and small tensors of the model. With a budget of GPU memory the plan is for a GPU,
+    even if there is none. profile: the path of a trace; None: the bundled one, for the demo model. measure:
+    whether to measure the machine again. prompt_cache_bytes as for `plan_model`. Raises also as `open_model`
+    and `RoutingTrace.load`.
+    """
+    path = resolve_model(config.model, offline=config.offline, progress=progress)
+    with GGUFFile.open(path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        trace = bundled_profile(file, spec)
+        if profile is not None:
+            trace = RoutingTrace.load(profile, routed_model(file, spec))
+        config, gpu, warnings = device_to_plan_for(config)
+        hardware = measured_hardware(gpu, progress, again=measure)
+        with open_draft(config, spec) as draft:
+            planned = plan_model(
+                draft.config,
+                Sources(file, spec, hardware, trace, draft.needs),
+                options,
+                more_bytes=NEXT_BYTES,
+                prompt_cache_bytes=prompt_cache_bytes,
+            )
+            warnings += draft.warnings + file.metadata.warnings + spec.warnings
+    planned = replace(planned, warnings=warnings + planned.warnings)
+    if planned.reads_disk:
+        matrix_bytes = max(planned.sizes.expert_bytes) // 3
+        planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))
+    return planned
+
+
+def load_plan_by_name(config: EngineConfig, path: Path, progress: OpenProgress | None = None) -> RunPlan:
+    """The plan in the file at `path`, of the model that `config` names. Raises as `load_plan`."""
+    model = resolve_model(config.model, offline=config.offline, progress=progress)
+    with GGUFFile.open(model) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        return load_plan(path, model_facts(file, spec).all_sizes)
+
+
+def bundled_profile(file: GGUFFile, spec: ModelSpec) -> RoutingTrace | None:
+    """The trace in the package if it is of this model, which then is the demo model."""
+    if not spec.is_moe:
+        return None
+    try:
+        return RoutingTrace.load(demo_profile_path(), routed_model(file, spec))
+    except (ModelFormatError, ModelNotFoundError):
+        return None

@@ -1,0 +1,159 @@
+"""A model's GPU memory beside its experts, and how long a step of prefill may be.
+
+`counting.py` counts it by a run over tensors without memory. Without the packages for that it is estimated
+from the widths of activations and the length of the context. Pure: counts are looked up in a table, and those
+that are not there yet are asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from coldstream.errors import ModelFormatError
+from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial_bytes
+from coldstream.kernels.ops import BLOCK_POSITIONS
+from coldstream.kvcache.cache import CacheSize, kept_bytes
+from coldstream.models.cuda.capacity import GRAPH_BYTES, RESERVE_BYTES
+from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, Capacity, DraftRoom
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.plan import FixedPart
+from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.unknowns import GpuShape, NotKnownError
+
+# By tokens of a prefill step: the share that its activations may take of the memory left by weights and
+# caches. Each step copies its missing experts over the bus once, so short steps cost more than a few slots.
+_WORKSPACE_SHARES: Final = {16384: 0.125, 8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
+CHUNK_SIZES: Final = tuple(_WORKSPACE_SHARES)
+_SHORT_CHUNK: Final = 2048  # shorter ones don't fill a GPU
+_FLOATS_BESIDE_EXPERTS: Final = 16  # activations of a token in hidden states, plus one per expert
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """A model with one context on a GPU. `counts`: what has been counted so far; None: all is estimated."""
+
+    spec: ModelSpec
+    sizes: ModelSizes
+    nextn_bytes: int  # weights of the block for multi-token prediction
+    counts: Mapping[GpuShape, FixedPart | ModelFormatError] | None
+    ctx_size: int
+    kv_type: str
+    num_contexts: int = 1
+    draft: DraftRoom = NO_DRAFTS
+    attention_window: int | None = None
+
+    def fixed_part(self, budget: int) -> FixedPart:
+        """The fixed part with the longest prefill steps of modest activations.
+
+        Steps are shorter, down to 2048 tokens, if all experts fit only then; and there are states for as many
+        sequences as are useful in a step if those fit beside all experts. Raises NotKnownError, and the
+        error of a file that cannot be counted.
+        """
+        chosen = self._part(self._chunk_size(budget))
+        if chosen.total + self.sizes.all_expert_bytes > budget:
+            return chosen  # not counted with more states, which take no less
+        generous = self._part(chosen.chunk_size, is_scarce=False)
+        return generous if generous.total + self.sizes.all_expert_bytes <= budget else chosen
+
+    def _chunk_size(self, budget: int) -> int:
+        modest = self._longest_modest(budget)
+        part, left = self._part(modest), budget - self.sizes.all_expert_bytes
+        if _without_workspace(part) < left < part.total:
+            shorter = [size for size in CHUNK_SIZES if _SHORT_CHUNK <= size < modest]
+            return next((size for size in shorter if self._part(size).total <= left), modest)
+        return modest
+
+    def _longest_modest(self, budget: int) -> int:
+        """The longest step of modest activations, or the shortest one if none is.
+
+        A longer step takes more workspace, and no larger a share of the rest is granted to it, so that all
+        steps that are shorter than a modest one are modest too. Few are counted: those about the estimate.
+        """
+        near = [i for i, size in enumerate(CHUNK_SIZES) if is_modest(self._estimate(size), budget)]
+        at = near[0] if near else len(CHUNK_SIZES) - 1
+        while at > 0 and is_modest(self._part(CHUNK_SIZES[at - 1]), budget):
+            at -= 1
+        return next(
+            (size for size in CHUNK_SIZES[at:] if is_modest(self._part(size), budget)), CHUNK_SIZES[-1]
+        )
+
+    def _part(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
+        if self.counts is None:
+            return self._estimate(chunk_size, is_scarce=is_scarce)
+        shape = GpuShape(self._capacity(is_scarce), chunk_size, self.attention_window)
+        found = self.counts.get(shape)
+        if found is None:
+            raise NotKnownError(shape)
+        if isinstance(found, ModelFormatError):
+            raise found
+        return replace(found, num_contexts=self.num_contexts)
+
+    def _estimate(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
+        capacity = self._capacity(is_scarce)
+        part = estimated(self.spec, self.sizes, self.nextn_bytes, capacity, chunk_size)
+        return replace(part, num_contexts=self.num_contexts)
+
+    def _capacity(self, is_scarce: bool) -> Capacity:
+        cache_size = CacheSize.shared(
+            self.spec,
+            self.ctx_size,
+            self.kv_type,
+            is_scarce=is_scarce,
+            num_tree_rows=self.draft.num_tree_rows,
+            num_contexts=self.num_contexts,
+        )
+        return Capacity(self.ctx_size, self.kv_type, cache_size, self.draft)
+
+
+def is_modest(part: FixedPart, budget: int) -> bool:
+    """Whether the activations of a step take no more than their share of what weights and caches leave."""
+    left = budget - _without_workspace(part)
+    return part.workspace <= max(0, left) * _WORKSPACE_SHARES[part.chunk_size]
+
+
+def _without_workspace(part: FixedPart) -> int:
+    return part.total - part.workspace
+
+
+def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
+    """About the smallest fixed part without caches, which a default context must leave free."""
+    reserved = GRAPH_BYTES + RESERVE_BYTES
+    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
+
+
+def estimated(
+    spec: ModelSpec, sizes: ModelSizes, nextn_bytes: int, capacity: Capacity, chunk_size: int
+) -> FixedPart:
+    """About what `count_on_gpu` counts."""
+    draft, cache_size = capacity.draft, capacity.cache_size
+    num_layers = spec.layer_kinds.count("attention")
+    kv_layer_bytes = sizes.kv_token_bytes // num_layers if num_layers else 0
+    token_bytes = sizes.kv_token_bytes + (kv_layer_bytes if draft.has_mtp else 0)
+    return FixedPart(
+        ctx_size=capacity.ctx_size,
+        kv_type=capacity.kv_type,
+        chunk_size=chunk_size,
+        weights=sizes.dense_bytes + (nextn_bytes if draft.has_mtp else 0),
+        caches=cache_size.num_blocks * BLOCK_POSITIONS * token_bytes
+        + cache_size.num_states * sizes.state_bytes
+        + cache_size.num_tree_rows * kept_bytes(spec)
+        + DRAFT_VALUE_BYTES["cuda"] * len(draft.taps) * chunk_size * spec.hidden_size,
+        workspace=_workspace_bytes(spec, capacity.ctx_size, chunk_size),
+        drafter=draft.drafter_bytes,
+        graphs=GRAPH_BYTES,
+        reserve=RESERVE_BYTES,
+        num_sequences=cache_size.num_states,
+        num_tree_rows=cache_size.num_tree_rows,
+    )
+
+
+def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
+    """Of a prefill step or, if that takes more, of one whose attention merges chunks of positions."""
+    partial_bytes = most_partial_bytes(spec.attention.num_heads, spec.head_dim, ctx_size)
+    # About half of the activations are there beside these chunks; the others are experts'.
+    beside = _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 2
+    return max(_activation_bytes(spec, chunk_size), partial_bytes + beside)
+
+
+def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:
+    return 4 * chunk_size * spec.hidden_size * (_FLOATS_BESIDE_EXPERTS + spec.num_experts_per_tok)

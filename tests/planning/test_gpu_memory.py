@@ -1,0 +1,173 @@
+"""A model's GPU memory beside experts, counted and estimated, and the prefill steps that it has room for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.runners import fixed_part_on_gpu
+from builders import Dims, write_gguf
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache import CacheSize
+from coldstream.kvcache.cache import kv_token_bytes
+from coldstream.models.footprint import model_sizes
+from coldstream.models.read_spec import read_spec
+from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.plan import FixedPart
+from coldstream.placement.sizes import ModelSizes
+from coldstream.planning import gpu_memory
+from coldstream.planning.counting import count_on_gpu
+from coldstream.planning.gpu_memory import CHUNK_SIZES, GpuMemory, is_modest
+from coldstream.planning.unknowns import GpuShape
+
+CTX = 512
+
+
+def read(path: Path) -> tuple[ModelSpec, ModelSizes]:
+    with GGUFFile.open(path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+    return spec, model_sizes(spec, file.tensors, file.fingerprint, kv_token_bytes(spec, "i16"))
+
+
+def memory(
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    ctx_size: int = CTX,
+    counts: Mapping[GpuShape, FixedPart] | None = None,
+) -> GpuMemory:
+    """counts: None: all is estimated."""
+    return GpuMemory(spec, sizes, 0, counts, ctx_size, "i16")
+
+
+def counted_parts(path: Path, spec: ModelSpec, sizes: ModelSizes, budgets: Sequence[int]) -> list[FixedPart]:
+    with GGUFFile.open(path) as file:
+        return [fixed_part_on_gpu(file, memory(spec, sizes, counts={}), budget) for budget in budgets]
+
+
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe"])
+def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(tmp_path: Path, arch: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch)
+    spec, sizes = read(path)
+    (counted,) = counted_parts(path, spec, sizes, [2**33])
+    estimated = memory(spec, sizes).fixed_part(2**33)
+    assert estimated == replace(
+        counted, weights=estimated.weights, caches=estimated.caches, workspace=estimated.workspace
+    )
+    assert counted.weights == pytest.approx(estimated.weights, rel=0.1)
+    assert 0.5 < counted.workspace / estimated.workspace < 2
+
+
+@pytest.mark.parametrize("ctx_size", [512, 32_768, 262_144])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe"])
+def test_the_workspace_of_decode_steps_is_estimated_by_the_context(
+    tmp_path: Path, arch: str, ctx_size: int
+) -> None:
+    """In short steps of prefill, so that a decode step's attention is most of it in long contexts."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, arch, dims=Dims(context=262_144))
+    spec, sizes = read(path)
+    with GGUFFile.open(path) as file:
+        counted = fixed_part_on_gpu(file, memory(spec, sizes, ctx_size, {}), 2**20)
+    estimated = memory(spec, sizes, ctx_size).fixed_part(2**20)
+    assert counted.chunk_size == estimated.chunk_size == 256
+    partial_bytes = 64 * 4 * (ctx_size // 256) * (64 + 2) * 4
+    assert min(counted.workspace, estimated.workspace) > partial_bytes
+    if ctx_size == 512:
+        assert 0.5 < counted.workspace / estimated.workspace < 2
+    else:
+        assert counted.workspace == pytest.approx(estimated.workspace, rel=0.1)
+
+
+def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    spec, sizes = read(path)
+    budgets = (2**20, 500 * 2**20, 600 * 2**20, 2**33)
+    parts = counted_parts(path, spec, sizes, budgets)
+    for budget, part in zip(budgets, parts, strict=True):
+        if part.chunk_size > 256:
+            # States for further sequences come from what all experts leave free.
+            left = budget - part.total + part.workspace + (part.num_sequences - 1) * sizes.state_bytes
+            assert part.workspace <= 0.5 * left
+    chunks = [part.chunk_size for part in parts]
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (256, 16384)
+
+
+def test_steps_get_shorter_where_that_lets_all_experts_fit(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)  # so that activations are a small part of all
+    # Too little for all experts, and so for states that are not needed.
+    (largest,) = counted_parts(path, spec, sizes, [sizes.all_expert_bytes])
+    enough = largest.total + sizes.all_expert_bytes
+    least = enough - largest.workspace
+    budgets = [enough, enough - 1, least + largest.workspace // 7, least]
+    parts = counted_parts(path, spec, sizes, budgets)
+    assert [part.chunk_size for part in parts] == [16384, 8192, 2048, 16384]
+    for budget, part in zip(budgets[:3], parts, strict=False):
+        assert part.total + sizes.all_expert_bytes <= budget
+
+
+class Noted(dict[GpuShape, FixedPart]):
+    """Counts that note which of them were looked up."""
+
+    def __init__(self, counts: Mapping[GpuShape, FixedPart]) -> None:
+        super().__init__(counts)
+        self.asked: set[int] = set()
+
+    def get(self, shape: GpuShape, default: object = None) -> FixedPart:  # type: ignore[override]
+        self.asked.add(shape.chunk_size)
+        return self[shape]
+
+
+@pytest.mark.parametrize("shift", [0.25, 1, 4])
+def test_the_longest_modest_step_is_found_with_few_counts(
+    tmp_path: Path, shift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the estimate, which says where to look first, is far off."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)
+    estimated = gpu_memory.estimated
+
+    def shifted(*arguments: object) -> FixedPart:
+        part = estimated(*arguments)  # type: ignore[arg-type]
+        return replace(part, workspace=int(part.workspace * shift))
+
+    monkeypatch.setattr(gpu_memory, "estimated", shifted)
+    scarce = memory(spec, sizes)._capacity(is_scarce=True)
+    shapes = {size: GpuShape(scarce, size) for size in CHUNK_SIZES}
+    with GGUFFile.open(path) as file:
+        counts = {shape: count_on_gpu(file, spec, sizes, shape) for shape in shapes.values()}
+    most = 0
+    for budget in range(470 * 2**20, 3500 * 2**20, 101 * 2**20):
+        modest = [size for size in CHUNK_SIZES if is_modest(counts[shapes[size]], budget)]
+        noted = Noted(counts)
+        part = memory(spec, sizes, counts=noted).fixed_part(budget)
+        assert part == counts[shapes[max(modest, default=CHUNK_SIZES[-1])]]
+        most = max(most, len(noted.asked))
+    assert most <= (3 if shift == 1 else 5)
+
+
+def test_states_that_cannot_fit_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**30,) * 4)
+    states = []
+    shared = CacheSize.shared
+
+    def noted(*arguments: object, is_scarce: bool, **options: object) -> CacheSize:
+        states.append(is_scarce)
+        return shared(*arguments, is_scarce=is_scarce, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CacheSize, "shared", noted)
+    counted_parts(path, spec, sizes, [2**32])
+    assert all(states)
+    counted_parts(path, spec, sizes, [2**36])
+    assert not all(states)
