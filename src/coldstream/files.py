@@ -8,8 +8,10 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from coldstream.errors import StorageError
 
@@ -28,7 +30,8 @@ def write_file(path: Path, content: bytes) -> None:
         if old_mode is not None and not stat.S_ISREG(old_mode) and not stat.S_ISDIR(old_mode):
             path.write_bytes(content)
         else:
-            _replace(target, content, old_mode)
+            with replacing(target, old_mode) as file:
+                file.write(content)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise cannot_write(path, error, len(content)) from error
 
@@ -67,14 +70,19 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _replace(target: Path, content: bytes, old_mode: int | None) -> None:
+@contextmanager
+def replacing(target: Path, old_mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file that becomes the one at `target`, with the mode `old_mode`, when the context ends.
+
+    After an exception `target` is what it was before, and nothing else is left behind. Raises OSError.
+    """
     # A name of its own length, as the target's may be as long as names can be.
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if old_mode is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(old_mode))
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
