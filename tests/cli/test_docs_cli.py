@@ -23,6 +23,7 @@ from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes
 from coldstream.placement.hardware import GpuHardware
+from dflash_trees import write_drafter
 from hub_server import HubServer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -37,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
     """Where the page's commands run, one after the other, and the environment: a hub, and no GPU."""
     folder = tmp_path_factory.mktemp("page")
     shutil.copy(demo_model_path(), folder / "demo.gguf")
+    write_drafter(folder / "drafter", "35B, DFlash 2")
     with HubServer({"tiny-Q4_K_M.gguf": demo_model_path().read_bytes()}) as hub:
         cache = {"HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_DISABLE_XET": "1"}
         yield folder, {"HF_ENDPOINT": hub.endpoint, "CUDA_VISIBLE_DEVICES": "", **cache}

@@ -105,6 +105,17 @@ def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
         (["show", "/nonexistent/model.gguf"], 66, "no such file"),
         (["show", "/dev/null"], 65, "not a regular file"),
         (["pull", "not a name"], 66, "is written org/repo"),
+        (
+            ["convert-drafter", "/dev/null", "x.gguf"],
+            66,
+            "/dev/null is no folder: name the one with config.json",
+        ),
+        (["convert-drafter", "/dev", "x.gguf"], 66, "/dev/config.json: No such file or directory"),
+        (
+            ["convert-drafter", "/dev", "/dev/absent/x.gguf"],
+            2,
+            "give a file in a folder that exists with FILE",
+        ),
         (["bench", "x", "-p", "0", "-n", "0"], 2, "nothing to measure"),
         (["bench", "x", "-p", "1,,2"], 2, "not a list"),
     ],
@@ -149,6 +160,7 @@ _NAMES = {
     "show": "--tensors --json --offline",
     "pull": "--verbose",
     "ls": "--json",
+    "convert-drafter": "--verbose",
     "completion": "--verbose",
 }
 

@@ -38,6 +38,7 @@ VERBS = {
     "show": "Describe a model file.",
     "pull": "Download a model.",
     "ls": "List downloaded models.",
+    "convert-drafter": "Convert a DFlash drafter to GGUF.",
     "completion": "Print a script for a shell's completion.",
 }
 _OTHER_NAMES = {
@@ -49,6 +50,7 @@ _OTHER_NAMES = {
     "info": "show",
     "inspect": "show",
     "benchmark": "bench",
+    "convert": "convert-drafter",
 }
 _FIRST_STEPS = f"""\
 coldstream {__version__} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.
@@ -93,7 +95,7 @@ class _Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         with starting():
-            command = importlib.import_module(f"coldstream.cli.{cmd_name}").command
+            command = importlib.import_module(f"coldstream.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 
