@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 import gguf
-from coldstream.models.dflash.rope import DflashRope
-from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashSpec, tensor_shapes
+from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashRope, DflashSpec, tensor_shapes
 
 # incoai/Qwen3.6-35B-A3B-DFlash2
 PUBLISHED = DflashSpec(
@@ -28,7 +27,7 @@ PUBLISHED = DflashSpec(
     rope=DflashRope(1e7),
     block_size=8,
     mask_id=248_070,
-    taps=(1, 10, 19, 28, 37),
+    aux_layers=(1, 10, 19, 28, 37),
     num_target_layers=40,
     layers=(DflashLayer(2048, is_causal=False),) * 6,
     second=Dflash2Spec(conv_kernel=2, conv_group=16, selector_rank=256, selector_top_k=16),
@@ -67,11 +66,11 @@ def metadata(spec: DflashSpec, architecture: str = "dflash") -> dict[str, Any]:
         values["rope.scaling.factor"] = spec.rope.yarn.factor
         values["rope.scaling.original_context_length"] = spec.rope.yarn.original_context
     if is_mainline:
-        values["target_layers"] = [tap + 1 for tap in spec.taps]
+        values["target_layers"] = [layer + 1 for layer in spec.aux_layers]
     else:
-        values["dflash.target_layer_ids"] = list(spec.taps)
+        values["dflash.target_layer_ids"] = list(spec.aux_layers)
         values["dflash.mask_token_id"] = spec.mask_id
-        values["dflash.n_target_layers"] = len(spec.taps)
+        values["dflash.n_target_layers"] = len(spec.aux_layers)
     if spec.second is not None:
         numbers = (spec.second.conv_kernel, spec.second.conv_group)
         numbers += (spec.second.selector_rank, spec.second.selector_top_k)

@@ -16,9 +16,14 @@ from safetensors.torch import save_file
 
 import gguf
 from bench.random_drafter import add_value, metadata
+from coldstream.kernels import _csrc
+from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.dflash.config import spec_of_config
-from coldstream.models.dflash.model import DflashModel
+from coldstream.models.dflash.convert import convert
+from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import DflashSpec, tensor_shapes
+from dflash_reference import DflashModel
 
 VOCAB, WIDTH = 50, 64
 ANCHOR = 3
@@ -74,6 +79,64 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+_PUBLISHED: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_target_layers": 40,
+    "block_size": 16,
+    "dflash_config": {"target_layer_ids": [1, 10, 19, 28, 37], "mask_token_id": 48},
+}
+_JULY: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "rope_theta": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+    "use_sliding_window": True,
+    "block_size": None,
+}
+_JULY_SECTION = {"target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37], "mask_token_id": 49}
+# The published revisions of drafters, with their kinds, layers, ratios of heads, rotary embeddings, windows,
+# blocks and numbers of layers; rows, windows and vocabularies are smaller.
+REVISIONS: dict[str, dict[str, Any]] = {
+    "35B, April preview": config(**_PUBLISHED | {"rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1}}),
+    "35B, April": config(**_PUBLISHED | {"use_sliding_window": False, "layer_types": [FULL] * 8}),
+    "35B, July": config(
+        **_PUBLISHED
+        | _JULY
+        | {
+            "layer_types": [SLIDING] * 5 + [FULL],
+            "sliding_window": 20,
+            "dflash_config": _JULY_SECTION | {"block_size": 16},
+        }
+    ),
+    "35B, DFlash 2": config(
+        **_PUBLISHED
+        | _JULY
+        | {
+            "architectures": ["DFlash2DraftModel"],
+            "is_causal": False,
+            "layer_types": [SLIDING] * 6,
+            "sliding_window": 12,
+            "dflash_config": _JULY_SECTION | SECOND | {"block_size": 8},
+        }
+    ),
+    "27B": config(
+        **_PUBLISHED
+        | {
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "num_target_layers": 64,
+            "layer_types": [SLIDING] * 4 + [FULL],
+            "sliding_window": 12,
+            "dflash_config": {"target_layer_ids": [1, 16, 31, 46, 61], "mask_token_id": 48},
+        }
+    ),
+}
+
+
 def spec_of(values: dict[str, Any]) -> DflashSpec:
     return spec_of_config(values, Path("config.json"))
 
@@ -121,6 +184,15 @@ def open_model(
     )
 
 
+def float_weight(values: np.ndarray) -> _csrc.Weight:
+    return _csrc.Weight.from_array(values.reshape(-1).view(np.uint8), 0, *values.shape)
+
+
+def load_cpu(file: DflashFile) -> CpuDflash:
+    """On the CPU, beside `target_tables`."""
+    return CpuDflash(file, CpuOps(1), *(float_weight(table) for table in target_tables()))
+
+
 HF_NAMES = {
     "fc.weight": "fc.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
@@ -158,12 +230,16 @@ def hf_name(name: str) -> str:
 
 
 def write_folder(
-    folder: Path, values: dict[str, Any], tensors: dict[str, np.ndarray], num_files: int = 1
+    folder: Path,
+    values: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    num_files: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """config.json, and the tensors in float32 in one file or in several with an index."""
+    """config.json, and the tensors in one file or in several with an index."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
-    named = {hf_name(name): torch.from_numpy(value) for name, value in tensors.items()}
+    named = {hf_name(name): torch.from_numpy(value).to(dtype) for name, value in tensors.items()}
     if num_files == 1:
         save_file(named, folder / "model.safetensors")
         return folder
@@ -175,6 +251,13 @@ def write_folder(
         index |= dict.fromkeys(names, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
+
+
+def write_converted(folder: Path, values: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    """A folder as `write_folder` has it, and the GGUF file in it that it was converted to."""
+    path = write_folder(folder, values, tensors) / "drafter.gguf"
+    convert(folder, path)
+    return path
 
 
 def as_in_gguf(spec: DflashSpec) -> DflashSpec:

@@ -15,9 +15,8 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.engine.live_sequence import LiveSequence
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.model import DflashModel
 from coldstream.models.dflash.spec import check_target
-from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
+from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
 
 TAPS = (0, 1, 3)
 PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
@@ -104,11 +103,11 @@ def test_answers_are_those_of_the_plain_model(
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]
-    folder = write_folder(tmp_path / "drafter", values, random_tensors(spec_of(values)))
-    with DflashFile.open(folder) as file:
+    path = write_converted(tmp_path / "drafter", values, random_tensors(spec_of(values)))
+    with DflashFile.open(path) as file:
         check_target(file.spec, runner.spec)
-        assert file.spec.taps == runner.taps
-        model = DflashModel.load(file, runner.embed, runner.head)
+        assert file.spec.aux_layers == runner.taps
+        model = runner.load_dflash(file)
     drafter = DflashDrafter(model.new_sequence())
     drafting = LLM.from_opened(replace(opened, speculation=Speculation(drafter, FixedSizes(7))))
     for seed, prompt in enumerate(PROMPTS):

@@ -23,14 +23,14 @@ from coldstream.engine import LLM, RequestOutput, SamplingParams, job_drafts
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda import dflash_rings
+from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda.dflash import CudaDflashSequence
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.draft_room import DraftRoom
 from coldstream.models.footprint import model_sizes
 from coldstream.planning.gpu_memory import GpuMemory
-from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_folder
+from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
 from tree_plans import plan_with_trees
 
@@ -55,7 +55,7 @@ def random_drafter(folder: Path, second: bool) -> DflashFile:
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]
-    return DflashFile.open(write_folder(folder, values, random_tensors(spec_of(values))))
+    return DflashFile.open(write_converted(folder, values, random_tensors(spec_of(values))))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -111,7 +111,7 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
     tmp_path: Path, tiny: Path, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose memory grows while they run; of texts that continue each other and of another one."""
-    monkeypatch.setattr(dflash_rings, "FIRST_CONTEXT_ROWS", 8)
+    monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
     with LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain:
         (first,) = plain.generate([1, 2, 3], GREEDY)
         prompts = [[1, 2, 3], [1, 2, 3, *first.token_ids, 9], [7, 8]]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from coldstream.errors import (
     ModelFormatError,
     ModelNotFoundError,
     OutOfMemoryError,
+    StorageError,
 )
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.gather import plan_by_name
@@ -21,6 +23,14 @@ from dflash_cases import MIXED, config, random_tensors, spec_of, write_folder, w
 
 PARAMS = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
 PROMPTS = ["def add(a, b):\n", "class Shape:"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a user who has converted nothing."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setattr(Path, "home", lambda: folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +96,8 @@ def test_a_gguf_drafter_takes_the_memory_of_its_own_types(model: str, tmp_path: 
         with LLM(model, device="cpu", ctx_size=256, model_draft=str(path)) as llm:
             assert llm.opened.plan.placement.fixed.drafter == planned[-1]
     num_weights = sum(each.size for each in tensors.values())
-    assert planned[0] == 4 * (num_weights + 2 * spec.context_rows(256) * spec.kv_dim)
+    codebook = tensors["selector_successor.weight"].size
+    assert planned[0] == 4 * (num_weights + 2 * spec.context_rows(256) * spec.kv_dim) - 2 * codebook
     assert planned[0] - planned[1] == tensors["fc.weight"].size * (4 - 34 / 32)
 
 
@@ -184,9 +195,24 @@ def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -
         EngineConfig(model, model_draft="")
 
 
-def test_without_pytorch_the_advice_is_to_install_it(
-    model: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_is_converted_at_its_first_use_with_progress(model: str, drafter: str, home: Path) -> None:
+    told: list[str] = []
+    config = EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter)
+    for expected in (True, False):
+        told.clear()
+        opened = open_model(config, progress=lambda what, done, total: told.append(what))
+        assert opened.plan.spec_type == "dflash"
+        opened.close()
+        assert ("converting the drafter" in told) == expected
+    (path,) = (home / ".cache" / "coldstream" / "drafters").glob("*.gguf")
+    converted = plan_by_name(replace(config, model_draft=str(path)))
+    assert converted.plan.fixed == plan_by_name(config).plan.fixed
+
+
+def test_a_folder_that_cannot_be_converted_is_an_error_even_if_drafts_were_not_asked_for(
+    model: str, drafter: str, home: Path
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "coldstream.models.dflash.safetensors_file", None)
-    with pytest.raises(ConfigError, match="is missing: pip install torch, or give a GGUF file"):
-        LLM(model, device="cpu", spec_type="dflash", model_draft=drafter)
+    (home / ".cache").write_text("not a folder")
+    for spec_type in ("auto", "dflash"):
+        with pytest.raises(StorageError, match=r"cannot be kept: .* `coldstream convert-drafter FOLDER"):
+            LLM(model, device="cpu", spec_type=spec_type, model_draft=drafter)

@@ -116,19 +116,3 @@ def test_a_runner_without_taps_refuses_before_anything_changes(tmp_path: Path) -
         with pytest.raises(UnsupportedError, match="without keeping residual streams"):
             runner.extend(opened.sequence, [3], None, lambda chunk, states: None, runner.features)
         assert opened.position == 2
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_tables_for_drafters_are_those_of_the_model(tmp_path: Path, name: str) -> None:
-    path, ids = write_variant(tmp_path, name), token_ids(20)
-    with open_tapped(path) as opened:
-        runner = opened.runner
-        assert isinstance(runner, CpuRunner)
-        expected = runner.logits(ids)
-        opened.extend(ids)
-        assert np.array_equal(runner.head(runner.hidden(range(20))), expected)
-        embedded = runner.embed(ids)
-    with GGUFFile.open(path) as file:
-        model = CausalLM.load(file, read_spec(file.metadata, file.tensors), ReferenceOps(exact=True))
-    table = model.ops.embed(model.token_embd, torch.tensor(ids, dtype=torch.int32))
-    assert np.array_equal(embedded, table.numpy())

@@ -15,8 +15,8 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.model import DflashModel
 from coldstream.models.dflash.spec import tensor_shapes
+from dflash_reference import DflashModel
 from tools.train_demo import convert, data, drafter_convert, tokenizer
 from tools.train_demo.__main__ import with_settings
 from tools.train_demo.drafter_convert import convert_drafter, load_drafter, write_drafter

@@ -1,6 +1,6 @@
 """A DFlash drafter in PyTorch, as training needs it: many blocks of many windows at once.
 
-It computes what `coldstream.models.dflash.model` computes for one block after one context, over the same
+It computes what `coldstream.models.cpu.dflash` computes for one block after one context, over the same
 tensors under the same names, so that conversion is writing them down. Unit of work: the features of windows
 `[b, T, F]` and the anchors in them `[b, A]`, to the states `[b, A, B, E]` that the target's head reads.
 """

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from coldstream.models.cpu.dflash import CpuDflash
     from coldstream.models.cuda.dflash import CudaDflash
     from coldstream.models.dflash.file import DflashFile
-    from coldstream.models.dflash.model import DflashModel
 
 
 def open_speculation(
@@ -23,7 +22,7 @@ def open_speculation(
     """Drafts for sequences of the runner; None without.
 
     draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp`,
-    `DflashModel.load` and `CudaDflash`.
+    `CpuDflash` and `CudaDflash`.
     """
     if plan.spec_type == "none":
         return None
@@ -54,14 +53,10 @@ def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Ca
     return lambda: DflashDrafter(drafting.new_sequence())
 
 
-def _dflash_beside(runner: ModelRunner, draft: "DflashFile") -> "CpuDflash | DflashModel | CudaDflash":
-    # Imported here what needs PyTorch, which a machine without a GPU need not have.
+def _dflash_beside(runner: ModelRunner, draft: "DflashFile") -> "CpuDflash | CudaDflash":
     if isinstance(runner, CpuRunner):
-        if draft.gguf is not None:
-            return runner.load_dflash(draft)
-        from coldstream.models.dflash.model import DflashModel
-
-        return DflashModel.load(draft, runner.embed, runner.head)
+        return runner.load_dflash(draft)
+    # Imported here because it needs PyTorch, which a machine without a GPU need not have.
     from coldstream.models.cuda.runner import CudaRunner
 
     assert isinstance(runner, CudaRunner), "features are of a runner's device"

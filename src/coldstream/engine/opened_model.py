@@ -126,7 +126,7 @@ def open_model(
     with ExitStack() as cleanup:
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
-        with open_draft(config, spec) as draft:
+        with open_draft(config, spec, progress) as draft:
             sources = Sources(
                 file,
                 spec,

@@ -3,16 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Final
 
-from coldstream.errors import ColdstreamError, ConfigError, ModelNotFoundError
+from coldstream.errors import ColdstreamError, ModelNotFoundError, StorageError
 from coldstream.models.cpu import dflash as cpu_dflash
+from coldstream.models.dflash.convert import converted, folder_of
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import DflashSpec, check_gpu, check_target, tensor_shapes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
+from coldstream.planning.device_choice import OpenProgress
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 # What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt
@@ -31,7 +35,7 @@ class DraftNeeds:
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the model after which it reads the residual stream."""
-        return self.spec.taps
+        return self.spec.aux_layers
 
     def num_bytes(self, context_length: int, num_contexts: int) -> int:
         """Of its weights, and of its keys and values of contexts."""
@@ -50,19 +54,22 @@ class OpenDraft:
 
 
 @contextmanager
-def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
+def open_draft(
+    config: EngineConfig, target: ModelSpec, progress: OpenProgress | None = None
+) -> Iterator[OpenDraft]:
     """Opens the drafter that `config` names, and checks it against the model.
 
-    The configuration is then one for dflash. Raises ModelNotFoundError for a drafter that is absent. One that
-    is damaged or does not fit raises ConfigError or a ModelFormatError if that was asked for; if spec_type is
-    auto, the context is without a drafter, and with a warning.
+    A folder is converted first, unless that was done before. The configuration is then one for dflash. Raises
+    ModelNotFoundError for a drafter that is absent, and StorageError for one that cannot be converted for
+    want of a place. One that is damaged or does not fit raises ConfigError or a ModelFormatError if that was
+    asked for; if spec_type is auto, the context is without a drafter, and with a warning.
     """
     if config.model_draft is None:
         yield OpenDraft(config)
         return
     try:
-        file = _open(config, config.model_draft, target)
-    except ModelNotFoundError:
+        file = _open(config, Path(config.model_draft), target, progress)
+    except (ModelNotFoundError, StorageError):
         raise
     except ColdstreamError as error:
         if config.spec_type != "auto" or config.plan is not None:  # a plan says itself what drafts
@@ -78,21 +85,18 @@ def open_draft(config: EngineConfig, target: ModelSpec) -> Iterator[OpenDraft]:
 
 def _needs(file: DflashFile, device: str) -> DraftNeeds:
     """On a resolved device."""
-    if file.gguf is not None and device == "cpu":
+    if device == "cpu":
         return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), DRAFT_VALUE_BYTES["cpu"])
     num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
     value_bytes = DRAFT_VALUE_BYTES[device]
     return DraftNeeds(file.spec, _WORK_BYTES[device] + value_bytes * num_values, value_bytes)
 
 
-def _open(config: EngineConfig, path: str, target: ModelSpec) -> DflashFile:
-    try:
-        file = DflashFile.open(path)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"model_draft: a drafter in a folder is computed by PyTorch, and {error.name} is missing: "
-            "pip install torch, or give a GGUF file"
-        ) from error
+def _open(config: EngineConfig, path: Path, target: ModelSpec, progress: OpenProgress | None) -> DflashFile:
+    folder = folder_of(path)
+    if folder is not None:
+        path = converted(folder, partial(progress, "converting the drafter") if progress else None)
+    file = DflashFile.open(path)
     try:
         check_target(file.spec, target)
         if config.device == "cuda":

@@ -196,7 +196,7 @@ def plan_by_name(
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
         hardware = measured_hardware(gpu, progress, again=measure)
-        with open_draft(config, spec) as draft:
+        with open_draft(config, spec, progress) as draft:
             planned = plan_model(
                 draft.config,
                 Sources(file, spec, hardware, trace, draft.needs),

@@ -41,7 +41,7 @@ DRAFTER = replace(
     head_dim=64,
     ffn_size=256,
     mask_id=SHAPE.vocab - 1,
-    taps=(0, 2),
+    aux_layers=(0, 2),
     num_target_layers=4,
     layers=(DflashLayer(64, is_causal=False),) * 2,
     second=Dflash2Spec(conv_kernel=2, conv_group=16, selector_rank=8, selector_top_k=4),

@@ -16,8 +16,7 @@ from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.drafters.ngram import NgramDrafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.errors import GenerationFault, OutOfMemoryError
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.spec import DflashSpec
+from coldstream.models.dflash.spec import DflashSpec, DraftLattice
 from dflash_cases import ALL_SLIDING, CASES, MIXED, VOCAB, config, features, open_model, spec_of
 
 

@@ -1,4 +1,4 @@
-"""A drafter of a GGUF file over the engine's products, beside PyTorch's, which other programs check."""
+"""A drafter on the CPU, beside the one in PyTorch, which other programs check."""
 
 from pathlib import Path
 
@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.kernels import _csrc
-from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.models.cpu import dflash as cpu_dflash
 from coldstream.models.cpu.dflash import CpuDflash, CpuDflashSequence
 from coldstream.models.dflash.file import DflashFile
@@ -20,18 +18,14 @@ from dflash_cases import (
     as_in_gguf,
     config,
     features,
+    load_cpu,
     open_model,
     random_tensors,
     spec_of,
-    target_tables,
     write_gguf_drafter,
 )
 
 KINDS = {**CASES, "second, causal": config(True, **ALL_SLIDING, is_causal=True)}
-
-
-def float_weight(values: np.ndarray) -> _csrc.Weight:
-    return _csrc.Weight.from_array(values.reshape(-1).view(np.uint8), 0, *values.shape)
 
 
 def opened(path: Path, values: dict[str, object], types: dict[str, str] | None = None) -> CpuDflash:
@@ -40,7 +34,7 @@ def opened(path: Path, values: dict[str, object], types: dict[str, str] | None =
     write_gguf_drafter(path, spec, random_tensors(spec), types=types)
     with DflashFile.open(path) as file:
         assert file.spec == as_in_gguf(spec)
-        return CpuDflash(file, CpuOps(1), *(float_weight(table) for table in target_tables()))
+        return load_cpu(file)
 
 
 def hidden(sequence: CpuDflashSequence) -> np.ndarray:

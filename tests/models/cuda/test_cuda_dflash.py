@@ -20,16 +20,13 @@ from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.decoding import NO_DRAFT
 from coldstream.decoding.drafters.dflash import DflashDrafter
-from coldstream.errors import ConfigError, OutOfMemoryError
+from coldstream.errors import ConfigError, GenerationFault, OutOfMemoryError
 from coldstream.kvcache import CacheSize
-from coldstream.models.cuda import dflash_rings
-from coldstream.models.cuda.dflash import CudaDflash, CudaDflashSequence
-from coldstream.models.cuda.dflash_rings import RowSpans
+from coldstream.models.cuda import dflash as cuda_dflash
+from coldstream.models.cuda.dflash import CudaDflash, CudaDflashSequence, RowSpans, torch_errors
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.model import DflashModel, DflashSequence, _marginals
-from coldstream.models.dflash.spec import check_gpu
+from coldstream.models.dflash.spec import DraftLattice, check_gpu
 from coldstream.models.draft_room import DraftRoom
 from dflash_cases import (
     ALL_SLIDING,
@@ -41,8 +38,9 @@ from dflash_cases import (
     features,
     random_tensors,
     spec_of,
-    write_folder,
+    write_converted,
 )
+from dflash_reference import DflashModel, DflashSequence, _marginals, tables_of
 from tree_plans import plan_with_trees
 
 CONTEXT, VOCAB, WIDTH = 96, 320, 256
@@ -135,7 +133,7 @@ def opened_drafter(
     file, spec = open_model_file(target)
     plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=TAPS), "dflash")
     with (
-        DflashFile.open(write_folder(folder, values, tensors)) as drafter,
+        DflashFile.open(write_converted(folder, values, tensors)) as drafter,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
     ):
         yield runner, runner.load_dflash(drafter)
@@ -145,11 +143,18 @@ def opened_drafter(
 def pair(folder: Path, target: Path, values: dict[str, Any]) -> Iterator[Pair]:
     with (
         opened_drafter(folder, target, values) as (_, drafting),
-        DflashFile.open(folder) as drafter,
+        DflashFile.open(folder / "drafter.gguf") as drafter,
         open_cpu(target, threads=1, context_length=CONTEXT) as cpu,
     ):
-        plain = DflashModel.load(drafter, cpu.embed, cpu.head)
+        plain = DflashModel.load(drafter, *tables_of(cpu.runner))
         yield Pair(drafting.new_sequence(), plain.new_sequence())
+
+
+def test_errors_of_pytorch_are_ours() -> None:
+    with pytest.raises(OutOfMemoryError, match="no memory for a test"), torch_errors("a test"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(GenerationFault, match="a test failed"), torch_errors("a test"):
+        torch.zeros(2) @ torch.zeros(3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,7 +162,7 @@ def test_drafts_are_those_of_the_drafter_in_pytorch(
     tmp_path: Path, target: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind more and more rows, whose memory grows and whose windows come round; then of another text."""
-    monkeypatch.setattr(dflash_rings, "FIRST_CONTEXT_ROWS", 8)
+    monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
     with pair(tmp_path / "drafter", target, CASES[name]) as both:
         rows = rounded(features(both.plain.spec, sum(CHUNKS)))
         done = 0

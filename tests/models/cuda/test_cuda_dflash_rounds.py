@@ -12,7 +12,7 @@ from test_cuda_dflash import CASES, CONTEXT, device, opened_drafter, target
 from coldstream.kernels.draft_block.reference import likeliest_chain
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.cuda import dflash_rings
+from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda.dflash import CudaDflashSequence
 from coldstream.models.runner import ModelRunner
 
@@ -38,7 +38,7 @@ def test_rounds_draft_what_the_host_drafts(
     tmp_path: Path, target: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while another sequence's drafts come between, and while the memory of contexts grows."""
-    monkeypatch.setattr(dflash_rings, "FIRST_CONTEXT_ROWS", 8)
+    monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
     with opened_drafter(tmp_path / "drafter", target, CASES[name]) as (runner, drafting):
         sequence, context, mirror = runner.new_sequence(), drafting.new_sequence(), drafting.new_sequence()
         runner.extend(sequence, PROMPT)
@@ -89,14 +89,14 @@ def test_there_are_no_rounds_where_they_cannot_be(
             raise torch.OutOfMemoryError("out of memory")
 
         with monkeypatch.context() as failing:
-            failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
+            failing.setattr(cuda_dflash.DflashRings, "make_room", no_memory)
             assert context.begin_rounds(sequence, text_of(9)) is None
         assert not context.has_last, "its rows could not be computed"
         context.cut(0)
         context.append(runner.features(range(len(PROMPT))))
         context._compute_waiting()
         with monkeypatch.context() as failing:
-            failing.setattr(dflash_rings.DflashRings, "make_room", no_memory)
+            failing.setattr(cuda_dflash.DflashRings, "make_room", no_memory)
             assert context.begin_rounds(sequence, text_of(9)) is None
         assert context.has_last
         assert sequence.pending is None

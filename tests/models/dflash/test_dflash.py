@@ -1,5 +1,6 @@
-"""The drafter's arithmetic beside two implementations of others, and the traps of its format."""
+"""What drafters compute, in PyTorch and on the CPU: beside two implementations of others, and the traps."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from coldstream.errors import GenerationFault, OutOfMemoryError
-from coldstream.models.dflash import model as dflash
+import dflash_reference
+from coldstream.errors import OutOfMemoryError
+from coldstream.models.cpu import dflash as cpu_dflash
+from coldstream.models.cpu.dflash import CpuDflash, CpuDflashSequence
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.model import MOST_WAITING, DflashModel, DflashSequence, torch_errors
 from dflash_cases import (
     ALL_SLIDING,
     ANCHOR,
@@ -23,12 +25,13 @@ from dflash_cases import (
     as_in_gguf,
     config,
     features,
-    open_model,
+    load_cpu,
     random_tensors,
     spec_of,
     target_tables,
     write_gguf_drafter,
 )
+from dflash_reference import DflashModel, DflashSequence
 from tools.llama_cpp_dflash import open_drafter
 
 RECORD = Path(__file__).parent / "dflash_published.npz"
@@ -36,6 +39,10 @@ TOLERANCE = 1e-4
 SECOND = [name for name in CASES if name.startswith("second")]
 # llama.cpp has one flag of causality for all layers, and windows that end on the left only.
 FOR_LLAMA_CPP = [name for name in CASES if name not in ("mixed", "second, narrow")]
+
+Model = DflashModel | CpuDflash
+Sequence = DflashSequence | CpuDflashSequence
+Open = Callable[..., Any]  # (values, tensors=None) → a model
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +52,48 @@ def recorded() -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def hidden_after(sequence: DflashSequence, num_rows: int = NUM_ROWS) -> np.ndarray:
+def load_reference(file: DflashFile) -> DflashModel:
+    embedding, head = target_tables()
+    return DflashModel.load(file, lambda ids: embedding[list(ids)], lambda x: np.asarray(x) @ head.T)
+
+
+LOADERS: dict[str, Callable[[DflashFile], Model]] = {"reference": load_reference, "cpu": load_cpu}
+
+
+@pytest.fixture(params=LOADERS)
+def load(request: pytest.FixtureRequest) -> Callable[[DflashFile], Model]:
+    return LOADERS[request.param]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, load: Callable[[DflashFile], Model]) -> Open:
+    """Opens a drafter with random weights, or these."""
+    return opener(tmp_path, load)
+
+
+def opener(folder: Path, load: Callable[[DflashFile], Model]) -> Open:
+    def open_drafter(values: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> Model:
+        spec = spec_of(values)
+        weights = random_tensors(spec) if tensors is None else tensors
+        path = write_gguf_drafter(folder / f"{len(list(folder.iterdir()))}.gguf", spec, weights)
+        with DflashFile.open(path) as file:
+            return load(file)
+
+    return open_drafter
+
+
+def hidden_after(sequence: Sequence, num_rows: int = NUM_ROWS) -> np.ndarray:
     return np.asarray(sequence.hidden(ANCHOR, num_rows))
 
 
-def kept_rows(sequence: DflashSequence) -> list[tuple[np.ndarray, ...]]:
+def kept_rows(sequence: Sequence) -> list[tuple[np.ndarray, ...]]:
     """Copies of the keys, values and positions of all layers."""
-    spec, at = sequence.spec, np.empty(0, np.int64)
-    none = torch.empty(0, spec.num_kv_heads, spec.head_dim)
-    with torch.inference_mode():
-        found = [rows.with_block(0, none, none, at) for rows in sequence._contexts]
+    if isinstance(sequence, DflashSequence):
+        found = [(rows.keys, rows.values, rows.positions) for rows in sequence._contexts]
         return [tuple(np.asarray(part).copy() for part in layer) for layer in found]
+    none = np.empty((0, sequence.spec.num_kv_heads, sequence.spec.head_dim), np.float32)
+    parts = [rows.with_block(0, none, none, np.empty(0, np.int64)) for rows in sequence._contexts]
+    return [tuple(part.copy() for part in layer) for layer in parts]
 
 
 def are_same(some: list[tuple[np.ndarray, ...]], others: list[tuple[np.ndarray, ...]]) -> bool:
@@ -64,7 +102,7 @@ def are_same(some: list[tuple[np.ndarray, ...]], others: list[tuple[np.ndarray, 
     )
 
 
-def sequence_with(model: DflashModel, rows: np.ndarray) -> DflashSequence:
+def sequence_with(model: Model, rows: np.ndarray) -> Sequence:
     sequence = model.new_sequence()
     sequence.append(rows)
     return sequence
@@ -72,9 +110,9 @@ def sequence_with(model: DflashModel, rows: np.ndarray) -> DflashSequence:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_are_those_of_the_published_implementation(
-    recorded: dict[str, np.ndarray], name: str
+    recorded: dict[str, np.ndarray], name: str, opened: Open
 ) -> None:
-    model = open_model(CASES[name])
+    model = opened(CASES[name])
     rows = features(model.spec, sum(CHUNKS))
     sequence, expected = model.new_sequence(), recorded[f"{name}/hidden"]
     for draft, count in enumerate(CHUNKS):
@@ -84,9 +122,9 @@ def test_hidden_states_are_those_of_the_published_implementation(
 
 @pytest.mark.parametrize("name", SECOND)
 def test_selected_tokens_and_probabilities_are_those_of_the_published_implementation(
-    recorded: dict[str, np.ndarray], name: str
+    recorded: dict[str, np.ndarray], name: str, opened: Open
 ) -> None:
-    model = open_model(CASES[name])
+    model = opened(CASES[name])
     sequence = sequence_with(model, features(model.spec, sum(CHUNKS)))
     lattice = sequence.draft(ANCHOR, NUM_ROWS, 1)
     assert lattice.is_conditional
@@ -104,7 +142,9 @@ def test_selected_tokens_and_probabilities_are_those_of_the_published_implementa
 
 
 @pytest.mark.parametrize("name", FOR_LLAMA_CPP)
-def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_logits_are_those_of_llama_cpp(
+    tmp_path: Path, load: Callable[[DflashFile], Model], name: str
+) -> None:
     """From the same file, but for the tables of the target, which llama.cpp wants in it."""
     spec = spec_of(CASES[name])
     tensors = random_tensors(spec)
@@ -116,7 +156,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     )
     with DflashFile.open(own) as file:
         assert file.spec == as_in_gguf(spec)
-        model = DflashModel.load(file, lambda ids: embedding[list(ids)], lambda x: np.asarray(x) @ head.T)
+        model = load(file)
     rows = features(spec, sum(CHUNKS))
     block = [ANCHOR] + [spec.mask_id] * (NUM_ROWS - 1)
     sequence = model.new_sequence()
@@ -129,8 +169,8 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
             assert np.abs(hidden_after(sequence) @ head.T - expected).max() < TOLERANCE
 
 
-def test_candidates_of_the_first_kind_are_the_likeliest_tokens_of_every_row() -> None:
-    model = open_model(config())
+def test_candidates_of_the_first_kind_are_the_likeliest_tokens_of_every_row(opened: Open) -> None:
+    model = opened(config())
     sequence = sequence_with(model, features(model.spec, 9))
     logits = (hidden_after(sequence, 4) @ target_tables()[1].T).astype(np.float64)[1:]
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -142,8 +182,8 @@ def test_candidates_of_the_first_kind_are_the_likeliest_tokens_of_every_row() ->
     assert sequence.draft(ANCHOR, 4, VOCAB + 5).token_ids.shape == (3, VOCAB)
 
 
-def test_a_draft_is_the_same_whatever_the_chunks_its_rows_came_in() -> None:
-    model = open_model(config(**MIXED))
+def test_a_draft_is_the_same_whatever_the_chunks_its_rows_came_in(opened: Open) -> None:
+    model = opened(config(**MIXED))
     rows = features(model.spec, 1100)
     expected = hidden_after(sequence_with(model, rows))
     sequence = model.new_sequence()
@@ -152,17 +192,19 @@ def test_a_draft_is_the_same_whatever_the_chunks_its_rows_came_in() -> None:
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
 
-def test_a_shorter_block_is_not_the_beginning_of_a_longer_one() -> None:
-    model = open_model(config())
+def test_a_shorter_block_is_not_the_beginning_of_a_longer_one(opened: Open) -> None:
+    model = opened(config())
     sequence = sequence_with(model, features(model.spec, 5))
     assert not np.allclose(hidden_after(sequence, 8)[:4], hidden_after(sequence, 4), atol=1e-2)
-    causal = open_model(config(is_causal=True))
+    causal = opened(config(is_causal=True))
     sequence = sequence_with(causal, features(causal.spec, 5))
     assert np.allclose(hidden_after(sequence, 8)[:4], hidden_after(sequence, 4), atol=1e-5)
 
 
 @torch.inference_mode()
-def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of_its_keys() -> None:
+def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of_its_keys(
+    opened: Open,
+) -> None:
     values = config()
     spec = spec_of(values)
     plain, changed = random_tensors(spec), random_tensors(spec)
@@ -173,7 +215,7 @@ def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of
         changed[f"blk.{index}.attn_k_norm.weight"][:] = 2
     kept = []
     for tensors in (plain, changed):
-        sequence = sequence_with(open_model(values, tensors=tensors), features(spec, 4))
+        sequence = sequence_with(opened(values, tensors=tensors), features(spec, 4))
         sequence.cut(5)  # which computes the rows that wait
         kept.append([keys for keys, _, _ in kept_rows(sequence)])
     for keys, others in zip(*kept, strict=True):
@@ -182,8 +224,8 @@ def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of
         assert np.allclose((keys**2).mean(axis=-1), 4, atol=1e-3)  # as rotations keep lengths
 
 
-def test_trap_32_the_row_of_the_anchor_predicts_nothing() -> None:
-    model = open_model(config())
+def test_trap_32_the_row_of_the_anchor_predicts_nothing(opened: Open) -> None:
+    model = opened(config())
     sequence = sequence_with(model, features(model.spec, 5))
     assert len(sequence.draft(ANCHOR, 8, 3).token_ids) == 7
     with pytest.raises(AssertionError, match="an anchor and masks"):
@@ -201,10 +243,10 @@ def test_trap_32_the_row_of_the_anchor_predicts_nothing() -> None:
     ids=["causal", "bidirectional", "full", "mixed"],
 )
 def test_trap_33_only_rows_within_the_window_are_seen(
-    values: dict[str, Any], nearest_unseen: int | None
+    values: dict[str, Any], nearest_unseen: int | None, opened: Open
 ) -> None:
     """The anchor is one position behind the last row of the context."""
-    model = open_model(values)
+    model = opened(values)
     rows = features(model.spec, 30)
     expected = hidden_after(sequence_with(model, rows))
     for distance in (1, 8, 9, 30):
@@ -227,8 +269,8 @@ def test_trap_33_layers_with_a_window_are_causal_unless_the_file_says_otherwise(
 
 
 @pytest.mark.parametrize("name", ["mixed", "second"])
-def test_trap_34_a_draft_leaves_nothing_behind(name: str) -> None:
-    model = open_model(CASES[name])
+def test_trap_34_a_draft_leaves_nothing_behind(name: str, opened: Open) -> None:
+    model = opened(CASES[name])
     rows = features(model.spec, 20)
     sequence = sequence_with(model, rows[:12])
     first, kept = hidden_after(sequence), kept_rows(sequence)
@@ -256,9 +298,9 @@ def test_trap_34_a_draft_leaves_nothing_behind(name: str) -> None:
     ids=["sliding", "narrow", "mixed", "full"],
 )
 def test_memory_is_bounded_by_the_windows_where_layers_have_one(
-    layers: dict[str, Any], kept: list[int]
+    tmp_path: Path, layers: dict[str, Any], kept: list[int]
 ) -> None:
-    model = open_model(config(**layers))
+    model = opener(tmp_path, load_cpu)(config(**layers))
     spec, sequence = model.spec, model.new_sequence()
     assert sequence.num_bytes == 0
     rows = features(spec, 3000)
@@ -274,8 +316,8 @@ def test_memory_is_bounded_by_the_windows_where_layers_have_one(
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
 
-def test_rows_that_were_not_told_are_missing_and_the_others_keep_their_positions() -> None:
-    model = open_model(config(**ALL_SLIDING))
+def test_rows_that_were_not_told_are_missing_and_the_others_keep_their_positions(opened: Open) -> None:
+    model = opened(config(**ALL_SLIDING))
     rows = features(model.spec, 40)
     sequence = sequence_with(model, rows[:5])
     sequence.cut(20)
@@ -287,43 +329,36 @@ def test_rows_that_were_not_told_are_missing_and_the_others_keep_their_positions
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_show_in_the_draft(bad: float) -> None:
+def test_values_that_are_not_finite_show_in_the_draft(bad: float, opened: Open) -> None:
     for name in ("full", "second"):
-        model = open_model(CASES[name])
+        model = opened(CASES[name])
         rows = features(model.spec, 6)
         rows[4, 7] = bad
         assert not sequence_with(model, rows).draft(ANCHOR, 4, 3).is_finite
 
 
-def test_errors_of_pytorch_are_ours_and_lose_no_rows_but_those_being_computed(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_failure_loses_no_rows_but_those_being_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = open_model(config())
+    model = opener(tmp_path, load_cpu)(config())
     sequence = sequence_with(model, features(model.spec, 3))
     expected, kept = hidden_after(sequence), kept_rows(sequence)
-    with pytest.raises(GenerationFault, match="the context of a drafter failed"):
-        sequence.append(np.zeros((MOST_WAITING, 5), np.float32))
-    sequence.cut(3)
-    with pytest.raises(OutOfMemoryError, match="no memory for a test"), torch_errors("a test"):
-        torch.empty(1 << 60, dtype=torch.uint8)
-
     keys_values, calls = model.keys_values, []
 
     def fail_at_the_second_layer(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) % 2 == 0:
-            raise torch.OutOfMemoryError("none")
+            raise MemoryError
         return keys_values(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(model, "keys_values", fail_at_the_second_layer)
         sequence.append(features(model.spec, 2))
-        with pytest.raises(OutOfMemoryError, match="no memory for the context of a drafter"):
-            sequence.draft(ANCHOR, 4, 3)
-        assert not sequence.has_last
-        assert are_same(kept_rows(sequence), kept), "no layer has rows that another lacks"
-        with pytest.raises(OutOfMemoryError, match="no memory for a draft"):
-            sequence.draft(ANCHOR, 4, 3)
+        for _ in range(2):
+            with pytest.raises(OutOfMemoryError):
+                sequence.draft(ANCHOR, 4, 3)
+            assert not sequence.has_last
+            assert are_same(kept_rows(sequence), kept), "no layer has rows that another lacks"
         sequence.append(features(model.spec, 2))
         sequence.cut(20)  # whose rows that were told cannot be computed
     sequence.cut(3)
@@ -332,10 +367,13 @@ def test_errors_of_pytorch_are_ours_and_lose_no_rows_but_those_being_computed(
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
 
-def test_rows_that_wait_are_copies_and_are_cut_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_model(config())
+def test_rows_that_wait_are_copies_and_are_cut_like_others(
+    monkeypatch: pytest.MonkeyPatch, opened: Open
+) -> None:
+    model = opened(config())
     rows = features(model.spec, 40)
-    monkeypatch.setattr(dflash, "MOST_WAITING", 7)
+    for module in (dflash_reference, cpu_dflash):
+        monkeypatch.setattr(module, "MOST_WAITING", 7)
     sequence = model.new_sequence()
     for start, count, length in (
         (0, 3, 3),

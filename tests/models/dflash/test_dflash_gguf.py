@@ -9,9 +9,8 @@ import pytest
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.rope.scaling import yarn_magnitude
-from coldstream.models.dflash.gguf import ARCHITECTURES, is_dflash, spec_of_metadata
-from coldstream.models.dflash.rope import DflashRope
-from coldstream.models.dflash.spec import DflashLayer, DflashSpec
+from coldstream.models.dflash.metadata import ARCHITECTURES, spec_of_metadata
+from coldstream.models.dflash.spec import DflashLayer, DflashRope, DflashSpec
 from dflash_cases import CASES, MIXED, as_in_gguf, config, spec_of, write_gguf_drafter
 
 OLDER = "qwen35-dflash-draft"
@@ -23,7 +22,6 @@ def read(
     """The spec in a file without tensors."""
     path = write_gguf_drafter(folder / "drafter.gguf", spec, {}, architecture, changes=changes)
     with GGUFFile.open(path) as file:
-        assert is_dflash(file.metadata)
         return spec_of_metadata(file.metadata)
 
 
@@ -77,7 +75,7 @@ ORIGINAL = {"original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, None), (40, 40), (8, 8)])
-def test_older_files_say_the_number_of_taps_or_of_the_targets_layers(
+def test_older_files_say_the_number_of_auxiliary_layers_or_of_the_targets_layers(
     tmp_path: Path, value: int, expected: int | None
 ) -> None:
     spec = spec_of(config())
@@ -86,8 +84,8 @@ def test_older_files_say_the_number_of_taps_or_of_the_targets_layers(
 
 
 BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
-    "no taps": (InconsistentError, "dflash.target_layers: missing", {"target_layers": None}),
-    "tap 0": (InconsistentError, "target_layers", {"target_layers": [0, 2]}),
+    "no layers": (InconsistentError, "dflash.target_layers: missing", {"target_layers": None}),
+    "layer 0": (InconsistentError, "target_layers", {"target_layers": [0, 2]}),
     "order": (InconsistentError, "ascending", {"target_layers": [4, 2]}),
     "no mask": (InconsistentError, "mask_token_id: missing", {"tokenizer.ggml.mask_token_id": None}),
     "mask": (LimitError, "mask_token_id", {"tokenizer.ggml.mask_token_id": 50}),
@@ -133,7 +131,6 @@ def test_metadata_that_cannot_be_is_refused_by_name(tmp_path: Path, case: str) -
 
 def test_another_architecture_is_no_drafter(tmp_path: Path) -> None:
     path = write_gguf_drafter(tmp_path / "other.gguf", spec_of(config()), {}, "qwen35moe")
-    with GGUFFile.open(path) as file:
-        assert not is_dflash(file.metadata)
-        with pytest.raises(UnsupportedError, match="'qwen35moe', drafters are dflash, dflash-draft"):
-            spec_of_metadata(file.metadata)
+    match = "'qwen35moe', drafters are dflash, dflash-draft"
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedError, match=match):
+        spec_of_metadata(file.metadata)

@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from coldstream.kernels.ops import RopeScaling, RopeSpec
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
-from coldstream.models.dflash.rope import DflashRope
+from coldstream.models.dflash.spec import DflashRope
 
 PREVIEW = Yarn(64.0, 4096)  # the preview of April
 

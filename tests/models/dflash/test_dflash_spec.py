@@ -19,8 +19,14 @@ from coldstream.errors import (
 )
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash.config import MAX_CONFIG_BYTES, read_config
-from coldstream.models.dflash.rope import DflashRope
-from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, check_target, tensor_shapes, visible_rows
+from coldstream.models.dflash.spec import (
+    Dflash2Spec,
+    DflashLayer,
+    DflashRope,
+    check_target,
+    tensor_shapes,
+    visible_rows,
+)
 from dflash_cases import CASES, MIXED, SECOND, TINY, YARN, config, spec_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -43,7 +49,7 @@ FOR_35B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dflash_config": {"target_layer_ids": [1, 10, 19, 28, 37], "mask_token_id": 248070},
 }
-LATER_TAPS = [1, 6, 11, 16, 22, 27, 32, 37]
+LATER_LAYERS = [1, 6, 11, 16, 22, 27, 32, 37]
 PREVIEW = FOR_35B | {
     "rope_theta": 10000000,
     "rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1, "factor": 64},
@@ -63,7 +69,7 @@ JULY = FOR_35B | {  # revision f181eece
     "use_sliding_window": True,
     "sliding_window": 4096,
     "block_size": None,
-    "dflash_config": {"target_layer_ids": LATER_TAPS, "mask_token_id": 248077, "block_size": 16},
+    "dflash_config": {"target_layer_ids": LATER_LAYERS, "mask_token_id": 248077, "block_size": 16},
 }
 DFLASH_2 = JULY | {
     "architectures": ["DFlash2DraftModel"],
@@ -71,7 +77,7 @@ DFLASH_2 = JULY | {
     "layer_types": [SLIDING] * 6,
     "sliding_window": 2048,
     "dflash_config": {
-        "target_layer_ids": LATER_TAPS,
+        "target_layer_ids": LATER_LAYERS,
         "mask_token_id": 248077,
         "block_size": 8,
         "conv_kernel_size": 2,
@@ -105,7 +111,7 @@ def test_the_preview_of_april_is_stretched() -> None:
     spec = spec_of(PREVIEW)
     assert spec.rope == DflashRope(1e7, Yarn(64.0, 4096, 32.0, 1.0), yarn_magnitude(64.0))
     assert spec.layers == (DflashLayer(None, False),) * 8
-    assert (spec.taps, spec.mask_id, spec.block_size) == ((1, 10, 19, 28, 37), 248070, 16)
+    assert (spec.aux_layers, spec.mask_id, spec.block_size) == ((1, 10, 19, 28, 37), 248070, 16)
     assert (spec.query_dim, spec.kv_dim, spec.feature_size) == (4096, 512, 10240)
     assert 0.46e9 < num_values(PREVIEW) < 0.48e9
 
@@ -116,11 +122,11 @@ def test_the_revision_of_april_is_not() -> None:
     assert spec.layers == (DflashLayer(None, False),) * 8
 
 
-def test_the_revision_of_july_has_other_layers_heads_taps_and_windows() -> None:
+def test_the_revision_of_july_has_other_layers_heads_and_windows() -> None:
     spec = spec_of(JULY)
     assert spec.layers == (DflashLayer(4096, True),) * 5 + (DflashLayer(None, False),)
     assert (spec.num_kv_heads, spec.mask_id, spec.block_size) == (8, 248077, 16)
-    assert spec.taps == tuple(LATER_TAPS)
+    assert spec.aux_layers == tuple(LATER_LAYERS)
     shapes = tensor_shapes(spec)
     assert len(shapes) == 69
     assert shapes["fc.weight"] == (2048, 16384)
@@ -187,17 +193,17 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "no mask": (InconsistentError, "mask_token_id: missing", {"dflash_config": {"target_layer_ids": [1]}}),
     "no section": (InconsistentError, "mask_token_id: missing", {"dflash_config": None}),
     "section": (InconsistentError, "dflash_config: 'text'", {"dflash_config": "text"}),
-    "no taps": (InconsistentError, "target_layer_ids", {"dflash_config": {"mask_token_id": 1}}),
+    "no auxiliary layers": (InconsistentError, "target_layer_ids", {"dflash_config": {"mask_token_id": 1}}),
     "order": (InconsistentError, "ascending", {"dflash_config": SECTION | {"target_layer_ids": [3, 1]}}),
     "twice": (InconsistentError, "ascending", {"dflash_config": SECTION | {"target_layer_ids": [1, 1]}}),
     "negative": (InconsistentError, "-1", {"dflash_config": SECTION | {"target_layer_ids": [-1, 1]}}),
     "beyond": (InconsistentError, "layer 8", {"dflash_config": SECTION | {"target_layer_ids": [1, 8]}}),
-    "many taps": (
+    "many auxiliary layers": (
         LimitError,
         "100 layers, the limit is 64",
         {"dflash_config": SECTION | {"target_layer_ids": list(range(100))}},
     ),
-    "wide taps": (
+    "auxiliary layers far up": (
         InconsistentError,
         "target_layer_ids",
         {"dflash_config": SECTION | {"target_layer_ids": [1, 10**30]}},

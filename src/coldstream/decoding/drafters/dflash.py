@@ -1,4 +1,4 @@
-"""Drafts by a DFlash drafter (`models/dflash/model.py`) of one sequence: a whole block of positions at once.
+"""Drafts by a DFlash drafter (`models/dflash/`) of one sequence: a whole block of positions at once.
 
 A drafter of the first kind says how likely a token is at a position, one of the second how likely it is after
 the token before. Either way the draft is the likeliest tree of what it says, and costs one run however many
@@ -26,12 +26,11 @@ from coldstream.decoding.tree_builder import (
 from coldstream.errors import ColdstreamError
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kvcache import Sequence
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.spec import DflashSpec
+from coldstream.models.dflash.spec import DflashSpec, DraftLattice
 
 
 class DraftContext(Protocol):
-    """The committed rows of one sequence; see `models.dflash.DflashSequence`."""
+    """The committed rows of one sequence; see `models.dflash.context.CommittedRows`."""
 
     @property
     def spec(self) -> DflashSpec:
@@ -84,7 +83,7 @@ class DflashDrafter:
         self._context = context
         self._num_rows, self._branching = num_rows, branching
         self._vocab_size = spec.vocab_size
-        self._taps = spec.taps
+        self._taps = spec.aux_layers
         self._length = 0  # computed tokens
         self._is_off = False
 

@@ -1,10 +1,13 @@
-"""A DFlash drafter of a GGUF file on the CPU: `dflash/model.py` over the engine's products and NumPy.
+"""A DFlash drafter on the CPU: the context of a sequence, and drafts of whole blocks after it.
 
-PyTorch takes longer to begin its hundred small operations than a small drafter to compute, and seconds to be
-imported. Matrices stay as they are in the file, and products round activations as those of the target do.
-The rest is arrays of a few rows.
+A committed row is the residual streams of the target after its auxiliary layers. It becomes one vector, of
+which every layer keeps keys and values. A draft computes a block of noise rows at the positions behind: the
+anchor, which is the newest token, and mask tokens. They attend to the context and to each other, and what a
+row gives through the target's head are the candidates at its position. Keys and values of noise rows are
+forgotten with the draft.
 
-Nothing here changes a token: a target accepts only what it would have said itself.
+Matrices stay as they are in the file and are multiplied by the engine's products; the rest is NumPy over a
+few rows. A target accepts only what it would have said itself, so that nothing here changes a token.
 """
 
 from collections.abc import Sequence
@@ -19,17 +22,24 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Array, Weight
 from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
+from coldstream.models.dflash.spec import (
+    DflashLayer,
+    DflashSpec,
+    DraftLattice,
+    tensor_shapes,
+    visible_rows,
+)
 
 MOST_WAITING: Final = 16  # rows that wait for a draft, so that those between drafts are computed together
-_CODEBOOKS: Final = ("selector_predecessor.weight", "selector_successor.weight")
 Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """See `dflash.convolution.Convolution`."""
+    """A short causal convolution of noise rows, whose weights depend on the row.
+
+    The same row gives the weights of both sides, before a sublayer and behind it.
+    """
 
     base: Array  # [2, kernel, groups, group]
     proj: Weight  # [2 · kernel · groups, E]
@@ -46,33 +56,32 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Selector:
-    predecessor: Array  # [V, rank]
-    successor: Array  # [V, rank]
+    """Scores of a candidate after the one before it, with codebooks that are gathered row by row."""
+
+    predecessor: Weight  # [V, rank]
+    successor: Weight  # [V, rank]
     hidden: Weight  # [rank, E]
 
 
 def weight_bytes(file: DflashFile) -> int:
-    """Memory of the weights of a drafter of a GGUF file."""
-    assert file.gguf is not None, "weights stay as they are in a GGUF file"
-    total = 0
-    for name, shape in tensor_shapes(file.spec).items():
-        is_matrix = len(shape) == 2 and name not in _CODEBOOKS
-        total += file.gguf.tensors[file.name_of(name)].num_bytes if is_matrix else 4 * prod(shape)
-    return total
+    """Memory of the weights: matrices as they are in the file, the rest as float32."""
+    return sum(
+        file.tensor(name).num_bytes if len(shape) == 2 else 4 * prod(shape)
+        for name, shape in tensor_shapes(file.spec).items()
+    )
 
 
 class _Loader:
     """Reads tensors by their names in mainline GGUF."""
 
     def __init__(self, file: DflashFile, ops: CpuOps) -> None:
-        assert file.gguf is not None, "weights stay as they are in a GGUF file"
-        self._file, self._gguf, self._ops = file, file.gguf, ops
+        self._file, self._ops = file, ops
 
     def matrix(self, name: str) -> Weight:
-        return self._ops.load_weight(self._gguf, self._gguf.tensors[self._file.name_of(f"{name}.weight")])
+        return self._ops.load_weight(self._file.gguf, self._file.tensor(f"{name}.weight"))
 
     def values(self, name: str) -> Array:
-        return self._ops.read_values(self._gguf, self._gguf.tensors[self._file.name_of(name)])
+        return self._ops.read_values(self._file.gguf, self._file.tensor(name))
 
     def convolution(self, name: str, spec: DflashSpec) -> _Convolution | None:
         if spec.second is None:
@@ -113,8 +122,8 @@ class CpuDflash:
         self.layers = tuple(loader.layer(index, self.spec) for index in range(self.spec.num_layers))
         self.selector = None
         if self.spec.second is not None:
-            predecessor, successor = (loader.values(name) for name in _CODEBOOKS)
-            self.selector = _Selector(predecessor, successor, loader.matrix("selector_hidden"))
+            parts = ("predecessor", "successor", "hidden")
+            self.selector = _Selector(*(loader.matrix(f"selector_{part}") for part in parts))
 
     def new_sequence(self) -> "CpuDflashSequence":
         """An empty sequence. It takes no memory before its first row."""
@@ -143,7 +152,12 @@ class CpuDflash:
 
     def embed(self, token_ids: Sequence[int]) -> Array:
         """Rows of the target's embedding."""
-        return self.ops.embed(self._token_embd, np.array(token_ids, np.int32))
+        return self._gathered(self._token_embd, np.array(token_ids, np.int32))
+
+    def _gathered(self, table: Weight, row_ids: Array) -> Array:
+        """Rows of a table for int32 numbers of any shape: float32 [..., width]."""
+        rows: Array = self.ops.embed(table, row_ids.reshape(-1))
+        return rows.reshape(*row_ids.shape, -1)
 
     def lattice(self, hidden: Array, anchor: int, num_candidates: int) -> DraftLattice:
         """The candidates of rows [L, E] behind an anchor."""
@@ -156,7 +170,9 @@ class CpuDflash:
         token_ids, own = self.ops.top_log_probs(logits, self.spec.second.selector_top_k)
         before = np.concatenate((np.full_like(token_ids[:1], anchor), token_ids[:-1]))
         projected = self.product(hidden, selector.hidden)[:, None]
-        pairs = (selector.predecessor[before] * projected) @ selector.successor[token_ids].transpose(0, 2, 1)
+        predecessors = self._gathered(selector.predecessor, before)
+        successors = self._gathered(selector.successor, token_ids)
+        pairs = (predecessors * projected) @ successors.transpose(0, 2, 1)
         scores = own[:, None].astype(np.float64) + pairs
         scores -= scores.max(axis=-1, keepdims=True)
         log_probs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
@@ -181,7 +197,7 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
     """The context of one sequence. Raises OutOfMemoryError."""
 
     def __init__(self, model: CpuDflash) -> None:
-        super().__init__(new_contexts(model.spec, _new_rows), MOST_WAITING)
+        super().__init__(new_contexts(model.spec), MOST_WAITING)
         self._model = model
 
     @property
@@ -208,7 +224,12 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
 
     @host_memory_errors()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
-        """See `DflashSequence.draft`. Raises OutOfMemoryError, and ModelChangedError of the target."""
+        """Drafts num_rows − 1 positions after the token `anchor`, which follows the committed rows.
+
+        num_rows: 2 … spec.block_size; a longer block is not a longer draft of a shorter one.
+        num_candidates: of every position, for a drafter of the first kind; the second has its own number.
+        Raises OutOfMemoryError, and ModelChangedError of the target.
+        """
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         return self._model.lattice(self.hidden(anchor, num_rows)[1:], anchor, num_candidates)
 
@@ -254,10 +275,6 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         gate, up = model.ops.linear(x, (layer.weights["ffn_gate"], layer.weights["ffn_up"]))
         result = model.product(model.ops.swiglu(gate, up), layer.weights["ffn_down"])
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
-
-
-def _new_rows(shape: tuple[int, ...]) -> Array:
-    return np.empty(shape, np.float32)
 
 
 def _rotated(heads: Array, rotations: Rotations) -> Array:

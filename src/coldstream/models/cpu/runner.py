@@ -1,7 +1,6 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
 from collections.abc import Collection
-from collections.abc import Sequence as TokenIds
 from typing import Self
 
 import numpy as np
@@ -218,7 +217,7 @@ class CpuRunner(ModelRunner):
 
     @host_memory_errors()
     def load_dflash(self, file: DflashFile) -> CpuDflash:
-        """Loads a drafter of a GGUF file, which may be closed afterwards.
+        """Loads a drafter, whose file may be closed afterwards.
 
         It has to be given up before the runner is closed. Raises UnsupportedError for a type of weights that
         no kernel multiplies, ModelChangedError and OutOfMemoryError.
@@ -279,18 +278,6 @@ class CpuRunner(ModelRunner):
 
     def _features_of(self, rows: Array | slice) -> Array:
         return np.concatenate([self._tapped[tap][rows] for tap in self.taps], axis=1)
-
-    def embed(self, token_ids: TokenIds[int]) -> Array:
-        """The rows of the embedding table for tokens of the vocabulary, float32 [n, E]: for drafters."""
-        ids = np.array(token_ids, np.int32)
-        embedded: Array = CpuOps.beside(self._ops).embed(self._model.token_embd, ids)
-        return embedded
-
-    def head(self, hidden: Array) -> Array:
-        """Logits [n, vocab] of hidden states [n, E] that are not of a step: for drafters."""
-        states = np.ascontiguousarray(hidden, np.float32)
-        logits: Array = CpuOps.beside(self._ops).linear(states, (self._model.output,))[0]
-        return logits
 
     def _commit(self, path: AcceptedPath) -> None:
         assert self._committed is not None, "a cache without rows of trees has none to commit"

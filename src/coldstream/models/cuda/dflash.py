@@ -1,34 +1,134 @@
 """Drafts by a DFlash drafter beside a model on a GPU: one captured graph each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from coldstream import kvcache
-from coldstream.errors import ColdstreamError
+from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
+from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, choose_chain_cuda
+from coldstream.kernels.rounds.cuda import RoundArrays, RoundKernels
 from coldstream.kernels.rounds.reference import RoundText
-from coldstream.models.cuda.dflash_block import DflashBlock, kernels_of
-from coldstream.models.cuda.dflash_rings import DflashRings
-from coldstream.models.cuda.dflash_rounds import DflashRoundBlock, DflashRoundRows
-from coldstream.models.cuda.dflash_weights import DflashMatrices
-from coldstream.models.cuda.features import FEATURE_TYPE
-from coldstream.models.cuda.fused_draft import CudaRounds, TextRounds
+from coldstream.models.cuda.dflash_block import DflashBlock, DflashMatrices, kernels_of
+from coldstream.models.cuda.features import FEATURE_TYPE, Features
+from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape, TextRounds
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.model import MOST_WAITING, torch_errors
-from coldstream.models.dflash.spec import DflashSpec
+from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec, DraftLattice
 
 LENGTH, ROOT, NUM_PLACES = 0, 1, 2  # of what the host writes before a draft
+# Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
+# as long as dozens of them.
+MOST_WAITING: Final = 64
+
+
+class RowSpans:
+    """Which positions there are rows of, where only the last `capacity` ones are kept."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []  # ascending, neither empty nor adjacent
+
+    @property
+    def last(self) -> int:
+        """−1 if there are none."""
+        return self._spans[-1][1] - 1 if self._spans else -1
+
+    def append(self, first: int, count: int, capacity: int) -> None:
+        """At least one row, behind the last one."""
+        assert first > self.last
+        end = first + count
+        if self._spans and self._spans[-1][1] == first:
+            first = self._spans.pop()[0]
+        self._spans.append((first, end))
+        oldest = self.last + 1 - capacity
+        self._spans = [(max(begin, oldest), end) for begin, end in self._spans if end > oldest]
+
+    def cut(self, length: int) -> None:
+        """Forgets those from position `length` on."""
+        self._spans = [(begin, min(end, length)) for begin, end in self._spans if begin < length]
+
+
+class DflashRings:
+    """The committed rows of one sequence: keys and values of all layers. No memory before `make_room`.
+
+    Each layer has a ring, the row at position p in place p modulo its capacity, and the positions of what is
+    there, which kernels compare: so they need not know which rows are missing. A layer with a window keeps
+    as many rows as that, one without as many as there are.
+
+    table: `CONTEXT_TYPE` entries by layer, uint8 on the device; another tensor whenever memory has changed.
+    """
+
+    def __init__(self, spec: DflashSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._spec, self._device, self._dtype = spec, device, dtype
+        self._room = 0  # positions that fit, however many of them a window keeps
+        self._capacities: list[int] = []
+        self._rows = torch.empty((0, spec.num_kv_heads, spec.head_dim), dtype=dtype)
+        self._positions = torch.empty(0, dtype=torch.int32)
+        self._spans = RowSpans()
+        self.table = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return self._rows.nbytes
+
+    @property
+    def last_position(self) -> int:
+        """Of the last row, −1 if there are none."""
+        return self._spans.last
+
+    def make_room(self, length: int) -> None:
+        """For rows up to position `length`. Raises torch.OutOfMemoryError, with nothing changed."""
+        if length <= self._room:
+            return
+        spec, room = self._spec, max(FIRST_CONTEXT_ROWS, 2 * self._room, length)
+        capacities = [room if layer.window is None else min(room, layer.window) for layer in spec.layers]
+        if capacities == self._capacities:
+            self._room = room
+            return
+        ends = np.cumsum([0, *capacities])
+        rows = torch.empty(
+            (2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim), dtype=self._dtype, device=self._device
+        )
+        positions = torch.full((int(ends[-1]),), -1, dtype=torch.int32, device=self._device)
+        table = np.zeros(len(capacities), CONTEXT_TYPE)
+        old = 0
+        for layer, (first, end) in enumerate(zip(ends.tolist(), ends.tolist()[1:], strict=False)):
+            parts = (rows[2 * first : first + end], rows[first + end : 2 * end], positions[first:end])
+            if self._capacities:
+                # They keep their places: a ring that has come round does not grow.
+                count = self._capacities[layer]
+                keys, values = self._rows[2 * old : 2 * (old + count)].chunk(2)
+                here = (keys, values, self._positions[old : old + count])
+                for target, source in zip(parts, here, strict=True):
+                    target[:count].copy_(source)
+                old += count
+            table[layer] = (*(part.data_ptr() for part in parts), capacities[layer])
+        self.table = torch.from_numpy(table.view(np.uint8)).to(self._device)
+        self._rows, self._positions = rows, positions
+        self._room, self._capacities = room, capacities
+
+    def appended(self, first: int, count: int) -> None:
+        """So many rows from position `first` on have been put there, behind the last one."""
+        if count:
+            self._spans.append(first, count, min(self._capacities))
+
+    def cut(self, length: int) -> None:
+        """Forgets the rows from position `length` on."""
+        if self._spans.last < length:
+            return
+        self._spans.cut(length)
+        self._positions.masked_fill_(self._positions >= length, -1)
 
 
 class CudaDflash:
@@ -53,7 +153,7 @@ class CudaDflash:
         self.device = loaded.hidden.values.device
         with device_errors(), torch_errors("loading a drafter"):
             with loading_kernels(kernels_of(file.spec)):
-                matrices = DflashMatrices.read(file, self.device)
+                matrices = DflashMatrices.read(file, loaded.ops, self.device)
             self.block = DflashBlock(loaded, matrices, file.spec)
             places = torch.zeros(NUM_PLACES, dtype=torch.int32, device=self.device)
             self._staged, self._found = StagedRing(places), ReadBack(self.block.found)
@@ -96,7 +196,7 @@ class CudaDflash:
 class CudaDflashSequence(CommittedRows[DflashRings]):
     """The context of one sequence. Raises OutOfMemoryError, GenerationFault and DeviceError."""
 
-    def __init__(self, drafting: CudaDflash) -> None:
+    def __init__(self, drafting: "CudaDflash") -> None:
         spec = drafting.block.spec
         self._rings = DflashRings(spec, drafting.device, FEATURE_TYPE)
         super().__init__((self._rings,), MOST_WAITING)
@@ -153,7 +253,7 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         self.length += num_rows
 
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
-        """See `dflash.model.DflashSequence.draft`; the first kind has at most MAX_CANDIDATES."""
+        """See `CpuDflashSequence.draft`; the first kind has at most MAX_CANDIDATES. Raises as the class."""
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         self._compute_waiting()
         with torch_errors("a draft"):
@@ -162,3 +262,91 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         if self.spec.second is None:
             return DraftLattice(token_ids[:, :num_candidates], log_probs[:, :num_candidates])
         return DraftLattice(token_ids, log_probs)
+
+
+class DflashRoundBlock:
+    """Implements `RoundBlock`: the likeliest chain of the candidates of a block."""
+
+    candidate = None  # a draft is whole at once
+
+    def __init__(self, block: DflashBlock, features: Features) -> None:
+        """features: of the model's last step."""
+        self._block, self._features = block, features
+
+    @property
+    def most_nodes(self) -> int:
+        """See `RoundBlock`."""
+        return self._block.spec.block_size - 1
+
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
+        """See `RoundBlock`."""
+        block, num_nodes = self._block, shape.num_rows - 1
+        num_rows = block.spec.rows_of_draft(num_nodes, block.spec.block_size)
+        block.draft(num_rows, arrays.root, arrays.length)
+        choose_chain_cuda(
+            block.candidate_ids[: num_rows - 1],
+            block.log_probs[: num_rows - 1],
+            arrays.model_columns[1 : 1 + num_nodes],
+        )
+
+    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
+        """See `RoundBlock`."""
+        features = self._features.of(slice(shape.num_rows))
+        self._block.append(features, self._block.contexts, arrays.first, arrays.count)
+
+    def state_of(self, row: int) -> torch.Tensor | None:
+        """See `RoundBlock`: none is wanted."""
+
+
+class DflashRoundRows:
+    """Implements `RoundRows`: the context of a sequence, which has all of its rows."""
+
+    state_id = 0  # the block finds its rows otherwise
+
+    def __init__(self, sequence: "CudaDflashSequence") -> None:
+        self._sequence = sequence
+
+    @property
+    def length(self) -> int:
+        """See `RoundRows`."""
+        return self._sequence.length
+
+    def reserve(self, num_rows: int) -> None:
+        """See `RoundRows`."""
+        self.lengthen(num_rows)
+
+    def lengthen(self, num_rows: int) -> bool:
+        """See `RoundRows`. The table that rounds read is exchanged behind those in flight."""
+        self._sequence.make_room(self.length + num_rows)
+        self._sequence.use()
+        return False
+
+    def write_table(self, table: Any) -> None:
+        """See `RoundRows`: there is nothing to write."""
+
+    def keep(self, num_rows: int) -> None:
+        """See `RoundRows`."""
+        self._sequence.computed(num_rows)
+
+    @contextmanager
+    def whole_or_cleared(self) -> Iterator[None]:
+        """See `RoundRows`."""
+        try:
+            yield
+        except BaseException:
+            self._sequence.cut(0)
+            raise
+
+
+@contextmanager
+def torch_errors(what: str) -> Iterator[None]:
+    """Raises coldstream's errors for those of PyTorch inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # PyTorch has no type of its own for the host's memory.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise OutOfMemoryError(
+                f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
+            ) from error
+        raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error

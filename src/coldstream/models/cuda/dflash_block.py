@@ -1,17 +1,20 @@
 """The steps of a DFlash drafter on a GPU: rows of a context, and a block of rows with its candidates.
 
-What `models/dflash/model.py` computes, in bfloat16: products by PyTorch, the rest by kernels of
+What `models/cpu/dflash.py` computes, in bfloat16: products by PyTorch, the rest by kernels of
 `kernels/draft_block`, the embedding and the head by the target's. All of it is queued without the host, over
 memory that captured graphs know.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod, tau
-from typing import Final
+from typing import Any, Final, Self
 
 import torch
 from torch.nn import functional
 
 from coldstream.kernels.cuda.program import Noted
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.draft_block import MAX_CANDIDATES
 from coldstream.kernels.draft_block.cuda import (
     ATTEND,
@@ -32,12 +35,11 @@ from coldstream.kernels.draft_block.cuda import (
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.top_log_probs.cuda import PROGRAM as TOP
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
-from coldstream.models.cuda.dflash_weights import DflashMatrices, LayerMatrices
 from coldstream.models.cuda.features import FEATURE_TYPE
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.mtp_block import MAX_DRAFT_IDS, first_rows
-from coldstream.models.dflash.convolution import Convolution
-from coldstream.models.dflash.spec import DflashSpec
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.spec import DflashLayer, DflashSpec
 
 MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
 
@@ -47,6 +49,132 @@ def kernels_of(spec: DflashSpec) -> Noted:
     rows = {(ROWS, instance) for instance in ROWS.instances}
     attention = {(ATTENTION, kernel.format(spec.head_dim)) for kernel in (ATTEND, MERGE)}
     return rows | attention | {(TOP, instance) for instance in TOP.instances}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """See `models/cpu/dflash.py`."""
+
+    base: torch.Tensor  # [2, kernel, E]
+    proj: torch.Tensor  # [2 · kernel · groups, E]
+
+    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
+        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
+        return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """See `models/cpu/dflash.py`."""
+
+    predecessor: torch.Tensor  # [V, rank]
+    successor: torch.Tensor  # [V, rank]
+    hidden: torch.Tensor  # [rank, E]
+
+
+@dataclass(frozen=True)
+class LayerMatrices:
+    """The weights of a layer: matrices [out, in], those that read the same rows as one; norms float32."""
+
+    layer: DflashLayer
+    qkv: torch.Tensor  # queries, keys, values
+    gate_up: torch.Tensor
+    head_norms: tuple[torch.Tensor, torch.Tensor]  # of queries and keys
+    output: torch.Tensor
+    down: torch.Tensor
+    attn_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    attn_conv: Convolution | None
+    ffn_conv: Convolution | None
+
+
+@dataclass(frozen=True)
+class DflashMatrices:
+    """All weights of a drafter; as many bytes as the file's tensors have in these types."""
+
+    fc: torch.Tensor
+    hidden_norm: torch.Tensor
+    output_norm: torch.Tensor
+    context_kv: torch.Tensor  # [layers, 2 · kv_dim, E], a view of those of the layers
+    key_norms: torch.Tensor  # float32 [layers, head_dim]
+    layers: tuple[LayerMatrices, ...]
+    selector: Selector | None
+
+    @classmethod
+    def read(cls, file: DflashFile, ops: CudaOps, device: torch.device) -> Self:
+        """Copies them. Raises ModelChangedError if the file shrank, torch.OutOfMemoryError."""
+        return cls(**_Reader(file, ops, device).all())
+
+
+class _Reader:
+    def __init__(self, file: DflashFile, ops: CudaOps, device: torch.device) -> None:
+        self._file, self._ops, self._device, self._spec = file, ops, device, file.spec
+
+    def all(self) -> dict[str, Any]:
+        """The fields of `DflashMatrices`."""
+        spec = self._spec
+        qkv = self._empty(spec.num_layers, spec.query_dim + 2 * spec.kv_dim, spec.hidden_size)
+        gate_up = self._empty(spec.num_layers, 2 * spec.ffn_size, spec.hidden_size)
+        key_norms = self._empty(spec.num_layers, spec.head_dim, dtype=torch.float32)
+        layers = zip(qkv, gate_up, key_norms, strict=True)
+        selector = None
+        if spec.second is not None:
+            names = ("predecessor", "successor", "hidden")
+            selector = Selector(*(self._read(f"selector_{name}.weight") for name in names))
+        return {
+            "fc": self._read("fc.weight"),
+            "hidden_norm": self._read("enc.output_norm.weight"),
+            "output_norm": self._read("output_norm.weight"),
+            "context_kv": qkv[:, spec.query_dim :],
+            "key_norms": key_norms,
+            "layers": tuple(self._layer(index, *parts) for index, parts in enumerate(layers)),
+            "selector": selector,
+        }
+
+    def _layer(
+        self, index: int, qkv: torch.Tensor, gate_up: torch.Tensor, key_norm: torch.Tensor
+    ) -> LayerMatrices:
+        prefix = f"blk.{index}."
+        self._fill(qkv, [f"{prefix}{name}.weight" for name in ("attn_q", "attn_k", "attn_v")])
+        self._fill(gate_up, [f"{prefix}{name}.weight" for name in ("ffn_gate", "ffn_up")])
+        key_norm.copy_(self._values(f"{prefix}attn_k_norm.weight"))
+        return LayerMatrices(
+            layer=self._spec.layers[index],
+            qkv=qkv,
+            gate_up=gate_up,
+            head_norms=(self._read(f"{prefix}attn_q_norm.weight"), key_norm),
+            output=self._read(f"{prefix}attn_output.weight"),
+            down=self._read(f"{prefix}ffn_down.weight"),
+            attn_norm=self._read(f"{prefix}attn_norm.weight"),
+            ffn_norm=self._read(f"{prefix}ffn_norm.weight"),
+            attn_conv=self._convolution(f"{prefix}attn_conv"),
+            ffn_conv=self._convolution(f"{prefix}ffn_conv"),
+        )
+
+    def _convolution(self, name: str) -> Convolution | None:
+        if self._spec.second is None:
+            return None
+        return Convolution(self._read(f"{name}_base"), self._read(f"{name}_proj.weight"))
+
+    def _fill(self, joined: torch.Tensor, names: Sequence[str]) -> None:
+        """Tensors of the file one behind the other."""
+        at = 0
+        for name in names:
+            part = self._values(name)
+            joined[at : at + len(part)].copy_(part)
+            at += len(part)
+
+    def _read(self, name: str) -> torch.Tensor:
+        values = self._values(name)
+        kept = torch.float32 if name.endswith("norm.weight") else FEATURE_TYPE
+        return self._empty(*values.shape, dtype=kept).copy_(values)
+
+    def _values(self, name: str) -> torch.Tensor:
+        """A tensor of the file as float32, on the CPU."""
+        return torch.from_numpy(self._ops.read_values(self._file.gguf, self._file.tensor(name)))
+
+    def _empty(self, *shape: int, dtype: torch.dtype = FEATURE_TYPE) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 class DflashBlock:

@@ -369,7 +369,7 @@ class CudaRunner(ModelRunner):
 
     def load_dflash(self, file: DflashFile) -> CudaDflash:
         """A drafter for this model, which was loaded with its taps. Raises as `CudaDflash`."""
-        assert self.taps == file.spec.taps, "the runner keeps what the drafter reads"
+        assert self.taps == file.spec.aux_layers, "the runner keeps what the drafter reads"
         return CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
 
     def _begin_beside(self) -> None:

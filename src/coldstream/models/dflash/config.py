@@ -2,7 +2,7 @@
 
 The numbers lie at the top level or in `dflash_config`, and the rotary embedding in `rope_parameters` or in
 `rope_theta` and `rope_scaling`, by the time of the drafter's release. Revisions of one drafter differ in
-layers, heads, taps, stretching and windows, so nothing is derived from other sizes.
+layers, heads, auxiliary layers, stretching and windows, so nothing is derived from other sizes.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,9 @@ from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata, Value
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash import spec as limits
-from coldstream.models.dflash.numbers import check_numbers, read_second
-from coldstream.models.dflash.rope import DflashRope
-from coldstream.models.dflash.spec import DflashSpec, layers_of
-from coldstream.models.dflash.strict_json import read_object
+from coldstream.models.dflash.metadata import check_numbers, read_second
+from coldstream.models.dflash.safetensors import read_object
+from coldstream.models.dflash.spec import DflashRope, DflashSpec, layers_of
 from coldstream.models.spec.hyperparameters import MAX_HEADS
 
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -77,7 +76,7 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
     windows = _windows(keys, keys.integer("num_hidden_layers", 1, limits.MAX_DFLASH_LAYERS))
     num_target_layers = None
     if "num_target_layers" in keys:
-        num_target_layers = keys.integer("num_target_layers", 1, limits.MAX_TAP_ID)
+        num_target_layers = keys.integer("num_target_layers", 1, limits.MAX_TARGET_LAYERS)
     spec = DflashSpec(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
@@ -89,13 +88,13 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
         rope=_rope(keys),
         block_size=keys.integer("block_size", 2, limits.MAX_BLOCK_SIZE),
         mask_id=keys.integer("mask_token_id", 0, vocab_size - 1),
-        taps=keys.integers("target_layer_ids", 0, limits.MAX_TAP_ID),
+        aux_layers=keys.integers("target_layer_ids", 0, limits.MAX_TARGET_LAYERS),
         num_target_layers=num_target_layers,
         layers=layers_of(windows, keys.flag("is_causal") if "is_causal" in keys else None),
         second=read_second(keys, _SECOND_KEYS, hidden_size, vocab_size),
     )
     check_numbers(
-        spec, keys, taps="target_layer_ids", num_kv_heads="num_key_value_heads", head_dim="head_dim"
+        spec, keys, aux_layers="target_layer_ids", num_kv_heads="num_key_value_heads", head_dim="head_dim"
     )
     return spec
 

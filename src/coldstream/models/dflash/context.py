@@ -1,7 +1,7 @@
 """What a DFlash drafter keeps of the committed rows of a sequence: keys and values, and rows that wait."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -14,21 +14,19 @@ from coldstream.kernels.rounds.reference import RoundText
 from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
+Rows = NDArray[np.float32]  # keys or values
 
 
 class ContextRows:
-    """Rows by ascending position; positions may be missing.
+    """Rows in RAM by ascending position; positions may be missing.
 
     With a window only the last rows are sure to be kept: those that a row behind the last one attends to.
     """
 
-    def __init__(
-        self, num_kv_heads: int, head_dim: int, window: int | None, new: Callable[[tuple[int, ...]], Any]
-    ) -> None:
-        """new: memory of a shape, an array or a tensor; rows are of the same kind."""
-        self._window, self._new = window, new
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None) -> None:
+        self._window = window
         self._shape = (num_kv_heads, head_dim)
-        self._keys, self._values = (new((0, *self._shape)) for _ in range(2))
+        self._keys, self._values = (np.empty((0, *self._shape), np.float32) for _ in range(2))
         self._positions = np.empty(0, np.int64)
         self._count = 0
 
@@ -42,7 +40,7 @@ class ContextRows:
         """Of the last row, −1 if there are none."""
         return int(self._positions[self._count - 1]) if self._count else -1
 
-    def append(self, keys: Any, values: Any, positions: NDArray[np.int64]) -> None:
+    def append(self, keys: Rows, values: Rows, positions: NDArray[np.int64]) -> None:
         """Rows [n, num_kv_heads, head_dim] behind the last one; positions: int64 [n], ascending."""
         if self._window is not None:
             # Those before them are attended to by nothing behind the last one.
@@ -55,8 +53,8 @@ class ContextRows:
         self._count = int(np.searchsorted(self._positions[: self._count], length))
 
     def with_block(
-        self, first_position: int, keys: Any, values: Any, positions: NDArray[np.int64]
-    ) -> tuple[Any, Any, NDArray[np.int64]]:
+        self, first_position: int, keys: Rows, values: Rows, positions: NDArray[np.int64]
+    ) -> tuple[Rows, Rows, NDArray[np.int64]]:
         """Keys, values and positions of the kept rows from `first_position` on and of a block behind them.
 
         Views until the next call, after which the block is forgotten.
@@ -66,7 +64,7 @@ class ContextRows:
         part = slice(first, end)
         return self._keys[part], self._values[part], self._positions[part]
 
-    def _write(self, keys: Any, values: Any, positions: NDArray[np.int64]) -> int:
+    def _write(self, keys: Rows, values: Rows, positions: NDArray[np.int64]) -> int:
         """Puts rows behind the last one; where they end."""
         if self._count + len(positions) > len(self._positions):
             self._make_room(len(positions))
@@ -83,7 +81,7 @@ class ContextRows:
         if self._window is not None:
             capacity = min(capacity, max(2 * self._window, kept + count))
         part = slice(self._count - kept, self._count)
-        keys, values = (self._new((capacity, *self._shape)) for _ in range(2))
+        keys, values = (np.empty((capacity, *self._shape), np.float32) for _ in range(2))
         positions = np.empty(capacity, np.int64)
         keys[:kept], values[:kept], positions[:kept] = (
             self._keys[part],
@@ -108,10 +106,10 @@ class Context(Protocol):
 ContextT = TypeVar("ContextT", bound=Context)
 
 
-def new_contexts(spec: DflashSpec, new: Callable[[tuple[int, ...]], Any]) -> tuple[ContextRows, ...]:
-    """Empty ones of all layers; new: as `ContextRows` takes it."""
+def new_contexts(spec: DflashSpec) -> tuple[ContextRows, ...]:
+    """Empty ones of all layers."""
     sizes = (spec.num_kv_heads, spec.head_dim)
-    return tuple(ContextRows(*sizes, layer.window, new) for layer in spec.layers)
+    return tuple(ContextRows(*sizes, layer.window) for layer in spec.layers)
 
 
 class CommittedRows(ABC, Generic[ContextT]):

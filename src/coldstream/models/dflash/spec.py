@@ -1,9 +1,8 @@
-"""DflashSpec: the numbers of a DFlash drafter, whatever file they come from.
+"""DflashSpec: the numbers of a DFlash drafter, and what a draft of one says.
 
 A drafter of the first kind is a small bidirectional transformer over a block of mask tokens that reads some
 residual streams of its target. One of the second kind (DFlash 2) has short dynamic convolutions around every
-sublayer and a selector that scores pairs of neighbouring tokens as well. `config.py` and `gguf.py` read a
-spec; knows nothing of files and weights.
+sublayer and a selector that scores pairs of neighbouring tokens as well. Knows nothing of files and weights.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 
 from coldstream.errors import ConfigError
 from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
-from coldstream.models.dflash.rope import DflashRope
+from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.rope.scaling import Yarn
 from coldstream.models.spec.model_spec import ModelSpec
 
 MAX_DFLASH_LAYERS: Final = 64
@@ -24,12 +24,38 @@ MAX_FFN_SIZE: Final = 1 << 20
 MAX_VOCAB_SIZE: Final = 1 << 24
 MAX_POSITIONS: Final = 1 << 24
 MAX_BLOCK_SIZE: Final = 256
-MAX_TAPS: Final = 64
-MAX_TAP_ID: Final = 1 << 10
+MAX_AUX_LAYERS: Final = 64  # of the target that are read
+MAX_TARGET_LAYERS: Final = 1 << 10
 MAX_CONV_KERNEL: Final = 16
 MAX_SELECTOR_RANK: Final = 1 << 12
 MAX_SELECTOR_TOP_K: Final = 256
 FIRST_CONTEXT_ROWS: Final = 1024  # of a layer that take memory at once
+
+
+@dataclass(frozen=True)
+class DflashRope:
+    """The rotary embedding of all layers, over all of a head, its halves rotated against each other."""
+
+    theta: float
+    yarn: Yarn | None = None
+    magnitude: float = 1.0  # of cosines and sines
+    divisor: float = 1.0  # of all frequencies
+
+    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float64]:
+        """Radians per position, [head_dim / 2]."""
+        plain: NDArray[np.float64] = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.yarn is None:
+            return plain / self.divisor
+        factors: NDArray[np.float64] = np.array(self.yarn.frequency_factors(RopeSpec(head_dim, self.theta)))
+        return plain * factors
+
+    def cos_sin(
+        self, positions: NDArray[np.integer], head_dim: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines, times the magnitude, of positions [n]: both [n, head_dim / 2]."""
+        angles = positions[:, None].astype(np.float64) * self.inverse_frequencies(head_dim)
+        cos, sin = self.magnitude * np.cos(angles), self.magnitude * np.sin(angles)
+        return cos.astype(np.float32), sin.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -75,7 +101,7 @@ class DflashSpec:
     rope: DflashRope
     block_size: int  # rows of the longest block, the anchor included
     mask_id: int  # the token of all other rows, below vocab_size
-    taps: tuple[int, ...]  # ascending: layers of the target after which its residual stream is read
+    aux_layers: tuple[int, ...]  # ascending: layers of the target after which its residual stream is read
     num_target_layers: int | None  # None: the file does not say
     layers: tuple[DflashLayer, ...]
     second: Dflash2Spec | None = None  # None: a drafter of the first kind
@@ -93,8 +119,8 @@ class DflashSpec:
 
     @property
     def feature_size(self) -> int:
-        """Width of the features of a row, the tapped residual streams one behind the other."""
-        return len(self.taps) * self.hidden_size
+        """Width of the features of a row: the residual streams after the auxiliary layers, side by side."""
+        return len(self.aux_layers) * self.hidden_size
 
     @property
     def query_dim(self) -> int:
@@ -117,6 +143,33 @@ class DflashSpec:
         return sum(
             room if window is None else min(room, window + max(window, self.block_size)) for window in windows
         )
+
+
+@dataclass(frozen=True)
+class DraftLattice:
+    """K candidates of each of L positions, and how likely they are.
+
+    token_ids: int64 [L, K], the likeliest first by the target's head alone.
+
+    log_probs: float64. [L, K] if a position does not depend on the token before it: over the whole
+    vocabulary. [L, K, K] if it does: log_probs[d, a, b] of candidate b after candidate a of the position
+    before, over the candidates; at the first position a has no meaning, since the anchor is before it.
+    """
+
+    token_ids: NDArray[np.int64]
+    log_probs: NDArray[np.float64]
+
+    @property
+    def is_conditional(self) -> bool:
+        return self.log_probs.ndim == 3
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every position has a likeliest candidate, and none is not a number.
+
+        −infinity is a candidate that the head excludes.
+        """
+        return bool(np.isfinite(self.log_probs.max(axis=-1)).all())  # of a row with NaN, that is NaN
 
 
 def visible_rows(
@@ -202,8 +255,8 @@ def check_target(spec: DflashSpec, target: ModelSpec) -> None:
                 f"the drafter is for a model with {what.format(drafter_has)}, and the model has "
                 f"{target_has}: {advice}"
             )
-    if spec.taps[-1] >= target.num_layers:
+    if spec.aux_layers[-1] >= target.num_layers:
         raise ConfigError(
-            f"the drafter reads the state after layer {spec.taps[-1]}, and the last layer of the model is "
-            f"{target.num_layers - 1}: {advice}"
+            f"the drafter reads the state after layer {spec.aux_layers[-1]}, and the last layer of the model "
+            f"is {target.num_layers - 1}: {advice}"
         )

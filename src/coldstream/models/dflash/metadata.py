@@ -1,26 +1,28 @@
-"""Reads the spec of a DFlash drafter from the metadata of a GGUF file.
+"""The metadata of a DFlash drafter's GGUF file: read into a spec, and written from one.
 
 Two conventions exist. Mainline's architecture is `dflash`: its `target_layers` are the layers *before* which
 the target's residual stream is read, one more than Hugging Face's numbers, and the mask token is a key of the
-tokenizer. The older architectures `dflash-draft` and `qwen35-dflash-draft` have Hugging Face's numbers in
-keys behind `<architecture>.dflash.`.
+tokenizer. `num_target_layers` is a key of ours, which other programs pass over. The older architectures
+`dflash-draft` and `qwen35-dflash-draft` have Hugging Face's numbers in keys behind `<architecture>.dflash.`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from coldstream.errors import InconsistentError, UnsupportedError
+import numpy as np
+
+from coldstream.errors import InconsistentError, LimitError, UnsupportedError
+from coldstream.gguf.header_bytes import MetaValue
 from coldstream.gguf.messages import RECONVERT
 from coldstream.gguf.metadata import Metadata
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash import spec as limits
-from coldstream.models.dflash.numbers import check_numbers, read_second
-from coldstream.models.dflash.rope import DflashRope
-from coldstream.models.dflash.spec import DflashSpec, layers_of
+from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashRope, DflashSpec, layers_of
 from coldstream.models.spec.hyperparameters import MAX_HEADS
 
 _TOKENS: Final = "tokenizer.ggml.tokens"
+_MASK_ID: Final = "tokenizer.ggml.mask_token_id"
 # Values that change nothing, of keys for what is not computed here.
 _NEUTRAL: Final[Mapping[str, float]] = {
     "logit_scale": 1.0, "embedding_scale": 1.0, "final_logit_softcapping": 0.0,
@@ -42,32 +44,35 @@ class _Convention:
     """What an architecture calls a drafter's own numbers."""
 
     prefix: str  # behind the architecture and its dot
-    taps: str
-    tap_offset: int  # of the file's numbers above Hugging Face's
+    aux_layers: str
+    offset: int  # of the file's numbers of layers above Hugging Face's
     mask_id: str | None  # None: a key of the tokenizer
-    num_target_layers: str | None = None
+    num_target_layers: str
     others: tuple[str, ...] = ()  # that say nothing which is not said elsewhere
 
     @property
     def own(self) -> set[str]:
-        names = (self.taps, self.mask_id, self.num_target_layers, "block_size", *_SECOND_NAMES, *self.others)
+        names = (
+            self.aux_layers,
+            self.mask_id,
+            self.num_target_layers,
+            "block_size",
+            *_SECOND_NAMES,
+            *self.others,
+        )
         return {f"{self.prefix}{name}" for name in names if name is not None}
 
 
 _SECOND_NAMES: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_MAINLINE: Final = _Convention("", "target_layers", 1, None, "num_target_layers")
 _OLDER: Final = _Convention(
     "dflash.", "target_layer_ids", 0, "mask_token_id", "n_target_layers", ("n_target_features",)
 )
 ARCHITECTURES: Final[Mapping[str, _Convention]] = {
-    "dflash": _Convention("", "target_layers", 1, None),
+    "dflash": _MAINLINE,
     "dflash-draft": _OLDER,
     "qwen35-dflash-draft": _OLDER,
 }
-
-
-def is_dflash(metadata: Mapping[str, object]) -> bool:
-    """Whether a GGUF file with this metadata says that it is a DFlash drafter."""
-    return metadata.get("general.architecture") in ARCHITECTURES
 
 
 def spec_of_metadata(keys: Metadata) -> DflashSpec:
@@ -81,6 +86,69 @@ def spec_of_metadata(keys: Metadata) -> DflashSpec:
         problem = f"{name!r:.60}, drafters are {', '.join(ARCHITECTURES)}: give a DFlash drafter"
         raise keys.error(UnsupportedError, "general.architecture", problem)
     return _Reader(keys, name, ARCHITECTURES[name]).spec()
+
+
+def metadata_of(spec: DflashSpec) -> dict[str, MetaValue]:
+    """The metadata of a GGUF file in mainline's convention, from which `spec_of_metadata` reads the spec.
+
+    A float is stored as `header_bytes` does; the epsilon of norms is one of single precision, in which they
+    are computed.
+    """
+    values: dict[str, MetaValue] = {
+        "vocab_size": spec.vocab_size,
+        "block_count": spec.num_layers,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.ffn_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.layer_norm_rms_epsilon": float(np.float32(spec.rms_norm_eps)),
+        "block_size": spec.block_size,
+        "target_layers": [layer + _MAINLINE.offset for layer in spec.aux_layers],
+        **_layers_metadata(spec.layers),
+        **_rope_metadata(spec.rope),
+    }
+    if spec.num_target_layers is not None:
+        values["num_target_layers"] = spec.num_target_layers
+    if spec.second is not None:
+        second = spec.second
+        numbers = (second.conv_kernel, second.conv_group, second.selector_rank, second.selector_top_k)
+        values |= dict(zip(_SECOND_NAMES, numbers, strict=True))
+    named = {f"dflash.{name}": value for name, value in values.items()}
+    return {"general.architecture": "dflash", **named, _MASK_ID: spec.mask_id}
+
+
+def _layers_metadata(layers: tuple[DflashLayer, ...]) -> dict[str, MetaValue]:
+    values: dict[str, MetaValue] = {}
+    windows = {layer.window for layer in layers if layer.window is not None}
+    if windows:
+        (window,) = windows  # no file has several
+        values["attention.sliding_window"] = window
+        values["attention.sliding_window_pattern"] = [layer.window is not None for layer in layers]
+    if layers != layers_of(tuple(layer.window for layer in layers), None):
+        (is_causal,) = {layer.is_causal for layer in layers}
+        values["attention.causal"] = is_causal
+    return values
+
+
+def _rope_metadata(rope: DflashRope) -> dict[str, MetaValue]:
+    values: dict[str, MetaValue] = {"rope.freq_base": rope.theta}
+    magnitude = rope.magnitude
+    if rope.yarn is not None:
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope.yarn.factor,
+            "rope.scaling.original_context_length": rope.yarn.original_context,
+            "rope.scaling.yarn_beta_fast": rope.yarn.beta_fast,
+            "rope.scaling.yarn_beta_slow": rope.yarn.beta_slow,
+        }
+        magnitude /= yarn_magnitude(rope.yarn.factor)
+    elif rope.divisor != 1.0:
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.divisor}
+    if magnitude != 1.0:
+        values["rope.scaling.attn_factor"] = magnitude
+    return values
 
 
 @dataclass(frozen=True)
@@ -110,7 +178,7 @@ class _Reader:
         head_dim = self.integer("attention.key_length", 2, limits.MAX_HEAD_DIM)
         windows = self._windows(self.integer("block_count", 1, limits.MAX_DFLASH_LAYERS))
         causal = self.key("attention.causal")
-        taps = self._taps()
+        aux_layers = self._aux_layers()
         spec = DflashSpec(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
@@ -122,8 +190,8 @@ class _Reader:
             rope=self._rope(),
             block_size=keys.integer(self.own("block_size"), 2, limits.MAX_BLOCK_SIZE),
             mask_id=keys.integer(self._mask_key(), 0, vocab_size - 1),
-            taps=taps,
-            num_target_layers=self._num_target_layers(taps),
+            aux_layers=aux_layers,
+            num_target_layers=self._num_target_layers(aux_layers),
             layers=layers_of(windows, keys.flag(causal) if causal in keys else None),
             second=self._second(hidden_size, vocab_size),
         )
@@ -131,13 +199,13 @@ class _Reader:
         check_numbers(
             spec,
             keys,
-            taps=self.own(self.convention.taps),
+            aux_layers=self.own(self.convention.aux_layers),
             num_kv_heads=self.key("attention.head_count_kv"),
             head_dim=self.key("attention.key_length"),
         )
         return spec
 
-    def _second(self, hidden_size: int, vocab_size: int) -> limits.Dflash2Spec | None:
+    def _second(self, hidden_size: int, vocab_size: int) -> Dflash2Spec | None:
         kernel, group, rank, top_k = (self.own(name) for name in _SECOND_NAMES)
         return read_second(self.keys, (kernel, group, rank, top_k), hidden_size, vocab_size)
 
@@ -166,7 +234,7 @@ class _Reader:
 
     def _mask_key(self) -> str:
         mask_id = self.convention.mask_id
-        return "tokenizer.ggml.mask_token_id" if mask_id is None else self.own(mask_id)
+        return _MASK_ID if mask_id is None else self.own(mask_id)
 
     def _vocab_size(self) -> int:
         tokens = self.keys.get(_TOKENS)
@@ -177,18 +245,20 @@ class _Reader:
             raise self.keys.error(InconsistentError, _TOKENS, problem)
         return vocab_size
 
-    def _taps(self) -> tuple[int, ...]:
-        offset = self.convention.tap_offset
-        values = self.keys.integers(self.own(self.convention.taps), offset, limits.MAX_TAP_ID)
+    def _aux_layers(self) -> tuple[int, ...]:
+        offset = self.convention.offset
+        values = self.keys.integers(self.own(self.convention.aux_layers), offset, limits.MAX_TARGET_LAYERS)
         return tuple(value - offset for value in values)
 
-    def _num_target_layers(self, taps: tuple[int, ...]) -> int | None:
-        """Converters have written the number of taps there too, which says nothing of the target."""
+    def _num_target_layers(self, aux_layers: tuple[int, ...]) -> int | None:
+        """Older converters have written the number of auxiliary layers there too, which says nothing of the
+        target.
+        """
         name = self.convention.num_target_layers
-        if name is None or self.own(name) not in self.keys:
+        if self.own(name) not in self.keys:
             return None
-        value = self.keys.integer(self.own(name), 1, limits.MAX_TAP_ID)
-        return None if value == len(taps) else value
+        value = self.keys.integer(self.own(name), 1, limits.MAX_TARGET_LAYERS)
+        return None if self.convention is _OLDER and value == len(aux_layers) else value
 
     def _windows(self, num_layers: int) -> tuple[int | None, ...]:
         window = self.integer("attention.sliding_window", 0, limits.MAX_POSITIONS, 0)
@@ -221,3 +291,49 @@ class _Reader:
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         )
         return DflashRope(theta, yarn, magnitude * yarn_magnitude(factor))
+
+
+def check_numbers(
+    spec: DflashSpec, keys: Metadata, *, aux_layers: str, num_kv_heads: str, head_dim: str
+) -> None:
+    """Raises InconsistentError or LimitError for numbers that fit no drafter together, naming the key.
+
+    aux_layers, num_kv_heads, head_dim: what the file calls them.
+    """
+    if spec.num_heads % spec.num_kv_heads:
+        problem = f"{spec.num_kv_heads} heads of keys do not divide {spec.num_heads} of queries"
+        raise keys.error(InconsistentError, num_kv_heads, problem)
+    if spec.head_dim % 2:
+        raise keys.error(InconsistentError, head_dim, f"{spec.head_dim} is odd, and halves are rotated")
+    if not spec.aux_layers or list(spec.aux_layers) != sorted(set(spec.aux_layers)):
+        problem = f"{list(spec.aux_layers)!s:.60}: expected layers in ascending order"
+        raise keys.error(InconsistentError, aux_layers, problem)
+    if len(spec.aux_layers) > limits.MAX_AUX_LAYERS:
+        raise keys.error(
+            LimitError, aux_layers, f"{len(spec.aux_layers)} layers, the limit is {limits.MAX_AUX_LAYERS}"
+        )
+    if spec.num_target_layers is not None and spec.aux_layers[-1] >= spec.num_target_layers:
+        problem = f"layer {spec.aux_layers[-1]} of a model with {spec.num_target_layers} layers"
+        raise keys.error(InconsistentError, aux_layers, problem)
+
+
+def read_second(
+    keys: Metadata, names: tuple[str, str, str, str], hidden_size: int, vocab_size: int
+) -> Dflash2Spec | None:
+    """The numbers of the second kind; None if the file has none of them.
+
+    names: what it calls the rows of a convolution, its groups, the selector's rank and its candidates.
+    """
+    if not any(name in keys for name in names):
+        return None
+    kernel, group, rank, top_k = names
+    second = Dflash2Spec(
+        conv_kernel=keys.integer(kernel, 1, limits.MAX_CONV_KERNEL),
+        conv_group=keys.integer(group, 1, hidden_size),
+        selector_rank=keys.integer(rank, 1, limits.MAX_SELECTOR_RANK),
+        selector_top_k=keys.integer(top_k, 1, min(limits.MAX_SELECTOR_TOP_K, vocab_size)),
+    )
+    if hidden_size % second.conv_group:
+        problem = f"{second.conv_group} does not divide the hidden size {hidden_size}"
+        raise keys.error(InconsistentError, group, problem)
+    return second

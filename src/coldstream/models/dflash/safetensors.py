@@ -1,18 +1,20 @@
-"""SafetensorsFile: tensors in the safetensors format, of one file or of several in a folder with an index.
+"""Safetensors files that cannot be trusted: tensors of one file, or of several in a folder with an index.
 
 The library checks the structure of each file: tensors lie inside it, side by side, in sizes that suit their
 types. What it lets pass is checked here: names that appear twice, types that are no weights, and an index
 that says something else than the files. Weights are read by pread and never mapped.
 """
 
+import json
 import os
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from coldstream.errors import (
@@ -20,17 +22,19 @@ from coldstream.errors import (
     InconsistentError,
     LimitError,
     ModelChangedError,
+    ModelNotFoundError,
     UnsupportedError,
 )
 from coldstream.gguf.messages import DAMAGED, INCOMPLETE, shorten
-from coldstream.models.dflash.safetensors_names import FILE_NAME, INDEX_NAME
-from coldstream.models.dflash.strict_json import open_regular, parse_object, read_object
+from coldstream.gguf.quant_types import QuantType
 
+FILE_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 1 << 24
 MAX_FILES: Final = 256
-DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES: Final = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
 _ADVICE: Final = "Give a folder with the drafter's weights and config.json"
-_MAX_READ_BYTES: Final = 1 << 30  # Linux reads at most 2 GiB at once
+_PIECE_BYTES: Final = 1 << 24  # of a tensor, read at once
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,24 @@ class _Place:
     path: Path
     descriptor: int
     offset: int  # in the file
-    dtype: torch.dtype
+    quant_type: QuantType
     shape: tuple[int, ...]
+    num_bytes: int
 
 
 class SafetensorsFile:
     """Open files. Use as a context manager, or call `close`.
 
     shapes  by name
+    types   by name: F32, F16 or BF16
+    paths   of the files
     """
 
-    def __init__(self, places: dict[str, _Place], cleanup: ExitStack) -> None:
+    def __init__(self, places: Mapping[str, _Place], cleanup: ExitStack) -> None:
         self._places, self._cleanup = places, cleanup
         self.shapes = {name: place.shape for name, place in places.items()}
+        self.types = {name: place.quant_type for name, place in places.items()}
+        self.paths = tuple(dict.fromkeys(place.path for place in places.values()))
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -80,27 +89,24 @@ class SafetensorsFile:
                 )
             return cls(places, cleanup.pop_all())
 
-    def read(self, name: str) -> torch.Tensor:
-        """A copy in the file's own type, on the CPU. Raises ModelChangedError if the file shrank."""
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor in order, some at a time. Raises ModelChangedError if the file shrank."""
         place = self._places[name]
-        values = torch.empty(place.shape, dtype=place.dtype)
-        view = values.view(-1).view(torch.uint8).numpy().data
         done = 0
-        while done < len(view):
+        while done < place.num_bytes:
+            wanted = min(_PIECE_BYTES, place.num_bytes - done)
             try:
-                count = os.preadv(
-                    place.descriptor, [view[done : done + _MAX_READ_BYTES]], place.offset + done
-                )
+                piece = os.pread(place.descriptor, wanted, place.offset + done)
             except OSError as error:
                 raise ModelChangedError(
                     f"{shorten(place.path)}: {name:.80} cannot be read: {error.strerror}"
                 ) from error
-            if count == 0:
+            if not piece:
                 raise ModelChangedError(
                     f"{shorten(place.path)}: the file ends within {name:.80}: it shrank, load it again"
                 )
-            done += count
-        return values
+            done += len(piece)
+            yield piece
 
     def close(self) -> None:
         """Closes all files; calling twice is harmless."""
@@ -152,8 +158,8 @@ def _places(path: Path, cleanup: ExitStack) -> dict[str, _Place]:
                 f"{shorten(path)}: {name:.80} has the type {dtype:.20}, supported are {', '.join(DTYPES)}: "
                 "choose another drafter"
             )
-        offset = data_start + header[name]["data_offsets"][0]
-        places[name] = _Place(path, descriptor, offset, DTYPES[dtype], shapes[name])
+        first, end = header[name]["data_offsets"]
+        places[name] = _Place(path, descriptor, data_start + first, DTYPES[dtype], shapes[name], end - first)
     return places
 
 
@@ -165,3 +171,57 @@ def _header(path: Path, descriptor: int) -> tuple[dict[str, Any], int]:
             f"{shorten(path)}: a header of {size} bytes, the limit is {MAX_HEADER_BYTES}: {DAMAGED}"
         )
     return parse_object(os.pread(descriptor, size, 8), path), 8 + size
+
+
+def open_regular(path: Path, advice: str) -> int:
+    """A descriptor of a regular file to read.
+
+    Raises ModelNotFoundError, with `advice`, if it cannot be opened, and UnsupportedError if it is something
+    else: a pipe, say, which would be waited for.
+    """
+    try:
+        # Before it is opened, because opening alone has effects on some devices.
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        raise ModelNotFoundError(f"{shorten(path)}: {error.strerror}. {advice}") from error
+    raise UnsupportedError(f"{shorten(path)} is not a regular file. {advice}")
+
+
+def read_object(path: Path, max_bytes: int, advice: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises as `open_regular` and `parse_object`, and LimitError if the file has more than max_bytes.
+    """
+    with open(open_regular(path, advice), "rb") as file:
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise LimitError(f"{shorten(path)} has more than {max_bytes} bytes: {DAMAGED}")
+    return parse_object(text, path)
+
+
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `text`; `path` is for messages.
+
+    Raises DuplicateError for a name that appears twice in an object, and InconsistentError for what is not
+    JSON, NaN and infinities included, or nested deeper than Python follows.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DuplicateError(f"{shorten(path)}: {twice:.80} appears twice: {DAMAGED}")
+        return values
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    try:
+        values = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InconsistentError(f"{shorten(path)} is not valid JSON ({error!s:.80}): {DAMAGED}") from error
+    if not isinstance(values, dict):
+        raise InconsistentError(f"{shorten(path)} is not a JSON object: {DAMAGED}")
+    return values

@@ -1,39 +1,53 @@
-"""A DFlash drafter in PyTorch: the context of a sequence, and drafts of whole blocks after it.
+"""A DFlash drafter in PyTorch, which defines what the drafters of the package compute.
 
-A committed row is the residual streams of the target after some of its layers. It becomes one vector, of
-which every layer keeps keys and values. A draft computes a block of noise rows at the positions behind: the
-anchor, which is the newest token, and mask tokens. They attend to the context and to each other, and what a
-row gives through the target's head are the candidates at its position. Keys and values of noise rows are
-forgotten with the draft.
-
-A target accepts only what it would have said itself, so that nothing here changes a token: arithmetic is
-PyTorch's, and the same for the same calls. On a GPU `cuda/dflash.py` computes the same.
+It is compared with the published implementation and with llama.cpp (test_dflash.py); `models/cpu/dflash.py`
+and `models/cuda/` are compared with it. `models/cpu/dflash.py` says what a drafter does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from coldstream.errors import GenerationFault, OutOfMemoryError
+from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.draft_block import reference
-from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
-from coldstream.models.dflash.convolution import Convolution
+from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.lattice import DraftLattice
-from coldstream.models.dflash.spec import DflashLayer, DflashSpec, tensor_shapes, visible_rows
+from coldstream.models.dflash.spec import (
+    DflashLayer,
+    DflashSpec,
+    DraftLattice,
+    tensor_shapes,
+    visible_rows,
+)
 
-# Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
-# as long as dozens of them.
-MOST_WAITING: Final = 64
-
+MOST_WAITING = 64  # rows that wait for a draft
 Embed = Callable[[Sequence[int]], Any]  # token ids → float32 [n, E], an array or a tensor
 Head = Callable[[Any], Any]  # a tensor of hidden states, float32 [n, E] → float32 logits [n, V]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A short causal convolution of noise rows, whose weights depend on the row.
+
+    The same row gives the weights of both sides, before a sublayer and behind it.
+    """
+
+    base: torch.Tensor  # [2, kernel, E]
+    proj: torch.Tensor  # [2 · kernel · groups, E]
+
+    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
+        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
+        return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
+
+    def apply(self, x: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
+        """See `reference.convolve`; dynamic: as `dynamic` has it."""
+        return reference.convolve(x, self.base[side], dynamic[:, side])
 
 
 @dataclass(frozen=True)
@@ -102,22 +116,13 @@ class DflashModel:
 
     @classmethod
     def load(cls, file: DflashFile, embed: Embed, head: Head) -> Self:
-        """Copies the weights to the CPU's memory, as float32.
-
-        embed, head: of the target, called while drafting. Raises ModelChangedError if the file shrank, and
-        OutOfMemoryError.
-        """
-        with torch_errors("loading a drafter"):
-            tensors = {name: file.read(name).float() for name in tensor_shapes(file.spec)}
+        """Copies the weights, as float32. embed, head: of the target."""
+        tensors = {name: torch.from_numpy(values) for name, values in read_tensors(file).items()}
         return cls(file.spec, tensors, embed, head)
 
     def new_sequence(self) -> "DflashSequence":
         """An empty sequence. It takes no memory before its first row."""
         return DflashSequence(self)
-
-    def new_rows(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for keys or values."""
-        return torch.empty(shape, dtype=torch.float32)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
@@ -137,11 +142,38 @@ class DflashModel:
         return reference.rotate(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
 
 
-class DflashSequence(CommittedRows[ContextRows]):
-    """The context of one sequence. Raises OutOfMemoryError or GenerationFault if PyTorch fails."""
+class LayerRows:
+    """Keys and values of committed rows of a layer, the last `window` or all, with their positions."""
+
+    num_bytes = 0  # of no interest here
+
+    def __init__(self, num_kv_heads: int, head_dim: int, window: int | None) -> None:
+        self._first = 0 if window is None else -window  # that is kept
+        self.keys, self.values = (torch.empty((0, num_kv_heads, head_dim)) for _ in range(2))
+        self.positions = np.empty(0, np.int64)
+
+    @property
+    def last_position(self) -> int:
+        return int(self.positions[-1]) if len(self.positions) else -1
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, positions: NDArray[np.int64]) -> None:
+        kept = slice(self._first, None)
+        self.keys = torch.cat((self.keys, keys))[kept]
+        self.values = torch.cat((self.values, values))[kept]
+        self.positions = np.concatenate((self.positions, positions))[kept]
+
+    def cut(self, length: int) -> None:
+        count = int(np.searchsorted(self.positions, length))
+        self.keys, self.values = self.keys[:count], self.values[:count]
+        self.positions = self.positions[:count]
+
+
+class DflashSequence(CommittedRows[LayerRows]):
+    """The context of one sequence."""
 
     def __init__(self, model: DflashModel) -> None:
-        super().__init__(new_contexts(model.spec, model.new_rows), MOST_WAITING)
+        sizes = model.spec.num_kv_heads, model.spec.head_dim
+        super().__init__([LayerRows(*sizes, layer.window) for layer in model.spec.layers], MOST_WAITING)
         self._model = model
 
     @property
@@ -150,8 +182,7 @@ class DflashSequence(CommittedRows[ContextRows]):
 
     @torch.inference_mode()
     def _copied(self, features: Any) -> torch.Tensor:
-        with torch_errors("the context of a drafter"):
-            return torch.as_tensor(features).to(torch.float32, copy=True)
+        return torch.as_tensor(features).to(torch.float32, copy=True)
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -159,27 +190,20 @@ class DflashSequence(CommittedRows[ContextRows]):
     @torch.inference_mode()
     def _compute(self, parts: list[torch.Tensor], positions: NDArray[np.int64]) -> None:
         model = self._model
-        with torch_errors("the context of a drafter"):
-            context = model.norm(functional.linear(self._joined(parts), model.fc), model.hidden_norm)
-            rotations = model.rotations(positions)
-            for weights, rows in zip(model.layers, self._contexts, strict=True):
-                rows.append(*model.keys_values(context, weights, rotations), positions)
+        context = model.norm(functional.linear(self._joined(parts), model.fc), model.hidden_norm)
+        rotations = model.rotations(positions)
+        for weights, rows in zip(model.layers, self._contexts, strict=True):
+            rows.append(*model.keys_values(context, weights, rotations), positions)
 
     @torch.inference_mode()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
-        """Drafts num_rows − 1 positions after the token `anchor`, which follows the committed rows.
-
-        num_rows: 2 … spec.block_size; a longer block is not a longer draft of a shorter one.
-        num_candidates: of every position, for a drafter of the first kind; the second has its own number.
-        Raises OutOfMemoryError or GenerationFault if PyTorch fails.
-        """
+        """See `CpuDflashSequence.draft`."""
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
-        with torch_errors("a draft"):
-            hidden = self.hidden(anchor, num_rows)[1:]
-            logits = torch.as_tensor(self._model.head(hidden))
-            if self._model.selector is None:
-                return _marginals(logits, num_candidates)
-            return self._selected(self._model.selector, hidden, logits, anchor)
+        hidden = self.hidden(anchor, num_rows)[1:]
+        logits = torch.as_tensor(self._model.head(hidden))
+        if self._model.selector is None:
+            return _marginals(logits, num_candidates)
+        return self._selected(self._model.selector, hidden, logits, anchor)
 
     @torch.inference_mode()
     def hidden(self, anchor: int, num_rows: int) -> torch.Tensor:
@@ -199,7 +223,7 @@ class DflashSequence(CommittedRows[ContextRows]):
         self,
         x: torch.Tensor,
         weights: LayerWeights,
-        rows: ContextRows,
+        rows: LayerRows,
         block: _Block,
     ) -> torch.Tensor:
         """What attention adds to the residual stream x [B, E]."""
@@ -211,10 +235,9 @@ class DflashSequence(CommittedRows[ContextRows]):
             x = conv.apply(x, dynamic, 0)
         queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
         queries = reference.rotate(model.norm(queries, weights.attn_q_norm), block.rotations)
-        window = weights.layer.window
-        first = 0 if window is None else int(block.positions[0]) - window + 1
         keys, values = model.keys_values(x, weights, block.rotations)
-        keys, values, positions = rows.with_block(first, keys, values, block.positions)
+        keys, values = torch.cat((rows.keys, keys)), torch.cat((rows.values, values))
+        positions = np.concatenate((rows.positions, block.positions))
         mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions))
         result = functional.linear(mixed, weights.attn_output)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
@@ -243,20 +266,6 @@ class DflashSequence(CommittedRows[ContextRows]):
         return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())
 
 
-@contextmanager
-def torch_errors(what: str) -> Iterator[None]:
-    """Raises coldstream's errors for those of PyTorch inside."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # On the CPU PyTorch has no type of its own for it.
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
-            raise OutOfMemoryError(
-                f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
-            ) from error
-        raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error
-
-
 def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix: str) -> LayerWeights:
     def conv(name: str) -> Convolution | None:
         base = tensors.get(f"{prefix}{name}_base")
@@ -275,3 +284,18 @@ def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:
     best, token_ids = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
     log_probs = best.double() - logits.double().logsumexp(dim=-1, keepdim=True)
     return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())
+
+
+def tables_of(runner: CpuRunner) -> tuple[Embed, Head]:
+    """The embedding and the head of a target on the CPU."""
+    ops, model = CpuOps.beside(runner._ops), runner._model
+    return (
+        lambda token_ids: ops.embed(model.token_embd, np.array(token_ids, np.int32)),
+        lambda hidden: ops.linear(np.ascontiguousarray(hidden, np.float32), (model.output,))[0],
+    )
+
+
+def read_tensors(file: DflashFile) -> dict[str, np.ndarray]:
+    """All tensors of a drafter by the names of `tensor_shapes`, as float32."""
+    ops = CpuOps(1)
+    return {name: ops.read_values(file.gguf, file.tensor(name)) for name in tensor_shapes(file.spec)}
