@@ -2,6 +2,7 @@
 
     python -m tools.prose                 words a sentence by room and by page, and retired words by room
     python -m tools.prose --places WORD   where a retired word stands
+    python -m tools.prose --long          the sentences of more than 28 words, by file
     python -m tools.prose --check         exit 1 above 28 words at the 90th percentile, or with a retired word
     python -m tools.prose --json          the same figures for programs
 
@@ -22,6 +23,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -53,18 +55,25 @@ class Word:
 
     def in_prose(self, text: str) -> list[str]:
         """Every match that no allowed use covers."""
+        matches = list(self.prose.finditer(text))
+        if not matches:
+            return []
         free = [match.span() for pattern in self.allowed for match in pattern.finditer(text)]
         return [
             match[0]
-            for match in self.prose.finditer(text)
+            for match in matches
             if not any(start <= match.start() and match.end() <= end for start, end in free)
         ]
 
     def in_identifier(self, identifier: str) -> bool:
         """Whether one of its parts is the word."""
-        if identifier in self.identifiers:
-            return False
-        return any(part.lower() in self.parts for part in _PART.findall(identifier))
+        return identifier not in self.identifiers and not self.parts.isdisjoint(parts_of(identifier))
+
+
+@cache
+def parts_of(identifier: str) -> frozenset[str]:
+    """The words of an identifier, in small letters: `few_rows` and `FewRows` have two."""
+    return frozenset(part.lower() for part in _PART.findall(identifier))
 
 
 @dataclass(frozen=True)
@@ -225,19 +234,17 @@ def places(path: str, source: Source, words: Sequence[Word]) -> list[Place]:
         for match in word.in_prose(text)
     ]
     names = [(0, Path(path).stem), *source.identifiers]
-    return found + [
-        Place(word.name, path, line, name, True)
-        for word in words
-        for line, name in names
-        if word.in_identifier(name)
-    ]
+    different = {name for _, name in names}
+    retired = {name: [word.name for word in words if word.in_identifier(name)] for name in different}
+    return found + [Place(word, path, line, name, True) for line, name in names for word in retired[name]]
 
 
 @dataclass
 class Report:
-    """Words of each sentence by file, and places of retired words."""
+    """Words of each sentence by file, sentences above the limit, and places of retired words."""
 
     counts: dict[str, list[int]] = field(default_factory=dict)
+    long: list[tuple[str, str]] = field(default_factory=list)  # path and sentence
     found: list[Place] = field(default_factory=list)
 
     def by_room(self) -> dict[str, list[int]]:
@@ -259,6 +266,7 @@ def measure(root: Path, paths: Sequence[str], words: Sequence[Word]) -> Report:
         source = READERS[LANGUAGES[Path(path).suffix]]((root / path).read_text())
         if source.sentences:
             report.counts[path] = [count_words(sentence) for sentence in source.sentences]
+            report.long += [(path, each) for each in source.sentences if count_words(each) > MAX_WORDS]
         report.found.extend(places(path, source, words))
     return report
 
@@ -309,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", help="files below the root; all that are tracked otherwise")
     parser.add_argument("--check", action="store_true", help="exit 1 if anything is too long or retired")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--long", action="store_true", help="print the sentences of too many words")
     parser.add_argument("--places", metavar="WORD", help="print where a retired word stands")
     options = parser.parse_args(arguments)
     words = load_words()
@@ -319,6 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for place in report.found:
             if place.word == options.places:
                 print(f"{place.path}:{place.line}: {place.text}")
+    elif options.long:
+        for path, sentence in report.long:
+            print(f"{path}: {sentence}")
     elif options.check:
         print("\n".join(failures(report)))
         return int(bool(failures(report)))

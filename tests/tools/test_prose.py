@@ -66,6 +66,11 @@ def test_sentences_of_a_page_are_those_of_paragraphs_and_items() -> None:
     ]
 
 
+def test_a_second_paragraph_of_an_item_is_no_code() -> None:
+    page = "1. An item.\n\n    Its second paragraph.\n\nNo item.\n\n    code()\n"
+    assert prose.read_markdown(page).sentences == ["An item.", "Its second paragraph.", "No item."]
+
+
 def test_a_module_has_sentences_in_docstrings_and_prose_in_comments_and_messages() -> None:
     found = prose.read_python(MODULE)
     assert set(found.sentences) == {"A head of a module.", "Its second paragraph goes on.", "Counts rows."}
@@ -177,6 +182,7 @@ def test_long_sentences_and_retired_words_fail_a_check(tmp_path: Path) -> None:
         f"long.md: 90th percentile {prose.MAX_WORDS + 1} words",
         "w: 1 places",
     ]
+    assert report.long == [("long.md", long)]
     figures = json.loads(prose.as_json(report))
     assert figures["pages"]["long.md"] == {
         "sentences": 2,
@@ -192,11 +198,11 @@ def test_file_names_are_read_too(tmp_path: Path) -> None:
     assert [place.text for place in report.found] == ["few_rows"]
 
 
-def test_it_reads_every_file_of_this_checkout() -> None:
-    report = prose.measure(prose.ROOT, prose.tracked(), prose.load_words())
+def test_it_reads_every_kind_of_file_in_every_room() -> None:
+    of_kind = {(prose.room(path), Path(path).suffix): path for path in prose.tracked()}
+    report = prose.measure(prose.ROOT, sorted(of_kind.values()), prose.load_words())
     assert {"models", "engine", "docs", "tests"} <= report.by_room().keys()
-    assert report.pages().keys() >= {"README.md", "docs/structure.md"}
-    assert isinstance(report, Report)
+    assert {".py", ".md", ".cu", ".cuh", ".h", ".cpp"} <= {suffix for _, suffix in of_kind}
 
 
 def test_an_unknown_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
