@@ -1,4 +1,4 @@
-"""The device that is chosen, and what a model file recommends for sampling."""
+"""An opened model: its warnings, its budget and its plan, and what its file recommends for sampling."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,36 +9,13 @@ from builders import SMALL_EXPERTS, make_model, write_model
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import sampling_defaults
-from coldstream.errors import DeviceError, OutOfMemoryError
+from coldstream.errors import OutOfMemoryError
 from coldstream.gguf import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
-from coldstream.planning import device_choice
-from coldstream.planning.device_choice import choose_device
 from coldstream.planning.gather import Sources, plan_model
 from hash_runner import open_hash_model
-
-
-def unusable() -> None:
-    raise DeviceError("device cuda: too old")
-
-
-def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: True)
-    monkeypatch.setattr(device_choice, "find_gpu", unusable)
-    config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
-    assert (config.device, gpu) == ("cpu", None)
-    assert warnings == ("there is a GPU, but the CPU computes: device cuda: too old",)
-    assert choose_device(EngineConfig("m.gguf", device="cpu"))[2] == ()
-    with pytest.raises(DeviceError, match="too old"):
-        choose_device(EngineConfig("m.gguf", device="cuda"))
-
-
-def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: False)
-    config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
-    assert (config.device, gpu, warnings) == ("cpu", None, ())
 
 
 def test_warnings_are_those_of_the_device_and_of_the_file(
