@@ -31,7 +31,7 @@ from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
-from coldstream.planning.sizes import parse_size
+from coldstream.planning.config import parse_size
 
 CONTEXT = 4096
 PARTS = 4  # of the generated tokens, timed apart

@@ -33,7 +33,7 @@ from bench.full_size_model import FULL_SHAPE
 from bench.memory_limit import filled_memory
 from bench.peers.gpu_peer_library import Context, Model, library_at
 from bench.results import ROOT, write_result
-from coldstream.planning.sizes import parse_size
+from coldstream.planning.config import parse_size
 
 PARTS = ("prefill", "decode", "steps", "sequences")
 SWEEP_TOKENS = 48  # decoded with each number of threads

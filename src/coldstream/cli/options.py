@@ -20,7 +20,7 @@ from coldstream.cli.main import Session
 from coldstream.decoding import SamplingParams
 from coldstream.errors import ConfigError
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
-from coldstream.planning import sizes
+from coldstream.planning import config as settings
 from coldstream.planning.config import DEVICES, SPEC_TYPES, TIERS, EngineConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -33,7 +33,7 @@ _CACHE_HELP = "Type of cached keys and values; either option sets both [default:
 def parse_size(text: str) -> int:
     """A whole number with an optional binary unit: 8192, 8k, 10G, 1.5GiB. Raises click.BadParameter."""
     try:
-        return sizes.parse_size(text)
+        return settings.parse_size(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -23,7 +23,7 @@ from coldstream.cli.options import (
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.engine.limits import MAX_RUNNING, EngineLimits
 from coldstream.errors import ConfigError
-from coldstream.planning.sizes import parse_size
+from coldstream.planning.config import parse_size
 
 if TYPE_CHECKING:
     from coldstream.server.http.settings import ServerSettings

@@ -5,10 +5,9 @@ Where a choice follows from something that has not been counted or measured yet,
 plan; `gather.py` finds out and asks again.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -36,8 +35,6 @@ from coldstream.planning.unknowns import Missing, NotKnownError, RamShape
 from coldstream.planning.workers import pool_of, with_places, with_workers
 
 Array = np.ndarray[Any, Any]
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
 
 ALL_BYTES: Final = 2**62  # a budget without effect
 # What `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it.
@@ -56,7 +53,7 @@ class TooSmall:
 
     tier: Tier
     budget_bytes: int
-    made_of: dict[str, int]
+    made_of: Mapping[str, int]
 
     @property
     def least_bytes(self) -> int:
@@ -64,26 +61,10 @@ class TooSmall:
         return sum(self.made_of.values())
 
 
-def _answers(choice: Callable[Arguments, Answer]) -> Callable[Arguments, Answer | TooSmall | Missing]:
-    """Makes `choice` return why there is no plan, where that is a budget or something that is not known."""
-
-    @wraps(choice)
-    def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer | TooSmall | Missing:
-        try:
-            return choice(*args, **kwargs)
-        except NotKnownError as error:
-            return Missing(error.what)
-        except BudgetTooSmallError as error:
-            return TooSmall(error.tier, error.budget_bytes, dict(error.parts))
-
-    return answer
-
-
-@_answers
 def choose(
     config: EngineConfig, facts: Facts, options: PlanOptions = _NO_OPTIONS, prompt_cache_bytes: int = 0
-) -> RunPlan:
-    """The plan on the device of `config`, which is cpu or cuda.
+) -> RunPlan | TooSmall | Missing:
+    """The plan on the device of `config`, which is cpu or cuda; or why there is none.
 
     Follows the plan that `config` names, or its budgets, or else free memory. prompt_cache_bytes: of RAM,
     within its budget, for kept prefixes of prompts; those of a named plan are its own. Raises ConfigError for
@@ -91,35 +72,37 @@ def choose(
     were asked for and have no place, and a named plan for another device, context or file.
     """
     _check_layers(options, facts.model.spec.num_layers)
-    if facts.given is not None:
-        return _followed(config, facts, facts.given, options)
-    chooser = _Chooser(facts, options, prompt_cache_bytes)
-    concrete = chooser.resolved(config)
-    run = RunPlan(
-        chooser.placed(concrete),
-        0,
-        None if chooser.uses is None else tuple(map(tuple, chooser.uses.tolist())),
-        attention_window=config.attention_window,
-        spec_type=concrete.spec_type,
-        tree_budget=0 if config.tree_budget == "auto" else config.tree_budget,
-        prompt_cache_bytes=prompt_cache_bytes,
-    )
-    return with_workers(run, config, facts, ram_bytes(config, facts.hardware))
+    try:
+        if facts.given is not None:
+            return _followed(config, facts, facts.given, options)
+        return _chosen(config, facts, options, prompt_cache_bytes)
+    except (NotKnownError, BudgetTooSmallError) as error:
+        return _no_plan(error)
 
 
-@_answers
 def place(
     config: EngineConfig, facts: Facts, options: PlanOptions = _NO_OPTIONS, prompt_cache_bytes: int = 0
-) -> PlacementPlan:
+) -> PlacementPlan | TooSmall | Missing:
     """What `choose` places in fast memory: without a plan that `config` names, and before workers."""
     chooser = _Chooser(facts, options, prompt_cache_bytes)
-    return chooser.placed(chooser.resolved(config))
+    try:
+        return chooser.placed(chooser.resolved(config))
+    except (NotKnownError, BudgetTooSmallError) as error:
+        return _no_plan(error)
 
 
-@_answers
-def with_ram(run: RunPlan, facts: Facts, ram: int) -> RunPlan:
+def with_ram(run: RunPlan, facts: Facts, ram: int) -> RunPlan | TooSmall | Missing:
     """`run`, a plan with a pool in RAM beside a GPU, with the pool in `ram` bytes."""
-    return replace(run, pool=pool_of(run, facts, ram))
+    try:
+        return replace(run, pool=pool_of(run, facts, ram))
+    except (NotKnownError, BudgetTooSmallError) as error:
+        return _no_plan(error)
+
+
+def _no_plan(error: NotKnownError | BudgetTooSmallError) -> TooSmall | Missing:
+    if isinstance(error, NotKnownError):
+        return Missing(error.what)
+    return TooSmall(error.tier, error.budget_bytes, error.parts)
 
 
 def concrete_config(config: EngineConfig, run: RunPlan, num_cores: int) -> EngineConfig:
@@ -162,6 +145,22 @@ def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:
         assert hardware.gpu is not None, "a configuration for a GPU needs one, or a budget"
         return hardware.gpu.free_bytes
     return ram_bytes(config, hardware)
+
+
+def _chosen(config: EngineConfig, facts: Facts, options: PlanOptions, prompt_cache_bytes: int) -> RunPlan:
+    """By budgets, or else free memory."""
+    chooser = _Chooser(facts, options, prompt_cache_bytes)
+    concrete = chooser.resolved(config)
+    run = RunPlan(
+        chooser.placed(concrete),
+        0,
+        None if chooser.uses is None else tuple(map(tuple, chooser.uses.tolist())),
+        attention_window=config.attention_window,
+        spec_type=concrete.spec_type,
+        tree_budget=0 if config.tree_budget == "auto" else config.tree_budget,
+        prompt_cache_bytes=prompt_cache_bytes,
+    )
+    return with_workers(run, config, facts, ram_bytes(config, facts.hardware))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Field names are the keyword arguments of `LLM` and, with dashes, the command lin
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -15,7 +16,6 @@ from coldstream.experts.prefetching import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.placement import run_plan
 from coldstream.placement.plan import Tier
-from coldstream.planning.sizes import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
@@ -23,6 +23,9 @@ TIERS = ("auto", "generic", "avx2", "avx512", "amx")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
 MAX_PARALLEL = 64  # whole contexts
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgt]?)(?:i?b)?", re.ASCII)
 
 CacheType = Literal["auto", "i16", "i8", "i4", "i3"]
 DEFAULT_CACHE_TYPE: CacheType = "i16"
@@ -197,6 +200,14 @@ class EngineConfig:
             if isinstance(options.get(name), os.PathLike)
         }
         return cls(**{**options, **paths})
+
+
+def parse_size(text: str) -> int:
+    """A size as people write it, here and on the command line: 8192, 8k, 10G, 1.5GiB. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write for example 4096, 8k or 10G")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _advice(key: str, names: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine.cache_tiers import CacheTiers
 from coldstream.engine.limits import EngineLimits
 from coldstream.errors import ConfigError, shown
-from coldstream.planning.config import EngineConfig
-from coldstream.planning.sizes import parse_size
+from coldstream.planning.config import EngineConfig, parse_size
 from coldstream.ray.prefix_routes import MAX_LEAD
 from coldstream.server.http.settings import ServerSettings, check_exposure, read_api_keys
 from coldstream.server.model_name import name_of
