@@ -1,4 +1,4 @@
-"""The first tables of the page of performance: what a card, or a CPU alone, does with the full-size model."""
+"""The first tables of the page of performance: what a card does with the full-size model."""
 
 from typing import Any
 
@@ -22,15 +22,17 @@ def cards_decode() -> str:
     ]
     header = ["memory of the GPU", "experts on it"]
     for result, _ in machines:
-        link = result["hardware"]["gpu"]["link_bytes_per_s"]
-        header += [f"{result['machine']['cores']} cores, bus {link / 1e9:.0f} GB/s: tok/s", "llama.cpp"]
+        ram, link = result["hardware"]["read_bytes_per_s"], result["hardware"]["gpu"]["link_bytes_per_s"]
+        rates = f"RAM {ram / 1e9:.0f} GB/s, bus {link / 1e9:.0f} GB/s"
+        header += [f"{result['machine']['cores']} cores, {rates}: tok/s", "llama.cpp"]
     rows: list[Row] = []
-    for number, first in enumerate(machines[0][0]["rows"]):
+    for first in machines[0][0]["rows"]:
         share = first["experts_share"]
         row = [f"{first['vram_bytes'] / GIB:.0f} GiB", f"{share:.0%}"]
         for result, peer in machines:
+            (ours,) = [each for each in result["rows"] if abs(each["experts_share"] - share) < SAME_SHARE]
             theirs = [rate for each, rate in peer.items() if abs(each - share) < SAME_SHARE]
-            row += [f"**{result['rows'][number]['tok_s']:.0f}**", f"{theirs[0]:.0f}" if theirs else ""]
+            row += [f"**{ours['tok_s']:.0f}**", f"{theirs[0]:.0f}" if theirs else ""]
         rows.append(row)
     gpu = machines[0][0]["machine"]["gpu"]
     commits = ", ".join(dict.fromkeys(result["commit"] for result, _ in machines))
@@ -39,23 +41,34 @@ def cards_decode() -> str:
 
 def cards_prompts() -> str:
     """Prompts by the memory that experts have on the card, on the machine with sixteen cores."""
-    streamed, before = load("gpu/streaming_shared"), load("gpu/streaming")
-    peer = peer_figures()
+    ours, peer = prompts(), peer_figures()
     theirs = {0: peer["partial"]["prefill_tok_s_none_resident"]}
     theirs[None] = {str(tokens): peer["tok_s"][f"pp{tokens}"] for tokens in PROMPTS}
     rows: list[Row] = []
-    for gib, result in ((0, streamed), (3, streamed), (10, before), (None, before)):
-        found = {row["tokens"]: row["tok_s"] for row in result["rows"] if row["experts_gib"] == gib}
-        cells = [f"{theirs[gib][str(tokens)]:,}" if gib in theirs else "" for tokens in PROMPTS]
-        name = "all" if gib is None else f"{gib} GiB"
-        ours = [f"**{found[tokens]:,.0f}**" for tokens in PROMPTS]
-        rows.append([name, *(each for pair in zip(ours, cells, strict=True) for each in pair)])
+    for gib, rates in ours.items():
+        row = ["all" if gib is None else f"{gib} GiB"]
+        for tokens in PROMPTS:
+            row += [f"**{rates[tokens]:,.0f}**", f"{theirs[gib][str(tokens)]:,}" if gib in theirs else ""]
+        rows.append(row)
     header = ["experts on the GPU"]
     for tokens in PROMPTS:
         header += [f"{tokens:,} tokens: tok/s", "llama.cpp"]
+    streamed, before = load("gpu/streaming_shared"), load("gpu/streaming")
     machine = streamed["machine"]
     where = f"{machine['gpu']}, {machine['cores']} cores, commits {streamed['commit']} and {before['commit']}"
     return table(header, rows) + f"\n{where}: `{streamed['command']}`\n"
+
+
+def prompts() -> dict[int | None, dict[int, float]]:
+    """Tokens a second by the length of the prompt, by GiB of experts on the GPU; None: all.
+
+    The newest figures, which are of none and 3 GiB; the others are of an older commit.
+    """
+    newest, older = load("gpu/streaming_shared"), load("gpu/streaming")
+    return {
+        gib: {row["tokens"]: row["tok_s"] for row in result["rows"] if row["experts_gib"] == gib}
+        for gib, result in ((0, newest), (3, newest), (10, older), (None, older))
+    }
 
 
 def _shares(by_share: dict[str, Any]) -> dict[float, float]:

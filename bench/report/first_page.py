@@ -1,20 +1,20 @@
 """The tables of README.md."""
 
-from typing import Any
-
+from bench.report.cards import prompts
 from bench.report.peer_figures import peer_figures
 from bench.report.tables import load, table
 
 PROMPT = 2048  # tokens
-# GiB of experts on the GPU, and the share of layers whose experts llama.cpp has there with about as much.
-SIZES = ((0, "0"), (3, "0.15"), (10, "0.6"))
+# GiB of experts on the GPU, of decoding and of a prompt, and the share of layers whose experts llama.cpp has
+# there with about as much.
+SIZES = ((0, 0, "0"), (3, 3, "0.15"), (10.67, 10, "0.6"))
 
 
 def first_page() -> str:
     """Generation and prompts of the full-size model by the memory that they take on a GPU."""
-    decode, prefill, peer = load("gpu/hybrid"), load("gpu/streaming"), peer_figures()
+    decode, prefill, peer = load("gpu/hybrid_ahead"), prompts(), peer_figures()
     rows = []
-    for gib, share in SIZES:
+    for gib, prompt_gib, share in SIZES:
         (ours,) = [
             row
             for row in decode["rows"]
@@ -26,7 +26,7 @@ def first_page() -> str:
                 f"{ours['experts_share']:.0%}",
                 f"**{ours['tok_s']:.0f}**",
                 str(peer["partial"]["decode_tok_s"][share]),
-                f"**{_prompt(prefill, gib):.0f}**",
+                f"**{prefill[prompt_gib][PROMPT]:.0f}**",
                 str(peer["partial"]["prefill_tok_s_2048"][share]),
             ]
         )
@@ -37,15 +37,19 @@ def first_page() -> str:
             "100%",
             f"**{whole['tok_s']:.0f}**",
             str(peer["tok_s"]["tg128"]),
-            f"**{_prompt(prefill, None):.0f}**",
+            f"**{prefill[None][PROMPT]:.0f}**",
             str(peer["tok_s"]["pp2048"]),
         ]
     )
     header = ["GPU memory to generate", "experts in it", "generated tok/s", "llama.cpp"]
     header += [f"prompt of {PROMPT}, tok/s", "llama.cpp"]
-    commits = sorted({decode["commit"], prefill["commit"]})
+    commits = [
+        decode["commit"],
+        *(load(f"gpu/{name}")["commit"] for name in ("streaming_shared", "streaming")),
+    ]
     machine = decode["machine"]
-    where = f"{machine['gpu']}, {machine['cores']} cores, commit {', '.join(commits)}"
+    ram = f"RAM {decode['hardware']['read_bytes_per_s'] / 1e9:.0f} GB/s"
+    where = f"{machine['gpu']}, {machine['cores']} cores, {ram}, commits {', '.join(commits)}"
     return table(header, rows) + f"\n{where}\n"
 
 
@@ -57,8 +61,3 @@ def laptop() -> str:
         row += [f"**{r['cases'][name]['ours_tok_s']:.0f}**", f"{r['cases'][name]['llama_cpp_tok_s']:.0f}"]
     header = ["bundled model", "prompt of 512, tok/s", "llama.cpp", "generated tok/s", "llama.cpp"]
     return table(header, [row]) + f"\n{r['machine']['cpu_name']}, commit {r['commit']}: `{r['command']}`\n"
-
-
-def _prompt(result: dict[str, Any], gib: int | None) -> float:
-    (row,) = [row for row in result["rows"] if row["tokens"] == PROMPT and row["experts_gib"] == gib]
-    return float(row["tok_s"])
