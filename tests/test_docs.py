@@ -40,6 +40,21 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_note_begins_with_a_table_and_the_first_page_lists_it() -> None:
+    notes = DOCS / "notes"
+    listed = re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\) \|", (notes / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in notes.glob("*.md") if page.name != "README.md")
+    for name in listed:
+        head = (notes / name).read_text().partition("\n## ")[0]
+        assert "\n| --- |" in head or name == "aims.md", name
+
+
+def test_the_glossary_has_thirty_terms_at_most() -> None:
+    rows = [line for line in (DOCS / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
+    assert 20 < len(rows) <= 30
+    assert len({row.split("|")[1] for row in rows}) == len(rows)
+
+
 def test_every_statement_of_speculation_has_a_test_of_its_name() -> None:
     _, _, section = (DOCS / "testing.md").read_text().partition("## Names of tests of speculation")
     names = re.findall(r"^\| `((?:sp|trap_)\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
