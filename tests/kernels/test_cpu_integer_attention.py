@@ -1,6 +1,6 @@
 """C++ attention over integers: its definition's bits on every tier, however rows are cut into calls."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from cpu_cases import Output, Results, run_everywhere, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from all_pairs import all_pairs
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.exact import attention_exact
@@ -53,17 +54,13 @@ def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
     check(runtimes, make_case((0, 61, 9), cache_name=name, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (6, 1), (8, 2), (70, 1)])
-@pytest.mark.parametrize("count", [1, 20])
-def test_head_groups(runtimes: Runtimes, name: str, num_heads: int, num_kv_heads: int, count: int) -> None:
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+@all_pairs(name=INTEGER_TYPES, groups=[(1, 1), (3, 3), (6, 1), (8, 2), (70, 1)], count=[1, 20])
+def test_head_groups(runtimes: Runtimes, name: str, groups: tuple[int, int], count: int) -> None:
+    heads = dict(zip(("num_heads", "num_kv_heads"), groups, strict=True))
     check(runtimes, make_case((0, 60, count), cache_name=name, **heads))
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
-@pytest.mark.parametrize("first", [0, 1, 62, 63, 64, 254, 255, 256, 257, 520])
-@pytest.mark.parametrize("count", [1, 2, 9])
+@all_pairs(name=INTEGER_TYPES, first=[0, 1, 62, 63, 64, 254, 255, 256, 257, 520], count=[1, 2, 9])
 def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count: int) -> None:
     check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32))
 
@@ -110,9 +107,7 @@ def test_any_rows_have_the_bits_of_the_definition(
     check(runtimes, make_case((0, first, count), cache_name=name, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
-@pytest.mark.parametrize("value", EXTREMES)
-@pytest.mark.parametrize("spoiled", [1, 2])
+@all_pairs(name=INTEGER_TYPES, value=EXTREMES, spoiled=[1, 2])
 def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     runtimes: Runtimes, name: str, value: float, spoiled: int
 ) -> None:
@@ -136,20 +131,10 @@ WINDOWS = (1, 2, 63, 64, 65, 100, 256, 300, 10**12)
 ROWS = ((0, 9), (60, 1), (250, 12), (519, 3))
 
 
-# All pairs of a window and rows, and of a type with either: in all threes, every other one.
-@pytest.mark.parametrize(
-    ("name", "window", "first", "count"),
-    [
-        (name, window, *rows)
-        for (i, name), (j, window), (k, rows) in product(
-            enumerate(TYPES), enumerate(WINDOWS), enumerate(ROWS)
-        )
-        if (i + j + k) % 2 == 0
-    ],
-)
-def test_windows(runtimes: Runtimes, name: str, window: int, first: int, count: int) -> None:
+@all_pairs(name=TYPES, window=WINDOWS, rows=ROWS)
+def test_windows(runtimes: Runtimes, name: str, window: int, rows: tuple[int, int]) -> None:
     """What lies before them decodes to NaN, so that a position too many would be seen."""
-    check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32, window=window))
+    check(runtimes, make_case((0, *rows), cache_name=name, head_dim=32, window=window))
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -6,6 +6,7 @@ from cpu_cases import AWKWARD_SIZES, same_bits
 from quant_cases import VECTOR_TIERS, before_a_hole, linear, linear_any, load, same_numbers
 from random_blocks import activations, float16_places, random_weight
 
+from all_pairs import all_pairs
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
@@ -45,9 +46,7 @@ def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
             assert same_bits(*linear(fast, x, [weight]), *linear(generic, x, [weight]))
 
 
-@EVERY_TIER
-@INTEGER_TYPE
-@pytest.mark.parametrize("cols", [512, 2048, 2304])
+@all_pairs(quant_type=sorted(INTEGER_TYPES), tier=VECTOR_TIERS, cols=[512, 2048, 2304])
 def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
     runtime = _csrc.Runtime(2, tier)
     x = activations(cols, 300, cols)
@@ -57,9 +56,7 @@ def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, 
         assert same_bits(linear(runtime, x[:rows], [weight])[0], alone[:rows])
 
 
-@EVERY_TIER
-@EVERY_TYPE
-@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFE, 0xFF], ids=hex)
+@all_pairs(quant_type=list(QuantType), tier=VECTOR_TIERS, byte=[0x00, 0x7F, 0x80, 0xFE, 0xFF])
 def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
     """The largest codes and sub-block scales, under ordinary float scales, fill the integers most."""
     cols, rows = 512, 19
@@ -79,9 +76,11 @@ def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
-@EVERY_TIER
-@EVERY_TYPE
-@pytest.mark.parametrize("scale", [NAN, INFINITY, MINUS_INFINITY, DENORMAL, MAX, MINUS_ZERO], ids=hex)
+@all_pairs(
+    quant_type=list(QuantType),
+    tier=VECTOR_TIERS,
+    scale=[NAN, INFINITY, MINUS_INFINITY, DENORMAL, MAX, MINUS_ZERO],
+)
 def test_gg16_hostile_scales(quant_type: QuantType, tier: str, scale: int) -> None:
     """Non-finite and extreme float scales give what IEEE arithmetic gives, in every tier."""
     cols, rows = 512, 17

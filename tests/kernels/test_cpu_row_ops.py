@@ -5,6 +5,7 @@ import pytest
 import torch
 from cpu_cases import AWKWARD_SIZES, Output, Results, random, run_everywhere, same_bits
 
+from all_pairs import all_pairs
 from coldstream.kernels import _csrc
 from coldstream.kernels.arithmetic import reference as exact
 from coldstream.kernels.experts.reference import combine_experts
@@ -88,9 +89,7 @@ def test_rope_angles_with_factors_of_frequencies_and_a_magnitude(runtimes: Runti
         _csrc.rope_angles(runtimes[0], positions, 1e4, torch.zeros(4, 3, 2), np.ones(2), 1.0)
 
 
-@pytest.mark.parametrize("size", [*AWKWARD_SIZES, 5000])
-@pytest.mark.parametrize("num_experts_per_tok", [1, 4, 8])
-@pytest.mark.parametrize("has_shared", [True, False], ids=["shared", "routed alone"])
+@all_pairs(size=[*AWKWARD_SIZES, 5000], num_experts_per_tok=[1, 4, 8], has_shared=[True, False])
 def test_combine_experts_has_the_bits_of_the_written_arithmetic(
     runtimes: Runtimes, size: int, num_experts_per_tok: int, has_shared: bool
 ) -> None:

@@ -8,6 +8,7 @@ from delta_cases import DeltaCase, check_results, one_state, weights_on
 from guarded import Guarded
 from machine_code import code_bytes, stack_bytes
 
+from all_pairs import all_pairs
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
@@ -102,18 +103,14 @@ def test_a_walk_keeps_its_warps_together(head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["decode", "prefill"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("num_rows", SIZES)
+@all_pairs(mode=["decode", "prefill"], head_dim=[32, 64, 128], num_rows=SIZES)
 def test_rows_of_one_sequence(mode: str, head_dim: int, num_rows: int) -> None:
     case = DeltaCase(1, 2, head_dim, one_state(num_rows))
     check_results(case, run(case, [mode], [0, num_rows]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["decode", "prefill"])
-@pytest.mark.parametrize("num_taps", [2, 3, 5, 8])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 9, 40])
+@all_pairs(mode=["decode", "prefill"], num_taps=[2, 3, 5, 8], num_rows=[1, 2, 5, 9, 40])
 def test_taps(mode: str, num_taps: int, num_rows: int) -> None:
     case = DeltaCase(1, 1, 32, one_state(num_rows), num_taps)
     check_results(case, run(case, [mode], [0, num_rows]))

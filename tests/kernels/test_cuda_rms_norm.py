@@ -6,6 +6,7 @@ from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles,
 from guarded import Guarded
 from same_bits import assert_same_bits
 
+from all_pairs import all_pairs
 from coldstream.kernels.arithmetic import reference as exact_arithmetic
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.reference import combine_experts
@@ -69,9 +70,7 @@ def test_norm_of_rows_that_are_not_finite() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 9, 33, 200])
-@pytest.mark.parametrize("cols", [7, 100, 384, 2048])
-@pytest.mark.parametrize("in_place", [True, False])
+@all_pairs(rows=[1, 2, 9, 33, 200], cols=[7, 100, 384, 2048], in_place=[True, False])
 def test_norm_of_a_sum(rows: int, cols: int, in_place: bool) -> None:
     x, update, weight = spiky(1, rows, cols), spiky(2, rows, cols), random(3, cols)
     expected = rms_norm_exact(x + update, weight, EPS)
@@ -125,13 +124,16 @@ def on_cpu(share: float, rows: int, ranks: int) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("unused", [0.0, torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-@pytest.mark.parametrize(("ranks", "cols"), [(8, 2048), (9, 100), (4, 63)])
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@all_pairs(
+    rows=[1, 2, 7, 64],
+    sizes=[(8, 2048), (9, 100), (4, 63)],
+    share=[0.0, 0.3, 0.7, 1.0],
+    unused=[0.0, torch.nan, torch.inf, -torch.inf],
+)
 def test_trap_3_what_the_other_processor_left_out_does_not_leak(
-    rows: int, ranks: int, cols: int, share: float, unused: float
+    rows: int, sizes: tuple[int, int], share: float, unused: float
 ) -> None:
+    ranks, cols = sizes
     x, weight = spiky(1, rows, cols), random(2, cols)
     outputs, shared = spiky(3, rows, ranks, cols), spiky(4, rows, cols)
     topk_weights, gate = random(5, rows, ranks).softmax(-1), random(6, rows, 1, scale=4)

@@ -6,6 +6,7 @@ from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles,
 from guarded import Guarded
 from same_bits import assert_same_bits
 
+from all_pairs import all_pairs
 from coldstream.kernels.swiglu.cuda import PROGRAM, swiglu_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
@@ -37,9 +38,7 @@ def check_swiglu(gate: torch.Tensor, up: torch.Tensor, gap: int = 0) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 17, 63, 65])
-@pytest.mark.parametrize("cols", [1, 7, 160, 256, 512, 600, 2816])
-@pytest.mark.parametrize("gap", [0, 1])
+@all_pairs(rows=[1, 3, 17, 63, 65], cols=[1, 7, 160, 256, 512, 600, 2816], gap=[0, 1])
 def test_swiglu(rows: int, cols: int, gap: int) -> None:
     check_swiglu(spiky(rows, rows, cols), spiky(cols, rows, cols), gap)
 

@@ -9,6 +9,7 @@ from attention_cases import EXTREMES, Case, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
+from all_pairs import all_pairs
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.exact import attend, attention_exact, heads_of
@@ -257,9 +258,7 @@ def seen_by_hand(case: Case) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("name", INTEGER_TYPES)
-@pytest.mark.parametrize("first", [0, 60, 250, 500])
-@pytest.mark.parametrize("window", [None, 1, 64, 100])
+@all_pairs(name=INTEGER_TYPES, first=[0, 60, 250, 500], window=[None, 1, 64, 100])
 def test_a_row_sees_its_positions_alone(name: str, first: int, window: int | None) -> None:
     case = make_case((0, first, 7), cache_name=name, window=window)
     assert torch.equal(case.expected()[0], seen_by_hand(case))

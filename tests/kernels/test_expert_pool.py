@@ -15,6 +15,7 @@ from quant_cases import VECTOR_TIERS, load
 from random_blocks import activations, random_weight
 from test_cpu_experts import EVERY_TIER, NUM_EXPERTS, E, F, distributions, experts, run
 
+from all_pairs import all_pairs
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
@@ -40,9 +41,7 @@ def ids_of(*rows: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@EVERY_TIER
-@pytest.mark.parametrize("is_prefill", [False, True])
-@pytest.mark.parametrize("name", list(distributions()))
+@all_pairs(tier=("generic", *VECTOR_TIERS), is_prefill=[False, True], name=list(distributions()))
 def test_every_distribution_has_the_bits_of_experts_in_memory(
     expert_file: ExpertFile, tier: str, is_prefill: bool, name: str
 ) -> None:
