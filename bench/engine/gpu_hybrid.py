@@ -85,6 +85,17 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
         return plan_with_workers(RunPlan(plan_placement(machine.sizes, fixed, high), 0), config, sources)
 
 
+def budget_with(path: Path, ctx_size: int, parallel: int, expert_bytes: int) -> int:
+    """Bytes of the GPU for about so many bytes of experts, and for contexts of `ctx_size` side by side."""
+    hardware = measured_hardware(find_gpu())
+    with GGUFFile.open(path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        config = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size, parallel=parallel)
+        sizes = plan_model(config, file, spec, hardware).known.model
+    machine = Machine(path, ctx_size, spec.vocab_size, hardware, sizes, parallel)
+    return plan_with(machine, expert_bytes).placement.budget_bytes
+
+
 def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
     """Generates the text from an id on, after a prompt of any length: seconds per token, and counters."""
     runner = llm.opened.runner

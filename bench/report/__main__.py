@@ -17,6 +17,7 @@ from bench.report.accuracy import activation_scales, agreement_by_architecture, 
 from bench.report.agents import agents
 from bench.report.bodies import bad_bodies
 from bench.report.cards import cards_decode, cards_prompts
+from bench.report.commits import versus_commits
 from bench.report.cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from bench.report.drafts import (
     cpu_drafts,
@@ -47,6 +48,7 @@ from bench.report.gpu import (
     same_bits,
 )
 from bench.report.partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
+from bench.report.programs import programs
 from bench.report.residents import planned_residents
 from bench.report.serving import gpu_serving, serving
 from bench.report.streaming import (
@@ -74,6 +76,7 @@ from bench.results import ROOT
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "agents.md",
+    ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "install.md",
     ROOT / "docs" / "notes" / "aims.md",
     ROOT / "docs" / "notes" / "experts-placement.md",
@@ -322,6 +325,8 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "install": install,
     "key_sweep": key_sweep,
     "kv_types": kv_types,
+    "programs": programs,
+    "versus_commits": versus_commits,
     "activation_scales": activation_scales,
     "side_by_side": side_by_side,
     "startup": startup,

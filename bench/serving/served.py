@@ -19,7 +19,7 @@ from bench.results import ROOT
 from coldstream.assets import demo_model_path
 
 TEMPLATE: Final = ROOT / "tests" / "gguf" / "chatml.jinja"
-SERVE: Final = (sys.executable, "-m", "coldstream", "serve", "--port", "0", "--log-format", "json")
+SERVE: Final = ("-m", "coldstream", "serve", "--port", "0", "--log-format", "json")
 START_S: Final = 120.0
 END_S: Final = 60.0  # for a server that is asked to stop: answers under way have half of it
 _EVENT: Final = re.compile(r'"time": ?"([^"]+)".*"event": ?"(\w+)"')
@@ -36,13 +36,16 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, log: Path, *options: str, device: str = "cpu") -> Iterator[Served]:
+def served(
+    model: Path, log: Path, *options: str, device: str = "cpu", python: str = sys.executable
+) -> Iterator[Served]:
     """A server on a device with `options`, ready, which is asked to stop at the end of the block.
 
-    Raises RuntimeError if it is not ready within START_S seconds, and subprocess.TimeoutExpired, with the
-    server killed, if it does not stop within END_S.
+    python: the interpreter, whose environment says which package is served. Raises RuntimeError if the server
+    is not ready within START_S seconds, and subprocess.TimeoutExpired, with the server killed, if it does not
+    stop within END_S.
     """
-    command = [*SERVE, str(model), "--device", device, *options]
+    command = [python, *SERVE, str(model), "--device", device, *options]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     server: Served | None = None

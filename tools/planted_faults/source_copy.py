@@ -1,7 +1,6 @@
 """A copy of the sources in which a fault may stand, with an interpreter that imports that copy.
 
-The interpreter is a virtual environment without packages of its own: an editable installation would find the
-sources that it was made from first. Unit of work: one fault, one run of pytest.
+Unit of work: one fault, one run of pytest.
 """
 
 import importlib
@@ -10,10 +9,7 @@ import os
 import select
 import shutil
 import signal
-import site
 import subprocess
-import sys
-import venv
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tools.checkouts import build_extension, make_environment
 from tools.planted_faults import ROOT, Fault
 from tools.planted_faults.sources import Sources
 
@@ -49,7 +46,7 @@ class SourceCopy:
         shutil.copy2(extension, self._extension)
         self.sources = Sources(self.root)
         self._build = folder / "build"
-        self._python = _make_environment(folder / "venv", self.root / "src")
+        self._python = make_environment(folder / "venv", self.root / "src")
         self._report, self._output = folder / "report.xml", folder / "output.txt"
         self._server: subprocess.Popen[str] | None = None
 
@@ -71,24 +68,8 @@ class SourceCopy:
             self._extension.write_bytes(extension)
 
     def build(self) -> None:
-        """Builds the extension from the copy; only what has changed, after the first time.
-
-        Raises ImportError without the packages cmake, ninja and nanobind.
-        """
-        nanobind, ninja = importlib.import_module("nanobind"), importlib.import_module("ninja")
-        importlib.import_module("cmake")
-        cmake = [sys.executable, "-m", "cmake"]
-        if not self._build.exists():
-            settings = {
-                "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
-                "CMAKE_BUILD_TYPE": "Release",
-                "Python_EXECUTABLE": sys.executable,
-                "nanobind_DIR": nanobind.cmake_dir(),
-            }
-            options = [f"-D{name}={value}" for name, value in settings.items()]
-            _run_quietly([*cmake, "-S", self.root, "-B", self._build, "-G", "Ninja", *options])
-        _run_quietly([*cmake, "--build", self._build, "--", "-j2"])
-        (built,) = self._build.glob("_csrc*.so")
+        """Builds the extension from the copy, as `build_extension` does."""
+        built = build_extension(self.root, self._build)
         self._extension.unlink()
         shutil.copy2(built, self._extension)
 
@@ -140,16 +121,6 @@ class SourceCopy:
             self._server = None
 
 
-def _make_environment(folder: Path, sources: Path) -> Path:
-    """The interpreter of an environment that imports `sources`, and else the packages that this one has."""
-    venv.create(folder, with_pip=False)
-    (own,) = folder.glob("lib/python3*/site-packages")
-    found = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    lines = [str(sources), *dict.fromkeys([*found, *site.getsitepackages()])]
-    (own / "sources.pth").write_text("".join(f"{line}\n" for line in lines))
-    return folder / "bin" / "python"
-
-
 def _failing_of(report: Path, tests: list[str], output: str) -> set[str]:
     failing, ran = set(), set()
     broken = False
@@ -166,10 +137,3 @@ def _failing_of(report: Path, tests: list[str], output: str) -> set[str]:
     if missing := set(tests) - ran:
         raise ValueError(f"did not run: {', '.join(sorted(missing))}\n{output}")
     return failing
-
-
-def _run_quietly(command: list[object]) -> None:
-    """Raises RuntimeError with what the command has printed if it fails."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[:4]} failed:\n{done.stdout}{done.stderr}")

@@ -1,0 +1,40 @@
+"""The block on commits: this one beside an earlier one, line by line."""
+
+import json
+from typing import Any
+
+from bench.report.tables import RESULTS, table
+
+
+def versus_commits() -> str:
+    """A table for each commit that lines were measured against, and where they ran."""
+    files = sorted(RESULTS.glob("versus_*.json"))
+    if not files:
+        return "No run is recorded yet.\n"
+    return "\n".join(_lines_of(json.loads(file.read_text())) for file in files)
+
+
+def _lines_of(result: dict[str, Any]) -> str:
+    rows = []
+    for name, line in result["lines"].items():
+        low, high = line["interval"]
+        sides = [_median(line[f"{side}_tok_s"]) for side in ("old", "new")]
+        ratio = f"{line['ratio']:.3f} ({low:.3f}–{high:.3f})"
+        rows.append([name, *(f"{rate:,.0f}" for rate in sides), ratio, str(len(line["new_tok_s"]))])
+    header = [
+        "line",
+        f"{result['against']}, tok/s",
+        "this commit, tok/s",
+        "ratio (interval of 95 %)",
+        "pairs",
+    ]
+    runs = dict.fromkeys(
+        f"- {line['machine']['gpu'] or line['machine']['cpu_name']}, commit {line['commit']}, "
+        f"{line['date']}: `{line['command']}`"
+        for line in result["lines"].values()
+    )
+    return table(header, rows) + "\n" + "\n".join(runs) + "\n"
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
