@@ -4,7 +4,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from tools.planted_faults import Fault, python_changes, token_changes
+from tools.planted_faults import Fault, Row, python_changes, token_changes
 from tools.planted_faults.changes import Change, Edit, edited
 from tools.planted_faults.python_pieces import PythonSource
 
@@ -49,6 +49,13 @@ class Sources:
         tests = [test.partition("::")[2] for test in fault.tests]
         words = repr([fault.function, fault.changes, old, tests])
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+    def is_of(self, fault: Fault, row: Row) -> bool:
+        """Whether a result holds for the fault as it is now; not if it cannot be planted any more."""
+        try:
+            return row.get("digest") == self.digest(fault)
+        except ValueError:
+            return False
 
     def _edits(self, fault: Fault) -> list[Edit]:
         try:
