@@ -1,12 +1,13 @@
 """What is chosen: how `auto` becomes concrete, and that a choice follows from its arguments alone."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import Dims, make_model, write_model
@@ -16,14 +17,25 @@ from coldstream.kvcache.cache import context_bytes, kv_token_bytes
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import AttentionSpec
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.plan import FixedPart, PlanOptions
+from coldstream.planning.advice import advised
 from coldstream.planning.choose import (
     DEFAULT_CTX_SIZE,
     PARALLEL_SHARE,
+    TooSmall,
+    choose,
+    concrete_config,
+    place,
     resolve,
     tree_rows_of,
     with_contexts,
 )
 from coldstream.planning.config import MAX_PARALLEL, EngineConfig
+from coldstream.planning.facts import Facts, ModelFacts, with_kv_type
+from coldstream.planning.gather import model_facts
+from coldstream.planning.gpu_memory import estimated
+from coldstream.planning.unknowns import GpuShape, MachineRates, Missing, WorkspaceShape
 from specs import with_layers
 
 CORES, FREE = 4, 16 * 2**30
@@ -148,3 +160,122 @@ def test_each_context_has_room_for_a_tree(
 ) -> None:
     config = EngineConfig("m.gguf", device=device, spec_type=spec_type, tree_budget=tree_budget)
     assert tree_rows_of(config, num_contexts) == rows
+
+
+GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
+UNMEASURED = replace(MACHINE, read_bytes_per_s=None, gpu=GpuHardware("a GPU", "1.0", 2**35, 2**34))
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    """Of a file that is closed, and gone."""
+    dims = Dims(experts=64, experts_used=3)
+    (path,) = write_model(tmp_path_factory.mktemp("facts") / "tiny.gguf", make_model(nextn=True, dims=dims))
+    with GGUFFile.open(path) as file:
+        facts = model_facts(file, read_spec(file.metadata, file.tensors))
+    path.unlink()
+    return facts
+
+
+def learn(facts: Facts, missing: Missing) -> Facts:
+    """`facts` with an answer that is made up, but larger where more is asked for."""
+    what, counts = missing.what, facts.counts
+    if isinstance(what, MachineRates):
+        return replace(facts, hardware=MACHINE, has_rates=True)
+    if isinstance(what, WorkspaceShape):
+        size = MIB + 1000 * what.threads * what.num_rows
+        return replace(facts, counts=replace(counts, workspaces={**counts.workspaces, what: size}))
+    if isinstance(what, GpuShape):
+        sizes = with_kv_type(facts.model.on_gpu, facts.model.spec, what.capacity.kv_type)
+        part = estimated(facts.model.spec, sizes, facts.model.nextn_bytes, what.capacity, what.chunk_size)
+        return replace(facts, counts=replace(counts, on_gpu={**counts.on_gpu, what: part}))
+    caches = what.ctx_size * what.num_contexts * kv_token_bytes(facts.model.spec, what.kv_type)
+    mapped = FixedPart(
+        what.ctx_size,
+        what.kv_type,
+        512,
+        MIB,
+        caches,
+        what.threads * MIB,
+        num_contexts=what.num_contexts,
+        num_tree_rows=what.draft.num_tree_rows,
+    )
+    parts = (mapped, replace(mapped, workspace=2 * mapped.workspace))
+    return replace(facts, counts=replace(counts, in_ram={**counts.in_ram, what: parts}))
+
+
+Asked = tuple[EngineConfig, Facts, PlanOptions, int]
+
+
+@st.composite
+def asked(draw: st.DrawFn, model: ModelFacts) -> Asked:
+    """Settings, facts that nothing was counted for, options, and kept prefixes."""
+    device = draw(st.sampled_from(["cpu", "cuda"]))
+    budgets: dict[str, Any] = {"ram": draw(st.one_of(st.just("auto"), st.integers(0, 1500 * MIB)))}
+    if device == "cuda":
+        budgets["vram"] = draw(st.one_of(st.just("auto"), st.integers(440 * MIB, 560 * MIB)))
+        budgets["prefetch"] = draw(st.sampled_from(["auto", 0]))
+    config = EngineConfig(
+        "m",
+        device=device,
+        ctx_size=draw(st.sampled_from([None, 64, 4096])),
+        parallel=draw(st.sampled_from([1, 3, "auto"])),
+        spec_type=draw(st.sampled_from(["auto", "none", "mtp"])),
+        threads=draw(st.sampled_from(["auto", 3])),
+        **budgets,
+    )
+    facts = Facts(model, UNMEASURED, has_rates=False, is_estimated=draw(st.booleans()))
+    options = PlanOptions(num_pinned_layers=draw(st.integers(0, 1)))
+    return config, facts, options, draw(st.sampled_from([0, 5 * MIB]))
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_a_choice_follows_from_its_arguments_alone(model: ModelFacts, data: st.DataObject) -> None:
+    """It names what it misses, once each, and then gives the same answer each time."""
+    config, facts, options, kept = data.draw(asked(model))
+    missed: list[object] = []
+    while isinstance(answer := choose(config, facts, options, kept), Missing):
+        assert answer.what not in missed
+        missed.append(answer.what)
+        facts = learn(facts, answer)
+    assert choose(config, facts, options, kept) == answer
+    if isinstance(answer, TooSmall):
+        assert answer.budget_bytes < answer.least_bytes == sum(answer.made_of.values())
+        return
+    placement = answer.placement
+    assert placement.total_bytes <= placement.budget_bytes
+    assert answer.prompt_cache_bytes == kept
+    lacks_experts = placement.tier == "vram" and not placement.is_all_resident
+    assert (MachineRates() in missed) == lacks_experts
+    assert any(isinstance(what, GpuShape) for what in missed) == (
+        config.device == "cuda" and not facts.is_estimated
+    )
+    concrete = concrete_config(config, answer, CORES)
+    assert "auto" not in (concrete.threads, concrete.prefetch, concrete.spec_type, concrete.parallel)
+    assert place(concrete, facts, options, kept) == placement, "a choice that is made is not made again"
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_budget_that_is_advised_is_enough(model: ModelFacts, data: st.DataObject) -> None:
+    """And a MiB less is not, where the context does not follow from the budget."""
+    config, facts, options, kept = data.draw(asked(model))
+    while isinstance(answer := choose(config, facts, options, kept), Missing):
+        facts = learn(facts, answer)
+    if not isinstance(answer, TooSmall) or not isinstance(getattr(config, answer.tier), int):
+        return
+    while isinstance(error := advised(answer, config, facts, options, kept), Missing):
+        facts = learn(facts, error)
+    found = re.search(rf"; try --{answer.tier} (\d+)M", str(error))
+    assert found, error
+    for num_mib, is_enough in ((int(found[1]), True), (int(found[1]) - 1, False)):
+        other = config.with_budget(answer.tier, num_mib * MIB)
+        while isinstance(again := choose(other, facts, options, kept), Missing):
+            facts = learn(facts, again)
+        if is_enough:
+            assert not isinstance(again, TooSmall) or again.tier != answer.tier
+        elif config.ctx_size:
+            assert isinstance(again, TooSmall)

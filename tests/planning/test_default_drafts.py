@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_planning import MACHINE
+from test_gather import MACHINE
 
 from builders import make_model, write_gguf, write_model
 from coldstream.errors import OutOfMemoryError

@@ -12,35 +12,17 @@ from coldstream.errors import ColdstreamError, ModelNotFoundError, StorageError
 from coldstream.models.cpu import dflash as cpu_dflash
 from coldstream.models.dflash.convert import converted, folder_of
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import DflashSpec, check_gpu, check_target, tensor_shapes
+from coldstream.models.dflash.spec import check_gpu, check_target, tensor_shapes
 from coldstream.models.draft_room import DRAFT_VALUE_BYTES
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress
+from coldstream.planning.facts import DraftNeeds
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
 # What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt
 # some 30 MiB; and parts of attention (`cuda/dflash_block.py`).
 _WORK_BYTES: Final = {"cpu": 0, "cuda": 96 * 2**20}
-
-
-@dataclass(frozen=True)
-class DraftNeeds:
-    """What a drafter needs of a model and of its memory."""
-
-    spec: DflashSpec
-    weight_bytes: int
-    value_bytes: int  # of a key or value
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the model after which it reads the residual stream."""
-        return self.spec.aux_layers
-
-    def num_bytes(self, context_length: int, num_contexts: int) -> int:
-        """Of its weights, and of its keys and values of contexts."""
-        rows = num_contexts * self.spec.context_rows(context_length)
-        return self.weight_bytes + self.value_bytes * 2 * rows * self.spec.kv_dim
 
 
 @dataclass(frozen=True)

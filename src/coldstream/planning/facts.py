@@ -13,6 +13,7 @@ import numpy as np
 
 from coldstream.errors import ModelFormatError
 from coldstream.kvcache.cache import kv_token_bytes
+from coldstream.models.dflash.spec import DflashSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
@@ -20,7 +21,6 @@ from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
-from coldstream.planning.draft_file import DraftNeeds
 from coldstream.planning.unknowns import (
     GpuShape,
     MachineRates,
@@ -69,6 +69,25 @@ class ModelFacts:
 def with_kv_type(sizes: ModelSizes, spec: ModelSpec, kv_type: str) -> ModelSizes:
     """`sizes` with keys and values of this type. ValueError if the model's heads do not fit it."""
     return replace(sizes, kv_token_bytes=kv_token_bytes(spec, kv_type))
+
+
+@dataclass(frozen=True)
+class DraftNeeds:
+    """What a drafter needs of a model and of its memory."""
+
+    spec: DflashSpec
+    weight_bytes: int
+    value_bytes: int  # of a key or value
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model after which it reads the residual stream."""
+        return self.spec.aux_layers
+
+    def num_bytes(self, context_length: int, num_contexts: int) -> int:
+        """Of its weights, and of its keys and values of contexts."""
+        rows = num_contexts * self.spec.context_rows(context_length)
+        return self.weight_bytes + self.value_bytes * 2 * rows * self.spec.kv_dim
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from coldstream.planning.choose import TooSmall, choose, concrete_config, place,
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.counting import count_in_ram, count_on_gpu, count_workspace
 from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
-from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, DraftNeeds, open_draft
-from coldstream.planning.facts import Facts, ModelFacts, with_kv_type
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
 from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planned import Planned
 from coldstream.planning.unknowns import GpuShape, MachineRates, Missing, RamShape, Unknown
