@@ -26,8 +26,7 @@ import psutil
 from bench.serving.served import Served, engine_of, served, until_idle
 from coldstream.engine.cache_tiers import cache_identity
 from coldstream.engine.opened_model import open_model
-from coldstream.kvcache.prefix.file import DamagedFileError, parse
-from coldstream.kvcache.prefix.folder import LOCK, TEMPORARY, opened
+from coldstream.kvcache.prefix.file import LOCK, TEMPORARY, DamagedFileError, opened, parse
 from coldstream.kvcache.prefix.pages import sha256
 from coldstream.planning.config import EngineConfig
 from tests.audits.failure_answers import KINDS, Fields, Kind, Outcome, judged, judged_stream, questions

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from coldstream.errors import InvalidRequestError
-from coldstream.kvcache.paths import check_path
+from coldstream.kvcache.sequence_cache import check_path
 
 
 def test_a_path_goes_from_what_is_committed_from_parent_to_child() -> None:

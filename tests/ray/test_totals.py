@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.kvcache import CacheSize, PrefixStatistics
-from coldstream.kvcache.prefix.tier import TierStatistics
+from coldstream.kvcache.prefix.tiers import TierStatistics
 from coldstream.ray.totals import total_live, total_statistics
 
 counts = st.integers(0, 1 << 40)

@@ -10,11 +10,10 @@ from coldstream.kvcache.cache import (
     num_blocks_of,
     state_bytes,
 )
-from coldstream.kvcache.prefix.cache import PrefixCache
+from coldstream.kvcache.prefix.cache import Pin, Prefix, PrefixCache, PrefixStatistics
 from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.ram_tier import PrefixRam
-from coldstream.kvcache.prefix.records import Pin, Prefix, PrefixStatistics
-from coldstream.kvcache.prefix.tier import PrefixTier, TierStatistics
+from coldstream.kvcache.prefix.tiers import PrefixTier, TierStatistics
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
 

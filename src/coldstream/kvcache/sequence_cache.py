@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from types import TracebackType
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
@@ -23,7 +24,6 @@ from coldstream.kvcache.cache_bytes import (
     write_block,
     write_state,
 )
-from coldstream.kvcache.paths import check_path
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
 
@@ -390,3 +390,40 @@ def _last_block(sequence: Sequence) -> list[int]:
 
 def _states_of(state: int | None) -> list[int]:
     return [] if state is None else [state]
+
+
+class WholeOrCleared:
+    """A context that empties sequences if an exception interrupts the work inside."""
+
+    def __init__(self, cache: SequenceCache, sequences: Collection[Sequence]) -> None:
+        self._cache, self._sequences = cache, sequences
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for sequence in self._sequences:
+                if not sequence.is_released:
+                    self._cache.clear(sequence)
+
+
+def check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
+    """Raises InvalidRequestError unless the rows are one path of the tree, from what is committed on."""
+    before = -1
+    for row in path:
+        if not 0 <= row < len(parents):
+            raise InvalidRequestError(
+                f"row {row} cannot be committed: the pending tree has {len(parents)} rows"
+            )
+        if parents[row] != before:
+            raise InvalidRequestError(
+                f"row {row} cannot be committed after {_row_name(before)}: it follows "
+                f"{_row_name(parents[row])}; a path begins at what is committed and goes from parent to child"
+            )
+        before = row
+
+
+def _row_name(row: int) -> str:
+    return "what is committed" if row < 0 else f"row {row}"

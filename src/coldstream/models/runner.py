@@ -21,11 +21,10 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.batch import Batch, BatchLimits, CheckedSegment, Segment, check_batch, check_segment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Checkpoint, Sequence
-from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
+from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache, WholeOrCleared
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.models.spec.sanity import check_logits
-from coldstream.models.whole_or_cleared import WholeOrCleared
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.prefix.cuts import MIN_GAP, choose_cuts
+from coldstream.kvcache.prefix.cache import MIN_GAP, choose_cuts
 
 POSITIONS = st.integers(0, 20_000)
 

@@ -20,7 +20,7 @@ from coldstream.kvcache import PrefixCache
 from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.file import DamagedFileError, PageContent, encode, parse
 from coldstream.kvcache.prefix.pages import PageKeys, sha256
-from coldstream.kvcache.prefix.tier import SavedPrefix
+from coldstream.kvcache.prefix.tiers import SavedPrefix
 
 IDENTITY = b"a model"
 BUDGET = 1 << 20

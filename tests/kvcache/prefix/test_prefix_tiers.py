@@ -23,7 +23,7 @@ from coldstream.kvcache.cache_bytes import block_bytes, state_bytes_of
 from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.pages import PageIndex, PageKeys
 from coldstream.kvcache.prefix.ram_tier import PrefixRam
-from coldstream.kvcache.prefix.tier import PrefixTier
+from coldstream.kvcache.prefix.tiers import PrefixTier
 
 PARTS = st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 20, 255, 256, 257, 400)))
 PROMPTS = st.lists(PARTS, min_size=1, max_size=4).map(

@@ -12,20 +12,89 @@ again, by its tokens beyond the nearest kept prefix and by how often and how rec
 take the bytes of prefixes that are let go, and give them back to later prompts.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
-from coldstream.kvcache.prefix.cuts import choose_cuts
-from coldstream.kvcache.prefix.records import Kept, Pin, Prefix, PrefixStatistics, SequenceMemory
-from coldstream.kvcache.prefix.tier import PrefixTier
-from coldstream.kvcache.prefix.tiers import PrefixTiers
-from coldstream.kvcache.prefix.tree import Array, PrefixTree
+from coldstream.kvcache.prefix.tiers import Contents, PrefixTier, PrefixTiers, TierStatistics
+from coldstream.kvcache.prefix.tree import Array, Node, PrefixTree
 from coldstream.kvcache.sequence import Sequence
+
+MIN_GAP = 16  # tokens that are computed again sooner than a state of them is worth its memory
+
+
+class SequenceMemory(Contents, Protocol):
+    """The part of a `ModelRunner` that the cache needs."""
+
+    def new_sequence(self) -> Sequence: ...
+    def branch(self, sequence: Sequence) -> Sequence: ...
+    def release(self, sequence: Sequence) -> None: ...
+    @property
+    def free(self) -> CacheSize: ...
+    def freed_by(self, sequences: Collection[Sequence]) -> CacheSize: ...
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a prompt begins with."""
+
+    sequence: Sequence  # the caller's, who releases it
+    length: int  # tokens of the prompt that it holds; at least one is left to compute
+    cuts: tuple[int, ...]  # longer lengths at which a step is to end and `PrefixCache.keep` to be called
+
+
+@dataclass(frozen=True)
+class PrefixStatistics:
+    """Counts since the cache was made, and what it holds."""
+
+    prompts: int = 0
+    hits: int = 0  # prompts of which something was kept
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    repeated_tokens: int = 0  # known from prompts before, and yet to be computed again
+    keeps: int = 0
+    refused: int = 0  # prefixes not kept as all that is kept is pinned
+    evictions: int = 0
+    restored: int = 0  # prefixes that came back from a tier
+    kept: int = 0  # now
+    pinned: int = 0  # now
+    remembered_tokens: int = 0  # now, of prompts of which nothing is kept
+    out_of_memory: int = 0  # prefixes that tiers lacked RAM to take or to give back
+    tiers: tuple[TierStatistics, ...] = ()
+
+
+@dataclass(eq=False)
+class Kept:
+    """A kept prefix, whose sequence is the cache's."""
+
+    node: "Node[Kept]"
+    namespace: str
+    sequence: Sequence
+    uses: float  # decayed, as of prompt number `last_use`
+    last_use: int
+    num_pins: int = 0
+    is_saved: bool = False  # or refused, by the tiers that last
+    is_gone: bool = False
+
+
+class Pin:
+    """A prefix that stays until `PrefixCache.unpin` or `clear`."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept: Kept | None = kept
+        self.length = kept.node.length
+
+    def take(self) -> Kept | None:
+        """What is pinned, once."""
+        kept, self._kept = self._kept, None
+        return kept
+
 
 MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
 MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
@@ -355,3 +424,59 @@ def _as_array(token_ids: TokenIds[int]) -> Array:
 
 def _covers(size: CacheSize, num_blocks: int, num_states: int) -> bool:
     return size.num_blocks >= num_blocks and size.num_states >= num_states
+
+
+def choose_cuts(
+    start: int,
+    length: int,
+    *,
+    parting: int,
+    borders: Iterable[int],
+    max_replay: int,
+    limit: int,
+    comes_again: bool = True,
+) -> tuple[int, ...]:
+    """At most `limit` positions, ascending, of a prompt of `length` tokens of which `start` are held.
+
+    All lie between `start` and `length`, as a prompt needs its last token computed. parting: how many of the
+    first tokens other prompts began with. borders: ends of a system prompt, of tools, of messages.
+    comes_again: whether a later prompt may begin with all of this one. As far as the limit allows, no cut is
+    more than `max_replay` tokens behind the one before, and one is at the end if the prompt comes again. If
+    there are too many, the prefix that other prompts have comes first, then that up to the last border, that
+    of the whole prompt, that up to the first border, and the other borders in order.
+    """
+    end = length - 1
+    inside = sorted({border for border in borders if start < border <= end})
+    wanted = [(min(parting, end), MIN_GAP)]
+    wanted += [(border, MIN_GAP) for border in inside[-1:]]
+    if comes_again:
+        wanted.append((end, MIN_GAP))
+    wanted += [(border, MIN_GAP) for border in inside[:1]]
+    wanted += [(border, BLOCK_POSITIONS) for border in inside[1:-1]]
+    cuts: list[int] = []
+    for position, gap in wanted:
+        if (
+            len(cuts) < limit
+            and position > start
+            and all(abs(position - each) >= gap for each in (start, *cuts))
+        ):
+            cuts.append(position)
+    cuts.sort()
+    spacing = max_replay
+    while len(between := _between(start, cuts, spacing)) > limit - len(cuts):
+        spacing *= 2
+    return tuple(sorted([*cuts, *between]))
+
+
+def _between(start: int, cuts: list[int], spacing: int) -> list[int]:
+    """Positions between `start` and the last cut such that no gap is longer than `spacing`."""
+    result: list[int] = []
+    before = start
+    for cut in cuts:
+        while cut - before > spacing:
+            # The end of a block, where it may be, as a sequence that goes on then copies no block.
+            whole = (before + spacing) // BLOCK_POSITIONS * BLOCK_POSITIONS
+            before = whole if whole > before else before + spacing
+            result.append(before)
+        before = cut
+    return result

@@ -18,16 +18,21 @@ from coldstream.errors import StorageError
 from coldstream.files import write_file
 from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix.file import (
+    NAME,
+    SUFFIX,
+    TEMPORARY,
     DamagedFileError,
     PageContent,
     PagePlace,
     encode,
     file_bytes,
+    limit_others,
+    locked,
+    opened,
     parse,
 )
-from coldstream.kvcache.prefix.folder import NAME, SUFFIX, TEMPORARY, limit_others, locked, opened
 from coldstream.kvcache.prefix.pages import Array, Page, PageIndex, PageKeys, sha256
-from coldstream.kvcache.prefix.tier import PrefixSource, SavedPrefix, TierStatistics, page_bytes
+from coldstream.kvcache.prefix.tiers import PrefixSource, SavedPrefix, TierStatistics, page_bytes
 
 PART_BYTES = 64 << 20  # of pages, from which on a file is written and another begun
 

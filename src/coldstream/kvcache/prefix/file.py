@@ -1,4 +1,4 @@
-"""A file of pages: how it is written, and what is checked before anything of it is used. Pure.
+"""A file of pages, and the folder of such files that one process uses.
 
     magic 8 | version u32 | bytes of the header u32 | SHA-256 of the header
     header: identity 32 | root 32 | pages u32 | of each page:
@@ -6,19 +6,28 @@
         tokens u32 | token ids i32 …
     of each page: content, state
 
-All numbers are little-endian. A page's key is not stored: it is computed from its tokens.
+All numbers are little-endian. A page's key is not stored: it is computed from its tokens. Only its user may
+write to the folder. What is read is checked before anything of it is used.
 """
 
+import fcntl
+import os
+import re
+import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from coldstream.errors import StorageError
+from coldstream.files import cannot_write
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix.pages import Page, PageKeys, sha256
-from coldstream.kvcache.prefix.tier import PrefixSource, page_bytes
+from coldstream.kvcache.prefix.tiers import PrefixSource, page_bytes
 
 MAGIC = b"CSPREFIX"
 VERSION = 1  # of this layout and of the arithmetic whose results the pages are
@@ -137,3 +146,74 @@ def _places(header: bytes, root: bytes, num_pages: int, offset: int) -> list[Pag
     if at != len(header):
         raise DamagedFileError("the header is longer than its pages")
     return places
+
+
+LOCK = "lock"
+SUFFIX = ".prefix"
+NAME = re.compile(r"[0-9a-f]{32}")  # of a folder, and of a file before its suffix
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")  # what `write_file` leaves if the machine goes down
+
+
+def locked(folder: Path) -> int:
+    """A descriptor that keeps other processes from using the folder, which is made if there is none."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_is_ours(folder.lstat(), folder, stat.S_ISDIR)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(folder / LOCK, flags, 0o600)
+    except DamagedFileError as error:
+        raise StorageError(f"{error}: choose a folder that only you may write to") from error
+    except OSError as error:
+        raise cannot_write(folder, error, 0) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StorageError(
+            f"{folder} is in use by another process: give each server a folder of its own"
+        ) from error
+    return descriptor
+
+
+def limit_others(own: Path, num_bytes: int) -> None:
+    """Removes files in the folders beside `own` until they have at most so many bytes.
+
+    The folder used longest ago goes first; one that another process uses stays. What cannot be removed stays.
+    """
+    folders = [each for each in own.parent.iterdir() if each != own and NAME.fullmatch(each.name)]
+    found: list[tuple[int, Path, list[tuple[Path, int]]]] = []
+    for folder in folders:
+        with suppress(OSError):
+            files = [(file, file.lstat().st_size) for file in folder.glob("*" + SUFFIX)]
+            found.append(((folder / LOCK).lstat().st_mtime_ns, folder, files))
+    total = sum(size for _, _, files in found for _, size in files)
+    for _, folder, files in sorted(found, key=lambda each: each[:2]):
+        if total <= num_bytes:
+            return
+        try:
+            lock = locked(folder)
+        except StorageError:
+            continue
+        try:
+            for file, size in files:
+                with suppress(OSError):
+                    file.unlink()
+                    total -= size
+        finally:
+            os.close(lock)
+
+
+def _check_is_ours(status: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise DamagedFileError(f"{path} is a link, another user's, or may be written to by others")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[ReadAt, os.stat_result]]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        _check_is_ours(status, path, stat.S_ISREG)
+        yield lambda offset, count: os.pread(descriptor, count, offset), status
+    finally:
+        os.close(descriptor)

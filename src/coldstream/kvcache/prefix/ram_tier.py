@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from coldstream.kvcache.cache_bytes import Content
 from coldstream.kvcache.prefix.pages import Array, Digest, Page, PageIndex, PageKeys, sha256
-from coldstream.kvcache.prefix.tier import PrefixSource, SavedPrefix, TierStatistics, page_bytes
+from coldstream.kvcache.prefix.tiers import PrefixSource, SavedPrefix, TierStatistics, page_bytes
 
 PAGE_OVERHEAD = 1024  # bytes of Python's objects for a page; its tokens are counted with its content
 

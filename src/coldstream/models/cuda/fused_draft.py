@@ -23,11 +23,10 @@ from coldstream.kernels.rounds.reference import NUM_COLUMNS, Accepted, RoundStat
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.cuda import write_rows
 from coldstream.kvcache.batch import rows_of
-from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache, WholeOrCleared
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
-from coldstream.models.whole_or_cleared import WholeOrCleared
 
 NUM_AHEAD = ReadBack.NUM_COPIES  # rounds whose results may wait for the host
 

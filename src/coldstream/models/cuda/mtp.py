@@ -17,13 +17,12 @@ from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT
 from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
 from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundText
 from coldstream.kvcache.batch import CheckedSegment
-from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.kvcache.sequence_cache import Demand, SequenceCache, WholeOrCleared
 from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape, TextRounds, shaped_rows
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.mtp_block import BRANCHING, MAX_MTP_ROWS, LoadedMtp, run_shape
-from coldstream.models.whole_or_cleared import WholeOrCleared
 
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together

@@ -27,7 +27,7 @@ from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
-from coldstream.kvcache.sequence_cache import AcceptedPath
+from coldstream.kvcache.sequence_cache import AcceptedPath, WholeOrCleared
 from coldstream.models.cuda.capacity import HEAD_ROWS
 from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
@@ -41,7 +41,6 @@ from coldstream.models.cuda.partial_model import PartialModel, partial_model
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.models.whole_or_cleared import WholeOrCleared
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
