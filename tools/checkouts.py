@@ -1,21 +1,22 @@
 """Another checkout of the package: its sources, its extension, and an interpreter that imports them."""
 
 import importlib
-import io
+import shutil
 import site
 import subprocess
 import sys
-import tarfile
+import tempfile
 import venv
 from pathlib import Path
 
 
 def check_out(repository: Path, commit: str, folder: Path) -> None:
     """The files of a commit, without its repository. Raises CalledProcessError if there is no such commit."""
-    command = ["git", "-C", str(repository), "archive", "--format=tar", commit]
-    archive = subprocess.run(command, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+    with tempfile.TemporaryDirectory() as own:
+        archive = Path(own) / "sources.tar"
+        command = ["git", "-C", str(repository), "archive", "-o", str(archive), commit]
+        subprocess.run(command, capture_output=True, check=True)
+        shutil.unpack_archive(archive, folder)
 
 
 def make_environment(folder: Path, sources: Path) -> Path:
