@@ -53,14 +53,14 @@ def open_cpu_runner(
     progress: Progress | None = None,
     cache_size: CacheSize | None = None,
     attention_window: int | None = None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> CpuRunner:
     """The model at `path`, within `ram_bytes` if given. Raises as `CpuRunner.load`, and
     BudgetTooSmallError.
     """
     file, spec = open_model_file(path)
     try:
-        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftRoom(taps=taps))
+        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftRoom(aux_layers=aux_layers))
         needs = ram_needs(file, spec, shape, cache_size)
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(
@@ -71,7 +71,7 @@ def open_cpu_runner(
             policy=policy,
             progress=progress,
             cache_size=cache_size,
-            taps=taps,
+            aux_layers=aux_layers,
         )
     except BaseException:
         file.close()

@@ -50,7 +50,7 @@ class KnownAnswer:
     end_id: int
     name: str = "scripted"
     wants_hidden: bool = False
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def cut(self, length: int) -> None:
         """Nothing to forget."""

@@ -20,7 +20,7 @@ class Chains:
 
     name = "chains"
     wants_hidden = False
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.asked: list[int] = []

@@ -23,7 +23,7 @@ class Scripted:
     end_id: int = 0
     token_ids: list[int] = field(default_factory=list)
     wants_hidden: bool = True
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     name: str = "scripted"
 
     def cut(self, length: int) -> None:

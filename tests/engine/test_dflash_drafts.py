@@ -18,7 +18,7 @@ from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_target
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
 
-TAPS = (0, 1, 3)
+AUX_LAYERS = (0, 1, 3)
 PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
 
 
@@ -26,7 +26,7 @@ PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
 class Recorder:
     """A drafter that keeps what it is told and proposes one node."""
 
-    taps: tuple[int, ...] = TAPS
+    aux_layers: tuple[int, ...] = AUX_LAYERS
     name: str = "recorder"
     wants_hidden: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -45,16 +45,18 @@ class Recorder:
 
 
 def load_with_taps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has models loaded on the CPU keep the residual streams after `TAPS`, whatever their plan says."""
+    """Has models loaded on the CPU keep the residual streams after `AUX_LAYERS`, whatever their plan says."""
     load = CpuRunner.load
     monkeypatch.setattr(
-        CpuRunner, "load", lambda *arguments, **options: load(*arguments, **options | {"taps": TAPS})
+        CpuRunner,
+        "load",
+        lambda *arguments, **options: load(*arguments, **options | {"aux_layers": AUX_LAYERS}),
     )
 
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunner]:
-    """Of a tiny model, loaded with taps."""
+    """Of a tiny model, loaded with auxiliary layers."""
     load_with_taps(monkeypatch)
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
     opened = open_model(EngineConfig(str(path), device="cpu", threads=2, ctx_size=600, spec_type="ngram"))
@@ -99,14 +101,14 @@ def test_answers_are_those_of_the_plain_model(
     runner = opened.runner
     assert isinstance(runner, CpuRunner)
     values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
-    values["dflash_config"] = {"target_layer_ids": list(TAPS), "mask_token_id": 319}
+    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": 319}
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]
     path = write_converted(tmp_path / "drafter", values, random_tensors(spec_of(values)))
     with DflashFile.open(path) as file:
         check_target(file.spec, runner.spec)
-        assert file.spec.aux_layers == runner.taps
+        assert file.spec.aux_layers == runner.aux_layers
         model = runner.load_dflash(file)
     drafter = DflashDrafter(model.new_sequence())
     drafting = LLM.from_opened(replace(opened, speculation=Speculation(drafter, FixedSizes(7))))

@@ -36,7 +36,7 @@ from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
-TAPS = (0, 1)
+AUX_LAYERS = (0, 1)
 BUDGET = 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
@@ -51,7 +51,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def random_drafter(folder: Path, second: bool) -> DflashFile:
     values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=2)
-    values["dflash_config"] = {"target_layer_ids": list(TAPS), "mask_token_id": 319}
+    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": 319}
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]
@@ -64,11 +64,11 @@ def random_drafter(folder: Path, second: bool) -> DflashFile:
 def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, second: bool) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=TAPS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     plan = replace(plan, tree_budget=BUDGET)
     with (
         LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain,
-        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", second) as draft,
     ):
         speculation = open_speculation(plan, runner, draft)
@@ -118,9 +118,9 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
         expected = [plain.generate(prompt, GREEDY)[0] for prompt in prompts]
     answers = {tuple(prompt): each.token_ids for prompt, each in zip(prompts, expected, strict=True)}
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(taps=TAPS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     with (
-        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", second) as draft,
     ):
         by_host, plain_context = answer_with(runner, draft, answers, in_rounds=False)
@@ -148,10 +148,10 @@ def test_an_engine_drafts_an_answer_that_is_alone(
     """In a few rounds at a time, and plainly while another one is there."""
     monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 8)
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(taps=TAPS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     with (
         open_runner(tiny, share=None, has_mtp=False) as plain,
-        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", True) as draft,
     ):
         drafting = runner.load_dflash(draft)
@@ -164,7 +164,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(
 
 @pytest.mark.parametrize("is_estimated", [False, True], ids=["counted", "estimated"])
 def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(is_estimated: bool) -> None:
-    taps, num_bytes = (1, 3, 5, 7), 12_345_678
+    aux_layers, num_bytes = (1, 3, 5, 7), 12_345_678
     with GGUFFile.open(demo_model_path()) as file:
         spec = open_model_file(demo_model_path())[1]
         sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
@@ -172,12 +172,12 @@ def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(is_estimated: bool)
         counts = None if is_estimated else {}
         without, beside = (
             fixed_part_on_gpu(file, GpuMemory(spec, sizes, 0, counts, CONTEXT, "i16", 1, each), 2**33)
-            for each in (room, replace(room, taps=taps, drafter_bytes=num_bytes))
+            for each in (room, replace(room, aux_layers=aux_layers, drafter_bytes=num_bytes))
         )
     assert (without.drafter, beside.drafter) == (0, num_bytes)
     rows = beside.chunk_size
     kept = beside.caches - without.caches
-    assert 0 <= kept - 2 * rows * len(taps) * spec.hidden_size < 4096
+    assert 0 <= kept - 2 * rows * len(aux_layers) * spec.hidden_size < 4096
     assert beside.total - without.total == kept + num_bytes
 
 

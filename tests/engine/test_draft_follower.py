@@ -19,7 +19,7 @@ class Listener:
 
     name = "listener"
     wants_hidden = False
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.told: list[int] = []

@@ -36,7 +36,7 @@ class Oracle:
     texts: Sequence[Sequence[int]]
     vocab_size: int
     wants_hidden: bool = False
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     name: str = "oracle"
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from coldstream.kvcache.cache import AttentionState, DeltaNetState
 from coldstream.kvcache.sequence_cache import AcceptedPath
 
 CONTEXT = 640
-TAPS = (0, 3)
+AUX_LAYERS = (0, 3)
 
 
 class Held(NamedTuple):
@@ -52,7 +52,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneSequence]:
     """Three recurrent layers, then one of attention."""
     path = write_variant(tmp_path_factory.mktemp("models"), "moe")
     size = CacheSize.of(8, CONTEXT, num_trees=3)
-    with open_cpu(path, threads=2, context_length=CONTEXT, cache_size=size, taps=TAPS) as runner:
+    with open_cpu(path, threads=2, context_length=CONTEXT, cache_size=size, aux_layers=AUX_LAYERS) as runner:
         yield runner
 
 
@@ -85,7 +85,7 @@ def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding
     runner: OneSequence, seed: int, length: int
 ) -> None:
     """Each beginning of a path from the root alone to a leaf, of chains and of trees with branches; and
-    what the tapped layers put out, which drafters are told.
+    what the auxiliary layers put out, which drafters are told.
     """
     random = Random(seed)
     tree = next(tree for tree in iter(lambda: random_tree(random), None) if 2 < len(tree.parents) < 24)

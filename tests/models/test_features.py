@@ -1,4 +1,4 @@
-"""Residual streams that a step leaves for drafters: what the model's tapped layers put out."""
+"""Residual streams that a step leaves for drafters: what the model's auxiliary layers put out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.read_spec import read_spec
 
 CONTEXT = 600
-TAPS = (0, 2, 3)
+AUX_LAYERS = (0, 2, 3)
 
 
 def reference_streams(path: Path, ids: Sequence[int]) -> list[np.ndarray]:
@@ -36,21 +36,21 @@ def reference_streams(path: Path, ids: Sequence[int]) -> list[np.ndarray]:
     return streams
 
 
-def open_tapped(path: Path, taps: tuple[int, ...] = TAPS, **options: object) -> OneSequence:
-    return open_cpu(path, threads=2, context_length=CONTEXT, taps=taps, **options)
+def open_keeping(path: Path, aux_layers: tuple[int, ...] = AUX_LAYERS, **options: object) -> OneSequence:
+    return open_cpu(path, threads=2, context_length=CONTEXT, aux_layers=aux_layers, **options)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trap_29_every_tap_holds_its_own_layer(tmp_path: Path, name: str) -> None:
     path, ids = write_variant(tmp_path, name), token_ids(6)
     streams = reference_streams(path, ids)
-    taps = tuple(range(len(streams)))
-    with open_tapped(path, taps) as runner:
+    aux_layers = tuple(range(len(streams)))
+    with open_keeping(path, aux_layers) as runner:
         runner.extend(ids)
         found = runner.runner.features(range(6))
         assert found.dtype == np.float32
-        for tap, part in zip(taps, np.split(found, len(taps), axis=1), strict=True):
-            assert np.array_equal(part, streams[tap])
+        for layer, part in zip(aux_layers, np.split(found, len(aux_layers), axis=1), strict=True):
+            assert np.array_equal(part, streams[layer])
 
 
 def test_trap_30_every_token_of_a_prompt_has_features_whatever_its_chunk(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_trap_30_every_token_of_a_prompt_has_features_whatever_its_chunk(tmp_pat
         tokens.extend(chunk)
         told.append(features)
 
-    with open_tapped(path) as opened:
+    with open_keeping(path) as opened:
         runner, size = opened.runner, opened.chunk_size
         runner.extend(opened.sequence, ids, None, on_chunk, runner.features)
         assert tokens == ids
@@ -77,7 +77,7 @@ def test_trap_30_every_token_of_a_prompt_has_features_whatever_its_chunk(tmp_pat
 
 def test_rows_are_given_in_any_order_of_chains_and_a_tree(tmp_path: Path) -> None:
     size = CacheSize.of(3, CONTEXT, num_trees=1)
-    with open_tapped(write_variant(tmp_path, "moe"), cache_size=size) as runner:
+    with open_keeping(write_variant(tmp_path, "moe"), cache_size=size) as runner:
         expected = []
         for path in ([4, 7], [4, 7, 8], [4, 7, 9]):
             runner.reset()
@@ -89,26 +89,26 @@ def test_rows_are_given_in_any_order_of_chains_and_a_tree(tmp_path: Path) -> Non
         runner.step(Batch((Segment(runner.sequence, [5, 6]), Segment(other, [7, 8, 9], [-1, 0, 0]))))
         found = runner.runner.features(np.array([4, 2, 3]))
         assert np.array_equal(found, [expected[2], expected[0], expected[1]])
-        assert runner.runner.features([]).shape == (0, len(TAPS) * runner.spec.hidden_size)
+        assert runner.runner.features([]).shape == (0, len(AUX_LAYERS) * runner.spec.hidden_size)
         with pytest.raises(InvalidRequestError, match="the last step computed 5"):
             runner.runner.features([5])
 
 
 def test_taps_change_no_bit_and_take_only_their_own_memory(tmp_path: Path) -> None:
     path, ids = write_variant(tmp_path, "moe"), token_ids(50)
-    with open_tapped(path) as tapped, open_tapped(path, ()) as plain:
-        assert np.array_equal(tapped.extend(ids), plain.extend(ids))
-        assert np.array_equal(tapped.hidden(range(50)), plain.hidden(range(50)))
-        runners = [each.runner for each in (tapped, plain)]
+    with open_keeping(path) as keeping, open_keeping(path, ()) as plain:
+        assert np.array_equal(keeping.extend(ids), plain.extend(ids))
+        assert np.array_equal(keeping.hidden(range(50)), plain.hidden(range(50)))
+        runners = [each.runner for each in (keeping, plain)]
         assert all(isinstance(runner, CpuRunner) for runner in runners)
         more, fewer = (runner.activation_bytes for runner in runners)
-        stream = tapped.chunk_size * tapped.spec.hidden_size * 4
+        stream = keeping.chunk_size * keeping.spec.hidden_size * 4
         # Some of it lies in blocks that were free anyway.
-        assert 0 < more - fewer <= len(TAPS) * stream
+        assert 0 < more - fewer <= len(AUX_LAYERS) * stream
 
 
 def test_a_runner_without_taps_refuses_before_anything_changes(tmp_path: Path) -> None:
-    with open_tapped(write_variant(tmp_path, "dense-tied"), ()) as opened:
+    with open_keeping(write_variant(tmp_path, "dense-tied"), ()) as opened:
         runner = opened.runner
         opened.extend([1, 2])
         with pytest.raises(UnsupportedError, match="without keeping residual streams"):

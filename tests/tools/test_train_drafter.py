@@ -327,7 +327,7 @@ def own_windows(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 class Fixed:
     """Proposes a tree, whatever the context."""
 
-    name, wants_hidden, taps = "fixed", False, ()
+    name, wants_hidden, aux_layers = "fixed", False, ()
 
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree

@@ -36,7 +36,7 @@ def open_speculation(
 
 def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:
     """What the drafter is told of rows beside their tokens; None: nothing."""
-    if drafter.taps:
+    if drafter.aux_layers:
         return runner.features
     return runner.hidden if drafter.wants_hidden else None
 

@@ -142,9 +142,9 @@ def open_model(
             warnings += file_warnings(file, spec, tokenizer.vocabulary)
             default_sampling = sampling_defaults(file.metadata)
             template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
-            taps = draft.needs.taps if draft.needs and planned.run.spec_type == "dflash" else ()
+            aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
             runner = load_runner(
-                file, spec, planned.run, config.tier, own.policy, own.executor, progress, taps
+                file, spec, planned.run, config.tier, own.policy, own.executor, progress, aux_layers
             )
             try:
                 speculation = open_speculation(planned.run, runner, draft.file)

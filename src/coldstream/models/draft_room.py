@@ -16,7 +16,7 @@ class DraftRoom:
     num_tree_rows: int = 0  # of draft trees that are pending
     has_mtp: bool = False  # whether the file's block for multi-token prediction drafts
     drafter_bytes: int = 0  # of another drafter
-    taps: tuple[int, ...] = ()  # layers whose residual streams it reads
+    aux_layers: tuple[int, ...] = ()  # layers whose residual streams it reads
 
 
 NO_DRAFTS: Final = DraftRoom()

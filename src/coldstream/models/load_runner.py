@@ -21,18 +21,20 @@ def load_runner(
     policy: Policy | None,
     executor: ExecutorFactory | None,
     progress: Callable[[str, int, int], None] | None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
     tier: of a CPU's kernels. policy, executor: the caller's; None: the product's. progress: called with the
-    name of the task, the amount done and the whole amount. taps: layers whose residual streams a drafter
-    reads. Raises as the runners' `load`; the file stays open then.
+    name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
+    drafter reads. Raises as the runners' `load`; the file stays open then.
     """
     loading = partial(progress, "loading") if progress else None
     checked = CheckedPolicy(policy) if policy else None
     if plan.placement.tier == "ram":
-        return CpuRunner.load(file, spec, plan, tier=tier, policy=checked, progress=loading, taps=taps)
+        return CpuRunner.load(
+            file, spec, plan, tier=tier, policy=checked, progress=loading, aux_layers=aux_layers
+        )
     # Imported here because its kernels need packages that a machine without a GPU does not have.
     from coldstream.models.cuda.runner import CudaRunner
 
@@ -44,5 +46,5 @@ def load_runner(
         executor=executor,
         progress=loading,
         compiling=partial(progress, "compiling kernels") if progress else None,
-        taps=taps,
+        aux_layers=aux_layers,
     )

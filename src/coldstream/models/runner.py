@@ -57,7 +57,7 @@ class ModelRunner(ABC):
     head_rows: int  # rows of one call of the head
     cache_size: CacheSize  # what all sequences hold together
     gives_hidden = False  # whether `hidden` has what steps compute
-    taps: tuple[int, ...] = ()  # layers after which `features` has the residual stream
+    aux_layers: tuple[int, ...] = ()  # layers after which `features` has the residual stream
     _sequences: SequenceCache
     _limits: BatchLimits
     _steps: Any = None  # the `CapturedSteps` of a device that captures them
@@ -84,7 +84,7 @@ class ModelRunner(ABC):
         raise NotImplementedError
 
     def _features_of(self, rows: Array | slice) -> Any:
-        """What `features` returns for rows that the last step has; for runners with taps."""
+        """What `features` returns for rows that the last step has; for runners with auxiliary layers."""
         raise NotImplementedError
 
     @abstractmethod
@@ -248,13 +248,13 @@ class ModelRunner(ABC):
         return self._hidden_of(self._computed(rows))
 
     def features(self, rows: Collection[int]) -> Any:
-        """Residual streams of rows of the last step's batch after the layers `taps`, one behind the other.
+        """Residual streams of rows of the last step's batch after the auxiliary layers, side by side.
 
-        [len(rows), len(taps) · E] on the model's device, float32 or on a GPU bfloat16, valid until the next
-        step. Raises
-        InvalidRequestError for rows that the step did not have, and UnsupportedError without taps.
+        [len(rows), len(aux_layers) · E] on the model's device, float32 or on a GPU bfloat16, valid until the
+        next step. Raises InvalidRequestError for rows that the step did not have, and UnsupportedError
+        without such layers.
         """
-        if not self.taps:
+        if not self.aux_layers:
             raise UnsupportedError(
                 f"the model on the device {self.tier} was loaded without keeping residual streams: draft "
                 "without them"

@@ -279,7 +279,7 @@ class _Chooser:
         drafter = self.facts.drafter
         assert drafter is not None, "a drafter is open where one is planned"
         num_bytes = drafter.num_bytes(config.ctx_size or 1, num_contexts)
-        return replace(room, drafter_bytes=num_bytes, taps=drafter.taps)
+        return replace(room, drafter_bytes=num_bytes, aux_layers=drafter.aux_layers)
 
 
 def _contexts(config: EngineConfig) -> int:

@@ -35,7 +35,11 @@ def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuS
 
     capacity, draft = shape.capacity, shape.capacity.draft
     limits = Limits(
-        capacity.cache_size, capacity.ctx_size, capacity.kv_type, has_mtp=draft.has_mtp, taps=draft.taps
+        capacity.cache_size,
+        capacity.ctx_size,
+        capacity.kv_type,
+        has_mtp=draft.has_mtp,
+        aux_layers=draft.aux_layers,
     )
     ring_bytes = 0
     if spec.is_moe:

@@ -80,7 +80,7 @@ class DraftNeeds:
     value_bytes: int  # of a key or value
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the model after which it reads the residual stream."""
         return self.spec.aux_layers
 

@@ -137,7 +137,7 @@ def estimated(
         caches=cache_size.num_blocks * BLOCK_POSITIONS * token_bytes
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec)
-        + DRAFT_VALUE_BYTES["cuda"] * len(draft.taps) * chunk_size * spec.hidden_size,
+        + DRAFT_VALUE_BYTES["cuda"] * len(draft.aux_layers) * chunk_size * spec.hidden_size,
         workspace=_workspace_bytes(spec, capacity.ctx_size, chunk_size),
         drafter=draft.drafter_bytes,
         graphs=GRAPH_BYTES,

@@ -186,8 +186,8 @@ def test_a_failure_stops_it_until_a_cut(error: Exception, where: str) -> None:
 def test_drafters_say_which_layers_they_read() -> None:
     context = ScriptedContext(MARGINAL)
     drafter: Drafter = DflashDrafter(context)
-    assert (drafter.name, drafter.wants_hidden, drafter.taps) == ("dflash", False, (1, 3, 6))
-    assert NgramDrafter().taps == MtpDrafter.taps == ()
+    assert (drafter.name, drafter.wants_hidden, drafter.aux_layers) == ("dflash", False, (1, 3, 6))
+    assert NgramDrafter().aux_layers == MtpDrafter.aux_layers == ()
 
 
 class AnyCalls(RuleBasedStateMachine):

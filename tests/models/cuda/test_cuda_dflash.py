@@ -45,7 +45,7 @@ from tree_plans import plan_with_trees
 
 CONTEXT, VOCAB, WIDTH = 96, 320, 256
 SIZE = CacheSize.of(2, CONTEXT, num_trees=1)
-TAPS = (0, 1)
+AUX_LAYERS = (0, 1)
 CHUNKS = (1, 20, 10, 7)  # rows that are committed between drafts
 TOLERANCE = 0.08  # of the length of a row: bfloat16 has 0.004, and some thirty roundings follow each other
 
@@ -53,7 +53,7 @@ TOLERANCE = 0.08  # of the length of a row: bfloat16 has 0.004, and some thirty 
 def tiny_config(second: bool = False, **changes: Any) -> dict[str, Any]:
     sizes = {"hidden_size": WIDTH, "vocab_size": VOCAB, "num_target_layers": 2}
     values = config(**sizes | changes)
-    values["dflash_config"] = {"target_layer_ids": list(TAPS), "mask_token_id": VOCAB - 1}
+    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": VOCAB - 1}
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]
@@ -131,10 +131,10 @@ def opened_drafter(
     """share: of the target's experts that are in slots; None: all are on the device."""
     tensors = {name: rounded(value) for name, value in random_tensors(spec_of(values)).items()}
     file, spec = open_model_file(target)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=TAPS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     with (
         DflashFile.open(write_converted(folder, values, tensors)) as drafter,
-        CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=TAPS) as runner,
+        CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
     ):
         yield runner, runner.load_dflash(drafter)
 

@@ -18,7 +18,7 @@ from tree_plans import plan_with_trees
 
 CONTEXT = 192
 SIZE = CacheSize.of(3, CONTEXT, num_trees=1)
-TAPS = (0, 1)
+AUX_LAYERS = (0, 1)
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
-def open_tapped(path: Path, share: float | None, taps: tuple[int, ...] = TAPS) -> CudaRunner:
+def open_keeping(path: Path, share: float | None, aux_layers: tuple[int, ...] = AUX_LAYERS) -> CudaRunner:
     """With room for trees."""
     file, spec = open_model_file(path)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(taps=taps))
-    return CudaRunner.load(file, spec, plan, cache_size=SIZE, taps=taps)
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=aux_layers))
+    return CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=aux_layers)
 
 
 def rounded(features: np.ndarray) -> torch.Tensor:
@@ -44,8 +44,8 @@ def rounded(features: np.ndarray) -> torch.Tensor:
 def test_features_are_those_of_the_cpu_rounded(tiny: Path, share: float | None) -> None:
     """Of prompts in steps of all kinds, of rows in any order, and of a tree."""
     with (
-        open_cpu(tiny, threads=1, context_length=CONTEXT, taps=TAPS, cache_size=SIZE) as cpu,
-        open_tapped(tiny, share) as runner,
+        open_cpu(tiny, threads=1, context_length=CONTEXT, aux_layers=AUX_LAYERS, cache_size=SIZE) as cpu,
+        open_keeping(tiny, share) as runner,
     ):
         both = [(each, each.new_sequence()) for each in (cpu.runner, runner)]
         for token_ids in ([1, 2, 3], [4] * 20, [*range(5, 75)], [9]):
@@ -64,7 +64,7 @@ def test_features_are_those_of_the_cpu_rounded(tiny: Path, share: float | None) 
 
 @pytest.mark.usefixtures("gpu")
 def test_without_taps_there_are_no_features(tiny: Path) -> None:
-    with open_tapped(tiny, None, taps=()) as runner:
+    with open_keeping(tiny, None, aux_layers=()) as runner:
         runner.extend(runner.new_sequence(), [1, 2])
         with pytest.raises(UnsupportedError, match="without keeping residual streams"):
             runner.features(range(2))

@@ -62,7 +62,7 @@ class DraftContext(Protocol):
 
 
 class DflashDrafter:
-    """A `Drafter`, which is told features: see `taps`.
+    """A `Drafter`, which is told features: see `aux_layers`.
 
     num_rows: of the block, the anchor included; None for as many as the drafter was trained with.
     branching: candidates at each depth, for a drafter of the first kind.
@@ -88,7 +88,7 @@ class DflashDrafter:
         self._is_off = False
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """See `Drafter`."""
         return self._taps
 

@@ -21,7 +21,7 @@ class Drafter(Protocol):
         """Whether `extend` needs hidden states."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the model, ascending, after which `extend` needs the residual stream.
 
         Such a drafter wants no hidden states. Empty for one that needs no residual streams.
@@ -36,8 +36,8 @@ class Drafter(Protocol):
         """The model has computed these tokens after those before.
 
         hidden: float32 [len(token_ids), E], the states after them that the model's head reads; for a drafter
-        with taps, [len(token_ids), len(taps) · E], its features: the residual streams after the tapped
-        layers, one behind the other. On the model's device and valid during this call. None if the drafter
+        with auxiliary layers, [len(token_ids), len(aux_layers) · E], its features: the residual streams after
+        these layers, side by side. On the model's device and valid during this call. None if the drafter
         wants neither.
         """
 

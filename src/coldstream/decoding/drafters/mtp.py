@@ -94,7 +94,7 @@ class MtpDrafter:
 
     name = "mtp"
     wants_hidden = True
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(
         self, block: DraftBlock, *, max_steps: int = 6, min_followed: float = 0.2, max_waiting: int = 256

@@ -58,7 +58,7 @@ class NgramDrafter:
         return False
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         return ()
 
     def cut(self, length: int) -> None:

@@ -50,12 +50,12 @@ class CpuRunner(ModelRunner):
         kv_type: str,
         disk: DiskTier | None = None,
         cache_size: CacheSize | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """cache_size: None for one that suits the memory, without draft trees. taps: see `features`."""
+        """cache_size: None for one that suits the memory, without draft trees. aux_layers: see `features`."""
         super().__init__(file, spec, context_length)
-        assert all(0 <= tap < spec.num_layers for tap in taps), "taps are layers of the trunk"
-        self.taps = taps
+        assert all(0 <= layer < spec.num_layers for layer in aux_layers), "they are layers of the trunk"
+        self.aux_layers = aux_layers
         self._ops = ops
         self._disk = disk
         self._kv_type = kv_type
@@ -70,14 +70,14 @@ class CpuRunner(ModelRunner):
         size = BatchSize(self.chunk_size, self.chunk_size, num_blocks)
         self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
         self._path = PathArrays(ops.zeros((PathArrays.num_values(num_blocks),), "int32"), num_blocks)
-        self._tapped: dict[int, Array] = {}  # residual streams [chunk_size, E] by layer
+        self._streams: dict[int, Array] = {}  # residual streams [chunk_size, E] by layer
 
-        def keep_tapped(layer: int, x: Array) -> None:
-            if layer in taps:
-                self._tapped[layer] = x
+        def keep_stream(layer: int, x: Array) -> None:
+            if layer in aux_layers:
+                self._streams[layer] = x
 
         self._trunk = ops.capture(
-            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches, keep_tapped)
+            self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches, keep_stream)
         )
         self._moe_layers = [
             number for number, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)
@@ -106,7 +106,7 @@ class CpuRunner(ModelRunner):
         policy: Policy | None = None,
         progress: Progress | None = None,
         cache_size: CacheSize | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Self:
         """Carries out `plan` on an open file: maps weights, allocates slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
@@ -114,7 +114,7 @@ class CpuRunner(ModelRunner):
         The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
         plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
-        while the file is read. taps: layers after which `features` has the residual stream.
+        while the file is read. aux_layers: layers after which `features` has the residual stream.
 
         Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
         for a tier this machine lacks, OutOfMemoryError; the file stays open then.
@@ -128,7 +128,7 @@ class CpuRunner(ModelRunner):
         else:
             ops = RoutingCpuOps(plan.threads, tier)
         cache_size = cache_size or CacheSize.planned(fixed)
-        runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size, taps=taps)
+        runner = cls(file, spec, ops, fixed.ctx_size, fixed.kv_type, disk, cache_size, aux_layers=aux_layers)
         assert runner.chunk_size == fixed.chunk_size, "a plan for this runner has its steps"
         if disk is not None:
             disk.load(plan.loaded, progress)
@@ -157,7 +157,16 @@ class CpuRunner(ModelRunner):
         if disk is not None:
             ops = UnreadPooledCpuOps(threads, tier, disk.stacks)
         draft, ctx_size = capacity.draft, capacity.ctx_size
-        unread = cls(file, spec, ops, ctx_size, capacity.kv_type, disk, capacity.cache_size, taps=draft.taps)
+        unread = cls(
+            file,
+            spec,
+            ops,
+            ctx_size,
+            capacity.kv_type,
+            disk,
+            capacity.cache_size,
+            aux_layers=draft.aux_layers,
+        )
         drafter = draft.drafter_bytes
         if draft.has_mtp:
             drafter = unread._mtp(UnreadCpuOps.beside(ops), BRANCHING).num_bytes
@@ -277,7 +286,7 @@ class CpuRunner(ModelRunner):
         return hidden
 
     def _features_of(self, rows: Array | slice) -> Array:
-        return np.concatenate([self._tapped[tap][rows] for tap in self.taps], axis=1)
+        return np.concatenate([self._streams[layer][rows] for layer in self.aux_layers], axis=1)
 
     def _commit(self, path: AcceptedPath) -> None:
         assert self._committed is not None, "a cache without rows of trees has none to commit"

@@ -33,7 +33,7 @@ class Limits:
     shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the device shares missing experts out
     is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
     has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
-    taps: tuple[int, ...] = ()  # layers whose residual streams are kept for a drafter
+    aux_layers: tuple[int, ...] = ()  # layers whose residual streams are kept for a drafter
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
@@ -45,12 +45,14 @@ class Limits:
 
     @classmethod
     def of(
-        cls, plan: RunPlan, spec: ModelSpec, cache_size: CacheSize | None, taps: tuple[int, ...] = ()
+        cls, plan: RunPlan, spec: ModelSpec, cache_size: CacheSize | None, aux_layers: tuple[int, ...] = ()
     ) -> Self:
         """Those of a plan for the model. cache_size: None for the plan's. Raises as creation."""
         placement, fixed = plan.placement, plan.placement.fixed
         cache_size = cache_size or CacheSize.planned(fixed)
-        limits = cls(cache_size, fixed.ctx_size, fixed.kv_type, has_mtp=plan.spec_type == "mtp", taps=taps)
+        limits = cls(
+            cache_size, fixed.ctx_size, fixed.kv_type, has_mtp=plan.spec_type == "mtp", aux_layers=aux_layers
+        )
         if placement.is_all_resident:
             return limits
         pinned = placement.pinned_layers

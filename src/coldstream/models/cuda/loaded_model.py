@@ -88,7 +88,9 @@ class Loaded:
         inputs = Inputs.into(ops, rows, limits.context_length)
         commits = Commits.into(ops, limits.context_length)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
-        features = Features.into(memory, limits.taps, rows, spec.hidden_size) if limits.taps else None
+        features = (
+            Features.into(memory, limits.aux_layers, rows, spec.hidden_size) if limits.aux_layers else None
+        )
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         mtp = rounds = None
         if mtp_weights is not None:

@@ -76,7 +76,7 @@ class CudaRunner(ModelRunner):
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps()
         self._outputs = StepOutputs(spec.hidden_size)
-        self.gives_hidden, self.taps = limits.has_mtp, limits.taps
+        self.gives_hidden, self.aux_layers = limits.has_mtp, limits.aux_layers
         self._num_steps, self._can_make_room = 0, False
         try:
             with device_errors():
@@ -143,19 +143,21 @@ class CudaRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         progress: Progress | None = None,
         compiling: Progress | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
         The runner then closes the file.
 
         The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
         plan's, one context of positions). policy, executor: None for the product's. compiling is called with
-        (done, total) kernels, progress with (done, total) bytes. taps: layers after which `features` has the
-        residual stream. Raises DeviceError without a usable GPU, OutOfMemoryError before anything is copied
-        if it doesn't fit, UnsupportedError for sizes and types without kernels, InconsistentError for weights
-        that contradict the format's conventions; the file stays open then.
+        (done, total) kernels, progress with (done, total) bytes. aux_layers: layers after which `features`
+        has the residual stream.
+
+        Raises DeviceError without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit,
+        UnsupportedError for sizes and types without kernels, InconsistentError for weights that contradict
+        the format's conventions; the file stays open then.
         """
-        limits = Limits.of(plan, spec, cache_size, taps)
+        limits = Limits.of(plan, spec, cache_size, aux_layers)
         spec = spec.with_window(plan.attention_window)
         return cls(file, spec, plan, limits, policy, executor, progress, compiling)
 
@@ -358,7 +360,7 @@ class CudaRunner(ModelRunner):
             return self._outputs.states_of(rows)
 
     def _features_of(self, rows: Array | slice) -> torch.Tensor:
-        assert self._loaded.features is not None, "a runner with taps keeps features"
+        assert self._loaded.features is not None, "a runner with auxiliary layers keeps features"
         return self._loaded.features.of(rows)
 
     def load_mtp(self) -> MtpBlock:
@@ -367,8 +369,8 @@ class CudaRunner(ModelRunner):
         return CudaMtp(self._loaded, self.context_length, self._steps, self._begin_beside, self._make_room)
 
     def load_dflash(self, file: DflashFile) -> CudaDflash:
-        """A drafter for this model, which was loaded with its taps. Raises as `CudaDflash`."""
-        assert self.taps == file.spec.aux_layers, "the runner keeps what the drafter reads"
+        """A drafter for this model, which was loaded with its auxiliary layers. Raises as `CudaDflash`."""
+        assert self.aux_layers == file.spec.aux_layers, "the runner keeps what the drafter reads"
         return CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
 
     def _begin_beside(self) -> None:
