@@ -60,7 +60,7 @@ def test_a_default_context_leaves_room_for_experts(make: Make) -> None:
     assert small.plan.num_resident > 0
 
 
-def test_a_context_that_was_asked_for_is_not_cut(make: Make) -> None:
+def test_a_context_that_was_asked_for_is_not_reduced(make: Make) -> None:
     with pytest.raises(OutOfMemoryError, match="caches of 4096 tokens"):
         make(EngineConfig("m", device="cpu", ram=MIB, ctx_size=4096))
 

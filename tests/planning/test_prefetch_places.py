@@ -17,6 +17,7 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
+from coldstream.placement.run_plan import RunPlan
 from coldstream.planning import workers
 from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
@@ -35,6 +36,10 @@ def plan_of(path: Path, **settings: Any) -> Planned:
         return plan_model(EngineConfig(str(path), device="cuda", **settings), Sources(file, spec, MACHINE))
 
 
+def prefetching_of(run: RunPlan) -> Prefetching | None:
+    return Prefetching.planned(run.layers_ahead, run.prefetch, run.prefetch_bytes)
+
+
 def tiny(tmp_path: Path, experts_used: int) -> tuple[Path, int]:
     """A model, and the smallest budget that is advised for 64 tokens of context."""
     dims = Dims(experts_used=experts_used, expert_ffn=1024)
@@ -46,7 +51,7 @@ def tiny(tmp_path: Path, experts_used: int) -> tuple[Path, int]:
     return path, int(advice[1]) * MIB
 
 
-def test_what_is_asked_for_is_cut_to_what_has_places(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_limited_to_what_has_places(tmp_path: Path) -> None:
     """In the smallest ring one of each layer."""
     path, budget = tiny(tmp_path, experts_used=2)
     counts = []
@@ -79,7 +84,7 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
         fixed.kv_type,
         expert_bytes=plan.resident_bytes,
         ring_bytes=plan.ring_bytes,
-        prefetching=Prefetching.of(run),
+        prefetching=prefetching_of(run),
     )
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
@@ -132,9 +137,9 @@ def test_a_plan_says_how_many_layers_ahead_experts_are_guessed(tmp_path: Path) -
     save_plan(replace(first, layers_ahead=1), name)
     given = plan_of(path, plan=str(name)).run
     assert (given.layers_ahead, given.prefetch, given.prefetch_bytes) == (1, 3, 3 * 2 * one_each)
-    assert Prefetching.of(given) == Prefetching(1, 3, 3 * 2 * one_each)
+    assert prefetching_of(given) == Prefetching(1, 3, 3 * 2 * one_each)
     none = plan_of(path, plan=str(name), prefetch=0).run
-    assert (none.layers_ahead, Prefetching.of(none)) == (0, None)
+    assert (none.layers_ahead, prefetching_of(none)) == (0, None)
     save_plan(replace(first, layers_ahead=10**9), name)
     with pytest.raises(ConfigError, match="for an expert of each of 1000000001 layers"):
         plan_of(path, plan=str(name))

@@ -10,29 +10,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 
 import coldstream
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.cli.main import main
+from coldstream.engine import LLM, opened_model
 from coldstream.experts.disk_tier import DiskTier
+from coldstream.experts.partial_experts import PartialExperts
+from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.planned import Planned
+from host_device import HostDevice
+from host_gpu import gpu_on
 
 ROOT = f"{Path(coldstream.__file__).parent}/"
 FOLLOWED = (EngineConfig, RunPlan, Planned)
 MOST_STOPS = 15
+DIMS = Dims(hidden=128, experts=16, experts_used=3, expert_ffn=128, shared_ffn=64)
+RATES = GpuHardware("a GPU", "0", 2**36, 2**36)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=RATES)
 
 
 @contextmanager
-def walking() -> Iterator[list[str]]:
-    """The files of the functions that are handed the settings or the plan meanwhile, up to the slots."""
+def walking(slots: CodeType = DiskTier.allocate.__code__) -> Iterator[list[str]]:
+    """The files of the functions that are handed the settings or the plan meanwhile, up to the slots.
+
+    slots: the function that makes them.
+    """
     files: list[str] = []
-    met: set[object] = set()
-    slots = DiskTier.allocate.__code__
+    met: set[CodeType] = set()
 
     def follow(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -51,6 +62,10 @@ def walking() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
+def rooms_of(stops: list[str]) -> list[str]:
+    return [room for room, _ in groupby(stop.split("/")[0] for stop in stops)]
+
+
 def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,17 +77,30 @@ def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
     stops = [file for file, _ in groupby(files)]
     assert stops[-1] == "experts/disk_tier.py"
     assert len(stops) <= MOST_STOPS, stops
-    rooms = [room for room, _ in groupby(stop.split("/")[0] for stop in stops)]
-    assert rooms == ["cli", "engine", "planning", "models", "experts"]
+    assert rooms_of(stops) == ["cli", "engine", "planning", "models", "experts"]
+
+
+def test_the_way_is_as_short_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_for_the_host: HostDevice
+) -> None:
+    (path,) = write_gguf(tmp_path / "small.gguf", dims=DIMS)
+    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
+    monkeypatch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
+    with gpu_on(compiled_for_the_host), walking(PartialExperts.fill.__code__) as files:
+        LLM(path, device="cuda", ctx_size=128, vram="454M", threads=1).close()
+    stops = [file for file, _ in groupby(files)]
+    assert stops[-1] == "experts/partial_experts.py"
+    assert len(stops) <= MOST_STOPS, stops
+    assert rooms_of(stops) == ["engine", "planning", "models", "experts"]
 
 
 def test_a_plan_for_a_gpu_is_chosen_within_one_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts that the GPU lacks, so that rates, threads, the bus and more memory are asked for."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=Dims(experts=64))
     with walking() as files:
-        code = main(["plan", str(demo_model_path()), "--vram", "480M"])
+        code = main(["plan", str(path), "--vram", "470M"])
     assert code == 0
     stops = [file for file, _ in groupby(files)]
     assert len(stops) <= MOST_STOPS, stops
-    rooms = [room for room, _ in groupby(stop.split("/")[0] for stop in stops)]
-    assert rooms == ["planning", "cli"]
+    assert rooms_of(stops) == ["planning", "cli"]

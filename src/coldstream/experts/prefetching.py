@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Final, Self
 
-from coldstream.placement.run_plan import RunPlan
-
 MAX_PREFETCHED: Final = 8  # experts of a layer
 
 # Copying an expert takes about as long as computing a layer: guessed one layer ahead, most arrive too late
@@ -30,9 +28,9 @@ class Prefetching:
             raise ValueError(f"{self}: a cap below 0 bytes")
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Self | None:
-        """The prefetching of `plan`; None if it has none."""
-        return cls(plan.layers_ahead, plan.prefetch, plan.prefetch_bytes) if plan.prefetch else None
+    def planned(cls, distance: int, experts: int, cap_bytes: int) -> Self | None:
+        """That of a plan with these numbers; None if it fetches no experts ahead."""
+        return cls(distance, experts, cap_bytes) if experts else None
 
     @property
     def num_layers(self) -> int:

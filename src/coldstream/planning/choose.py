@@ -165,7 +165,7 @@ def _chosen(config: EngineConfig, facts: Facts, options: PlanOptions, prompt_cac
 
 @dataclass(frozen=True)
 class _Chooser:
-    """What finds room in a budget, for one model, machine and wish."""
+    """What finds room in a budget, for one model, one machine and one set of options."""
 
     facts: Facts
     options: PlanOptions
@@ -407,7 +407,7 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
 
 
-def _place(config: EngineConfig) -> str:
+def _memory_name(config: EngineConfig) -> str:
     return "GPU's memory" if config.device == "cuda" else "RAM"
 
 
@@ -420,6 +420,6 @@ def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free
     need = ctx_size * token_bytes
     if need > free:
         raise OutOfMemoryError(
-            f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_place(config)}, "
+            f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_memory_name(config)}, "
             f"{free / 2**30:.1f} GiB are free: try --ctx-size {max(1, free // 2 // token_bytes)}"
         )

@@ -63,7 +63,7 @@ class Limits:
             is_dense=not spec.is_moe,
             whole_layers=frozenset(pinned),
             ring_bytes=placement.ring_bytes,
-            prefetching=Prefetching.of(plan),
+            prefetching=Prefetching.planned(plan.layers_ahead, plan.prefetch, plan.prefetch_bytes),
             shared_rows=plan.shared_rows,
         )
 
