@@ -21,7 +21,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_file(path: Path, content: bytes) -> None:
     """Make `content` the file at `path`: the whole new file or, if that fails, what was there before.
 
-    A link stays a link and the file it leads to is replaced, with the old one's mode; a pipe or a device is
+    A link stays a link. The file it leads to is replaced, with the old one's mode. A pipe or a device is
     written to as it is. Raises StorageError, which names the file and the next step.
     """
     try:

@@ -1,8 +1,8 @@
 """The forward pass of every model, driven by the specs of its layers.
 
 A block is x + mixer(norm(x)), then + FFN(norm): the mixer is full attention or a gated DeltaNet, the FFN a
-mixture of experts or dense. Written once over `Ops`; the forward pass calls nothing else and does no
-arithmetic of its own, so that an implementation of `Ops` may record it and play it back.
+mixture of experts or dense. Written once over `Ops`. The forward pass calls nothing else and does no
+arithmetic of its own. So an implementation of `Ops` may record it and play it back.
 
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """

@@ -1,7 +1,7 @@
 """Reads the numbers of a model from its metadata and tensor table, and checks them against each other.
 
-A spec that was read is consistent: every number lies in a sane range, every tensor that the model needs is
-present with the shape that the numbers imply, and kernels compute every layer. Reads no weights.
+A spec that was read is consistent. Every number lies in a sane range, and kernels compute every layer. Every
+tensor that the model needs is present with the shape that the numbers imply. Reads no weights.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from coldstream.models.spec.model_spec import ModelSpec
 def read_spec(metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) -> ModelSpec:
     """The spec of the model that `metadata` and `tensors` (name → TensorInfo) describe.
 
-    Raises UnsupportedError for files that are something else than a whole model of a known architecture or
-    that ask for what no kernel computes, and InconsistentError or LimitError naming the key or tensor that is
-    wrong. Give a `Metadata` for messages that name the file and the byte.
+    Raises UnsupportedError for files that are something else than a whole model of a known architecture, or
+    that ask for what no kernel computes. Raises InconsistentError or LimitError naming the key or tensor that
+    is wrong. Give a `Metadata` for messages that name the file and the byte.
     """
     keys = metadata if isinstance(metadata, Metadata) else Metadata(metadata, {})
     architecture = architecture_of(keys)

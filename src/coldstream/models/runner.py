@@ -49,8 +49,9 @@ class ModelRunner(ABC):
     After an exception in the middle of a step or a commit its sequences are empty, never half-advanced. An
     exception before anything has changed leaves them as they were.
 
-    A file that steps read is checked before anything is computed, and again before logits are returned: they
-    depend only on the bytes that were opened, or else this call and all later ones raise ModelChangedError.
+    A file that steps read is checked before anything is computed, and again before logits are returned. If it
+    has changed, this call and all later ones raise ModelChangedError. So logits depend only on the bytes that
+    were opened.
     """
 
     chunk_size: int  # rows of a step
@@ -125,9 +126,7 @@ class ModelRunner(ABC):
 
     @property
     def num_captured(self) -> int:
-        """How many steps so far, of a kind and a shape of their own, were first ones, in which a device makes
-        what later ones of the kind and shape use.
-        """
+        """CUDA graphs captured so far; 0 on a CPU. A step that captures one takes longer than later ones."""
         return 0 if self._steps is None else self._steps.num_captured
 
     @property
@@ -225,8 +224,8 @@ class ModelRunner(ABC):
         """Keeps a path of the sequence's pending tree, each row the parent of the next, and forgets the rest.
 
         Without rows the whole tree is forgotten. Raises InvalidRequestError if rows is no path or no tree is
-        pending, and OutOfMemoryError if the sequence shares its recurrent state and there is no room for
-        another, both with nothing changed.
+        pending. Raises OutOfMemoryError if the sequence shares its recurrent state and there is no room for
+        another. Both leave everything as it was.
         """
         with self._typed_errors():
             path = self._sequences.accept(sequence, rows)

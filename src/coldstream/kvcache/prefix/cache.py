@@ -1,15 +1,16 @@
 """Prefixes of prompts whose keys, values and recurrent states are kept for later prompts.
 
-A prompt begins with a branch of the longest kept prefix: the blocks of keys and values are shared, nothing is
-copied, and every token after it has the bits of a prompt computed from its start. A recurrent state describes
-one length only, so the cache says after which tokens of a prompt a state is to be left for `keep`: at borders
-that the caller knows, where it parts from prompts seen before, and often enough that little is computed
-twice. A model without such states begins with a part of what is kept, and needs one, before a prompt's last
-token.
+A prompt begins with a branch of the longest kept prefix. The blocks of keys and values are shared, and
+nothing is copied. Every token after it has the bits of a prompt computed from its start.
 
-Namespaces share nothing. A prefix is let go when its memory is needed: the one that costs least to compute
-again, by its tokens beyond the nearest kept prefix and by how often and how recently it was of use. Tiers
-take the bytes of prefixes that are let go, and give them back to later prompts.
+A recurrent state describes one length only. So the cache says after which tokens of a prompt a state is to be
+left for `keep`: at boundaries that the caller knows, where it parts from prompts seen before, and often
+enough that little is computed twice. A model without such states begins with a part of what is kept. It needs
+one, and that lies before a prompt's last token.
+
+Namespaces share nothing. When memory is needed, the prefix is evicted that costs least to compute again. That
+depends on its tokens beyond the nearest kept prefix, and on how often and how recently it was of use. Tiers
+take the bytes of evicted prefixes, and give them back to later prompts.
 """
 
 from collections.abc import Collection, Iterable
@@ -438,12 +439,16 @@ def choose_cuts(
 ) -> tuple[int, ...]:
     """At most `limit` positions, ascending, of a prompt of `length` tokens of which `start` are held.
 
-    All lie between `start` and `length`, as a prompt needs its last token computed. parting: how many of the
-    first tokens other prompts began with. borders: ends of a system prompt, of tools, of messages.
-    comes_again: whether a later prompt may begin with all of this one. As far as the limit allows, no cut is
-    more than `max_replay` tokens behind the one before, and one is at the end if the prompt comes again. If
-    there are too many, the prefix that other prompts have comes first, then that up to the last border, that
-    of the whole prompt, that up to the first border, and the other borders in order.
+    All lie between `start` and `length`, as a prompt needs its last token computed.
+
+    parting: how many of the first tokens other prompts began with.
+    borders: ends of a system prompt, of tools, of messages.
+    comes_again: whether a later prompt may begin with all of this one.
+
+    As far as the limit allows, no cut is more than `max_replay` tokens behind the one before, and one is at
+    the end if the prompt comes again. If there are too many, the order is: the prefix that other prompts
+    have; the part up to the last border; the whole prompt; the part up to the first border; the other
+    borders.
     """
     end = length - 1
     inside = sorted({border for border in borders if start < border <= end})

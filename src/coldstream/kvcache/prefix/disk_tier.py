@@ -1,7 +1,7 @@
 """Prefixes in files, which survive a restart: the slowest tier, under a budget of bytes.
 
-One process uses the folder of a model at a time. Files are written whole or not at all, belong to one model,
-type of cache and version, and are checked before anything of them is used: what is damaged, foreign or
+One process uses the folder of a model at a time. Files are written whole or not at all. They belong to one
+model, type of cache and version, and are checked before anything of them is used. What is damaged, foreign or
 writable by others is a miss. A disk that cannot be written to ends the saving, not the requests.
 """
 

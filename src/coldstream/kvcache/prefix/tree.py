@@ -1,6 +1,6 @@
 """A radix tree over token ids: the prompts that were seen, and what is kept of their prefixes.
 
-Unit of work: one path from the root of a namespace. A node is the end of a prefix; it has an entry, or it is
+Unit of work: one path from the root of a namespace. A node is the end of a prefix. It has an entry, or it is
 where prompts part, or it is a leaf that only remembers that a prompt passed. The latter are bounded in number
 and tokens, and those used longest ago are forgotten first. Tokens are compared, never hashes of them. Knows
 nothing of sequences.

@@ -53,8 +53,9 @@ def validate_tensors(
 ) -> tuple[str, ...]:
     """Checks that `tensors` are those that `spec` needs, and returns the names of others that were ignored.
 
-    Raises InconsistentError (missing, or another shape than expected) or UnsupportedError (a tensor within a
-    block whose meaning is unknown), naming `path`, the tensor, where it lies and both shapes. Reads nothing.
+    Raises InconsistentError for a tensor that is missing or has another shape than expected, and
+    UnsupportedError for one within a block whose meaning is unknown. They name `path`, the tensor, where it
+    lies and both shapes. Reads nothing.
     """
     _refuse_scaled_weights(tensors, path)
     known: set[str] = set()

@@ -38,7 +38,7 @@ Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
 class _Convolution:
     """A short causal convolution of noise rows, whose weights depend on the row.
 
-    The same row gives the weights of both sides, before a sublayer and behind it.
+    The same row gives the weights before a sublayer and behind it.
     """
 
     base: Array  # [2, kernel, groups, group]

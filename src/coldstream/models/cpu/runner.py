@@ -111,8 +111,9 @@ class CpuRunner(ModelRunner):
         """Carries out `plan` on an open file: maps weights, allocates slots for experts and fills them,
         captures the forward pass. The runner then closes the file.
 
-        The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
-        plan's, one context of positions); memory is touched only as it fills. tier: of the kernels. `policy`
+        The plan's context bounds a sequence. cache_size bounds what all of them hold together. By default it
+        is the plan's, one context of positions. Memory is touched only as it fills. tier: of the kernels.
+        `policy`
         says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
         while the file is read. aux_layers: layers after which `features` has the residual stream.
 

@@ -61,9 +61,9 @@ class RowSpans:
 class DflashRings:
     """The committed rows of one sequence: keys and values of all layers. No memory before `make_room`.
 
-    Each layer has a ring, the row at position p in place p modulo its capacity, and the positions of what is
-    there, which kernels compare: so they need not know which rows are missing. A layer with a window keeps
-    as many rows as that, one without as many as there are.
+    Each layer has a ring with the row at position p in place p modulo its capacity. It also has the positions
+    of what is there. Kernels compare them, and so need not know which rows are missing. A layer with a window
+    keeps as many rows as that, one without as many as there are.
 
     table: `CONTEXT_TYPE` entries by layer, uint8 on the device; another tensor whenever memory has changed.
     """

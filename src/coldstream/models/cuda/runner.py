@@ -148,14 +148,16 @@ class CudaRunner(ModelRunner):
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
         The runner then closes the file.
 
-        The plan's context bounds a sequence, and cache_size what all of them hold together (default: the
-        plan's, one context of positions). policy, executor: None for the product's. compiling is called with
+        The plan's context bounds a sequence. cache_size bounds what all of them hold together. By default it
+        is the plan's, one context of positions.
+
+        policy, executor: None for the product's. compiling is called with
         (done, total) kernels, progress with (done, total) bytes. aux_layers: layers after which `features`
         has the residual stream.
 
-        Raises DeviceError without a usable GPU, OutOfMemoryError before anything is copied if it doesn't fit,
-        UnsupportedError for sizes and types without kernels, InconsistentError for weights that contradict
-        the format's conventions; the file stays open then.
+        Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
+        is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
+        weights that contradict the format's conventions. The file stays open then.
         """
         limits = Limits.of(plan, spec, cache_size, aux_layers)
         spec = spec.with_window(plan.attention_window)

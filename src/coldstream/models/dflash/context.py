@@ -115,10 +115,10 @@ def new_contexts(spec: DflashSpec) -> tuple[ContextRows, ...]:
 class CommittedRows(ABC, Generic[ContextT]):
     """The committed rows of one sequence.
 
-    `length` counts them. Some may be missing, which makes drafts worse: those that were computed without the
-    drafter being told, after a cut those of a window that were beyond it before, and those that could not be
-    computed. The last few wait until there are `most_waiting` of them, or a draft. Arrays and tensors are
-    those of the subclass, and so are its errors.
+    `length` counts them. Some may be missing, which makes drafts worse. These are rows that the drafter did
+    not observe, rows that could not be computed, and rows that a window had dropped before the sequence
+    became shorter. The last few wait until there are `most_waiting` of them, or a draft. Arrays and tensors
+    are those of the subclass, and so are its errors.
     """
 
     def __init__(self, contexts: Sequence[ContextT], most_waiting: int) -> None:

@@ -2,8 +2,8 @@
 
 The bytes of all weights stay as they are: F32, F16 and BF16 are types of both formats. A drafter that is
 given as a folder is converted once, into the user's cache. The cache has a file for each folder, and beside
-it a record of what the file was made from. A file is used only if the folder's files have the sizes and times
-of the record, and the file itself is the one that was written; otherwise it is made anew.
+it a record of what the file was made from. A file is used if the folder's files have the sizes and times of
+the record, and if nobody has written to the file since. Otherwise it is made anew.
 """
 
 import fcntl
@@ -69,8 +69,8 @@ def folder_of(path: Path) -> Path | None:
 def convert(folder: Path, out: Path, progress: Progress | None = None) -> None:
     """Writes the drafter in `folder` to the GGUF file `out`: the whole new file, or what was there before.
 
-    Raises ModelNotFoundError if a file of the folder is absent, another subclass of ModelFormatError if one
-    is not valid in every respect, ModelChangedError if one shrinks meanwhile, and StorageError if `out`
+    Raises ModelNotFoundError if a file of the folder is absent, and a subclass of ModelFormatError if one is
+    not valid in every respect. Raises ModelChangedError if one shrinks meanwhile, and StorageError if `out`
     cannot be written.
     """
     spec = read_config(folder / CONFIG_NAME)

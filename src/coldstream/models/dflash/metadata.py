@@ -1,8 +1,8 @@
 """The metadata of a DFlash drafter's GGUF file: read into a spec, and written from one.
 
-Two conventions exist. Mainline's architecture is `dflash`: its `target_layers` are the layers *before* which
-the target's residual stream is read, one more than Hugging Face's numbers, and the mask token is a key of the
-tokenizer. `num_target_layers` is a key of ours, which other programs pass over. The older architectures
+Two conventions exist. Mainline's architecture is `dflash`. Its `target_layers` are the layers *before* which
+the target's residual stream is read, one more than Hugging Face's numbers. The mask token is a key of the
+tokenizer. `num_target_layers` is a key of ours, which other programs ignore. The older architectures
 `dflash-draft` and `qwen35-dflash-draft` have Hugging Face's numbers in keys behind `<architecture>.dflash.`.
 """
 

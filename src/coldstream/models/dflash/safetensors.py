@@ -1,4 +1,4 @@
-"""Safetensors files that cannot be trusted: tensors of one file, or of several in a folder with an index.
+"""Safetensors files of any origin: tensors of one file, or of several in a folder with an index.
 
 The library checks the structure of each file: tensors lie inside it, side by side, in sizes that suit their
 types. What it lets pass is checked here: names that appear twice, types that are no weights, and an index

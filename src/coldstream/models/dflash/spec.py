@@ -111,8 +111,10 @@ class DflashSpec:
         return len(self.layers)
 
     def rows_of_draft(self, num_nodes: int, most_rows: int) -> int:
-        """Rows of a block that drafts so many tokens: as many as blocks have, `most_rows`, since of a shorter
-        one other tokens come out; only where no row sees those behind it, no more than are needed.
+        """Rows of a block that drafts so many tokens.
+
+        These are `most_rows`, as a shorter block drafts other tokens. Where no row sees those behind it, they
+        are no more than are needed.
         """
         is_causal = all(layer.is_causal for layer in self.layers)
         return min(most_rows, 1 + num_nodes) if is_causal else most_rows
@@ -153,7 +155,7 @@ class DraftLattice:
 
     log_probs: float64. [L, K] if a position does not depend on the token before it: over the whole
     vocabulary. [L, K, K] if it does: log_probs[d, a, b] of candidate b after candidate a of the position
-    before, over the candidates; at the first position a has no meaning, since the anchor is before it.
+    before, over the candidates. At the first position a has no meaning, since the anchor is before it.
     """
 
     token_ids: NDArray[np.int64]

@@ -1,9 +1,9 @@
 """The block for multi-token prediction (MTP, "NextN") that a file may have behind its trunk.
 
 It predicts the token after the next one from the trunk's last hidden state and the embedding of the next
-token: a model of one layer, whose input is eh_proj · [norm(embedding); norm(hidden state)]. Its own normed
-output stands for the hidden state when it goes on from a token that it has predicted itself. Embedding and
-head are the trunk's unless the block has tables of its own.
+token. It is a model of one layer, whose input is eh_proj · [norm(embedding); norm(hidden state)]. Its own
+normed output stands for the hidden state when it goes on from a token that it has predicted itself. Embedding
+and head are the trunk's unless the block has tables of its own.
 
 The unit of work is a row (token x_{p+1}, hidden state h_p); written over `Ops` like the trunk.
 """

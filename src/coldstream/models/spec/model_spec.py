@@ -22,7 +22,7 @@ from coldstream.models.spec.layer_specs import (
 class ModelSpec:
     """Names follow the Hugging Face configuration; sizes are in elements, 0 for parts that a model lacks.
 
-    The blocks of the file are the layers of the trunk, 0 … num_layers − 1, then num_nextn_layers blocks that
+    The blocks of the file are the layers of the trunk, 0 … num_layers − 1, then num_nextn_layers more. Those
     predict further tokens (MTP) and take no part in the forward pass. Layers of a kind are alike, so that
     their sizes are the model's.
     """

@@ -1,7 +1,7 @@
 """Reads how a file stretches its rotary embeddings, and which position streams its sections name.
 
-The keys are those of all families and of drafters. What they mean is as llama.cpp has it: a factor without a
-type is linear, a factor of 0 is none, and the factor of attention scales cosines and sines whatever the type.
+The keys are those of all families and of drafters. They mean what they do in llama.cpp. A factor without a
+type is linear, and a factor of 0 is none. The factor of attention scales cosines and sines whatever the type.
 """
 
 from dataclasses import replace
