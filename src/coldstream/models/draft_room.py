@@ -1,9 +1,7 @@
-"""What a runner's memory has room for beside weights: sequences, and drafts for them."""
+"""What drafts take of a runner's memory."""
 
 from dataclasses import dataclass
 from typing import Final
-
-from coldstream.kvcache.cache import CacheSize
 
 # Of a value of what PyTorch computes drafts with: float32 on the CPU, bfloat16 on a GPU (`dflash/model.py`).
 DRAFT_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}
@@ -20,13 +18,3 @@ class DraftRoom:
 
 
 NO_DRAFTS: Final = DraftRoom()
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What a runner can hold, on any device."""
-
-    ctx_size: int  # tokens of a sequence, at most
-    kv_type: str  # the name of a `CacheLayout`
-    cache_size: CacheSize  # what all sequences share
-    draft: DraftRoom = NO_DRAFTS

@@ -16,8 +16,8 @@ from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.cuda.capacity import mailbox_ranks
-from coldstream.models.draft_room import Capacity
 from coldstream.models.expert_stacks import disk_tier, placed_stacks
+from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -85,7 +85,7 @@ def count_in_ram(
             num_tree_rows=shape.draft.num_tree_rows,
             num_contexts=shape.num_contexts,
         )
-        capacity = Capacity(shape.ctx_size, shape.kv_type, size, shape.draft)
+        capacity = RunnerCapacity(shape.ctx_size, shape.kv_type, size, shape.draft)
         tier = disk_tier(file, spec) if in_slots else None
         windowed = spec.with_window(shape.attention_window)
         fixed = CpuRunner.count_memory(file, windowed, shape.threads, shape.tier, capacity, tier)

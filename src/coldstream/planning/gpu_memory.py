@@ -14,7 +14,8 @@ from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.cuda.capacity import GRAPH_BYTES, RESERVE_BYTES
-from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, Capacity, DraftRoom
+from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftRoom
+from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -93,7 +94,7 @@ class GpuMemory:
         part = estimated(self.spec, self.sizes, self.nextn_bytes, capacity, chunk_size)
         return replace(part, num_contexts=self.num_contexts)
 
-    def _capacity(self, is_scarce: bool) -> Capacity:
+    def _capacity(self, is_scarce: bool) -> RunnerCapacity:
         cache_size = CacheSize.shared(
             self.spec,
             self.ctx_size,
@@ -102,7 +103,7 @@ class GpuMemory:
             num_tree_rows=self.draft.num_tree_rows,
             num_contexts=self.num_contexts,
         )
-        return Capacity(self.ctx_size, self.kv_type, cache_size, self.draft)
+        return RunnerCapacity(self.ctx_size, self.kv_type, cache_size, self.draft)
 
 
 def is_modest(part: FixedPart, budget: int) -> bool:
@@ -122,7 +123,7 @@ def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
 
 
 def estimated(
-    spec: ModelSpec, sizes: ModelSizes, nextn_bytes: int, capacity: Capacity, chunk_size: int
+    spec: ModelSpec, sizes: ModelSizes, nextn_bytes: int, capacity: RunnerCapacity, chunk_size: int
 ) -> FixedPart:
     """About what `count_on_gpu` counts."""
     draft, cache_size = capacity.draft, capacity.cache_size

@@ -6,7 +6,8 @@ before a choice asks for it. Each kind is a record, the key under which `Facts` 
 
 from dataclasses import dataclass
 
-from coldstream.models.draft_room import NO_DRAFTS, Capacity, DraftRoom
+from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.placement.plan import FixedPart
 
 # Of a runner on the CPU with experts mapped, and with some in slots; the latter is None for a dense model.
@@ -17,7 +18,7 @@ RamParts = tuple[FixedPart, FixedPart | None]
 class GpuShape:
     """The memory of a runner on a GPU beside experts."""
 
-    capacity: Capacity
+    capacity: RunnerCapacity
     chunk_size: int  # tokens of a step of prefill
     attention_window: int | None = None
 

@@ -19,10 +19,10 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.cpu.mtp import BRANCHING, CpuMtp
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.draft_room import Capacity
 from coldstream.models.expert_stacks import disk_tier_of
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.runner import Array, ModelRunner, Progress
+from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.models.spec.layer_specs import MoeSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
@@ -145,7 +145,7 @@ class CpuRunner(ModelRunner):
         spec: ModelSpec,
         threads: int,
         tier: str,
-        capacity: Capacity,
+        capacity: RunnerCapacity,
         disk: DiskTier | None = None,
     ) -> FixedPart:
         """The RAM that the runner and what drafts for it would take beside experts, counted by a runner that
