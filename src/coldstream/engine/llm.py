@@ -97,7 +97,8 @@ class LLM:
         prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
         spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
             that is named, mtp on a GPU that holds all of the model, or none. No token depends on it.
-        model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json.
+        model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json, which is
+            converted at its first use.
         tree_budget: tokens of a draft; auto: as many as pay in each step.
         parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of
             the memory holds. Prompts of a list share it, however many they are.

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-# Of a value of what PyTorch computes drafts with: float32 on the CPU, bfloat16 on a GPU (`dflash/model.py`).
+# Of a key or value that a DFlash drafter keeps: float32 on the CPU, bfloat16 on a GPU, where features and
+# weights are bfloat16 too.
 DRAFT_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}
 
 

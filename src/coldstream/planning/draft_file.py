@@ -20,9 +20,9 @@ from coldstream.planning.device_choice import OpenProgress
 from coldstream.planning.facts import DraftNeeds
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
-# What PyTorch takes beside: its libraries' workspaces, 32 MiB; rows between products, of a chunk of a prompt
-# some 30 MiB; and parts of attention (`cuda/dflash_block.py`).
-_WORK_BYTES: Final = {"cpu": 0, "cuda": 96 * 2**20}
+# What PyTorch takes beside on a GPU: its libraries' workspaces, 32 MiB; rows between products, for a chunk of
+# a prompt some 30 MiB; and parts of attention (`cuda/dflash_block.py`).
+_CUDA_WORK_BYTES: Final = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def open_draft(
 
 def _needs(file: DflashFile, device: str) -> DraftNeeds:
     """On a resolved device."""
-    if device == "cpu":
-        return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), DRAFT_VALUE_BYTES["cpu"])
-    num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
     value_bytes = DRAFT_VALUE_BYTES[device]
-    return DraftNeeds(file.spec, _WORK_BYTES[device] + value_bytes * num_values, value_bytes)
+    if device == "cpu":
+        return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), value_bytes)
+    num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
+    return DraftNeeds(file.spec, _CUDA_WORK_BYTES + value_bytes * num_values, value_bytes)
 
 
 def _open(config: EngineConfig, path: Path, target: ModelSpec, progress: OpenProgress | None) -> DflashFile:
