@@ -66,7 +66,7 @@ def measure(setting: Setting, test: BenchmarkTest) -> dict[str, Any]:
     opened = setting.llm.opened
     spec = opened.runner.spec
     token_ids = [(FIRST_ID + i) % spec.vocab_size for i in range(test.num_tokens)]
-    result = run_benchmark(opened.runner, token_ids, test, setting.repetitions, lambda run: None)
+    result = run_benchmark(opened, token_ids, test, setting.repetitions, lambda run: None)
     rate = statistics.median(result.samples)
     figures: dict[str, Any] = {
         "case": test.name,

@@ -15,6 +15,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence as Several
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,11 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, write_result
-from coldstream.decoding import (
-    AnyLogits,
-    SamplingParams,
-    StartedChoices,
-    TokenChooser,
-    begin_choices,
-    generate_tokens_ahead,
-)
-from coldstream.engine import LLM
-from coldstream.engine.live_sequence import LiveSequence
+from coldstream.engine import LLM, OpenedModel, SamplingParams
+from coldstream.engine.engine import Engine
+from coldstream.engine.events import Delta
+from coldstream.engine.request_reader import RequestReader
+from coldstream.engine.submission import Submission
 from coldstream.kvcache import Sequence
 from coldstream.models.runner import ModelRunner
 
@@ -59,26 +56,24 @@ def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], c
     return statistics.median(samples[UNTIMED_STEPS:])
 
 
-def generated(runner: ModelRunner, sequence: Sequence, token_ids: list[int]) -> float:
+def generated(opened: OpenedModel, sequence: Sequence, token_ids: list[int]) -> float:
     """Median seconds of a token of a greedy text behind `token_ids`; `sequence` lacks the last of them."""
-    model = LiveSequence(runner)
-    model.hold(token_ids[:-1], runner.branch(sequence))
-    chooser = TokenChooser(SamplingParams(temperature=0), 0, len(token_ids), frozenset())
-
-    def begin(logits: AnyLogits, context: Several[int], unseen: int | None) -> StartedChoices:
-        return begin_choices([chooser.choice(logits, context, unseen)])
-
-    logits = model.append(token_ids[model.start(token_ids) :])
-    options: dict[str, Any] = {"end_ids": frozenset(), "max_tokens": UNTIMED_STEPS + GENERATED}
-    times = [time.perf_counter() for _ in generate_tokens_ahead(model, logits, token_ids, begin, **options)]
-    model.forget()
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=UNTIMED_STEPS + GENERATED)
+    request = RequestReader(opened).of_prompt(token_ids, "prompt", params)
+    with closing(Engine(replace(opened, speculation=None))) as engine:
+        engine.keep_prefix(token_ids[:-1], sequence)
+        engine.add(Submission(0, request))
+        times = list[float]()
+        while not engine.is_idle:
+            times += [time.perf_counter() for event in engine.step() if isinstance(event, Delta)]
     return statistics.median(np.diff(times[UNTIMED_STEPS:]))
 
 
 def fill(
-    runner: ModelRunner, depths: Several[int], rows: Several[int], repetitions: int
+    opened: OpenedModel, depths: Several[int], rows: Several[int], repetitions: int
 ) -> list[dict[str, Any]]:
     """For each depth: the seconds to fill it, those of its last chunk, and those of steps there."""
+    runner = opened.runner
     deepest, results, spent = max(depths), [], 0.0
     chunk = math.gcd(CHUNK, *depths)
     num_steps = UNTIMED_STEPS + repetitions
@@ -100,7 +95,7 @@ def fill(
                 "fill_s": spent,
                 "fill_tok_s": end / spent,
                 "last_chunk_ms": 1e3 * last,
-                "generated_ms": 1e3 * generated(runner, sequence, token_ids[: end + 1]),
+                "generated_ms": 1e3 * generated(opened, sequence, token_ids[: end + 1]),
                 "step_ms": {str(count): 1e3 * seconds for count, seconds in steps.items()},
             }
         )
@@ -130,16 +125,15 @@ def main() -> int:
     most_rows = (UNTIMED_STEPS + options.repetitions) * max(options.rows)
     ctx_size = max(options.depths) + max(most_rows, UNTIMED_STEPS + GENERATED + 1)
     with LLM(options.model, device="cuda", ctx_size=ctx_size, **types) as llm:
-        runner = llm.opened.runner
         fill(
-            runner, [min([CHUNK, *options.depths])], options.rows, 1
+            llm.opened, [min([CHUNK, *options.depths])], options.rows, 1
         )  # kernels and graphs are there when the clock starts
         result = {
             "command": shlex.join(words),
             "machine": describe("cuda"),
             "cache_type": options.cache_type,
             "repetitions": options.repetitions,
-            "depths": fill(runner, options.depths, options.rows, options.repetitions),
+            "depths": fill(llm.opened, options.depths, options.rows, options.repetitions),
         }
     write_result(result, options.out, options.commit)
     return 0

@@ -154,10 +154,7 @@ class Cell:
         if self.by is not None:
             drafter = blocks.drafter(self.by)
             sizes = SizesByCost(drafter.name) if budget == "auto" else FixedSizes(int(budget))
-            runner = opened.runner
-            self._speculation = Speculation(
-                drafter, sizes, None, lambda: runner.expert_uses, lambda: runner.num_captured
-            )
+            self._speculation = Speculation(drafter, sizes)
         self.texts: list[dict[str, Any]] = []
 
     def run(self, first_id: int, warm: int, timed: int = TIMED_TOKENS) -> None:

@@ -26,9 +26,9 @@ from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, write_result
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
+from coldstream.engine.answer import Request
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta, Failed
-from coldstream.engine.generation import Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.submission import Submission
 from coldstream.gguf.reader import GGUFFile

@@ -9,8 +9,9 @@
             print(piece.text, end="")
 
 `LLM` opens a model; `generate` and `chat` give a list of `RequestOutput`, `stream` and `stream_chat` a
-`Stream` of `Piece`. The same prompt and seed give the same tokens, on a GPU or a CPU, whatever the memory
-budget. All errors are children of `ColdstreamError`. docs/python.md shows all of it.
+`Stream` of `Piece`. `AsyncLLM` has the same methods for asyncio. The same prompt and seed give the same
+tokens, on a GPU or a CPU, whatever the memory budget. All errors are children of `ColdstreamError`.
+docs/python.md shows all of it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coldstream.engine import (
         LLM,
+        AsyncLLM,
         CompletionOutput,
         Executor,
         Grammar,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ColdstreamError",
     "CompletionOutput",
     "ConfigError",

@@ -114,6 +114,10 @@ class GenerationFault(ColdstreamError):
     exit_code = 70
 
 
+class NotFiniteError(GenerationFault):
+    """Logits of the model are not finite: its weights, or the state that a sequence has, are damaged."""
+
+
 class OutOfMemoryError(ColdstreamError):
     """Something that does not fit; the message gives need, free and advice."""
 

@@ -122,7 +122,7 @@ def test_a_test_that_needs_more_context_than_there_is_is_named(run: Run, path: s
     for context in (("--plan", plan), ("-c", "64")):
         code, out, err = run("bench", path, "--device", "cpu", *context, "-n", "4,99")
         assert (code, out) == (2, "")
-        assert "pp512 needs a context of 512 tokens, there are 64" in err
+        assert "pp512 needs a context of 513 tokens, there are 64" in err
 
 
 def test_more_context_than_the_model_has_is_refused(run: Run, path: str) -> None:

@@ -97,7 +97,7 @@ def test_a_drafter_is_told_of_at_least_64_tokens_before_it_is_asked_again(row_s:
             sizes.sizes([chain(budget)], 0.01)
             sizes.record([TriedDraft(chain(3), ())], 0.01 + 3 * row_s)
         else:
-            sizes.went_on(1, 0.01)
+            sizes.record([TriedDraft(NO_DRAFT, ())], 0.01)
     assert num_told < 2000
 
 
@@ -127,19 +127,5 @@ def test_drafts_that_are_free_and_not_used_do_not_keep_a_drafter_awake() -> None
             sizes.sizes([NO_DRAFT], 1e-6)
             sizes.record([TriedDraft(NO_DRAFT, ())], step_s)
         else:
-            sizes.went_on(1, 0.01)
+            sizes.record([TriedDraft(NO_DRAFT, ())], 0.01)
     assert sizes.is_idle()
-
-
-def test_steps_are_told_of_together_up_to_the_next_one_with_a_draft() -> None:
-    sizes = SizesByCost("d")
-    assert sizes.num_together() == 1  # those after a draft, or after nothing, one by one
-    for _ in range(2):
-        sizes.went_on(1, 0.01)
-    assert sizes.num_together() == 16
-    sizes.went_on(16, 0.16)
-    assert not sizes.will_draft(8)
-    assert sizes.num_together() == 6  # of the first 24
-    sizes.went_on(6, 0.06)
-    assert sizes.will_draft(8)
-    assert sizes.num_together() == 0

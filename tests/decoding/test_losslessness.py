@@ -26,11 +26,12 @@ from coldstream.decoding import (
     SamplingParams,
     TokenChooser,
     TokenTree,
-    begin_picks,
+    Walk,
+    begin_all_picks,
     sampling,
 )
+from coldstream.decoding.picks import Pick
 from coldstream.decoding.sampling import changed_logits, keep_tokens, token_weights
-from coldstream.decoding.speculative import Pick, verify_draft
 
 VOCAB = 3
 NUMBERS = 2**64  # random ones
@@ -93,13 +94,6 @@ class Model:
         self.held = self.paths[rows[-1]]
 
 
-class Unheard:
-    """Learns nothing."""
-
-    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
-        """Of what came of drafts."""
-
-
 class Rule:
     """That of the engine: the token after a node is drawn from the node's own logits, by its own number."""
 
@@ -110,7 +104,7 @@ class Rule:
         self.chooser, self.numbers = chooser, numbers
 
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
-        return begin_picks(self.chooser, rows, tree, context)
+        return begin_all_picks({0: (self.chooser, rows, tree, context)})[0]
 
 
 def measured(
@@ -139,8 +133,11 @@ def measured(
                 share *= Fraction(following - number, NUMBERS)
             tokens = Continuation(PROMPT, end_ids=frozenset(), max_tokens=len(bounds))
             model = Model(seed)
+            parents = (-1, *(1 + parent for parent in tree.parents))
             while not tokens.has_ended:
-                list(verify_draft(model, tokens, tree, rule.begin, Unheard(), VOCAB))
+                rows, walk = model.verify((tokens.ids[-1], *tree.token_ids), parents), Walk(tree)
+                list(walk.take(tokens, rule.begin(rows, tree, tokens.ids), VOCAB))
+                model.commit(walk.rows)
             path = tuple(tokens.ids[len(PROMPT) :])
             measure[path] = measure.get(path, Fraction(0)) + share
     assert sum(measure.values()) == 1

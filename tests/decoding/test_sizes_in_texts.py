@@ -67,10 +67,7 @@ def seconds_per_token(machine: Machine, text: Text, sizes: TreeSizes, seed: int)
         step_s += 1e-3 * machine.after_ms * (was_drafted and not num_nodes)
         was_drafted = budget > 0
         num_right = next((n for n in range(num_nodes) if draws.random() >= right), num_nodes)
-        if budget:
-            sizes.record([TriedDraft(tree.first(num_nodes), range(num_right))], step_s)
-        else:
-            sizes.went_on(1, step_s)
+        sizes.record([TriedDraft(tree.first(num_nodes), range(num_right))], step_s)
         taken_s += draft_s + step_s
         num_tokens += 1 + num_right
     return taken_s / num_tokens

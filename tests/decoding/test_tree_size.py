@@ -252,18 +252,6 @@ def test_steps_told_of_together_are_those_told_of_one_by_one(
     assert together.times.age(1) == apart.times.age(1)
 
 
-def test_steps_after_a_draft_are_told_of_one_by_one() -> None:
-    run = _Run()
-    run.go(40, lambda rows: 0.01 * rows, _chain(0.1, 6), 0.01)
-    after_drafts = [
-        step for step in range(40) if any(size is not None for size in run.sizes[max(0, step - 2) : step])
-    ]
-    again = _Run()
-    for step in range(40):
-        assert (again.policy.num_together == 1) == (step < 2 or step in after_drafts)
-        again.go(1, lambda rows: 0.01 * rows, _chain(0.1, 6), 0.01)
-
-
 def test_explorations_pay_for_the_plain_step_after_them() -> None:
     """It takes twice as long, as it is not launched while another one runs."""
     policy, passed_s, was_drafted = SizePolicy(StepTimes()), 0.0, False

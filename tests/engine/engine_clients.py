@@ -7,15 +7,16 @@ from itertools import count
 
 from coldstream.decoding import Logits, derived_seed
 from coldstream.engine import LLM, CompletionOutput, OpenedModel, Piece, SamplingParams
+from coldstream.engine.answer import completion
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta, Event, Failed, Started
-from coldstream.engine.generation import completion
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.submission import Submission
 from coldstream.errors import ColdstreamError
 from coldstream.kvcache import Batch
 from coldstream.models.runner import ModelRunner
+from plain_loop import plain_output
 
 Answer = tuple[object, ...]
 
@@ -122,15 +123,11 @@ def told(output: CompletionOutput) -> Answer:
 
 
 def alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
-    """Each answer by a request of its own, computed from an empty state."""
-    answers = []
-    for index in range(params.n):
-        assert params.seed is not None
-        llm.forget()
-        own = replace(params, n=1, seed=derived_seed(params.seed, index))
-        answers.append(told(llm.generate([list(prompt)], own)[0].outputs[0]))
+    """Each answer by the plain loop, which needs the memory that `llm` keeps prefixes in."""
+    assert params.seed is not None
     llm.forget()
-    return answers
+    own = [replace(params, n=1, seed=derived_seed(params.seed, index)) for index in range(params.n)]
+    return [told(plain_output(llm.opened, prompt, each)) for each in own]
 
 
 def rows_of_steps(

@@ -15,7 +15,8 @@ from test_lists_on_gpu import CONTEXT, KINDS, SEEDED, SIZE, on_cpu, on_gpu, path
 
 from bench.runners import open_model_file, partial_plan
 from coldstream.assets import demo_model_path
-from coldstream.engine import LLM, Piece, SamplingParams
+from coldstream.engine import LLM, Piece, SamplingParams, engine
+from coldstream.engine.model_steps import Launched, launch_ahead
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetching import Prefetching
 from coldstream.models.cuda.runner import CudaRunner
@@ -150,18 +151,17 @@ def test_steps_are_launched_ahead_unless_the_host_chooses(
 ) -> None:
     gpu, _ = models
     assert gpu.opened.runner.takes_chosen
-    steps: list[bool] = []
-    step = ModelRunner.step
+    launched: list[Launched] = []
 
-    def noting(self: ModelRunner, *batch: object) -> object:
-        steps.append(True)
-        return step(self, *batch)  # type: ignore[arg-type]
+    def noting(runner: ModelRunner, before: Launched) -> Launched:
+        launched.append(launch_ahead(runner, before))
+        return launched[-1]
 
-    monkeypatch.setattr(ModelRunner, "step", noting)
+    monkeypatch.setattr(engine, "launch_ahead", noting)
     list(gpu.stream([3, 1], GREEDY))
-    assert len(steps) == GREEDY.max_tokens - 1
+    assert len(launched) == GREEDY.max_tokens - 1
     list(gpu.stream([3, 1], replace(GREEDY, logprobs=0)))
-    assert len(steps) == GREEDY.max_tokens - 1
+    assert len(launched) == GREEDY.max_tokens - 1
 
 
 def test_a_list_leaves_live_what_a_step_ahead_has_computed_of_its_last_answer(

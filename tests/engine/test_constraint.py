@@ -19,6 +19,7 @@ from coldstream.engine.grammar import Grammars
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.submission import Submission
 from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
+from plain_loop import plain_output
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,8 @@ def test_demands_of_requests_in_one_step_are_their_own(plain: LLM) -> None:
             ]
         )
     ]
-    alone = [plain.generate(PROMPT, params)[0].outputs[0] for params in each]
+    alone = [plain_output(plain.opened, PROMPT, params) for params in each]
+    plain.forget()
     reader = RequestReader(plain.opened)
     engine = Engine(plain.opened)
     for request_id in range(2 * len(each)):
@@ -244,6 +246,7 @@ def test_demands_of_requests_in_one_step_are_their_own(plain: LLM) -> None:
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_request(plain: LLM) -> None:
+    plain.forget()
     reader = RequestReader(plain.opened)
     engine = Engine(plain.opened)
     costly = Grammar("regex", "(((a{1,100}){1,100}){1,100}){1,100}")

@@ -12,11 +12,12 @@ from builders import write_gguf
 from coldstream.decoding import FixedSizes, Speculation, TokenTree
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
-from coldstream.engine.live_sequence import LiveSequence
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_target
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
+from hash_runner import opened_with
+from plain_loop import plain_output
 
 AUX_LAYERS = (0, 1, 3)
 PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
@@ -24,13 +25,14 @@ PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
 
 @dataclass
 class Recorder:
-    """A drafter that keeps what it is told and proposes one node."""
+    """A drafter that keeps what it is told. It proposes a right token behind a wrong one."""
 
     aux_layers: tuple[int, ...] = AUX_LAYERS
     name: str = "recorder"
     wants_hidden: bool = False
     token_ids: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
+    answer: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # to each prompt
 
     def cut(self, length: int) -> None:
         del self.token_ids[length:], self.rows[length:]
@@ -41,7 +43,9 @@ class Recorder:
         self.rows += list(np.array(hidden))
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
-        return TokenTree((context[-1],), (-1,), (-0.1,))
+        ((prompt, answer),) = self.answer.items()
+        right = answer[len(context) - len(prompt)]
+        return TokenTree(((right + 1) % 300, right), (-1, -1), (-0.1, -0.2)).first(budget)
 
 
 def load_with_taps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,26 +70,25 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunne
 
 
 def test_a_drafter_with_taps_is_told_the_features_of_every_committed_token(runner: CpuRunner) -> None:
-    drafter = Recorder()
-    live = LiveSequence(runner, Speculation(drafter, FixedSizes(4)))
+    """Of a prompt in several chunks, of accepted nodes, and of what follows them."""
     prompt = [i % 300 for i in range(530)]
-    live.append(prompt[live.start(prompt) :])
-    live.verify([1, 2, 3, 4], [-1, 0, 0, 2])
-    live.commit([0, 2, 3])
-    live.append([9])
-    live.verify([5, 6], [-1, 0])
-    live.commit([0])
-    expected_ids = [*prompt, 1, 3, 4, 9, 5]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    opened = opened_with(runner, 600)
+    answer = plain_output(opened, prompt, params).token_ids
+    drafter = Recorder(answer={tuple(prompt): answer})
+    llm = LLM.from_opened(replace(opened, speculation=Speculation(drafter, FixedSizes(4))))
+    found = llm.generate([prompt], params)[0]
+    assert found.token_ids == answer
+    assert found.statistics.speculation.accepted > 2
+    expected_ids = [*prompt, *answer[:-1]]
     assert drafter.token_ids == expected_ids
-    told = np.stack(drafter.rows)
-    live.verify([7], [-1])
-    live.commit([])
-    assert drafter.token_ids == expected_ids
-    live.forget()
+    features = np.stack(drafter.rows)
+    llm.forget()
     assert drafter.token_ids == []
     sequence, expected = runner.new_sequence(), []
     runner.extend(sequence, expected_ids, None, lambda chunk, rows: expected.append(rows), runner.features)
-    assert np.array_equal(told, np.concatenate(expected))
+    runner.release(sequence)
+    assert np.array_equal(features, np.concatenate(expected))
 
 
 @pytest.mark.parametrize("second", [False, True])

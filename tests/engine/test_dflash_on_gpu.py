@@ -19,7 +19,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import FixedSizes, Speculation
 from coldstream.decoding.drafters import DflashDrafter
-from coldstream.engine import LLM, RequestOutput, SamplingParams, job_drafts
+from coldstream.engine import LLM, RequestOutput, SamplingParams, fused_steps
 from coldstream.engine.drafting import open_speculation
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
@@ -117,10 +117,11 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
         prompts = [[1, 2, 3], [1, 2, 3, *first.token_ids, 9], [7, 8]]
         expected = [plain.generate(prompt, GREEDY)[0] for prompt in prompts]
     answers = {tuple(prompt): each.token_ids for prompt, each in zip(prompts, expected, strict=True)}
+    size = CacheSize.of(9, CONTEXT, num_trees=1)  # both answers leave prefixes
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, size, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     with (
-        CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
+        CudaRunner.load(file, spec, plan, cache_size=size, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", second) as draft,
     ):
         by_host, plain_context = answer_with(runner, draft, answers, in_rounds=False)
@@ -146,7 +147,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a few rounds at a time, and plainly while another one is there."""
-    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 8)
+    monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     file, spec = open_model_file(tiny)
     plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
     with (

@@ -59,9 +59,8 @@ def check_end(demo: Pair, token_ids: Sequence[int], params: SamplingParams) -> R
     assert drafted.statistics.generated_tokens == num_tokens == len(drafted.outputs[0].logprobs)
     assert num_tokens <= params.max_tokens
     speculation = drafted.statistics.speculation
-    assert (speculation.steps, speculation.accepted) == (
-        (1, num_tokens - 2) if num_tokens > 2 else (num_tokens - 1, 0)
-    )
+    found = (0, 0) if speculation is None else (speculation.steps, speculation.accepted)
+    assert found == ((1, num_tokens - 2) if num_tokens > 2 else (num_tokens - 1, 0))
     return drafted
 
 

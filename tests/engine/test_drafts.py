@@ -112,7 +112,7 @@ def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
     demo: Pair, kind: str, taken: int
 ) -> None:
     llms = [demo.plain, demo.speculating(demo.scripted(kind, PROMPTS, PARAMS["greedy"]), FixedSizes(6))]
-    texts, reused = [], []
+    texts = []
     for llm in llms:
         llm.forget()
         stream = llm.stream(PROMPTS[1], PARAMS["greedy"])
@@ -121,9 +121,7 @@ def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
         prompt = [*llm.opened.tokenizer.encode(PROMPTS[1]), *tokens]
         (output,) = llm.generate(prompt, PARAMS["greedy"])
         texts.append(output.token_ids)
-        reused.append(output.statistics.reused_tokens)
     assert texts[0] == texts[1]
-    assert reused[0] == reused[1] > 0
 
 
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])

@@ -17,12 +17,14 @@ from scripted_drafts import Scripted, check_same
 from test_drafts_on_gpu import on_the_host, scripted
 
 from builders import SMALL_EXPERTS, write_gguf
-from coldstream.decoding import AnyLogits, SizeReason, Speculation, TokenTree, TriedDraft
+from coldstream import kvcache
+from coldstream.decoding import SizeReason, Speculation, TokenTree, TriedDraft
 from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
-from coldstream.engine import LLM, OpenedModel, SamplingParams
+from coldstream.engine import LLM, OpenedModel, SamplingParams, engine
 from coldstream.engine.job_drafts import JobDrafts
-from coldstream.engine.live_sequence import LiveSequence
-from coldstream.kvcache import ChosenToken
+from coldstream.engine.model_steps import Launched, launch_ahead
+from coldstream.kvcache import Batch
+from coldstream.models.runner import ModelRunner
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -58,9 +60,6 @@ class EveryFourth:
     def budget(self, most: int, num_sequences: int = 1) -> int:
         return min(2, most) if not self.is_idle() and self.num_steps % 4 == 3 else 0
 
-    def num_together(self) -> int:
-        return 1
-
     def is_idle(self, num_sequences: int = 1) -> bool:
         return self.num_steps in self.idle_steps
 
@@ -69,9 +68,6 @@ class EveryFourth:
 
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
         self.num_steps += 1
-
-    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        self.num_steps += num_steps
 
 
 @dataclass
@@ -151,22 +147,21 @@ def test_experts_of_drafts_are_those_that_their_steps_used(
 ) -> None:
     """Steps launched ahead and the prompt are not counted."""
     plain, opened = models
-    verify, commit = LiveSequence.verify, LiveSequence.commit
+    step, commit = opened.runner.step, opened.runner.commit
     before, after = [], []
 
-    def noted(self: LiveSequence, *tree: Any) -> Sequence[AnyLogits]:
-        before.append(np.array(opened.runner.expert_uses))
-        return verify(self, *tree)
+    def noted(batch: Batch) -> tuple[Any, ...]:
+        if batch.segments[0].parents is not None:
+            before.append(np.array(opened.runner.expert_uses))
+        return step(batch)
 
-    def noted_commit(self: LiveSequence, rows: Sequence[int]) -> None:
-        commit(self, rows)
+    def noted_commit(sequence: kvcache.Sequence, rows: Sequence[int]) -> None:
+        commit(sequence, rows)
         after.append(np.array(opened.runner.expert_uses))
 
-    monkeypatch.setattr(LiveSequence, "verify", noted)
-    monkeypatch.setattr(LiveSequence, "commit", noted_commit)
-    speculation = Speculation(
-        noting(plain, SEEDED), EveryFourth(), expert_uses=lambda: opened.runner.expert_uses
-    )
+    monkeypatch.setattr(opened.runner, "step", noted)
+    monkeypatch.setattr(opened.runner, "commit", noted_commit)
+    speculation = Speculation(noting(plain, SEEDED), EveryFourth())
     llm = LLM.from_opened(replace(opened, speculation=speculation))
     found = llm.generate([PROMPT], SEEDED)[0].statistics.speculation
     hits, misses = sum(one - other for one, other in zip(after, before, strict=True))
@@ -187,14 +182,13 @@ def test_drafters_are_told_of_each_step_once_with_its_own_states(
     """As where the host chooses, which it does if it is asked for log-probabilities."""
     plain, opened = models
     drafters, num_launched = [], []
-    launched: list[ChosenToken] = []
-    append_chosen = LiveSequence.append_chosen
+    launched: list[Launched] = []
 
-    def noted(self: LiveSequence, token: ChosenToken) -> AnyLogits:
-        launched.append(token)
-        return append_chosen(self, token)
+    def noted(runner: ModelRunner, before: Launched) -> Launched:
+        launched.append(launch_ahead(runner, before))
+        return launched[-1]
 
-    monkeypatch.setattr(LiveSequence, "append_chosen", noted)
+    monkeypatch.setattr(engine, "launch_ahead", noted)
     for params in (SEEDED, replace(SEEDED, logprobs=0)):
         drafter = noting(plain, SEEDED, wants_hidden=wants_hidden)
         llm = LLM.from_opened(
@@ -282,8 +276,8 @@ def test_where_a_device_drafts_by_itself_no_step_is_launched_ahead_of_it(
     """Once an answer is alone it goes on in rounds, whose sizes say themselves when nothing is drafted."""
     plain, opened = models
     found = []
-    for idle_steps, has_rounds in (((), False), ((), True), ((0,), True)):
-        monkeypatch.setattr(JobDrafts, "has_rounds", has_rounds)
+    for idle_steps, has_fused in (((), False), ((), True), ((0,), True)):
+        monkeypatch.setattr(JobDrafts, "has_fused", has_fused)
         speculation = Speculation(noting(plain, SEEDED), EveryFourth(idle_steps=idle_steps))
         found.append(JobDrafts(opened.runner, speculation).will_draft(1))
     assert found == [False, True, False]

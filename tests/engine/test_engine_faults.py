@@ -13,9 +13,9 @@ from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.decoding import Logits
 from coldstream.engine import LLM, OpenedModel, SamplingParams
+from coldstream.engine.answer import Request
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta
-from coldstream.engine.generation import Request
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.submission import Submission

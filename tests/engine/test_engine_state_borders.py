@@ -179,7 +179,7 @@ def test_a_step_that_fails_leaves_no_branch(
     ("owner", "name"),
     [
         (model_steps, "begin_choices"),
-        (Engine, "_may_fly"),
+        (Engine, "_may_run_ahead"),
         (Engine, "_take_outcomes"),
         (model_steps.Launched, "outcomes"),
         (JobMemory, "keep_branch"),

@@ -22,6 +22,7 @@ from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryE
 from coldstream.kvcache import Batch, CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
+from plain_loop import plain_output
 from ram_budgets import least_ram
 
 CONTEXT = 640
@@ -56,6 +57,12 @@ def runner_of(llm: LLM) -> CpuRunner:
     runner = llm.opened.runner
     assert isinstance(runner, CpuRunner)
     return runner
+
+
+def left_in_use(llm: LLM) -> tuple[int, int]:
+    """Blocks and states that somebody has beside kept prefixes."""
+    llm.forget()
+    return sequences_in_use(llm)
 
 
 def sequences_in_use(llm: LLM) -> tuple[int, int]:
@@ -120,12 +127,12 @@ def together(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPa
 
 
 def alone(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Answer]]:
-    """Each answer by a request of its own."""
+    """Each answer by the plain loop."""
 
     def answer(prompt: list[int], each: SamplingParams, index: int) -> Answer:
         assert each.seed is not None
         own = replace(each, n=1, seed=derived_seed(each.seed, index))
-        return told(llm.generate([prompt], own)[0].outputs[0])
+        return told(plain_output(llm.opened, prompt, own))
 
     return [
         [answer(prompt, each, index) for index in range(each.n)]
@@ -140,7 +147,7 @@ def test_32_prompts_are_each_what_they_are_alone(path: Path, size: CacheSize, th
     with opened(path, size, threads=threads) as llm:
         expected = alone(llm, prompts, params)
         assert together(llm, prompts, params) == expected
-        assert sequences_in_use(llm)[1] <= 1, "the last answer is live at most"
+        assert left_in_use(llm) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [CacheSize(12, 6), TIGHT], ids=["roomy", "tight"])
@@ -161,8 +168,8 @@ def test_each_step_has_a_row_of_every_sequence(llm: LLM, monkeypatch: pytest.Mon
     assert [sorted(rows) for rows in steps] == [[1, 2, 2, 3]] + [[1] * 4] * 11
 
 
-def test_a_prompt_that_comes_once_is_read_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no pause before its last token, as no later prompt of the list begins with it."""
+def test_prompts_are_read_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step does not end before the last token, where a checkpoint is left for later prompts."""
     steps = steps_of(llm, monkeypatch)
     llm.generate([[1] * 100, [2] * 80], replace(SAMPLED, max_tokens=2))
     assert [sorted(rows) for rows in steps] == [[80, 100], [1, 1]]
@@ -174,7 +181,7 @@ def test_a_list_may_be_longer_than_a_queue(llm: LLM) -> None:
     params = replace(SAMPLED, max_tokens=1)
     outputs = llm.generate([[each % 256, each // 256] for each in range(count)], params)
     assert [len(output.token_ids) for output in outputs] == [1] * count
-    assert sequences_in_use(llm)[1] <= 1
+    assert left_in_use(llm) == (0, 0)
 
 
 def test_no_answer_waits_in_the_engine_where_there_is_room_for_those_that_run(
@@ -217,16 +224,17 @@ def test_answers_to_one_prompt_share_its_rows(llm: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("size", [ROOMY, CacheSize(3, 1)], ids=["roomy", "one"])
-def test_prompts_branch_off_what_is_live_and_the_last_answer_stays_live(path: Path, size: CacheSize) -> None:
+def test_prompts_begin_with_an_earlier_answer(path: Path, size: CacheSize) -> None:
     with opened(path, size) as llm:
         first = llm.generate([list(range(9))], SAMPLED)[0]
-        live = [*first.prompt_token_ids, *first.token_ids]
-        prompts = [[*live, 1, 2], [7, 7], [*live, 3]]
+        said = [*first.prompt_token_ids, *first.token_ids]
+        prompts = [[*said, 1, 2], [7, 7], [*said, 3]]
         outputs = llm.generate(prompts, SAMPLED)
         found = [output.statistics.reused_tokens for output in outputs]
-        assert found == [len(live) - 1, 0, len(live) - 1 if size is ROOMY else 0]
+        assert found == [len(said) - 1, 0, len(said) - 1 if size is ROOMY else 0]
         longer = [*prompts[2], *outputs[2].token_ids, 5]
         assert llm.generate([longer], SAMPLED)[0].statistics.reused_tokens == len(longer) - 2
+        llm.forget()
         assert [[told(output.outputs[0])] for output in outputs] == alone(llm, prompts, [SAMPLED] * 3)
 
 
@@ -248,7 +256,7 @@ def test_an_error_is_the_one_of_the_first_prompt_that_has_one(llm: LLM) -> None:
     for each in lists:
         with pytest.raises(InvalidRequestError, match="raised ValueError: late"):
             llm.generate([[1, 2]] * len(each), each)
-        assert sequences_in_use(llm) == (0, 0)
+        assert left_in_use(llm) == (0, 0)
 
 
 def test_nothing_is_computed_for_prompts_after_one_with_an_error(
@@ -275,7 +283,7 @@ def test_a_list_after_a_prompt_that_failed(llm: LLM) -> None:
     prompts = [[1] * 40, [2]]
     with pytest.raises(InvalidRequestError, match="at once"):
         llm.generate([[1] * 30], replace(SAMPLED, logits_processors=[fail]))
-    assert sequences_in_use(llm) == (1, 1)
+    assert left_in_use(llm) == (0, 0)
     assert together(llm, prompts, [SAMPLED] * 2) == alone(llm, prompts, [SAMPLED] * 2)
 
 
@@ -294,7 +302,7 @@ def test_damaged_logits_of_one_end_the_list(llm: LLM, monkeypatch: pytest.Monkey
         patched.setattr(runner_of(llm), "step", damaged)
         with pytest.raises(GenerationFault):
             llm.generate(prompts, SAMPLED)
-    assert sequences_in_use(llm) == (0, 0)
+    assert left_in_use(llm) == (0, 0)
     assert together(llm, prompts, [SAMPLED] * 3) == alone(llm, prompts, [SAMPLED] * 3)
 
 
@@ -313,7 +321,7 @@ def test_an_interrupted_step_leaves_no_sequence(
         patched.setattr(runner_of(llm), "_logits_of", interrupted)
         with pytest.raises((KeyboardInterrupt, OutOfMemoryError)):
             llm.generate([[1], [2, 3], [4]], SAMPLED)
-    assert sequences_in_use(llm) == (0, 0)
+    assert left_in_use(llm) == (0, 0)
 
 
 def test_closing_ends_a_list_between_two_steps(path: Path) -> None:

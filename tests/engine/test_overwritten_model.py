@@ -58,4 +58,5 @@ def test_a_stream_ends_with_the_error_and_no_token_more(llm: LLM, path: Path) ->
         next(stream)
     with pytest.raises(ModelChangedError, match=WRITTEN):
         llm.generate("def f(x):", GREEDY)
-    assert llm._sequence._sequence.length == 0
+    llm.forget()
+    assert llm.opened.runner.free == llm.opened.runner.cache_size

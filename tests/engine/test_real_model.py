@@ -36,12 +36,12 @@ def test_greedy_tokens_are_the_best_of_the_logits(llm: LLM) -> None:
     assert np.argmax(rows[len(output.prompt_token_ids) - 1 :], axis=1).tolist() == list(output.token_ids)
 
 
-def test_continuing_the_live_state_changes_no_token(llm: LLM) -> None:
+def test_continuing_a_kept_prefix_changes_no_token(llm: LLM) -> None:
     first = llm.generate("def f(x):", SEEDED)[0]
     longer = [*first.prompt_token_ids, *first.token_ids, 7, 8]
     reused = llm.generate([longer], SEEDED)[0]
     assert reused.statistics.reused_tokens == len(longer) - 3
-    llm.generate("something else", GREEDY)
+    llm.forget()
     fresh = llm.generate([longer], SEEDED)[0]
     assert fresh.statistics.reused_tokens == 0
     assert fresh.token_ids == reused.token_ids

@@ -25,7 +25,7 @@ from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter
 from coldstream.decoding.round_sizes import FixedRounds
 from coldstream.decoding.speculation import TreeSizes
-from coldstream.engine import LLM, SamplingParams, job_drafts
+from coldstream.engine import LLM, SamplingParams, fused_steps
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kernels.rounds.reference import Accepted
 from hash_runner import opened_with
@@ -152,7 +152,8 @@ def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
         once = replace(GREEDY, max_tokens=2)
         (expected,), (found,) = models.plain.generate(longer, once), llm.generate(longer, once)
         check_same(expected, found)
-        assert found.statistics.reused_tokens == len(longer) - 2
+    llm.forget()
+    models.plain.forget()
 
 
 def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> None:
@@ -186,7 +187,7 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
 
 
 def test_an_engine_drafts_an_answer_that_is_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 8)  # of a few rounds
+    monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     check_engine(models, [1, 2, 3, 1], replace(SEEDED, max_tokens=14))
 
 
@@ -288,7 +289,7 @@ def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
 
 
 def test_rounds_that_rest_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_drafts, "MAX_TREE_ROWS", 4)  # of a few rounds
+    monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     for params in (replace(GREEDY, max_tokens=14, seed=1), replace(SEEDED, max_tokens=14)):
         check_rests(models, [1, 2, 3, 1, 2], params)
 

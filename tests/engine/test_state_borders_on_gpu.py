@@ -34,7 +34,7 @@ def test_what_a_flying_step_has_left_is_kept_once_its_token_is_known(models: tup
     with engine_of(gpu.opened) as client:
         request = client.add(PROMPT, PARAMS, borders=(17,))
         client.step()
-        assert client.engine._flying is not None
+        assert client.engine._in_flight is not None
         assert (client.tokens_so_far(request), kept_lengths(client)) == ([], [])
         client.step()
         assert kept_lengths(client) == [17, 33]
@@ -66,7 +66,7 @@ def test_a_flying_step_that_nobody_waits_for_gives_its_branches_back(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_may_fly", interrupt)
+            patch.setattr(Engine, "_may_run_ahead", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.step()
         assert gpu.opened.runner.free == before

@@ -120,7 +120,7 @@ NAN_TYPES = {np.ndarray: np.float32, torch.Tensor: torch.float32}
 
 
 def poison(llm: LLM, kind: str, *, everywhere: bool) -> None:
-    """NaN in the tensors of that kind: in one element that the next token reads, or in all."""
+    """NaN in the tensors of that kind: in one element of each slot that the next token reads, or in all."""
     for name, tensor in states(llm):
         if name != kind:
             continue
@@ -129,7 +129,7 @@ def poison(llm: LLM, kind: str, *, everywhere: bool) -> None:
         if everywhere:
             tensor[...] = np.nan
         else:
-            tensor[0, 0].reshape(-1)[0] = np.nan
+            tensor[(slice(None), *[0] * (tensor.ndim - 1))] = np.nan
 
 
 def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY) -> None:
@@ -306,7 +306,9 @@ def test_nan_in_the_head(open_llm: Open, path: Path, tmp_path: Path) -> None:
     with open_llm(damaged) as llm:
         for prompt in (PROMPT, PROMPT, [*PROMPT, 5], OTHER):
             for params in SAMPLINGS.values():
-                with pytest.raises(GenerationFault, match=rf"1 of 320 .* position {len(prompt)} are {FAULT}"):
+                # A step may end before the last token, where a checkpoint is left.
+                at = f"({len(prompt) - 1}|{len(prompt)})"
+                with pytest.raises(GenerationFault, match=rf"1 of 320 .* position {at} are {FAULT}"):
                     tokens(llm, prompt, params)
             with pytest.raises(GenerationFault, match=rf"1 of 320 .* position 1 are {FAULT}"):
                 llm.logits(prompt)

@@ -21,8 +21,8 @@ from coldstream import __version__
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, CompletionOutput, EngineConfig
+from coldstream.engine.answer import completion
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
-from coldstream.engine.generation import completion
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError

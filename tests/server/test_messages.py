@@ -15,8 +15,8 @@ from coldstream import errors
 from coldstream.decoding import SamplingParams
 from coldstream.decoding.sampling_params import LogitsProcessor
 from coldstream.engine import EngineConfig
+from coldstream.engine.answer import Request
 from coldstream.engine.events import Delta, Failed, PromptProgress, Started
-from coldstream.engine.generation import Request
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.request import Logprob, Piece, Statistics
 from coldstream.engine.submission import Submission

@@ -16,8 +16,8 @@ from scripted_engine import DIE, FLOOD, FLOOD_CHARS, GARBAGE, HANG, RAISE, REFUS
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.engine import EngineConfig
+from coldstream.engine.answer import Request
 from coldstream.engine.events import Delta, Event, Failed, Started
-from coldstream.engine.generation import Request
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import (

@@ -70,7 +70,7 @@ def command(
 ) -> None:
     """Time prefill (pp) and decode (tg) of MODEL on real text, after one run that isn't counted.
 
-    Neither tokenising nor sampling is part of the times. Without MODEL: the bundled demo model.
+    Choosing tokens is part of the times, tokenising is not. Without MODEL: the bundled demo model.
     """
     tests = [BenchmarkTest(n, 0, depth) for depth in n_depth for n in n_prompt if n]
     tests += [BenchmarkTest(0, n, depth) for depth in n_depth for n in n_gen if n]
@@ -308,7 +308,7 @@ def _run_all(
     with ProgressLine() as line:
         for test in tests:
             report = partial(line.update, test.name, total=repetitions + 1)
-            results.append(run_benchmark(opened.runner, token_ids, test, repetitions, report))
+            results.append(run_benchmark(opened, token_ids, test, repetitions, report))
     return results
 
 

@@ -1,7 +1,5 @@
-"""Logits to tokens: sampling, stop strings, drafts, and the loops. Knows token ids, not tensors."""
+"""Logits to tokens: sampling, stop strings, drafts. Knows token ids, not tensors; has no loop."""
 
-from coldstream.decoding.ahead import generate_tokens_ahead
-from coldstream.decoding.autoregressive import Continuation, generate_tokens
 from coldstream.decoding.choice import (
     Choice,
     Chosen,
@@ -11,12 +9,13 @@ from coldstream.decoding.choice import (
     begin_choices,
 )
 from coldstream.decoding.constraints import Grammar, RepetitionStop, Thought
+from coldstream.decoding.continuation import Continuation
 from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLogits, DeviceStep
 from coldstream.decoding.draft_sizes import FixedSizes, SizesByCost, TriedDraft
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
+from coldstream.decoding.picks import Pick, Walk, begin_all_picks
 from coldstream.decoding.repetition import RepetitionWatch
-from coldstream.decoding.rounds import Rounds, generate_in_rounds
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.decoding.speculation import (
@@ -27,14 +26,6 @@ from coldstream.decoding.speculation import (
     SpeculationStatistics,
     StepCosts,
     uses_between,
-)
-from coldstream.decoding.speculative import (
-    Drafts,
-    Pick,
-    begin_all_picks,
-    begin_picks,
-    generate_tokens_speculatively,
-    verify_draft,
 )
 from coldstream.decoding.stop import StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
@@ -53,7 +44,6 @@ __all__ = [
     "DeviceStep",
     "DraftCounts",
     "Drafter",
-    "Drafts",
     "ExpertUses",
     "FixedSizes",
     "Grammar",
@@ -64,7 +54,6 @@ __all__ = [
     "RankedLogprob",
     "RepetitionStop",
     "RepetitionWatch",
-    "Rounds",
     "SamplingParams",
     "SizeReason",
     "SizesByCost",
@@ -77,15 +66,10 @@ __all__ = [
     "TokenChooser",
     "TokenTree",
     "TriedDraft",
+    "Walk",
     "begin_all_picks",
     "begin_choices",
-    "begin_picks",
     "derived_seed",
-    "generate_in_rounds",
-    "generate_tokens",
-    "generate_tokens_ahead",
-    "generate_tokens_speculatively",
     "sample_token",
     "uses_between",
-    "verify_draft",
 ]

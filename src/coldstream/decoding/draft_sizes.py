@@ -36,9 +36,6 @@ class TreeSizes(Protocol):
     def budget(self, most: int, num_sequences: int = 1) -> int:
         """Nodes that the drafter of each sequence is asked for, at most `most`; 0: the next step is plain."""
 
-    def num_together(self) -> int:
-        """How many steps of one sequence, the next one first, have no draft and may be told of together."""
-
     def is_idle(self, num_sequences: int = 1) -> bool:
         """Whether nothing will be drafted for long where so many run, so that drafters need not be told of
         tokens.
@@ -62,9 +59,6 @@ class TreeSizes(Protocol):
         is_usual: whether others with as many nodes take as long; without any, those that follow each other.
         """
 
-    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        """So many steps of one sequence, without a draft, took so long together; see `record`."""
-
 
 @dataclass(frozen=True)
 class FixedSizes:
@@ -84,9 +78,6 @@ class FixedSizes:
     def budget(self, most: int, num_sequences: int = 1) -> int:
         return min(self.num_nodes, most)
 
-    def num_together(self) -> int:
-        return 0
-
     def is_idle(self, num_sequences: int = 1) -> bool:
         return False
 
@@ -94,9 +85,6 @@ class FixedSizes:
         return [len(tree) for tree in trees]
 
     def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
-        pass
-
-    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
         pass
 
 
@@ -130,10 +118,6 @@ class SizesByCost:
             return 0
         return learned.policy.num_asked(most, num_sequences)
 
-    def num_together(self) -> int:
-        learned = self._of(1)
-        return min(learned.num_plain(1), learned.policy.num_together)
-
     def is_idle(self, num_sequences: int = 1) -> bool:
         return self._of(num_sequences).num_plain(num_sequences) > TOLD_STEPS
 
@@ -150,16 +134,11 @@ class SizesByCost:
         learned = self._of(len(drafts))
         tokens = len(drafts) + sum(len(draft.accepted) for draft in drafts)
         learned.policy.record(seconds, learned.chosen, float(tokens), len(drafts), is_usual=is_usual)
-        learned.lose(1)
+        learned.lose_step()
         self.reason = SizeReason.NOT_ASKED
         for draft in drafts:
             if not draft.is_cut:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)
-
-    def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        learned = self._of(1)
-        learned.policy.went_on(num_steps, seconds, is_usual=is_usual)
-        learned.lose(num_steps)
 
     def _of(self, num_sequences: int) -> "_Learned":
         size = row_range(num_sequences)
@@ -180,9 +159,9 @@ class _Learned:
         """How many steps, the next one first, have no draft."""
         return max(self._rest.num_steps, self.policy.num_plain(num_sequences))
 
-    def lose(self, num_steps: int) -> None:
-        """So many steps went by, and drafts may not have paid since."""
-        self._rest.went_by(num_steps, has_gained=self.policy.has_gained)
+    def lose_step(self) -> None:
+        """A step went by, and drafts may not have paid since."""
+        self._rest.went_by(1, has_gained=self.policy.has_gained)
 
 
 def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:

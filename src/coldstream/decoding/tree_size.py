@@ -54,7 +54,6 @@ _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
 # Steps that are told of together: many enough to take no time, few enough for times to be new.
-_MOST_TOGETHER = 16
 
 
 class SizeReason(Enum):
@@ -109,7 +108,6 @@ class SizePolicy:
     the whole is neither.
 
     For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`.
-    Steps without drafts may be told of together, see `num_together`.
     """
 
     def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
@@ -150,13 +148,6 @@ class SizePolicy:
         if self.pays:
             return planned
         return max(planned, self._for_drafts.num_steps_until(self._asked.draft_s, self._known_s(num_roots)))
-
-    @property
-    def num_together(self) -> int:
-        """How many steps without a draft `went_on` may be told of at once: those after a draft one by one, as
-        they take longer than others.
-        """
-        return _MOST_TOGETHER if self._num_plain > 1 else 1
 
     def num_asked(self, most: int, num_roots: int = 1) -> int:
         """How many nodes the draft of each sequence that comes next is to have, at most `most`.
@@ -230,7 +221,7 @@ class SizePolicy:
         self._earn(1, taken_s)
 
     def went_on(self, num_steps: int, seconds: float, num_roots: int = 1, *, is_usual: bool = True) -> None:
-        """So many steps with so many roots, all without a draft, took so long together; see `num_together`.
+        """So many steps with so many roots, all without a draft, took so long together.
 
         is_usual: whether those that follow each other take as long.
         """

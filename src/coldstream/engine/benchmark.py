@@ -1,22 +1,27 @@
-"""Timing prefill and decode on real text, as llama-bench does: neither tokenising nor sampling is timed.
+"""Timing prefill and decode on real text, through the engine like any request; tokenising is not timed.
 
 The text is Python's standard library, from a place that a seed picks, so that routing is that of language and
-not of noise. Decoding appends the text's tokens, not the model's choices, so that every run computes the
-same.
+not of noise. Decoding samples with the usual settings and a fixed seed, so that every run computes the same.
 """
 
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
+from coldstream.decoding import SamplingParams
+from coldstream.engine.engine import Engine
+from coldstream.engine.events import Delta, Failed
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.engine.request_reader import RequestReader
+from coldstream.engine.submission import Submission
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.models.runner import ModelRunner
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.planning.planned import Planned
@@ -58,8 +63,8 @@ class BenchmarkTest:
     @property
     def num_tokens(self) -> int:
         """Tokens of context that the test needs."""
-        # A decode test has one token more, as decoding needs a sequence to continue.
-        return self.depth + (self.num_prompt or self.num_generated + 1)
+        # A prompt needs room for a token after it, and decoding begins after a prompt of one token.
+        return self.depth + 1 + (self.num_prompt or self.num_generated + 1)
 
 
 @dataclass(frozen=True)
@@ -80,24 +85,26 @@ class BenchmarkResult:
 
 
 def run_benchmark(
-    runner: ModelRunner,
+    opened: OpenedModel,
     token_ids: Sequence[int],
     test: BenchmarkTest,
     repetitions: int,
     report: Callable[[int], None],
 ) -> BenchmarkResult:
-    """Run `test` over `token_ids` once to warm up and `repetitions` times for the record, calling
-    `report(run)` before each run, in a sequence of its own each. Raises InvalidRequestError for too few
-    tokens.
+    """Run `test` over `token_ids` without drafts, once to warm up and `repetitions` times for the record.
+
+    Calls `report(run)` before each run. Raises InvalidRequestError for too few tokens, and what computing
+    raises.
     """
     if len(token_ids) < test.num_tokens:
         raise InvalidRequestError(
             f"{test.name} needs {test.num_tokens} tokens of text, there are {len(token_ids)}"
         )
-    samples = []
+    opened, samples = replace(opened, speculation=None), []
     for run in range(repetitions + 1):
         report(run)
-        samples.append(_run_once(runner, token_ids, test))
+        with closing(Engine(opened, EngineLimits(target_step_ms=math.inf))) as engine:
+            samples.append(_run_once(engine, RequestReader(opened), token_ids, test))
     return BenchmarkResult(test, tuple(samples[1:]))
 
 
@@ -122,22 +129,31 @@ def benchmark_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int) -> list[i
     return token_ids
 
 
-def _run_once(runner: ModelRunner, token_ids: Sequence[int], test: BenchmarkTest) -> float:
-    sequence = runner.new_sequence()
-    try:
-        num_before = test.depth if test.num_prompt else test.depth + 1
-        if num_before:
-            np.asarray(runner.extend(sequence, token_ids[:num_before]))
-        timed_ids = token_ids[num_before : test.num_tokens]
-        start = time.perf_counter()
-        if test.num_prompt:
-            np.asarray(runner.extend(sequence, timed_ids))
-        else:
-            for token_id in timed_ids:
-                np.asarray(runner.extend(sequence, (token_id,)))
-        return len(timed_ids) / (time.perf_counter() - start)
-    finally:
-        runner.release(sequence)
+def _run_once(engine: Engine, reader: RequestReader, token_ids: Sequence[int], test: BenchmarkTest) -> float:
+    """Tokens per second. What lies before the timed rows is a kept prefix."""
+    if test.depth:
+        _times(engine, reader, token_ids[: test.depth], 1)
+    num_prompt = test.depth + (test.num_prompt or 1)
+    times = _times(engine, reader, token_ids[:num_prompt], 1 + test.num_generated)
+    if test.num_prompt:
+        return test.num_prompt / (times[1] - times[0])
+    return test.num_generated / (times[-1] - times[1])
+
+
+def _times(engine: Engine, reader: RequestReader, token_ids: Sequence[int], max_tokens: int) -> list[float]:
+    """When a request began, and when each of its tokens was there, in seconds."""
+    params = SamplingParams(seed=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add(Submission(0, reader.of_prompt(list(token_ids), "prompt", params)))
+    times = [time.perf_counter()]
+    while not engine.is_idle:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Delta):
+                times += [now] * len(event.piece.token_ids)
+    return times
 
 
 def _source(module_name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from coldstream.decoding import Drafter, TokenTree
-from coldstream.engine.drafting import told_states
+from coldstream.engine.drafting import states_for
 from coldstream.models.runner import ModelRunner
 
 
@@ -13,7 +13,7 @@ class DraftFollower:
 
     def __init__(self, runner: ModelRunner, drafter: Drafter) -> None:
         self.drafter = drafter
-        self._states = told_states(runner, drafter)
+        self._states = states_for(runner, drafter)
         self._known: list[int] = []
         self._owner: object = None  # whose sequence it is
 

@@ -31,11 +31,11 @@ def open_speculation(
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
     # Where a device drafts by itself, it has room for the rounds of one sequence.
     more = None if with_rounds(drafter) else new_drafter
-    return Speculation(drafter, sizes, more, lambda: runner.expert_uses, lambda: runner.num_captured)
+    return Speculation(drafter, sizes, more)
 
 
-def told_states(runner: ModelRunner, drafter: Drafter) -> States | None:
-    """What the drafter is told of rows beside their tokens; None: nothing."""
+def states_for(runner: ModelRunner, drafter: Drafter) -> States | None:
+    """What the drafter reads of computed rows beside their tokens; None: nothing."""
     if drafter.aux_layers:
         return runner.features
     return runner.hidden if drafter.wants_hidden else None

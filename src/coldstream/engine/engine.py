@@ -10,7 +10,7 @@ before it; so who runs when, what is computed twice and what is found in the cac
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -18,6 +18,7 @@ from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Outcome, TokenTree
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
+from coldstream.engine.fused_steps import FusedSteps
 from coldstream.engine.job import Job
 from coldstream.engine.job_drafts import JobDrafts
 from coldstream.engine.limits import EngineLimits
@@ -56,12 +57,12 @@ class Engine:
         limits = replace(limits, max_running=self._max_running)
         self._served = ServedRequests(opened, limits, tiers)
         self._cost = StepCost(chunk_size)
-        # Of steps of one prompt that goes on behind them: in others more is done, whatever their size.
-        # What was dear once is tried again soon, as longer steps may have been measured in a better moment.
+        # The cost of chunks of one prompt alone. Its entries expire after 64 steps, because timings drift.
         self._lone_cost = StepCost(chunk_size, stale=64)
-        self._flying: Launched | None = None  # a step whose tokens the host has not looked at
-        self._flying_since = 0.0  # when it was launched, or the one before it had ended
+        self._in_flight: Launched | None = None  # a step whose tokens the host has not looked at
+        self._in_flight_since = 0.0  # when it was launched, or the one before it had ended
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
+        self._fused: FusedSteps | None = None  # of the only job that runs
         self._is_closed = False
 
     def add(self, submission: Submission) -> None:
@@ -89,18 +90,50 @@ class Engine:
         the engine goes on with the next call.
         """
         try:
-            self._served.end_cancelled()
             now = self._clock()
+            if self._fused is not None and self._served.is_ending(self._fused.job, now):
+                self._end_fused(self._fused)
+            self._served.end_cancelled()
             self._served.end_overdue(now)
-            if self._flying is not None:
-                self._land(self._flying)
+            if self._fused is not None:
+                self._continue_fused(self._fused)
+                self._served.counts.step_s += self._clock() - now
+            elif self._in_flight is not None:
+                self._land(self._in_flight)
             else:
                 self._served.admit(now)
                 self._compute()
         except BaseException:
-            self._served.start_over(self._forget_flying())
+            self._served.start_over(self._drop_in_flight())
             raise
         return self._served.take_events()
+
+    def settle(self) -> None:
+        """Ends cancelled requests and what the device does ahead of the host, for others that use the model.
+
+        What happened is among the events of the next `step`. Raises as `step`.
+        """
+        try:
+            if self._fused is not None:
+                self._end_fused(self._fused)
+            self._served.end_cancelled()
+            if self._in_flight is not None:
+                self._land(self._in_flight, may_go_on=False)
+        except BaseException:
+            self._served.start_over(self._drop_in_flight())
+            raise
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evicts kept prefixes until a new sequence of so many tokens has room beside the running ones.
+
+        Raises OutOfMemoryError without such room.
+        """
+        if not self._served.memory.make_room(num_tokens):
+            running = len(self._served.running)
+            raise OutOfMemoryError(
+                f"{num_tokens} tokens have no room in the context memory beside {running} running requests: "
+                f"finish or close these first, or choose a larger --parallel"
+            )
 
     @property
     def max_running(self) -> int:
@@ -136,8 +169,10 @@ class Engine:
         return self._served.memory.cache.begin([*token_ids, 0])  # as a prompt that goes on after them begins
 
     def clear_prefixes(self, namespace: str | None = None) -> None:
-        """Forgets the kept prefixes of a namespace, or of all."""
+        """Forgets the kept prefixes of a namespace, or of all; then drafters too, if no request is served."""
         self._served.memory.cache.clear(namespace)
+        if namespace is None and self._drafts is not None and not self._served:
+            self._drafts.forget()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the kept prefixes contradict themselves or their memory."""
@@ -162,46 +197,57 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        self._served.drop_all(self._forget_flying())
+        self._served.drop_all(self._drop_in_flight())
         if self._drafts is not None:
-            self._drafts.close()
+            self._drafts.forget()
 
-    def _forget_flying(self) -> tuple[Job, ...]:
-        """Gives up the outcome of the step under way, and what it has left behind; its jobs."""
-        flying, self._flying = self._flying, None
-        if flying is None:
+    def _drop_in_flight(self) -> tuple[Job, ...]:
+        """Gives up the outcome of what is in flight, and what it has left behind; the jobs of the step."""
+        fused, self._fused = self._fused, None
+        if fused is not None:
+            with suppress(ColdstreamError):  # its sequence is empty then, and the job is computed again
+                fused.end()
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return ()
-        flying.release_branches(self._runner)
-        return tuple(flying.counts)
+        step.release_branches(self._runner)
+        return tuple(step.counts)
 
     def _compute(self) -> None:
         """A step with rows of those that run."""
         start = self._clock()
-        if self._in_rounds():
+        if self._begins_fused():
             return
         counts = self._rows_of_all()
         if not counts:
             return
-        goes_on = len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
+        is_chunk = len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
         trees = self._trees(counts)
         launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:
             return
-        self._flying = launched
+        self._in_flight = launched
         self._served.scheduler.served({job.key: count for job, count in counts.items()})
         self._served.tell_progress(counts.keys())
         if self._drafts is not None:
             self._drafts.tell(launched)
-        if self._may_fly(launched):
-            self._flying_since = start
+        if self._may_run_ahead(launched):
+            self._in_flight_since = start
             return
-        self._flying = None
+        self._in_flight = None
         self._take(launched, None)
         seconds = self._clock() - start
         self._served.counts.step_s += seconds
-        num_rows = sum(launched.counts.values())
-        for cost in (self._cost, self._lone_cost) if goes_on else (self._cost,):
-            cost.record(num_rows, seconds)
+        self._record_cost(launched, seconds, is_chunk=is_chunk)
+
+    def _record_cost(self, step: Launched, seconds: float, *, is_chunk: bool) -> None:
+        """is_chunk: whether the step had rows of one prompt alone, which goes on behind them."""
+        if math.isinf(self._target_s):
+            return
+        num_rows = sum(step.counts.values())
+        self._cost.record(num_rows, seconds)
+        if is_chunk:
+            self._lone_cost.record(num_rows, seconds)
 
     def _alone(self) -> Job | None:
         """The only answer there is, if there may be drafts for it."""
@@ -210,27 +256,51 @@ class Engine:
         running = self._served.running
         return running[0] if len(running) == 1 else None
 
-    def _in_rounds(self) -> bool:
-        """A few steps that a device drafts and verifies by itself. False, with none taken, if it does not."""
+    def _begins_fused(self) -> bool:
+        """Takes the first fused step of the only job. False, with none taken, if there are none for it."""
         drafts, served, job = self._drafts, self._served, self._alone()
-        if drafts is None or not drafts.has_rounds or drafts.rests or job is None or not job.is_trusted:
+        if drafts is None or not drafts.has_fused or drafts.rests or job is None or not job.is_trusted:
             return False
-        # They take a state to go back to.
-        if not served.memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states=1):
+        if not self._has_room_for_fused(job, more_states=1):  # for the checkpoint
             return False
         start = self._clock()
         try:
-            tokens = drafts.in_rounds(job, served.counts.count_round)
-            if tokens is None:
-                return False
-            with closing(tokens):
-                self._push_all(job, tokens)
+            self._fused = drafts.begin_fused(job, served.counts.count_round)
         except ColdstreamError as error:
             served.fail([job], error)
             return True
-        self._end_if_over(job)
+        if self._fused is None:
+            return False
+        self._continue_fused(self._fused)
         served.counts.step_s += self._clock() - start
         return True
+
+    def _continue_fused(self, fused: FusedSteps) -> None:
+        """Takes the tokens of a fused step. Others are launched unless somebody waits."""
+        job = fused.job
+        try:
+            if not self._served.scheduler.num_waiting and self._has_room_for_fused(job):
+                fused.launch()
+            if not fused.is_over:
+                with closing(fused.take()) as tokens:
+                    self._push_all(job, tokens)
+        except ColdstreamError as error:
+            self._end_fused(fused)
+            self._served.fail([job], error)
+            return
+        if fused.is_over or job.has_ended:
+            self._end_fused(fused)
+        self._end_if_over(job)
+
+    def _end_fused(self, fused: FusedSteps) -> None:
+        self._fused = None
+        try:
+            fused.end()
+        except ColdstreamError as error:
+            self._served.fail([fused.job], error)
+
+    def _has_room_for_fused(self, job: Job, more_states: int = 0) -> bool:
+        return self._served.memory.fits({job: min(MAX_TREE_ROWS, job.num_left)}, more_states)
 
     def _trees(self, counts: Mapping[Job, int]) -> dict[Job, TokenTree]:
         """Drafts for those of a step's jobs that decode."""
@@ -246,6 +316,11 @@ class Engine:
 
     def _rows_of_all(self) -> dict[Job, int]:
         """The rows of the next step, for which there is memory then, if need be that of the last answers."""
+        running = self._served.running
+        if len(running) <= self._runner.chunk_size and all(job.num_wanted == 1 for job in running):
+            counts = dict.fromkeys(running, 1)
+            if self._served.memory.owns_next_rows(running) or self._served.memory.fits(counts):
+                return counts
         while running := self._served.running:
             wanted = {job.key: job.num_wanted for job in running}
             shares = self._served.scheduler.share(wanted, self._most_prompt_rows)
@@ -268,27 +343,27 @@ class Engine:
         most = self._lone_cost.prompt_rows_alone(self._target_s)
         return self._cost.prompt_rows_together(num_decoding, wanted, most, self._target_s)
 
-    def _land(self, flying: Launched) -> None:
-        """Tells the tokens of a step, once the next one is launched, if that needs no decision."""
+    def _land(self, step: Launched, *, may_go_on: bool = True) -> None:
+        """Takes the tokens of a step, once the next one is launched, if that needs no decision."""
         start = self._clock()
         if self._drafts is not None:
-            self._drafts.draft(flying.asked, 0)
+            self._drafts.draft(step.asked, 0)
         following = None
-        if self._may_fly(flying):
-            going_on = {job: 1 for job in flying.asked if job.num_left > 1}
+        if may_go_on and self._may_run_ahead(step):
+            going_on = {job: 1 for job in step.asked if job.num_left > 1}
             if going_on and self._served.memory.fits(going_on):
-                following = self._launched(going_on, lambda: launch_ahead(self._runner, flying))
+                following = self._launched(going_on, lambda: launch_ahead(self._runner, step))
                 self._served.counts.ahead_steps += 1
-        self._flying = following
-        self._take(flying, following)
+        self._in_flight = following
+        self._take(step, following)
         if self._drafts is not None and following is not None:
             self._drafts.tell(following, is_ahead=True)
         end = self._clock()
         self._served.counts.step_s += end - start
-        self._cost.record(sum(flying.counts.values()), end - self._flying_since)
-        self._flying_since = end
+        self._record_cost(step, end - self._in_flight_since, is_chunk=False)
+        self._in_flight_since = end
 
-    def _may_fly(self, step: Launched) -> bool:
+    def _may_run_ahead(self, step: Launched) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
         if self._drafts is not None and self._drafts.will_draft(len(step.counts)):
@@ -328,13 +403,13 @@ class Engine:
             if drafts is not None and launched.tree_logits:
                 drafts.begin_picks(launched.tree_logits)
         except ColdstreamError as error:
-            self._flying = None
+            self._in_flight = None
             self._served.fail(launched.counts, error)
             return
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
-            if isinstance(outcome, Chosen):
-                self._served.keep_branches(job, launched.branches.get(job, ()))
+            if isinstance(outcome, Chosen) and job in launched.branches:
+                self._served.keep_branches(job, launched.branches[job])
             if job.sequence is None or job.request_id in self._served.cancelled:
                 continue
             if job.is_over:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coldstream.decoding import Grammar, SamplingParams, Thought
+from coldstream.engine.answer import Request
 from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
-from coldstream.engine.generation import Request
 from coldstream.engine.grammar_source import check_ends, grammar_source, is_dead_end
 from coldstream.engine.regular_languages import one_line, require_llguidance
 from coldstream.errors import InvalidRequestError

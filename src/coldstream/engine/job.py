@@ -1,31 +1,41 @@
 """One answer in the engine: its tokens so far, and its sequence in the model's memory."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
 
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, DraftCounts
-from coldstream.engine.generation import Answer, Request
+from coldstream.engine.answer import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
 from coldstream.engine.submission import Submission
 from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
 from coldstream.models.runner import ModelRunner
 
+MOST_WANTED_CHECKPOINTS: Final = 4  # of a prompt, beside those that the prefix cache chooses
+
 
 class Job:
     """An answer from its submission to its last piece. It computes nothing by itself."""
 
     def __init__(
-        self, key: int, submission: Submission, index: int, request: Request, leader: "Job | None"
+        self, key: int, submission: Submission, index: int, request: Request, first: "Job | None"
     ) -> None:
-        """key: the scheduler's. index: of the answer. leader: the first answer to the same prompt, if not
-        this one.
+        """key: the scheduler's. index: of the answer. first: the first answer to the same prompt, if not this
+        one.
         """
         self.key = key
         self.submission = submission
         self.index = index
         self.request = request
-        self.leader = leader
+        # The answer whose prefix this one begins with, and how long that prefix is. None: that of no other.
+        self.follows: tuple[Job, int] | None = None if first is None else (first, first.num_prompt - 1)
+        self._wanted_checkpoints: set[int] = set()  # positions that answers which follow this one begin at
+        if first is not None:
+            first.leave_checkpoint(first.num_prompt - 1)
         self.sequence: kvcache.Sequence | None = None  # None: it has no memory
         self.shared: list[int] = []  # lengths of kept prefixes that the sequence shares memory with
         # Lengths of prefixes to be kept: a step passes over them, or ends there.
@@ -51,6 +61,11 @@ class Job:
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    @cached_property
+    def prompt_array(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The prompt as int32 [num_prompt]."""
+        return np.asarray(self.request.prompt_token_ids, np.int32)
+
     @property
     def num_left(self) -> int:
         """The most tokens that may still be chosen."""
@@ -64,11 +79,15 @@ class Job:
     def num_wanted(self) -> int:
         """Rows of the next step: up to the last token, or up to a cut that is too near to be passed over."""
         done = self.num_computed
+        if len(self.tokens.ids) == done + 1:
+            return 1
         near = (cut for cut in self.cuts if done < cut < done + MIN_BRANCH_ROWS)
         return next(near, len(self.token_ids)) - done
 
     def borders(self, count: int) -> tuple[int, ...]:
         """The numbers of its next `count` rows, ≤ `num_wanted`, behind which a branch is to be left."""
+        if count == 1:
+            return ()
         done = self.num_computed
         return tuple(cut - done for cut in self.cuts if done < cut < done + count)
 
@@ -83,11 +102,6 @@ class Job:
     def num_missing(self) -> int:
         """Tokens, those chosen included, that are not computed."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def fork(self) -> int:
-        """Where the other answers to the prompt branch off: before its last token, whose logits all need."""
-        return self.num_prompt - 1
 
     @property
     def is_trusted(self) -> bool:
@@ -120,9 +134,23 @@ class Job:
             self._answer = Answer(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
             self.num_reused = min(prefix.length, self.num_prompt)
         self.sequence, self.shared = prefix.sequence, [prefix.length] if prefix.length else []
-        forks = {self.fork} if self.leader is None and self.request.params.n > 1 else set()
-        self.cuts = tuple(sorted(cut for cut in {*prefix.cuts, *forks} if cut > prefix.length))
+        cuts = {*prefix.cuts, *self._wanted_checkpoints}
+        self.cuts = tuple(sorted(cut for cut in cuts if cut > prefix.length))
         return not has_begun
+
+    def leave_checkpoint(self, position: int) -> bool:
+        """Has the steps leave a prefix of so many tokens behind, if they have not come so far.
+
+        False, with nothing changed, if they have, or if so many are left already that steps would be short.
+        """
+        if position in self._wanted_checkpoints:
+            return self.num_computed < position
+        if self.num_computed >= position or len(self._wanted_checkpoints) >= MOST_WANTED_CHECKPOINTS:
+            return False
+        self._wanted_checkpoints.add(position)
+        if self.sequence is not None:
+            self.cuts = tuple(sorted({*self.cuts, position}))
+        return True
 
     def choice(self, logits: AnyLogits, unseen: int | None = None) -> Choice:
         """The `Choice` of the next token from the logits [vocab] after all tokens; see `Choice`."""

@@ -7,7 +7,6 @@ has drafts: beside others it decodes plainly, its drafter is told of nothing, an
 
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing
 
 import numpy as np
 
@@ -24,17 +23,15 @@ from coldstream.decoding import (
     StepCosts,
     TokenTree,
     TriedDraft,
+    Walk,
     begin_all_picks,
-    generate_in_rounds,
     uses_between,
-    verify_draft,
 )
 from coldstream.decoding.drafters import with_rounds
 from coldstream.engine.draft_follower import DraftFollower
+from coldstream.engine.fused_steps import FusedSteps
 from coldstream.engine.job import Job
 from coldstream.engine.model_steps import Launched
-from coldstream.engine.rounds import SequenceRounds, begin_rounds
-from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kernels.rounds.reference import Accepted
 from coldstream.models.runner import ModelRunner
 
@@ -50,6 +47,7 @@ class JobDrafts:
         """speculation: of drafters that nobody else uses."""
         self._runner = runner
         self._speculation, self._sizes = speculation, speculation.sizes
+        self._fused_sizes = speculation.sizes.rounds
         self._is_one = speculation.more is None
         first = DraftFollower(runner, speculation.drafter)
         self._followers: dict[DraftFollower, Job | None] = {first: None}
@@ -69,13 +67,13 @@ class JobDrafts:
 
     def may_draft(self, num_jobs: int) -> bool:
         """Whether something may be drafted soon where so many jobs run."""
-        is_idle = self._speculation.rounds.is_idle() if self.rests else self._sizes.is_idle(num_jobs)
+        is_idle = self._fused_sizes.is_idle() if self.rests else self._sizes.is_idle(num_jobs)
         return self._most_nodes(num_jobs) > 0 and not is_idle
 
     def will_draft(self, num_jobs: int) -> bool:
         """Whether something is to be drafted before the next step of so many jobs, or by a device in it."""
         most = self._most_nodes(num_jobs)
-        if most == 0 or self.has_rounds:
+        if most == 0 or self.has_fused:
             return not self.rests and self.may_draft(num_jobs)
         return self._sizes.will_draft(most, num_jobs)
 
@@ -149,14 +147,19 @@ class JobDrafts:
         rows: logits [vocab] after the root and each node. Closing the iterator early is allowed. Raises what
         the choice and the commit raise.
         """
-        pick, vocab_size = self._picks[job], self._runner.spec.vocab_size
-        trial = _Trial(self, job, rows)
-        tokens = verify_draft(trial, job.tokens, self._drafted[job], lambda *_: pick, trial, vocab_size)
-        with closing(tokens):
-            for count, chosen in enumerate(tokens):
-                yield chosen, count > 0
+        tree, root_id = self._drafted[job], job.token_ids[-1]
+        walk = Walk(tree)
+        try:
+            for chosen in walk.take(job.tokens, self._picks[job], self._runner.spec.vocab_size):
+                yield chosen, len(walk.rows) > 1
+        finally:
+            self._commit(job, [(root_id, *tree.token_ids)[row] for row in walk.rows], walk.rows)
+            self._tried[job] = TriedDraft(tree, walk.accepted, walk.is_cut)
+            if self._uses is None:  # counted once a token of the step is known
+                self._uses = uses_between(self._uses_before, self._runner.expert_uses)
+            self._count(job, len(tree), len(walk.accepted), self._choose_s + walk.choose_s)
 
-    def commit(self, job: Job, token_ids: Sequence[int], rows: Sequence[int]) -> None:
+    def _commit(self, job: Job, token_ids: Sequence[int], rows: Sequence[int]) -> None:
         """Keeps these rows, with these tokens, of the job's tree, and tells its drafter."""
         assert job.sequence is not None
         follower = self._following(job, job.num_computed)
@@ -165,62 +168,49 @@ class JobDrafts:
         if rows:
             follower.extend(token_ids, states)
 
-    def tried(self, job: Job, nodes: Sequence[int], choose_s: float, *, is_cut: bool) -> None:
-        """These nodes of the job's tree were accepted; see `TriedDraft`. choose_s: since `begin_picks`."""
-        self._tried[job] = TriedDraft(self._drafted[job], nodes, is_cut)
-        if self._uses is None:  # counted once a token of the step is known
-            self._uses = uses_between(self._uses_before, self._runner.expert_uses)
-        self._count(job, len(self._drafted[job]), len(nodes), self._choose_s + choose_s)
-
     def end_step(self) -> None:
         """All tokens of the step are known, and all trees committed or given up."""
         drafted, self._drafted = self._drafted, {}
         if self._rested:
             seconds, self._rested = time.perf_counter() - self._start, False
-            self._speculation.rounds.went_on(1, seconds, is_usual=False)  # it may have begun before
+            self._fused_sizes.went_on(1, seconds, is_usual=False)  # it may have begun before
         if drafted:
             tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
             is_usual = self._runner.num_captured == self._captured_before
             self._sizes.record(tried, time.perf_counter() - self._start, is_usual=is_usual)
 
-    def close(self) -> None:
-        """Gives back all memory of drafters, which others of them may need. Closing twice is allowed."""
+    def forget(self) -> None:
+        """Gives back all memory of drafters, which others of them may need."""
         for follower in self._followers:
             follower.forget()
 
     @property
-    def has_rounds(self) -> bool:
+    def has_fused(self) -> bool:
         """Whether a device may draft by itself."""
         return with_rounds(self._speculation.drafter) is not None
 
     @property
     def rests(self) -> bool:
         """Whether a device that may draft by itself is not to for now, nor the host."""
-        return self.has_rounds and self._speculation.rounds.rests()
+        return self.has_fused and self._fused_sizes.rests()
 
-    def in_rounds(self, job: Job, on_round: Callable[[Accepted], None]) -> Generator[Chosen] | None:
-        """A few rounds that the device drafts by itself, as `verified` has one step; None if it does not.
+    def begin_fused(self, job: Job, on_step: Callable[[Accepted], None]) -> FusedSteps | None:
+        """Begins fused steps of a job; None if there are none for it. on_step: is told what each gave.
 
-        They have MAX_TREE_ROWS rows together, so that others do not wait for long. on_round: is told of each.
+        Raises DeviceError, with the job's sequence empty.
         """
-        speculation, chooser = self._speculation, job.answer.chooser
-        text = chooser.round_text(job.token_ids, job.num_left, speculation.rounds.most)
-        if text is None or job.sequence is None:
+        drafter = with_rounds(self._speculation.drafter)
+        text = job.answer.chooser.round_text(job.token_ids, job.num_left, self._fused_sizes.most)
+        if drafter is None or text is None:
             return None
-        follower = self._following(job, job.num_computed)
-        rounds = begin_rounds(self._runner, job.sequence, speculation, text, job.token_ids, follower.computed)
-        return None if rounds is None else self._tokens_of(job, follower, rounds, on_round)
 
-    def _tokens_of(
-        self, job: Job, follower: DraftFollower, rounds: SequenceRounds, on_round: Callable[[Accepted], None]
-    ) -> Generator[Chosen]:
-        drafts, vocab_size = _JobRounds(self._speculation, job, on_round), self._runner.spec.vocab_size
-        most = max(1, MAX_TREE_ROWS // (1 + self._speculation.rounds.most))
-        try:
-            yield from generate_in_rounds(rounds, job.tokens, drafts, vocab_size, most_rounds=most)
-        finally:
-            if rounds.has_failed:
-                follower.forget()
+        def on_accepted(accepted: Accepted, seconds: float) -> None:
+            _counts_of(job, self._speculation).count_round(accepted, seconds)
+            on_step(accepted)
+
+        follower = self._following(job, job.num_computed)
+        fused = FusedSteps(self._runner, job, follower, drafter, self._fused_sizes, on_accepted)
+        return fused if fused.begin(text) else None
 
     def _most_nodes(self, num_jobs: int) -> int:
         if num_jobs == 0 or (num_jobs > 1 and self._is_one):
@@ -271,39 +261,6 @@ class JobDrafts:
             self._uses,
         )
         _counts_of(job, self._speculation).count(num_drafted, num_accepted, self._reason, costs)
-
-
-class _JobRounds:
-    """A job's rounds as decoding's `Drafts`, of which somebody else is told too."""
-
-    def __init__(self, speculation: Speculation, job: Job, on_round: Callable[[Accepted], None]) -> None:
-        self.begin_rounds, self.next_round = speculation.rounds.start, speculation.rounds.next
-        self.rests = speculation.rounds.rests
-        self._rounds, self._counts = speculation.rounds, _counts_of(job, speculation)
-        self._on_round = on_round
-
-    def round_ended(self, accepted: Accepted, seconds: float) -> None:
-        self._rounds.record(accepted, seconds)
-        self._counts.count_round(accepted, seconds)
-        self._on_round(accepted)
-
-
-class _Trial:
-    """A job's tree that is computed, as decoding's `DraftModel` and `TriedDrafts`."""
-
-    def __init__(self, drafts: JobDrafts, job: Job, rows: Sequence[AnyLogits]) -> None:
-        self._drafts, self._job, self._rows = drafts, job, rows
-        self._token_ids: Sequence[int] = ()
-
-    def verify(self, token_ids: Sequence[int], parents: Sequence[int]) -> Sequence[AnyLogits]:
-        self._token_ids = token_ids
-        return self._rows
-
-    def commit(self, rows: Sequence[int]) -> None:
-        self._drafts.commit(self._job, [self._token_ids[row] for row in rows], rows)
-
-    def verified(self, nodes: Sequence[int], seconds: float, choose_s: float, *, is_cut: bool) -> None:
-        self._drafts.tried(self._job, nodes, choose_s, is_cut=is_cut)
 
 
 def _counts_of(job: Job, speculation: Speculation) -> DraftCounts:

@@ -20,6 +20,10 @@ class JobMemory:
         self._runner = opened.runner
         self.cache = PrefixCache(opened.runner, max_states=opened.runner.cache_size.num_states, tiers=tiers)
 
+    def num_kept(self, job: Job) -> int:
+        """Tokens of the longest kept prefix that the job could begin with now, those of tiers left out."""
+        return self.cache.longest(job.token_ids, job.submission.namespace)
+
     def begin(self, job: Job, running: Collection[Job], headroom: int) -> bool | None:
         """Gives the job a sequence with the longest kept prefix of its tokens, if there is room beside what
         the running ones are about to need.
@@ -46,6 +50,11 @@ class JobMemory:
         if begins is None:
             self._runner.release(prefix.sequence)
         return begins
+
+    def owns_next_rows(self, jobs: Collection[Job]) -> bool:
+        """Whether a further row of each job takes no memory, as is so for most tokens."""
+        owns_next_row = self._runner.owns_next_row
+        return all(job.sequence is not None and owns_next_row(job.sequence) for job in jobs)
 
     def fits(self, counts: Mapping[Job, int], more_states: int = 0) -> bool:
         """Makes room for a step with these rows, by letting kept prefixes go. False if there is too little.
@@ -95,6 +104,10 @@ class JobMemory:
             self.cache.keep(job.token_ids, branch, job.submission.namespace)
             job.shared.append(branch.length)
 
+    def make_room(self, num_tokens: int) -> bool:
+        """Evicts kept prefixes until a new sequence of so many tokens has room. False if it lacks."""
+        return self._make_room([Demand(self._runner.new_sequence(), num_tokens)])
+
     def release(self, job: Job) -> None:
         """Frees the job's sequence; its tokens stay."""
         if job.sequence is not None:
@@ -103,12 +116,13 @@ class JobMemory:
 
     def _demands(self, counts: Mapping[Job, int]) -> list[Demand]:
         """Of a step with these rows, and with all branches that it is to leave behind."""
-        demands = [demand_of(job, count) for job, count in counts.items()]
-        borders = [job.borders(count) for job, count in counts.items()]
-        return [
-            replace(demand, branches=[self._runner.new_sequence() for _ in each]) if each else demand
-            for demand, each in zip(demands, borders, strict=True)
-        ]
+        demands = []
+        for job, count in counts.items():
+            demand, borders = demand_of(job, count), job.borders(count)
+            if borders:
+                demand = replace(demand, branches=[self._runner.new_sequence() for _ in borders])
+            demands.append(demand)
+        return demands
 
     def _make_room(self, demands: Collection[Demand], more_blocks: int = 0, more_states: int = 0) -> bool:
         need = self._runner.need_of(demands)

@@ -5,36 +5,37 @@
     for piece in llm.stream("Once upon a time"):
         print(piece.text, end="")
 
-One request computes at a time, and a list of prompts is one; those of other threads wait in their order.
+Requests of all threads, streams and lists run side by side on one engine, which is made when it is first
+used. Kept prefixes of earlier prompts serve later ones.
 """
 
+import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Never, Self, overload
+from typing import Any, Final, Literal, Never, Self, overload
 
 from coldstream.decoding import Logits, SamplingParams
-from coldstream.engine.generation import Request, cancelled_piece, completion, generate_pieces
-from coldstream.engine.lists import generate_list
-from coldstream.engine.live_sequence import LiveSequence
+from coldstream.engine.answer import Request
+from coldstream.engine.engine import Engine
+from coldstream.engine.limits import EngineLimits
+from coldstream.engine.lists import ListProgress, generate_list
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.prompts import (
     Conversation,
     Prompt,
     TokenIds,
-    as_conversations,
-    as_prompts,
+    Tools,
     one_params,
-    params_of_each,
     template_settings,
 )
-from coldstream.engine.request import Piece, RequestOutput
+from coldstream.engine.request import RequestOutput
 from coldstream.engine.request_reader import RequestReader
+from coldstream.engine.shared_engine import SharedEngine
 from coldstream.engine.stream import Stream
-from coldstream.engine.turns import Turns
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, host_memory_errors, shown
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.experts.executor import ExecutorFactory
@@ -43,7 +44,8 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
 from coldstream.planning.config import CacheType, EngineConfig
 
-Tools = Sequence[Mapping[str, Any]]
+# Steps have as many rows of prompts as they take: a program wants its answers, and nobody watches a chunk.
+_LIMITS: Final = EngineLimits(target_step_ms=math.inf)
 
 
 class LLM:
@@ -145,8 +147,7 @@ class LLM:
     def _take(self, opened: OpenedModel) -> None:
         self._opened = opened
         self._reader = RequestReader(opened)
-        self._sequence = LiveSequence(opened.runner, opened.speculation)
-        self._turns = Turns()
+        self._engine = SharedEngine(lambda: Engine(opened, _LIMITS))
         self._closing = threading.Lock()
         self._is_released = False
 
@@ -168,15 +169,14 @@ class LLM:
         return self._opened.tokenizer
 
     def close(self) -> None:
-        """Release the model, once the token or chunk that another thread computes is done. Closing twice is
-        allowed.
+        """Release the model, once the step that another thread takes is done. Closing twice is allowed.
 
-        Later requests, those that wait, and streams that go on raise InvalidRequestError. In a forked child,
-        to which the model does not belong, this does nothing.
+        Later and unfinished requests raise InvalidRequestError. In a forked child, to which the model does
+        not belong, this does nothing.
         """
-        if not self._turns.process.is_here():
+        if not self._engine.process.is_here():
             return
-        self._turns.end()
+        self._engine.close()
         with self._closing:
             if not self._is_released:
                 self._is_released = True
@@ -188,6 +188,8 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -195,28 +197,30 @@ class LLM:
         self,
         prompts: Prompt,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]: ...
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; a single prompt is a list of one.
 
         Those that there is memory for are computed side by side; each answer is what it is alone. The error
-        of an answer is raised in place of all of them.
+        of an answer is raised in place of all of them. `progress` is called with (prompts done, in all) each
+        time that all answers to a prompt are there.
 
         A prompt is a text, token ids, `{"prompt": …}` or `{"prompt_token_ids": …}`. `sampling_params`: one
         for all prompts, one for each, or None for the model file's own sampling defaults. A given seed serves
         every prompt. Raises InvalidRequestError before computing anything if any prompt can't be served.
         """
-        self._turns.check()
-        items = as_prompts(prompts)
-        names = [f"prompts[{index}]" for index in range(len(items))] if len(items) > 1 else ["prompt"]
-        params = params_of_each(sampling_params, len(items), self._opened.default_sampling)
-        requests = [self._reader.of_prompt(*each) for each in zip(items, names, params, strict=False)]
-        return self._complete_all(requests)
+        self._engine.check()
+        requests = self._reader.of_prompts(prompts, sampling_params, self._opened.default_sampling)
+        return self._complete_all(requests, progress)
 
     def stream(
         self,
@@ -226,7 +230,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> Stream:
         """Complete one prompt piece by piece. `progress` is called with (prompt tokens done, in all)."""
-        self._turns.check()
+        self._engine.check()
         params = one_params(sampling_params, self._opened.default_sampling)
         return self._stream(self._reader.of_prompt(prompt, "prompt", params), progress)
 
@@ -240,6 +244,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -252,6 +257,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -263,6 +269,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: ListProgress | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation of `{"role": …, "content": …}`, or each of a list of conversations.
 
@@ -270,17 +277,12 @@ class LLM:
         that template. With `continue_final_message`, and without `add_generation_prompt`, the answer goes on
         with the last message, the assistant's. Otherwise as `generate`.
         """
-        self._turns.check()
+        self._engine.check()
         settings = template_settings(
             chat_template_kwargs, tools, add_generation_prompt, continue_final_message
         )
-        conversations = as_conversations(messages)
-        params = params_of_each(sampling_params, len(conversations), self._opened.default_sampling)
-        requests = [
-            self._reader.of_chat(conversation, each, settings)
-            for conversation, each in zip(conversations, params, strict=True)
-        ]
-        return self._complete_all(requests)
+        requests = self._reader.of_chats(messages, sampling_params, self._opened.default_sampling, settings)
+        return self._complete_all(requests, progress)
 
     def stream_chat(
         self,
@@ -293,10 +295,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Stream:
-        """`chat` with one conversation, piece by piece. One that extends the previous conversation computes
+        """`chat` with one conversation, piece by piece. One that extends an earlier conversation computes
         only what is new.
         """
-        self._turns.check()
+        self._engine.check()
         settings = template_settings(
             chat_template_kwargs, tools, add_generation_prompt, continue_final_message
         )
@@ -304,18 +306,18 @@ class LLM:
         return self._stream(self._reader.of_chat(messages, params, settings), progress)
 
     def forget(self) -> None:
-        """Free the caches of the last prompt, for others that use the runner."""
-        with self._turns.turn():
-            self._sequence.forget()
+        """Free the memory of all kept prefixes."""
+        with self._engine.exclusively() as engine:
+            engine.clear_prefixes()
 
     @host_memory_errors()
     def logits(self, token_ids: TokenIds) -> Logits:
         """Logits after each of `token_ids`, from an empty context: float32 [T, vocab].
 
         Raises InvalidRequestError for an id out of range or more ids than the context holds, OutOfMemoryError
-        if the result wouldn't fit.
+        if the result wouldn't fit, or if unfinished requests leave no room in the context memory.
         """
-        self._turns.check()
+        self._engine.check()
         ids = self._reader.checked_ids(token_ids, "token_ids", self._opened.ctx_size)
         need = len(ids) * self._opened.tokenizer.vocab_size * 4
         free = Hardware.measure().ram_available_bytes
@@ -324,49 +326,21 @@ class LLM:
                 f"logits of {len(ids)} tokens need {need / 2**30:.1f} GiB, "
                 f"{free / 2**30:.1f} GiB are free: ask for fewer tokens at a time"
             )
-        with self._turns.turn():
-            self._sequence.forget()
+        with self._engine.exclusively() as engine:
+            engine.make_room(len(ids))
             return self._opened.runner.logits(ids)
 
     def _stream(self, request: Request, progress: Progress | None = None) -> Stream:
         if progress is not None and not callable(progress):
             raise InvalidRequestError(f"progress must be a function, not {shown(progress)}")
-
-        def heard(done: int, total: int) -> None:
-            self._turns.check()
-            if progress is not None:
-                progress(done, total)
-
-        def pieces(is_cancelled: Callable[[], bool]) -> Generator[Piece, None, None]:
-            with host_memory_errors(), self._turns.turn(is_cancelled) as is_mine:
-                if not is_mine:
-                    yield cancelled_piece(request)
-                    return
-                tokenizer = self._opened.tokenizer
-                constraint = self._opened.grammars.constraint(request)
-                for piece in generate_pieces(
-                    request, self._sequence, tokenizer, is_cancelled, heard, constraint
-                ):
-                    self._turns.pause()
-                    yield piece
-                    self._turns.resume()
-
-        return Stream(pieces, self._turns.wake)
+        return Stream(request, self._engine, progress)
 
     @host_memory_errors()
-    def _complete_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """All answers to each prompt, together if there are several."""
-        if sum(request.params.n for request in requests) <= 1:
-            return [self._complete(request) for request in requests]
-
-        def between_steps() -> None:
-            self._turns.pause()
-            self._turns.resume()
-
-        with self._turns.turn():
-            return generate_list(requests, self._sequence, self._opened, between_steps)
-
-    def _complete(self, request: Request) -> RequestOutput:
-        """All answers to a prompt, one after the other."""
-        outputs = [completion(index, list(self._stream(own))) for index, own in enumerate(request.answers())]
-        return RequestOutput(request.prompt, request.prompt_token_ids, tuple(outputs))
+    def _complete_all(
+        self, requests: Sequence[Request], progress: ListProgress | None
+    ) -> list[RequestOutput]:
+        if progress is not None and not callable(progress):
+            raise InvalidRequestError(f"progress must be a function, not {shown(progress)}")
+        if not requests:
+            return []
+        return generate_list(requests, self._engine.requests(), self._engine.max_running, progress)

@@ -24,9 +24,9 @@ from coldstream.models.runner import ModelRunner
 _LIKELIEST = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Launched:
-    """A step under way."""
+    """A step in flight. Not frozen, because making one is part of the time of every token."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
     # Of those without trees, whose logits are looked at: all that end at a cut, leave branches behind or have
@@ -54,25 +54,26 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
     the likeliest token is chosen, which shows that the last logits are finite, and so the states before
     them: what is not finite never leaves a state.
     """
-    borders = {job: job.borders(count) for job, count in counts.items() if job not in trees}
-    branches = {job: [runner.new_sequence() for _ in each] for job, each in borders.items() if each}
+    branches: dict[Job, list[kvcache.Sequence]] = {}
     segments, asked = [], []
     for job, count in counts.items():
         assert job.sequence is not None
         if job in trees:
             segments.append(_tree_segment(job, trees[job]))
             continue
-        end = job.num_computed + count
-        is_asked = job in branches or end in job.cuts or end == len(job.token_ids)
-        left = tuple(zip(borders[job], branches.get(job, ()), strict=True))
-        wanted = None if is_asked else ()
-        segments.append(Segment(job.sequence, job.next_tokens(count), None, wanted, left))
+        borders, end = job.borders(count), job.num_computed + count
+        if borders:
+            branches[job] = [runner.new_sequence() for _ in borders]
+        is_asked = bool(borders) or end == len(job.token_ids) or end in job.cuts
+        left = tuple(zip(borders, branches[job], strict=True)) if borders else ()
+        segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else (), left))
         if is_asked:
             asked.append(job)
     try:
         rows = dict(zip(counts, runner.step(Batch(tuple(segments))), strict=True))
         choices = [_choice(job, rows[job][0]) for job in asked]
-        counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
+        if trees:
+            counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
         return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, branches)
     except BaseException:
         _release(runner, branches)

@@ -31,6 +31,7 @@ Prompt = str | TokenIds | TextPrompt | TokensPrompt
 """A text, token ids (also a NumPy vector of integers), or a dict of either."""
 
 Conversation = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 _RENDERER_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _WANTED = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"

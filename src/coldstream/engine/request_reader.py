@@ -5,9 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from coldstream.decoding import SEED_BITS, SamplingParams
-from coldstream.engine.generation import Request
+from coldstream.engine.answer import Request
 from coldstream.engine.grammar import Grammars
-from coldstream.engine.prompts import Conversation, checked_ids, read_prompt
+from coldstream.engine.prompts import (
+    Conversation,
+    as_conversations,
+    as_prompts,
+    checked_ids,
+    params_of_each,
+    read_prompt,
+)
 from coldstream.errors import ContextFullError, InvalidRequestError, host_memory_errors
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.tokenizer import Tokenizer
@@ -47,6 +54,30 @@ class RequestReader:
 
     def __init__(self, opened: ReadsText) -> None:
         self._opened = opened
+
+    def of_prompts(
+        self,
+        prompts: object,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        default: SamplingParams,
+    ) -> list[Request]:
+        """A prompt or a list of them. params: for all, one for each, or None for `default`."""
+        items = as_prompts(prompts)
+        names = [f"prompts[{index}]" for index in range(len(items))] if len(items) > 1 else ["prompt"]
+        each = params_of_each(params, len(items), default)
+        return [self.of_prompt(*one) for one in zip(items, names, each, strict=False)]
+
+    def of_chats(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        default: SamplingParams,
+        settings: Mapping[str, Any],
+    ) -> list[Request]:
+        """A conversation or a list of them, otherwise as `of_prompts`. settings: see `of_chat`."""
+        conversations = as_conversations(messages)
+        each = params_of_each(params, len(conversations), default)
+        return [self.of_chat(*one, settings) for one in zip(conversations, each, strict=True)]
 
     @host_memory_errors()
     def of_chat(self, messages: Conversation, params: SamplingParams, settings: Mapping[str, Any]) -> Request:

@@ -30,7 +30,6 @@ class _Entry:
     key: int
     rank: tuple[int, int]  # place in the order, all different
     owner: str
-    leader: int | None
     last_served: int = -1  # step
 
 
@@ -54,10 +53,10 @@ class Scheduler:
         """Those that are admitted, the first in the order first."""
         return [entry.key for entry in sorted(self._running.values(), key=lambda entry: entry.rank)]
 
-    def add(self, key: int, *, priority: int = 0, owner: str = "", leader: int | None = None) -> None:
-        """A new answer waits. leader: one that it branches off, see `candidate`."""
+    def add(self, key: int, *, priority: int = 0, owner: str = "") -> None:
+        """A new answer waits."""
         rank = (self._num_steps - priority * _STEPS_PER_PRIORITY, key)
-        self._waiting[key] = _Entry(key, rank, owner, leader)
+        self._waiting[key] = _Entry(key, rank, owner)
 
     def remove(self, key: int) -> None:
         """Forgets an answer, in whichever state it is."""
@@ -65,15 +64,17 @@ class Scheduler:
         self._running.pop(key, None)
 
     def candidate(
-        self, is_ready: Callable[[int], bool], is_late: Callable[[int], bool] = lambda key: False
+        self,
+        is_ready: Callable[[int], bool] = lambda key: True,
+        is_late: Callable[[int], bool] = lambda key: False,
     ) -> int | None:
         """The answer to admit next, if there may be another one.
 
-        One with a leader is ready once `is_ready(leader)`. Of those of an owner the late ones come last.
+        Only ready ones are looked at. Of those of an owner the late ones come last.
         """
         if len(self._running) >= self._max_running:
             return None
-        ready = [entry for entry in self._waiting.values() if entry.leader is None or is_ready(entry.leader)]
+        ready = [entry for entry in self._waiting.values() if is_ready(entry.key)]
         if not ready:
             return None
         num_running = Counter(entry.owner for entry in self._running.values())

@@ -5,9 +5,11 @@ told, and how each ends. Takes no steps.
 from collections.abc import Collection, Iterable
 from typing import Final
 
+import numpy as np
+
+from coldstream.engine.answer import cancelled_piece
 from coldstream.engine.engine_statistics import EngineCounts, EngineStatistics
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
-from coldstream.engine.generation import cancelled_piece
 from coldstream.engine.job import Job
 from coldstream.engine.job_memory import JobMemory
 from coldstream.engine.limits import EngineLimits
@@ -15,10 +17,17 @@ from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import Piece
 from coldstream.engine.scheduler import Scheduler
 from coldstream.engine.submission import Submission
-from coldstream.errors import ColdstreamError, DeadlineError, InvalidRequestError, QueueFullError
+from coldstream.errors import (
+    ColdstreamError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFiniteError,
+    QueueFullError,
+)
 from coldstream.kvcache import PrefixTier, Sequence
 
 _LATE_SHARE: Final = 2 / 3  # of the time up to a deadline
+MIN_SHARED: Final = 64  # tokens that two prompts compute once: fewer are not worth a wait and a checkpoint
 
 
 class ServedRequest:
@@ -34,8 +43,8 @@ class ServedRequest:
         self.has_started = False
         self.num_told = 0  # tokens of the prompt, in `PromptProgress`
         for index, request in enumerate(submission.request.answers()):
-            leader = self.jobs[0] if self.jobs else None
-            self.jobs.append(Job(first_key + index, submission, index, request, leader))
+            first = self.jobs[0] if self.jobs else None
+            self.jobs.append(Job(first_key + index, submission, index, request, first))
 
 
 class ServedRequests:
@@ -82,9 +91,7 @@ class ServedRequests:
         self._requests[submission.request_id] = request
         for job in request.jobs:
             self._jobs[job.key] = job
-            leader = job.leader.key if job.leader else None
-            priority, owner = submission.priority, submission.owner
-            self.scheduler.add(job.key, priority=priority, owner=owner, leader=leader)
+            self.scheduler.add(job.key, priority=submission.priority, owner=submission.owner)
         self._can_admit = True
 
     def _check_room(self, owner: str) -> None:
@@ -118,8 +125,12 @@ class ServedRequests:
             late_from = self._requests[job.request_id].late_from
             return late_from is not None and now > late_from and not job.has_begun
 
+        if not self.scheduler.num_waiting:
+            return
         while self._can_admit and (key := self.scheduler.candidate(self._is_ready, is_late)) is not None:
             job, running = self._jobs[key], self.running
+            if self._waits_for_prefix(job, running):
+                continue
             try:
                 begins = self.memory.begin(job, running, len(running) if self._is_short else 0)
             except ColdstreamError as error:
@@ -146,7 +157,7 @@ class ServedRequests:
         """Tells how far the prompts of jobs are that a step had rows of."""
         for job in jobs:
             request = self._requests[job.request_id]
-            wants = request.submission.progress and job.leader is None
+            wants = request.submission.progress and job.index == 0
             if wants and request.num_told < job.num_computed < job.num_prompt:
                 request.num_told = job.num_computed
                 self._events.append(PromptProgress(job.request_id, job.num_computed, job.num_prompt))
@@ -184,7 +195,12 @@ class ServedRequests:
         self._can_admit = True
 
     def fail(self, jobs: Iterable[Job], error: ColdstreamError) -> None:
-        """Ends all requests that have one of these jobs, each with one event."""
+        """Ends all requests that have one of these jobs, each with one event.
+
+        After logits that are not finite no kept prefix is used again: any may be damaged.
+        """
+        if isinstance(error, NotFiniteError):
+            self.memory.cache.clear()
         for job in jobs:
             self.memory.release(job)
             request = self._requests.pop(job.request_id, None)
@@ -196,8 +212,15 @@ class ServedRequests:
                 self.counts.failed_requests += 1
                 self._events.append(Failed(job.request_id, error))
 
+    def is_ending(self, job: Job, now: float) -> bool:
+        """Whether `end_cancelled` or `end_overdue` is about to end the job's request."""
+        deadline = job.submission.deadline
+        return job.request_id in self.cancelled or (deadline is not None and now >= deadline)
+
     def end_cancelled(self) -> None:
         """Ends the answers of all requests that are marked."""
+        if not self.cancelled:
+            return
         cancelled, self.cancelled = self.cancelled, set()
         for request_id in sorted(cancelled & self._requests.keys()):
             for job in self._requests.pop(request_id).jobs:
@@ -215,28 +238,28 @@ class ServedRequests:
 
     def end_overdue(self, now: float) -> None:
         """Ends the requests whose deadline has come."""
-        for request in tuple(self._requests.values()):
+        for request in [each for each in self._requests.values() if each.late_from is not None]:
             deadline = request.submission.deadline
             if deadline is not None and now >= deadline:
                 what = "was not finished" if request.has_started else "had not begun"
                 name = f"request {request.submission.request_id}"
                 self.fail(request.jobs[:1], DeadlineError(f"{name} {what} by its deadline: allow more time"))
 
-    def start_over(self, flying: Collection[Job]) -> None:
+    def start_over(self, in_flight: Collection[Job]) -> None:
         """After an exception in a step: where no token follows what is computed, it is computed again.
 
-        flying: those of a step whose outcome is lost.
+        in_flight: those of a step whose outcome is lost.
         """
-        for job in (*self._jobs.values(), *flying):
+        for job in (*self._jobs.values(), *in_flight):
             if job.is_over:
                 self.memory.release(job)
             elif job.sequence is not None and (job.num_missing <= 0 or job.sequence.pending):
                 self._opened.runner.clear(job.sequence)
                 job.shared.clear()
 
-    def drop_all(self, flying: Collection[Job]) -> None:
+    def drop_all(self, in_flight: Collection[Job]) -> None:
         """Forgets all requests without an event, and all kept prefixes but those in tiers that last."""
-        for job in (*self._jobs.values(), *flying):
+        for job in (*self._jobs.values(), *in_flight):
             self.memory.release(job)
             self.scheduler.remove(job.key)
         self._jobs.clear()
@@ -257,9 +280,31 @@ class ServedRequests:
             prefixes=self.memory.cache.statistics(),
         )
 
-    def _is_ready(self, leader: int) -> bool:
-        job = self._jobs.get(leader)
-        return job is None or job.num_computed >= job.fork
+    def _is_ready(self, key: int) -> bool:
+        """Whether the prefix that an answer begins with is computed, or will not be."""
+        job = self._jobs[key]
+        if job.follows is None:
+            return True
+        other, length = job.follows
+        if other.key not in self._jobs:
+            job.follows = None  # it may follow another one
+            return True
+        return other.num_computed >= length
+
+    def _waits_for_prefix(self, job: Job, running: Collection[Job]) -> bool:
+        """Whether an answer that may begin is to wait for a prefix of its prompt that another one computes.
+
+        Computed side by side, both would compute it.
+        """
+        if job.has_begun or job.follows is not None:
+            return False
+        kept = self.memory.num_kept(job)
+        found = [(_num_common(job, other), other) for other in running if _shares_prefixes(job, other)]
+        length, other = max(found, key=lambda each: each[0], default=(0, None))
+        if other is None or length < kept + MIN_SHARED or not other.leave_checkpoint(length):
+            return False
+        job.follows = (other, length)
+        return True
 
     def _tell_start(self, job: Job) -> None:
         request = self._requests[job.request_id]
@@ -274,3 +319,15 @@ class ServedRequests:
         self._jobs.pop(job.key, None)
         self._can_admit = True
         self._is_short = False
+
+
+def _shares_prefixes(job: Job, other: Job) -> bool:
+    """Whether one may begin with a prefix of the other, which still computes its prompt."""
+    return job.submission.namespace == other.submission.namespace and other.num_computed < other.num_prompt
+
+
+def _num_common(job: Job, other: Job) -> int:
+    """Tokens of the prompt that both begin with, without the last of either, whose logits each needs."""
+    most = min(job.num_prompt, other.num_prompt) - 1
+    differ = np.flatnonzero(job.prompt_array[:most] != other.prompt_array[:most])
+    return int(differ[0]) if len(differ) else most

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from coldstream.engine.generation import Request
+from coldstream.engine.answer import Request
 from coldstream.errors import ContextFullError, InvalidRequestError, shown
 
 MAX_PRIORITY: Final = 100

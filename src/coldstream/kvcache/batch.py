@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -92,15 +93,14 @@ class CheckedSegment:
         """A chain of int32 ids that the caller has checked."""
         return cls(sequence, token_ids, None, wanted, None)
 
-    @property
+    @cached_property
     def demand(self) -> Demand:
-        branches = tuple(branch for _, branch in self.branches)
-        return Demand(self.sequence, len(self.token_ids), self.parents, branches)
+        return Demand(self.sequence, len(self.token_ids), self.parents, self.sequences[1:])
 
-    @property
+    @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         """All that a step with it changes."""
-        return (self.sequence, *(branch for _, branch in self.branches))
+        return (self.sequence, *[branch for _, branch in self.branches])
 
     @property
     def is_prompt(self) -> bool:
@@ -122,12 +122,11 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
     """Raises InvalidRequestError, naming the problem, for a batch that cannot be computed."""
     if not batch.segments:
         raise InvalidRequestError("a batch needs at least one segment")
-    if len({id(segment.sequence) for segment in batch.segments}) < len(batch.segments):
+    sequences = {id(segment.sequence) for segment in batch.segments}
+    if len(sequences) < len(batch.segments):
         raise InvalidRequestError("two segments of a batch are of one sequence: put their rows into one")
     branches = [id(branch) for segment in batch.segments for _, branch in segment.branches]
-    if len({*branches, *(id(segment.sequence) for segment in batch.segments)}) < len(branches) + len(
-        batch.segments
-    ):
+    if branches and len({*branches, *sequences}) < len(branches) + len(sequences):
         raise InvalidRequestError("a branch is named twice in a batch: make each with new_sequence()")
     if len(batch.segments) > limits.num_segments:
         raise InvalidRequestError(

@@ -331,6 +331,16 @@ class SequenceCache:
         self.states.check(need.num_states)
         self.tree_rows.check(need.num_tree_rows)
 
+    def owns_next_row(self, sequence: Sequence) -> bool:
+        """Whether a further row takes nothing: neither a block nor a state, nor a copy of either."""
+        block = sequence.length // BLOCK_POSITIONS
+        return (
+            sequence.state is not None
+            and self.states.count(sequence.state) == 1
+            and block < len(sequence.blocks)
+            and self.blocks.count(sequence.blocks[block]) == 1
+        )
+
     def need_of(self, demands: Collection[Demand]) -> CacheSize:
         """What `reserve` would take, copies of what is shared included."""
         num_blocks = num_states = num_tree_rows = 0

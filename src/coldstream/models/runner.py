@@ -190,6 +190,10 @@ class ModelRunner(ABC):
         """What of `cache_size` no sequence and no checkpoint has."""
         return self._sequences.free
 
+    def owns_next_row(self, sequence: Sequence) -> bool:
+        """Whether a further row of the sequence takes nothing of `free`."""
+        return self._sequences.owns_next_row(sequence)
+
     def need_of(self, demands: Collection[Demand]) -> CacheSize:
         """What a step with these rows takes, copies of what sequences share included."""
         return self._sequences.need_of(demands)

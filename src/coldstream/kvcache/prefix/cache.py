@@ -148,13 +148,7 @@ class PrefixCache:
         self._prompts += 1
         self._prompt_tokens += len(ids)
         found, matched = self._tree.find(namespace, ids)
-        entries = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
-        held = entries[-1] if entries else None
-        length = held.node.length if held else 0
-        if not self._is_recurrent:
-            longer, common = self._tree.nearest(namespace, ids)
-            if longer is not None and min(common, len(ids) - 1) > length:
-                held, length = longer, min(common, len(ids) - 1)
+        held, length = self._longest(found, namespace, ids)
         restored = self._restore(namespace, ids, held, length)
         if restored:
             held, length = restored, restored.node.length
@@ -174,6 +168,11 @@ class PrefixCache:
             comes_again=comes_again,
         )
         return Prefix(sequence, length, cuts)
+
+    def longest(self, token_ids: TokenIds[int], namespace: str = "") -> int:
+        """Tokens of the prefix that `begin` would find in the model's memory."""
+        ids = _as_array(token_ids)
+        return self._longest(self._tree.find(namespace, ids)[0], namespace, ids)[1]
 
     def keep(self, token_ids: TokenIds[int], sequence: Sequence, namespace: str = "") -> None:
         """Keeps all that a sequence holds, `sequence.length` of `token_ids`; the caller goes on with it.
@@ -319,6 +318,20 @@ class PrefixCache:
             assert sequence.pending is None, "the sequence of a kept prefix has a pending tree"
             assert sequence.length == kept.node.length, "a kept prefix has another length than its tokens"
             assert kept.num_pins >= 0, "a pin was given back twice"
+
+    def _longest(self, found: Iterable[Node[Kept]], namespace: str, ids: Array) -> tuple[Kept | None, int]:
+        """The kept prefix that a prompt begins with, and how much of it.
+
+        found: the nodes along the prompt.
+        """
+        entries = [node.entry for node in found if node.entry is not None and node.length < len(ids)]
+        held = entries[-1] if entries else None
+        length = held.node.length if held else 0
+        if not self._is_recurrent:
+            longer, common = self._tree.nearest(namespace, ids)
+            if longer is not None and min(common, len(ids) - 1) > length:
+                held, length = longer, min(common, len(ids) - 1)
+        return held, length
 
     def _use(self, kept: Kept) -> None:
         kept.uses = self._uses(kept) + 1

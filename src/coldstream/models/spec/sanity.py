@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.errors import GenerationFault, InconsistentError
+from coldstream.errors import InconsistentError, NotFiniteError
 from coldstream.models.spec.model_spec import ModelSpec
 
 # Halfway to the values that a norm weight is centred on when the 1 was never added (0) or was added twice
@@ -63,9 +63,9 @@ def check_logits(logits: np.ndarray[Any, Any], position: int) -> None:
     raise damaged_logits(int((~finite[row]).sum()), rows.shape[1], position + row)
 
 
-def damaged_logits(num_bad: int, vocab_size: int, position: int) -> GenerationFault:
+def damaged_logits(num_bad: int, vocab_size: int, position: int) -> NotFiniteError:
     """The error for logits after which no token can be chosen, as they are not finite."""
-    return GenerationFault(
+    return NotFiniteError(
         f"{num_bad} of {vocab_size} logits at position {position} are not finite; the model's "
         "weights or its state are damaged. The next request starts from an empty state; if it fails too, "
         "download the model again"

@@ -13,8 +13,8 @@ from typing import Final, Self
 
 import anyio
 
+from coldstream.engine.answer import Request
 from coldstream.engine.events import Delta, Event, Failed
-from coldstream.engine.generation import Request
 from coldstream.engine.submission import Submission
 from coldstream.server.client import EngineClient, ServiceUnavailable
 from coldstream.server.event_stream import EventStream

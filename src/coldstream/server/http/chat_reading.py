@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from coldstream.decoding import Grammar, RepetitionStop
-from coldstream.engine.generation import Request as EngineRequest
+from coldstream.engine.answer import Request as EngineRequest
 from coldstream.server.http.chat_answer import ChatAnswer
 from coldstream.server.http.chat_request import (
     ChatRequest,

@@ -12,8 +12,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from coldstream.engine.answer import Request as EngineRequest
 from coldstream.engine.events import Delta
-from coldstream.engine.generation import Request as EngineRequest
 from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.accounts import PromptProgressReports, ending_of, timings, usage
 from coldstream.server.http.answers import Answers, Serving

@@ -1,4 +1,4 @@
-"""One running request: tokens from the decoding loop become pieces of text, until one of the reasons to stop.
+"""One answer: chosen tokens become pieces of text, until one of the reasons to stop.
 
 Knows tokens, text and clocks; not where the prompt comes from, nor where the model computes.
 """
@@ -6,31 +6,20 @@ Knows tokens, text and clocks; not where the prompt comes from, nor where the mo
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.decoding import (
-    AnyLogits,
     Chosen,
-    Pick,
     RepetitionWatch,
-    Rounds,
     SamplingParams,
     SpeculationStatistics,
-    StartedChoices,
     StopMatcher,
     TokenChooser,
-    TokenTree,
-    begin_choices,
-    begin_picks,
     derived_seed,
-    generate_tokens,
-    generate_tokens_ahead,
-    generate_tokens_speculatively,
 )
 from coldstream.engine.constraint import AnswerConstraint
-from coldstream.engine.live_sequence import LiveSequence
 from coldstream.engine.request import (
     CompletionOutput,
     FinishReason,
@@ -40,7 +29,6 @@ from coldstream.engine.request import (
     TokenLogprobs,
 )
 from coldstream.gguf.tokenizer import StreamDecoder, Tokenizer
-from coldstream.models.runner import Progress
 
 
 @dataclass(frozen=True)
@@ -65,100 +53,6 @@ class Request:
     def answers(self) -> list[Self]:
         """The `params.n` answers to the prompt, each a request with a seed of its own."""
         return [replace(self, seed=derived_seed(self.seed, index)) for index in range(self.params.n)]
-
-
-def generate_pieces(
-    request: Request,
-    model: LiveSequence,
-    tokenizer: Tokenizer,
-    is_cancelled: Callable[[], bool],
-    progress: Progress | None = None,
-    constraint: AnswerConstraint | None = None,
-) -> Generator[Piece, None, None]:
-    """Yield a piece per token and a last one with the statistics. Raises what computing raises.
-
-    constraint: see `Answer`.
-    """
-    answer = Answer(request, tokenizer, model.expert_uses, constraint)
-    if model.speculation is not None:
-        model.speculation.start()
-    reason: FinishReason = "length"
-    try:
-        for chosen in _chosen_tokens(request, model, answer.chooser, _watched(progress, is_cancelled)):
-            piece = answer.push(chosen)
-            if answer.has_stopped:
-                break
-            yield piece
-            if is_cancelled():
-                reason = "cancelled"
-                break
-    except _CancelledError:
-        reason = "cancelled"
-    drafts = model.speculation.statistics() if model.speculation else None
-    yield answer.last_piece(reason, model.num_reused, model.expert_uses, drafts)
-
-
-def _chosen_tokens(
-    request: Request, model: LiveSequence, chooser: TokenChooser, progress: Progress
-) -> Iterator[Chosen]:
-    """The tokens of the answer, with the next step launched before a token is known where that is possible.
-
-    `model` trusts the logits from which they are chosen.
-    """
-    chosen: Chosen | None = None
-
-    def choose(logits: AnyLogits, context: Sequence[int]) -> int:
-        nonlocal chosen
-        chosen = chooser(logits, context)
-        model.trust()
-        return chosen.token_id
-
-    def begin(logits: AnyLogits, context: Sequence[int], unseen: int | None) -> StartedChoices:
-        started = begin_choices([chooser.choice(logits, context, unseen)])
-        model.trust_after(started)
-        return started
-
-    def begin_rows(rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
-        pick = begin_picks(chooser, rows, tree, context)
-
-        def trusted(node: int, context: Sequence[int]) -> Chosen:
-            chosen = pick(node, context)
-            model.trust()
-            return chosen
-
-        return trusted
-
-    def begin_rounds(context: Sequence[int], num_left: int) -> Rounds | None:
-        assert model.speculation is not None
-        text = chooser.round_text(context, num_left, model.speculation.rounds.most)
-        return None if text is None else model.begin_rounds(context, text)
-
-    prompt_ids, end_ids, max_tokens = request.prompt_token_ids, request.all_end_ids, request.max_tokens
-    num_held = model.start(prompt_ids)
-    logits = model.append(prompt_ids[num_held:], progress)
-    is_ahead = model.takes_chosen and chooser.is_for_device
-    if model.speculation is not None:
-        yield from generate_tokens_speculatively(
-            model,
-            logits,
-            prompt_ids,
-            begin_rows,
-            model.speculation,
-            end_ids=end_ids,
-            max_tokens=max_tokens,
-            begin_ahead=begin if is_ahead else None,
-            begin_rounds=begin_rounds,
-        )
-        return
-    if is_ahead:
-        loop = generate_tokens_ahead(model, logits, prompt_ids, begin, end_ids=end_ids, max_tokens=max_tokens)
-        yield from map(Chosen, loop)
-        return
-    for _ in generate_tokens(
-        model.append, logits, prompt_ids, choose, end_ids=end_ids, max_tokens=max_tokens
-    ):
-        assert chosen is not None
-        yield chosen
 
 
 class Answer:
@@ -294,10 +188,6 @@ class _AnswerText:
         return self._matcher.feed(self._decoder.finish()) + self._matcher.flush()
 
 
-class _CancelledError(Exception):
-    """Leaves the prefill of a cancelled request."""
-
-
 class _Clock:
     """Times and counts of one request, from its creation on."""
 
@@ -355,13 +245,3 @@ def _logprobs(chosen: Chosen, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | No
             for token_id, logprob, rank in chosen.logprobs
         },
     )
-
-
-def _watched(progress: Progress | None, is_cancelled: Callable[[], bool]) -> Progress:
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress(done, total)
-        if is_cancelled() and done < total:
-            raise _CancelledError
-
-    return report
