@@ -73,7 +73,8 @@ def sample(faults: list[Fault], commit_name: str) -> list[Fault]:
 def plant(faults: list[Fault]) -> Iterator[Row]:
     """A row for each, Python first: what it was, the tests that passed with it, and whether it was caught.
 
-    A fault whose tests fail without it has no "caught" but "failing": there is no result then.
+    A fault whose tests fail without it has no "caught" but "failing", and one that cannot be planted or built
+    has "error": there is no result then.
     """
     with ExitStack() as cleanup:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="planted-faults-"))
@@ -89,8 +90,12 @@ def plant(faults: list[Fault]) -> Iterator[Row]:
                 yield {"name": fault.name, "failing": sorted(failing)}
                 continue
             passing |= set(fault.tests)
-            with copy.planted(fault):
-                failing = copy.failing(fault.tests)
+            try:
+                with copy.planted(fault):
+                    failing = copy.failing(fault.tests)
+            except (ValueError, SyntaxError, RuntimeError) as error:
+                yield {"name": fault.name, "error": str(error)}
+                continue
             passed = [test for test in fault.tests if test not in failing]
             yield {
                 "name": fault.name,
@@ -128,6 +133,8 @@ def print_pieces(file: str, function: str) -> None:
 def describe(row: Row) -> str:
     if "failing" in row:
         return f"{row['name']}: NO result, fails without it: {row['failing']}"
+    if "error" in row:
+        return f"{row['name']}: NO result: {row['error']}"
     return f"{row['name']}: {'caught' if row['caught'] else 'NOT caught'}"
 
 
@@ -171,7 +178,7 @@ def main() -> int:
     for row in plant(faults):
         print(describe(row), flush=True)
         num_caught += bool(row.get("caught"))
-        if options.out and "failing" not in row:
+        if options.out and "caught" in row:
             write_rows([row | run], options.out)
     print(f"{num_caught} of {len(faults)} caught")
     return int(num_caught < len(faults))
