@@ -70,6 +70,6 @@ faults: install-test
 	$(BIN)/python -m pip --disable-pip-version-check install -q 'cmake>=3.25' ninja
 	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)
 
-# The sdist and the wheel of what is committed, each tried as a user would.
+# The sdist and the wheel of what is committed, each tried as a user would; with TRIAL=1 they are not optimised, nor kept in dist.
 package:
-	$(PYTHON) tools/package.py dist
+	$(PYTHON) tools/package.py $(if $(TRIAL),build/trial --trial,dist)

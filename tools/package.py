@@ -1,6 +1,7 @@
 """Builds the sdist and the wheel from what is committed, and tries both as a user would.
 
     python3 tools/package.py dist
+    python3 tools/package.py build/trial --trial        compiled without optimisation, which takes a third of it
 
 The sdist is made of an export of HEAD, and the wheel of the sdist. The sdist must hold tracked files alone,
 and all of them. The wheel is installed into an empty environment, away from the checkout, and generates.
@@ -16,20 +17,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 METADATA = {"PKG-INFO"}  # what an sdist has besides
+UNOPTIMISED = "-Ccmake.define.COLDSTREAM_OPTIMISATION=-O0"
 PROMPT = "def read_lines(path):"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--trial", action="store_true", help="to be tried and not published: not optimised")
+    options = parser.parse_args()
+    out, settings = options.out.resolve(), [UNOPTIMISED] if options.trial else []
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         builder = environment(Path(folder) / "builder")
         run(builder, "-m", "pip", "--disable-pip-version-check", "install", "-q", "build")
         source = export(Path(folder) / "source")
         # Without a folder between, `build` makes the sdist, unpacks it elsewhere, and the wheel from that.
-        run(builder, "-m", "build", "--outdir", str(out), str(source))
+        run(builder, "-m", "build", "--outdir", str(out), *settings, str(source))
         (sdist,) = out.glob("coldstream-*.tar.gz")
         (wheel,) = out.glob("coldstream-*.whl")
         problem = difference(sdist, tracked())
