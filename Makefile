@@ -21,7 +21,8 @@ lint: install-test
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
 # With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
 # no tests left takes some of another's; where there is a GPU, tests of its memory want it to themselves.
-PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal)
+# With TURN=HASH: of tests marked `by_turns` every third case, and half of random examples, as in CI.
+PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal) $(if $(TURN),--turn=$(TURN))
 
 test: $(if $(OLDEST)$(LINTED),install-test,lint)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) --durations=40 --durations-min=5

@@ -28,7 +28,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,
 )
+settings.register_profile("by_turns", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
+
+TURNS = 3  # commits that have all cases of the tests marked `by_turns` between them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leave torch.empty unwritten, for tools that see reads of it",
     )
     parser.addoption(
+        "--turn",
+        type=lambda word: int(word, 16),
+        help="a hash: of tests marked `by_turns` the cases whose turn it is, and half of random examples",
+    )
+    parser.addoption(
         "--gpu-on-host",
         action="store_true",
         help="run models of a GPU with its kernels on the host, for tests of tests/models",
@@ -45,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--turn") is not None:
+        settings.load_profile("by_turns")
     if config.getoption("--gpu-on-host"):
         from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
 
@@ -120,14 +130,33 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped, visibly, where there is none."""
+    if (turn := config.getoption("--turn")) is not None:
+        leave_out_other_turns(config, items, turn)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+def leave_out_other_turns(config: pytest.Config, items: list[pytest.Item], turn: int) -> None:
+    """Of tests marked `by_turns` that have TURNS cases or more only each third one stays."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("by_turns"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = [
+        item
+        for those in cases.values()
+        for number, item in enumerate(those)
+        if len(those) >= TURNS and number % TURNS != turn % TURNS
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    gone = {*map(id, left_out)}
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture(scope="session")

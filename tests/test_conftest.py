@@ -47,3 +47,19 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
     assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_that_hangs_in_c" in done.stderr
     assert "passed" not in done.stdout
+
+
+def test_three_commits_have_all_cases_of_tests_by_turns() -> None:
+    file = "tests/kernels/test_cuda_attention.py"
+
+    def collected(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *words, file]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if line.startswith(file)]
+
+    every = collected()
+    turns = [collected("--turn", f"{number:x}") for number in range(10, 13)]
+    by_turns = [case for case in every if "::test_kernels_compile_without_a_gpu[" in case]
+    assert len(by_turns) >= 3
+    for case in every:
+        assert sum(case in turn for turn in turns) == (1 if case in by_turns else 3), case

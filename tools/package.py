@@ -1,7 +1,7 @@
 """Builds the sdist and the wheel from what is committed, and tries both as a user would.
 
     python3 tools/package.py dist
-    python3 tools/package.py build/trial --trial        compiled without optimisation, which takes a third of it
+    python3 tools/package.py build/trial --trial        not optimised, which takes a third of the time
 
 The sdist is made of an export of HEAD, and the wheel of the sdist. The sdist must hold tracked files alone,
 and all of them. The wheel is installed into an empty environment, away from the checkout, and generates.
