@@ -85,15 +85,21 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
         return plan_with_workers(RunPlan(plan_placement(machine.sizes, fixed, high), 0), config, sources)
 
 
-def budget_with(path: Path, ctx_size: int, parallel: int, expert_bytes: int) -> int:
-    """Bytes of the GPU for about so many bytes of experts, and for contexts of `ctx_size` side by side."""
-    hardware = measured_hardware(find_gpu())
+def budget_with(path: Path, hardware: Hardware, ctx_size: int, parallel: int, expert_bytes: int) -> int:
+    """The least budget, to 16 MiB, whose plan has so many bytes of experts resident, or all experts."""
+    most = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size, parallel=parallel)
     with GGUFFile.open(path) as file:
-        spec = read_spec(file.metadata, file.tensors)
-        config = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size, parallel=parallel)
-        sizes = plan_model(config, file, spec, hardware).known.model
-    machine = Machine(path, ctx_size, spec.vocab_size, hardware, sizes, parallel)
-    return plan_with(machine, expert_bytes).placement.budget_bytes
+        sources = Sources(file, read_spec(file.metadata, file.tensors), hardware)
+        wanted = min(expert_bytes, plan_model(most, sources).plan.resident_bytes)
+        low, high = 0, 100 * GIB
+        while high - low > 2**24:
+            middle = (low + high) // 2
+            try:
+                is_enough = plan_model(replace(most, vram=middle), sources).plan.resident_bytes >= wanted
+            except OutOfMemoryError:
+                is_enough = False
+            low, high = (low, middle) if is_enough else (middle, high)
+    return high
 
 
 def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:

@@ -35,12 +35,15 @@ from typing import Any, Final, Protocol
 
 from bench.engine.commit_lines import GIB, LINES, Line, ServerLine, Setting
 from bench.engine.gpu import write_model
+from bench.engine.gpu_hybrid import budget_with
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, commit
 from bench.serving.load import Client, Meter, Texts, closed_loop
 from bench.serving.served import Served, served
 from coldstream.assets import demo_model_path
+from coldstream.kernels.cuda.device import find_gpu
 from coldstream.placement.hardware import Hardware
+from coldstream.planning.machine import measured_hardware
 from tools.checkouts import build_extension, check_out, make_environment
 
 LEAST: Final = 0.97
@@ -184,10 +187,9 @@ def vram_of(setting: Setting, path: Path) -> int | None:
         return None
     if setting.model == "demo":
         return DEMO_VRAM
-    from bench.engine.gpu_hybrid import budget_with  # its imports need a GPU's packages
-
     wanted = ALL_BYTES if setting.expert_gib is None else int(setting.expert_gib * GIB)
-    return budget_with(path, setting.ctx_size, int(dict(setting.options).get("parallel", 1)), wanted)
+    parallel = int(dict(setting.options).get("parallel", 1))
+    return budget_with(path, measured_hardware(find_gpu()), setting.ctx_size, parallel, wanted)
 
 
 @contextmanager

@@ -1,15 +1,49 @@
 """Where a token's time goes: from what was counted to the table."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.engine.gpu_hybrid import parts_of
+from bench.engine.gpu_hybrid import budget_with, parts_of
+from bench.full_size_model import FullSizeWriter
 from bench.report import gpu as report_gpu
 from bench.report import tables as report_tables
+from coldstream.errors import OutOfMemoryError
 from coldstream.experts.step_times import PARTS
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.read_spec import read_spec
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import Sources, plan_model
+from small_shape import SMALL
+
+MIB = 2**20
+
+
+GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
+
+
+def test_a_budget_is_the_least_that_holds_so_many_bytes_of_experts(tmp_path: Path) -> None:
+    path = tmp_path / "small.gguf"
+    FullSizeWriter(path, replace(SMALL, experts=128, expert_ffn=512), seed=3, threads=2).write()
+    with GGUFFile.open(path) as file:
+        sources = Sources(file, read_spec(file.metadata, file.tensors), MACHINE)
+
+        def resident(budget: int) -> int:
+            config = EngineConfig(str(path), device="cuda", vram=budget, ctx_size=128, parallel=2)
+            return plan_model(config, sources).plan.resident_bytes
+
+        budgets = [budget_with(path, MACHINE, 128, 2, wanted) for wanted in (0, 50 * MIB, 2**50)]
+        assert budgets == sorted(budgets)
+        assert resident(budgets[0]) < 20 * MIB
+        assert 50 * MIB <= resident(budgets[1]) < 70 * MIB
+        assert resident(budgets[2]) == resident(2**33) > 100 * MIB
+        with pytest.raises(OutOfMemoryError):
+            resident(budgets[0] - 2**24)
 
 
 def text(seconds: float, **parts: float) -> dict[str, Any]:
