@@ -201,7 +201,7 @@ class Blocks:
 
             self.script = script_rounds(block, runner.context_length, depths)
         elif runner.tier == "cuda":
-            block.rounds = None
+            block.fused = None
         return block
 
 

@@ -4,11 +4,11 @@ import torch
 
 from coldstream.kernels.rounds.cuda import RoundKernels
 from coldstream.models.cuda.dflash import CudaDflash
-from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape
+from coldstream.models.cuda.fused_draft import FusedShape, FusedSteps
 from coldstream.models.cuda.mtp import CudaMtp
 
 
-class ScriptedRounds(CudaRounds):
+class ScriptedSteps(FusedSteps):
     """The block runs with all that it costs; its tokens are replaced by those of `script`.
 
     script: int32 [positions, depths] on the device, the draft after a root at a position.
@@ -16,12 +16,12 @@ class ScriptedRounds(CudaRounds):
 
     kind = "scripted round"
 
-    def __init__(self, rounds: CudaRounds, script: torch.Tensor) -> None:
+    def __init__(self, rounds: FusedSteps, script: torch.Tensor) -> None:
         super().__init__(rounds.loaded, rounds.block, rounds._steps, rounds._begin, rounds._make_room)
         self.script = script
 
-    def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
-        """See `CudaRounds`."""
+    def draft(self, kernels: RoundKernels, shape: FusedShape) -> None:
+        """See `FusedSteps`."""
         super().draft(kernels, shape)
         arrays = self.memory.arrays
         token_ids = self.script.index_select(0, arrays.state[:1])[0]  # of the root's position
@@ -30,7 +30,7 @@ class ScriptedRounds(CudaRounds):
 
 def script_rounds(block: CudaMtp | CudaDflash, num_positions: int, num_depths: int) -> torch.Tensor:
     """Makes the block's rounds scripted ones; the script, to be written before each text."""
-    assert block.rounds is not None, "rounds need all experts on the device"
+    assert block.fused is not None, "rounds need all experts on the device"
     script = torch.zeros((num_positions, num_depths), dtype=torch.int32, device="cuda")
-    block.rounds = ScriptedRounds(block.rounds, script)
+    block.fused = ScriptedSteps(block.fused, script)
     return script

@@ -91,7 +91,7 @@ def answer_with(
     if in_rounds:
         script = script_rounds(drafting, CONTEXT, draft.spec.block_size)
     else:
-        drafting.rounds = None
+        drafting.fused = None
     context = drafting.new_sequence()
     speculation = Speculation(DflashDrafter(context), FixedSizes(BUDGET))
     llm = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))

@@ -46,7 +46,7 @@ def test_rounds_draft_what_the_host_drafts(
             each.append(runner.features(range(len(PROMPT))))
         rounds = context.begin_rounds(sequence, text_of(40))
         assert rounds is not None
-        root, arrays, features = ROOT, drafting._loaded.rounds.arrays, drafting._loaded.features
+        root, arrays, features = ROOT, drafting._loaded.fused.arrays, drafting._loaded.features
         for num_nodes in (3, 1, 0, 7, 2, 4, 5):
             expected = chain_of(mirror, root, num_nodes) if num_nodes else []
             rounds.launch(num_nodes)

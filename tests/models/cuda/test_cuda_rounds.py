@@ -13,13 +13,13 @@ from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.cuda import fused_draft as cuda_rounds
-from coldstream.models.cuda.fused_draft import TextRounds
+from coldstream.models.cuda.fused_draft import FusedRun
 
 LENGTH, ROOT = 5, 7
 SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, LENGTH + 1)
 
 
-def begin(both: Pair, left: int) -> TextRounds:
+def begin(both: Pair, left: int) -> FusedRun:
     """Rounds after a prompt and a root, of which the CPU's block knows as much."""
     on_gpu, on_cpu = states_of(both, LENGTH)
     ids = [*token_ids(LENGTH)[1:], ROOT]
@@ -40,7 +40,7 @@ def follow(both: Pair, rows: list[int], tokens: tuple[int, ...]) -> None:
 
 
 def check_rounds(both: Pair) -> None:
-    rounds, root, arrays = begin(both, 30), ROOT, both.gpu.runner._loaded.rounds.arrays
+    rounds, root, arrays = begin(both, 30), ROOT, both.gpu.runner._loaded.fused.arrays
     length = both.on_gpu.length
     for num_nodes in (3, 1, 0, 2, 3):
         expected = [ids[0] for ids, _ in both.on_cpu.chain(num_nodes)]
@@ -92,7 +92,7 @@ def test_rounds_take_blocks_for_their_text_and_no_more(tmp_path: Path) -> None:
         assert rounds.end()[0] == 0
 
 
-def begin_again(both: Pair, left: int) -> TextRounds:
+def begin_again(both: Pair, left: int) -> FusedRun:
     both.on_gpu.cut(0)
     both.on_cpu.cut(0)
     return begin(both, left)
@@ -121,7 +121,7 @@ def test_there_are_no_rounds_where_the_device_cannot_run_them(tmp_path: Path) ->
         with pytest.raises(InvalidRequestError, match="no draft tree"):
             both.gpu.commit(both.gpu.sequence, [0])
     with open_gpu(path, share=0.5) as partly:
-        assert partly.load_mtp().rounds is None
+        assert partly.load_mtp().fused is None
 
 
 @pytest.mark.gpu

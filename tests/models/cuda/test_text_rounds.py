@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.cuda.fused_draft import NUM_AHEAD, CudaRounds, RoundShape, TextRounds
+from coldstream.models.cuda.fused_draft import NUM_AHEAD, FusedRun, FusedShape, FusedSteps
 from device_seams import model_device
 
 MOST_NODES, BEFORE = 4, 250
@@ -45,7 +45,7 @@ class Device:
         self.loaded = SimpleNamespace(sequences=self.cache)
         self.block = SimpleNamespace(most_nodes=MOST_NODES)
 
-    def launch(self, shape: RoundShape) -> None:
+    def launch(self, shape: FusedShape) -> None:
         most = min(shape.num_rows, self.left)
         for room in (self.cache, self.block_rows):
             assert room.in_tables >= self.held + most, "the device writes rows that it has no memory for"
@@ -65,14 +65,14 @@ def test_every_round_has_memory_for_all_rows_that_it_and_those_before_it_may_kee
     device = Device(left)
     text = RoundText(MOST_NODES, 1, left, SETTINGS, frozenset())
 
-    def write_tables(self: TextRounds, host: Any) -> None:
+    def write_tables(self: FusedRun, host: Any) -> None:
         for room in (device.cache, device.block_rows):
             room.in_tables = room.rows
 
     with model_device(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextRounds, "_write_tables", write_tables)
-        rounds = TextRounds(
-            cast(CudaRounds, device), cast(Any, device.cache), cast(Any, device.block_rows), text
+        patch.setattr(FusedRun, "_write_tables", write_tables)
+        rounds = FusedRun(
+            cast(FusedSteps, device), cast(Any, device.cache), cast(Any, device.block_rows), text
         )
         for takes, num_nodes, accepts in events:
             if rounds._in_flight and (takes or len(rounds._in_flight) == NUM_AHEAD):

@@ -9,7 +9,7 @@ from coldstream.kvcache import Sequence
 
 
 class DeviceRounds(Protocol):
-    """See `models.cuda.fused_draft.TextRounds`."""
+    """See `models.cuda.fused_draft.FusedRun`."""
 
     def launch(self, num_nodes: int) -> None:
         """Queue a round with a draft of so many tokens."""

@@ -19,7 +19,7 @@ from coldstream.kernels.rounds.cuda import RoundArrays, RoundKernels
 from coldstream.kernels.rounds.reference import RoundText
 from coldstream.models.cuda.dflash_block import DflashBlock, DflashMatrices, kernels_of
 from coldstream.models.cuda.features import FEATURE_TYPE, Features
-from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape, TextRounds
+from coldstream.models.cuda.fused_draft import FusedRun, FusedShape, FusedSteps
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.dflash.context import CommittedRows
@@ -158,10 +158,10 @@ class CudaDflash:
             places = torch.zeros(NUM_PLACES, dtype=torch.int32, device=self.device)
             self._staged, self._found = StagedRing(places), ReadBack(self.block.found)
         self._table: torch.Tensor | None = None  # of the contexts that the block reads
-        self.rounds = None
-        if loaded.rounds is not None and loaded.features is not None:
-            block = DflashRoundBlock(self.block, loaded.features)
-            self.rounds = CudaRounds(loaded, block, steps, begin, make_room)
+        self.fused = None
+        if loaded.fused is not None and loaded.features is not None:
+            block = DflashFusedDrafter(self.block, loaded.features)
+            self.fused = FusedSteps(loaded, block, steps, begin, make_room)
 
     def new_sequence(self) -> "CudaDflashSequence":
         """An empty sequence. It takes no memory before its first row."""
@@ -222,21 +222,23 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
 
     @property
     def runs_rounds(self) -> bool:
-        """Whether there are rounds: if all of the model's experts are on the device."""
-        return self._drafting.rounds is not None
+        """Whether there are fused steps: if all of the model's experts are on the device."""
+        return self._drafting.fused is not None
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> TextRounds | None:
-        """Rounds of a text of which all rows but the root's are here; see `CudaRounds.start`. The rows that
-        they keep are here afterwards. None too if rows that wait cannot be computed, which then are missing.
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> FusedRun | None:
+        """Fused steps of a text of which all rows but the root's are here; see `FusedSteps.start`.
+
+        The rows that they keep are here afterwards. None too if rows that wait cannot be computed. Those are
+        missing then.
         """
-        rounds = self._drafting.rounds
-        if rounds is None or sequence.length != self.length:
+        fused = self._drafting.fused
+        if fused is None or sequence.length != self.length:
             return None
         try:
             self._compute_waiting()
         except ColdstreamError:
             return None
-        return rounds.start(sequence, DflashRoundRows(self), text)
+        return fused.start(sequence, DflashFusedRows(self), text)
 
     def make_room(self, length: int) -> None:
         """For rows up to position `length`."""
@@ -264,8 +266,8 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         return DraftLattice(token_ids, log_probs)
 
 
-class DflashRoundBlock:
-    """Implements `RoundBlock`: the likeliest chain of the candidates of a block."""
+class DflashFusedDrafter:
+    """Implements `FusedDrafter`: the likeliest chain of the candidates of a block."""
 
     candidate = None  # a draft is whole at once
 
@@ -275,11 +277,11 @@ class DflashRoundBlock:
 
     @property
     def most_nodes(self) -> int:
-        """See `RoundBlock`."""
+        """See `FusedDrafter`."""
         return self._block.spec.block_size - 1
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
-        """See `RoundBlock`."""
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
+        """See `FusedDrafter`."""
         block, num_nodes = self._block, shape.num_rows - 1
         num_rows = block.spec.rows_of_draft(num_nodes, block.spec.block_size)
         block.draft(num_rows, arrays.root, arrays.length)
@@ -289,17 +291,17 @@ class DflashRoundBlock:
             arrays.model_columns[1 : 1 + num_nodes],
         )
 
-    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
-        """See `RoundBlock`."""
+    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
+        """See `FusedDrafter`."""
         features = self._features.of(slice(shape.num_rows))
         self._block.append(features, self._block.contexts, arrays.first, arrays.count)
 
     def state_of(self, row: int) -> torch.Tensor | None:
-        """See `RoundBlock`: none is wanted."""
+        """See `FusedDrafter`: none is wanted."""
 
 
-class DflashRoundRows:
-    """Implements `RoundRows`: the context of a sequence, which has all of its rows."""
+class DflashFusedRows:
+    """Implements `FusedRows`: the context of a sequence, which has all of its rows."""
 
     state_id = 0  # the block finds its rows otherwise
 
@@ -308,29 +310,29 @@ class DflashRoundRows:
 
     @property
     def length(self) -> int:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         return self._sequence.length
 
     def reserve(self, num_rows: int) -> None:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         self.lengthen(num_rows)
 
     def lengthen(self, num_rows: int) -> bool:
-        """See `RoundRows`. The table that rounds read is exchanged behind those in flight."""
+        """See `FusedRows`. The table that fused steps read is exchanged behind those in flight."""
         self._sequence.make_room(self.length + num_rows)
         self._sequence.use()
         return False
 
     def write_table(self, table: Any) -> None:
-        """See `RoundRows`: there is nothing to write."""
+        """See `FusedRows`: there is nothing to write."""
 
     def keep(self, num_rows: int) -> None:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         self._sequence.computed(num_rows)
 
     @contextmanager
     def whole_or_cleared(self) -> Iterator[None]:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         try:
             yield
         except BaseException:

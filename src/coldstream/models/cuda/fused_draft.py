@@ -1,8 +1,8 @@
-"""Rounds of drafts on a GPU: draft, step, choice, commit and the next draft without the host in between.
+"""Fused speculative steps on a GPU: draft, step, choice and commit, without the host in between.
 
-A round is one captured graph. `kernels/rounds/reference.py` defines what the device decides in it; the host
-launches rounds, follows behind, and reads which tokens were chosen. All experts are on the device. What
-drafts is a `RoundBlock`.
+A fused step is one captured graph. `kernels/rounds/reference.py` defines what the device decides in it. The
+host launches fused steps, follows behind, and reads which tokens were chosen. All experts are on the device.
+What drafts is a `FusedDrafter`.
 """
 
 from collections.abc import Callable
@@ -28,20 +28,20 @@ from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
 
-NUM_AHEAD = ReadBack.NUM_COPIES  # rounds whose results may wait for the host
+NUM_AHEAD = ReadBack.NUM_COPIES  # fused steps whose results may wait for the host
 
 
 @dataclass(frozen=True)
-class RoundShape:
-    """The properties of a round that select its captured graph."""
+class FusedShape:
+    """The properties of a fused step that select its captured graph."""
 
     num_rows: int  # of the model's step: the root and the draft
     is_deep: bool
     draws: bool  # whether tokens are drawn rather than the likeliest
 
 
-class RoundBlock(Protocol):
-    """What drafts in rounds. All of it is queued, over memory that captured graphs know."""
+class FusedDrafter(Protocol):
+    """What drafts in fused steps. All of it is queued, over memory that captured graphs know."""
 
     @property
     def most_nodes(self) -> int:
@@ -51,22 +51,22 @@ class RoundBlock(Protocol):
     def candidate(self) -> torch.Tensor | None:
         """int32 [1], what `RoundKernels.extend_draft` takes, for a block that calls it."""
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
         """Writes the tokens of a draft into the model's rows, behind the root."""
 
-    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
+    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
         """Takes in the rows that were kept of the model's step."""
 
     def state_of(self, row: int) -> torch.Tensor | None:
         """The model's hidden state [E] of a row of its last step, if the drafter wants it."""
 
 
-class RoundRows(Protocol):
-    """The rows that a block has of a text whose rounds it drafts."""
+class FusedRows(Protocol):
+    """The rows that a drafter has of a text for whose fused steps it drafts."""
 
     @property
     def length(self) -> int:
-        """Rows before the rounds."""
+        """Rows before the fused steps."""
 
     @property
     def state_id(self) -> int:
@@ -76,50 +76,50 @@ class RoundRows(Protocol):
         """Takes memory for so many more rows. Raises OutOfMemoryError with nothing changed."""
 
     def lengthen(self, num_rows: int) -> bool:
-        """The same while rounds run; whether `write_table` has to follow. Raises as `reserve`."""
+        """The same while fused steps run; whether `write_table` has to follow. Raises as `reserve`."""
 
     def write_table(self, table: Any) -> None:
         """Writes where the rows are, as the host's copy of the table of blocks has it."""
 
     def keep(self, num_rows: int) -> None:
-        """Rounds have ended, after so many more rows."""
+        """The fused steps have ended, after so many more rows."""
 
     def whole_or_cleared(self) -> AbstractContextManager[None]:
         """A context after whose failure there are no rows."""
 
 
-class CudaRounds:
-    """Runs rounds of a model and a block.
+class FusedSteps:
+    """Runs fused steps of a model and a drafter.
 
     begin, make_room: as `CudaMtp` has them.
     """
 
-    kind = "round"  # of captured steps
+    kind = "fused"  # of captured steps
 
     def __init__(
         self,
         loaded: Loaded,
-        block: RoundBlock,
+        block: FusedDrafter,
         steps: CapturedSteps,
         begin: Callable[[], None],
         make_room: Callable[[], bool],
     ) -> None:
-        assert loaded.rounds is not None
-        self.memory, self.loaded, self.block = loaded.rounds, loaded, block
+        assert loaded.fused is not None
+        self.memory, self.loaded, self.block = loaded.fused, loaded, block
         self._steps, self._begin, self._make_room = steps, begin, make_room
 
-    def start(self, sequence: kvcache.Sequence, rows: RoundRows, text: RoundText) -> "TextRounds | None":
-        """Rounds of a text whose tokens but the root are in `sequence`, and in `rows` what the block has of
-        it.
+    def start(self, sequence: kvcache.Sequence, rows: FusedRows, text: RoundText) -> "FusedRun | None":
+        """Fused steps of a text whose tokens but the root are in `sequence`.
 
-        The sequence has a pending tree until `TextRounds.end`. None, with nothing changed, if there is no
+        rows: what the drafter has of it.
+        The sequence has a pending tree until `FusedRun.end`. None, with nothing changed, if there is no
         room, or the text has more end tokens than the device takes. Raises DeviceError, with both empty.
         """
         if len(text.end_ids) > MAX_ENDS or text.left < 2:
             return None
-        rounds = TextRounds(self, sequence, rows, text)
+        run = FusedRun(self, sequence, rows, text)
         try:
-            rounds.reserve()
+            run.reserve()
         except OutOfMemoryError:
             return None
         with (
@@ -127,17 +127,17 @@ class CudaRounds:
             WholeOrCleared(self.loaded.sequences, [sequence]),
             rows.whole_or_cleared(),
         ):
-            rounds.write()
-        return rounds
+            run.write()
+        return run
 
-    def launch(self, shape: RoundShape) -> None:
-        """Queues a round. Raises DeviceError, OutOfMemoryError."""
+    def launch(self, shape: FusedShape) -> None:
+        """Queues a fused step. Raises DeviceError, OutOfMemoryError."""
         self._begin()
         key = (self.kind, (self.block, shape))
         self._steps.run(key, partial(self.compute, shape), lambda nothing: nothing, self._make_room)
 
-    def compute(self, shape: RoundShape) -> None:
-        """A round, over what the one before it left."""
+    def compute(self, shape: FusedShape) -> None:
+        """A fused step, over what the one before it left."""
         loaded, arrays = self.loaded, self.memory.arrays
         num_rows = shape.num_rows
         kernels = RoundKernels(arrays, num_rows, self.block.candidate)
@@ -153,7 +153,7 @@ class CudaRounds:
         loaded.model.commit(self.memory.path, loaded.sequences.tensors)
         self.block.follow(arrays, shape)
 
-    def draft(self, kernels: RoundKernels, shape: RoundShape) -> None:
+    def draft(self, kernels: RoundKernels, shape: FusedShape) -> None:
         """The block's draft, into the model's rows."""
         self.block.draft(kernels, self.memory.arrays, shape)
 
@@ -173,29 +173,29 @@ def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> 
     return token_ids, replace(rows, batch=batch)
 
 
-class TextRounds:
-    """The rounds of one text; see `CudaRounds.start`. Implements decoding's `Rounds`."""
+class FusedRun:
+    """The fused steps of one text; see `FusedSteps.start`. Implements decoding's `Rounds`."""
 
     def __init__(
         self,
-        rounds: CudaRounds,
+        steps: FusedSteps,
         sequence: kvcache.Sequence,
-        block_rows: RoundRows,
+        block_rows: FusedRows,
         text: RoundText,
     ) -> None:
-        self._rounds, self._text = rounds, text
+        self._steps, self._text = steps, text
         self._sequence, self._block_rows = sequence, block_rows
-        self._cache: SequenceCache = rounds.loaded.sequences
+        self._cache: SequenceCache = steps.loaded.sequences
         self._first, self._block_first = sequence.length, block_rows.length
-        most_nodes = min(text.most_nodes, rounds.block.most_nodes)
+        most_nodes = min(text.most_nodes, steps.block.most_nodes)
         self._most_rows = min(1 + most_nodes, text.left, MAX_ROUND_ROWS)
-        self._num_held = 0  # rows that rounds have kept, as far as the host knows
+        self._num_held = 0  # rows that were kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
-        self._last_row: int | None = None  # of the last round that was taken, if it kept any
+        self._last_row: int | None = None  # of the last step that was taken, if it kept any
         self._in_flight: list[tuple[int, Any, torch.cuda.Event]] = []  # rows, results, when they are there
 
     def launch(self, num_nodes: int) -> None:
-        """Queues a round with a draft of so many tokens, at most those of the text, behind those before.
+        """Queues a fused step with a draft of so many tokens, at most those of the text, behind those before.
 
         Raises DeviceError, OutOfMemoryError.
         """
@@ -206,17 +206,17 @@ class TextRounds:
         with device_errors():
             is_longer |= self._block_rows.lengthen(self._num_held + num_more)
             if is_longer:
-                self._write_tables(self._rounds.memory.staged.next_on_host())
-                self._rounds.memory.staged.copy(2 * self._rounds.memory.num_blocks)
+                self._write_tables(self._steps.memory.staged.next_on_host())
+                self._steps.memory.staged.copy(2 * self._steps.memory.num_blocks)
             end = max(self._first, self._block_first) + self._num_held + num_more
             draws = self._text.settings.temperature != 0
-            self._rounds.launch(RoundShape(num_rows, end > SHORT_CONTEXT, draws))
-            results, ended = self._rounds.memory.results.copy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._steps.launch(FusedShape(num_rows, end > SHORT_CONTEXT, draws))
+            results, ended = self._steps.memory.results.copy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record(torch.cuda.current_stream())
         self._in_flight.append((num_rows, results, ended))
 
     def take(self) -> Accepted:
-        """Waits for the oldest round in flight; what came of it. Raises DeviceError."""
+        """Waits for the oldest fused step in flight; what came of it. Raises DeviceError."""
         num_rows, results, ended = self._in_flight.pop(0)
         with device_errors():
             ended.synchronize()
@@ -229,9 +229,9 @@ class TextRounds:
         return Accepted(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
     def end(self) -> tuple[int, torch.Tensor | None]:
-        """Waits for all rounds; then the sequences have what was kept.
+        """Waits for all fused steps; then the sequences have what was kept.
 
-        Returns how many rows that are, and the model's hidden state [E] of the last one, if no round after it
+        Returns how many rows that are, and the model's hidden state [E] of the last one, if no step after it
         has written over it.
         """
         while self._in_flight:
@@ -239,10 +239,10 @@ class TextRounds:
         self._cache.settle(self._sequence, self._num_held)
         self._block_rows.keep(self._num_held)
         row = self._last_row
-        return self._num_held, None if row is None else self._rounds.block.state_of(row)
+        return self._num_held, None if row is None else self._steps.block.state_of(row)
 
     def reserve(self) -> None:
-        """Takes memory for a round, with room for a state that nobody shares.
+        """Takes memory for a fused step, with room for a state that nobody shares.
 
         Raises OutOfMemoryError with nothing changed.
         """
@@ -255,9 +255,9 @@ class TextRounds:
         self._cache.reserve([tree])
 
     def write(self) -> None:
-        """Queues what the first round reads."""
+        """Queues what the first fused step reads."""
         path = self._cache.accept(self._sequence, range(self._most_rows))
-        memory, text = self._rounds.memory, self._text
+        memory, text = self._steps.memory, self._text
         host = memory.staged.next_on_host()
         arrays = RoundArrays(host, memory.num_blocks)
         self._write_tables(host)
@@ -271,6 +271,6 @@ class TextRounds:
         memory.staged.copy(arrays.num_written)
 
     def _write_tables(self, host: Any) -> None:
-        arrays = RoundArrays(host, self._rounds.memory.num_blocks)
+        arrays = RoundArrays(host, self._steps.memory.num_blocks)
         arrays.table[: len(self._sequence.blocks)] = self._sequence.blocks
         self._block_rows.write_table(arrays.block_table)

@@ -106,8 +106,8 @@ class Commits:
 
 
 @dataclass(frozen=True)
-class RoundMemory:
-    """What rounds read and write, in memory that captured graphs know."""
+class FusedMemory:
+    """What fused steps read and write, in memory that captured graphs know."""
 
     staged: StagedRing
     arrays: RoundArrays  # on the device
@@ -124,7 +124,7 @@ class RoundMemory:
 
     @property
     def path(self) -> CommittedPath:
-        """What a round keeps: its first rows, as many as agree."""
+        """What a fused step keeps: its first rows, as many as agree."""
         arrays = self.arrays
         one = (arrays.state_id, arrays.count, arrays.first)
         return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table)

@@ -27,7 +27,7 @@ from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM, ignore_layer
 from coldstream.models.cuda.capacity import mailbox_ranks
 from coldstream.models.cuda.features import Features
-from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Commits, Inputs, RoundMemory, StepShape
+from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Commits, FusedMemory, Inputs, StepShape
 from coldstream.models.cuda.limits import MAX_GRAPH_ROWS, Limits
 from coldstream.models.cuda.logits import Sampler
 from coldstream.models.cuda.mtp_block import LoadedMtp
@@ -51,7 +51,7 @@ class Loaded:
     sampler: Sampler
     weight_bytes: int
     mtp: LoadedMtp | None
-    rounds: RoundMemory | None  # of drafts by what reads states or features, if all experts are on the device
+    fused: FusedMemory | None  # with what reads states or features, if all experts are on the device
 
     @classmethod
     def into(
@@ -92,12 +92,12 @@ class Loaded:
             Features.into(memory, limits.aux_layers, rows, spec.hidden_size) if limits.aux_layers else None
         )
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
-        mtp = rounds = None
+        mtp = fused = None
         if mtp_weights is not None:
             sizes = (limits.cache_size, limits.context_length, limits.kv_type)
             mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
         if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
-            rounds = RoundMemory.into(ops, limits.context_length)
+            fused = FusedMemory.into(ops, limits.context_length)
         states = sequences.tensors
         parts = (
             memory,
@@ -112,7 +112,7 @@ class Loaded:
             sampler,
             weight_bytes,
         )
-        return cls(*parts, mtp, rounds)
+        return cls(*parts, mtp, fused)
 
     def with_layers(self, layers: Sequence[int]) -> Self:
         """The same with some of the layers only, for finding out what they launch."""

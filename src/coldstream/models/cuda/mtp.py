@@ -18,7 +18,7 @@ from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKer
 from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundText
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache, WholeOrCleared
-from coldstream.models.cuda.fused_draft import CudaRounds, RoundShape, TextRounds, shaped_rows
+from coldstream.models.cuda.fused_draft import FusedRun, FusedShape, FusedSteps, shaped_rows
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
@@ -46,9 +46,9 @@ class CudaMtp:
         assert loaded.mtp is not None, "the runner was loaded with its block"
         self.context_length = context_length
         self._loaded, self._steps = loaded.mtp, steps
-        self.rounds = None
-        if loaded.rounds is not None:
-            self.rounds = CudaRounds(loaded, MtpRoundBlock(loaded.mtp), steps, begin, make_room)
+        self.fused = None
+        if loaded.fused is not None:
+            self.fused = FusedSteps(loaded, MtpFusedDrafter(loaded.mtp), steps, begin, make_room)
         self._begin, self._make_room = begin, make_room
         self._found = torch.zeros((MAX_CHAIN, 2, BRANCHING), dtype=torch.int32, pin_memory=True)
 
@@ -94,9 +94,9 @@ class CudaMtp:
         token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
         return list(zip(token_ids, log_probs, strict=True))
 
-    def round_rows(self, sequence: kvcache.Sequence) -> "MtpRoundRows":
-        """Its rows, for rounds."""
-        return MtpRoundRows(self._loaded.sequences, sequence)
+    def rows_of(self, sequence: kvcache.Sequence) -> "MtpFusedRows":
+        """Its rows, for fused steps."""
+        return MtpFusedRows(self._loaded.sequences, sequence)
 
     def cut(self, sequence: kvcache.Sequence, length: int) -> None:
         """See `CudaMtpSequence.cut`."""
@@ -172,25 +172,24 @@ class CudaMtpSequence:
 
     @property
     def runs_rounds(self) -> bool:
-        """Whether there are rounds: if all of the model's experts are on the device."""
-        return self._block.rounds is not None
+        """Whether there are fused steps: if all of the model's experts are on the device."""
+        return self._block.fused is not None
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> TextRounds | None:
-        """Rounds after the last row, which is the text's root; directly after `append`. See
-        `CudaRounds.start`. The rows that they keep are in the block afterwards.
+    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> FusedRun | None:
+        """Fused steps after the last row, which is the text's root; directly after `append`.
+
+        See `FusedSteps.start`. The rows that they keep are in the block afterwards.
         """
-        rounds = self._block.rounds
-        return (
-            None if rounds is None else rounds.start(sequence, self._block.round_rows(self._sequence), text)
-        )
+        fused = self._block.fused
+        return None if fused is None else fused.start(sequence, self._block.rows_of(self._sequence), text)
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
         self._block.cut(self._sequence, length)
 
 
-class MtpRoundBlock:
-    """Implements `RoundBlock`: a chain of the block's likeliest tokens."""
+class MtpFusedDrafter:
+    """Implements `FusedDrafter`: a chain of the block's likeliest tokens."""
 
     most_nodes = MAX_ROUND_ROWS - 1
 
@@ -199,11 +198,11 @@ class MtpRoundBlock:
 
     @property
     def candidate(self) -> torch.Tensor:
-        """See `RoundBlock`."""
+        """See `FusedDrafter`."""
         return self._mtp.candidates[0, :1]
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: RoundShape) -> None:
-        """See `RoundBlock`. It begins after the block's last output."""
+    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
+        """See `FusedDrafter`. It begins after the block's last output."""
         step = StepShape(1, is_deep=shape.is_deep)
         columns = arrays.link_columns.view(NUM_COLUMNS, 1)
         self._mtp.run_head()
@@ -212,8 +211,8 @@ class MtpRoundBlock:
             self._mtp.compute_link(*shaped_rows(columns, arrays.block_table, step))
             kernels.extend_draft(depth)
 
-    def follow(self, arrays: RoundArrays, shape: RoundShape) -> None:
-        """See `RoundBlock`."""
+    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
+        """See `FusedDrafter`."""
         mtp, num_rows = self._mtp, shape.num_rows
         columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
@@ -221,46 +220,46 @@ class MtpRoundBlock:
         mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
 
     def state_of(self, row: int) -> torch.Tensor | None:
-        """See `RoundBlock`."""
+        """See `FusedDrafter`."""
         return self._mtp.trunk_states[row].clone()
 
 
-class MtpRoundRows:
-    """Implements `RoundRows`. The last row is the text's root, which the block computed last."""
+class MtpFusedRows:
+    """Implements `FusedRows`. The last row is the text's root, which the block computed last."""
 
     def __init__(self, cache: SequenceCache, rows: kvcache.Sequence) -> None:
         self._cache, self._rows = cache, rows
 
     @property
     def length(self) -> int:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         return self._rows.length
 
     @property
     def state_id(self) -> int:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         assert self._rows.state is not None
         return self._rows.state
 
     def reserve(self, num_rows: int) -> None:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         demand = Demand(self._rows, num_rows)
         self._cache.check_room([demand])
         self._cache.reserve([demand])
 
     def lengthen(self, num_rows: int) -> bool:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         return self._cache.lengthen(self._rows, num_rows)
 
     def write_table(self, table: Any) -> None:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         table[: len(self._rows.blocks)] = self._rows.blocks
 
     def keep(self, num_rows: int) -> None:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         self._cache.append(self._rows, num_rows)
         self._cache.cut(self._rows, self._rows.length)
 
     def whole_or_cleared(self) -> AbstractContextManager[None]:
-        """See `RoundRows`."""
+        """See `FusedRows`."""
         return WholeOrCleared(self._cache, [self._rows])
