@@ -3,12 +3,13 @@
     python -m bench.engine.versus_commit --against 93970e7 --out docs/results/versus_93970e7.json
     python -m bench.engine.versus_commit --against 93970e7 --lines 'gpu-*' --full full.gguf --out FILE
 
-Each side runs in an environment of its own, over the sources and the extension of its commit. It is asked
-through what all commits have: `LLM`, and the server over HTTP. Both have a model open at the same time, and
-the idle one waits. The other commit is checked out and built here (packages cmake, ninja and nanobind), or
---old is a checkout of it with its extension. A pair gives one ratio, this commit's tokens a second over the
-other's, and the sides take turns in beginning. The exit code is 1 if the interval of a line's median ratio
-lies below LEAST. A text that differs ends the run. Lines that are not measured keep what the result file has.
+Each side runs in an environment of its own, over the sources and the extension of its commit: this one, and
+one with the same packages. It is asked through what all commits have: `LLM`, and the server over HTTP. Both
+have a model open at the same time, and the idle one waits. The other commit is checked out and built here
+(packages cmake, ninja and nanobind), or --old is a checkout of it with its extension. A pair gives one ratio,
+this commit's tokens a second over the other's, and the sides take turns in beginning. The exit code is 1 if
+the interval of a line's median ratio lies below LEAST. A text that differs ends the run. Lines that are not
+measured keep what the result file has.
 
 The models are the bundled one and files of the full-size shape, which are written if they aren't there: `cut`
 has four layers (2 GB), `full` all of them (21 GB). Lines of a GPU are left out where there is none.
@@ -56,7 +57,7 @@ WORKER: Final = Path(__file__).with_name("commit_worker.py")
 
 @dataclass(frozen=True)
 class Commit:
-    """A side: the interpreter that imports its sources."""
+    """A side, and the interpreter that imports its sources."""
 
     name: str
     python: Path
@@ -272,8 +273,7 @@ def main() -> int:
     stamp = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "command": command(options)}
     lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        here = Commit(stamp["commit"], make_environment(Path(folder, "here"), ROOT / "src"))
-        sides = (here, other_side(options, Path(folder)))
+        sides = (Commit(stamp["commit"], Path(sys.executable)), other_side(options, Path(folder)))
         machine = asdict(Hardware.measure()) | {"gpu": gpu_name()}
         for name, found in measure(sides, options):
             lines[name] = found | stamp | {"machine": machine}
