@@ -1,5 +1,6 @@
 """Files that lie: each gets one typed error that says what, where and what to do, and costs little."""
 
+import errno
 import os
 import re
 import stat
@@ -17,6 +18,7 @@ from coldstream.errors import (
     LimitError,
     ModelFormatError,
     ModelNotFoundError,
+    OutOfMemoryError,
     OverflowedError,
     TruncatedError,
     UnsupportedError,
@@ -389,6 +391,18 @@ def test_gg15_permission_denied(tmp_path: Path) -> None:
             GGUFFile.open(path)
     finally:
         os.seteuid(user)
+
+
+def test_a_limit_on_open_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(OutOfMemoryError, match=r"raise the limit \(ulimit -n\)"):
+        GGUFFile.open(path)
 
 
 @pytest.mark.parametrize("head", [b"", gguf_bytes(num_pairs=1000), gguf_bytes(num_tensors=1000)])

@@ -18,7 +18,13 @@ from typing import Final, Self
 
 import numpy as np
 
-from coldstream.errors import ModelChangedError, ModelNotFoundError, UnsupportedError, escape_controls
+from coldstream.errors import (
+    ModelChangedError,
+    ModelNotFoundError,
+    UnsupportedError,
+    escape_controls,
+    out_of_resources,
+)
 from coldstream.gguf.header import Header, TensorInfo, read_header
 from coldstream.gguf.messages import describe, shorten
 from coldstream.gguf.metadata import Metadata
@@ -80,7 +86,8 @@ class GGUFFile:
         """Opens the model at `path`, which may be any part of a split one (the others must lie beside it).
 
         Raises ModelNotFoundError when a file is absent or unreadable, and a subclass of ModelFormatError when
-        it is not a regular file or its header is not valid in every respect.
+        it is not a regular file or its header is not valid in every respect. OutOfMemoryError where this user
+        may open no further file.
         """
         path = Path(path)
         with ExitStack() as cleanup:
@@ -187,6 +194,8 @@ def _open_shard(path: Path, index: int, watch: WriteWatch, cleanup: ExitStack) -
         _require_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        if exhausted := out_of_resources(error):
+            raise exhausted from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFoundError(f"{shorten(path)}: {reason}. Give the path of a .gguf file") from error
     cleanup.callback(os.close, descriptor)
