@@ -98,21 +98,21 @@ class Loaded:
             mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
         if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
             fused = FusedMemory.into(ops, limits.context_length)
-        states = sequences.tensors
-        parts = (
-            memory,
-            ops,
-            model,
-            sequences,
-            states,
-            inputs,
-            commits,
-            hidden,
-            features,
-            sampler,
-            weight_bytes,
+        return cls(
+            memory=memory,
+            ops=ops,
+            model=model,
+            sequences=sequences,
+            states=sequences.tensors,
+            inputs=inputs,
+            commits=commits,
+            hidden=hidden,
+            features=features,
+            sampler=sampler,
+            weight_bytes=weight_bytes,
+            mtp=mtp,
+            fused=fused,
         )
-        return cls(*parts, mtp, fused)
 
     def with_layers(self, layers: Sequence[int]) -> Self:
         """The same with some of the layers only, for finding out what they launch."""
