@@ -21,8 +21,8 @@ lint: install-test
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
 # With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
 # no tests left takes some of another's; where there is a GPU, tests of its memory want it to themselves.
-# With TURN=HASH: of tests marked `by_turns` every third case, and half of random examples, as in CI.
-PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal) $(if $(TURN),--turn=$(TURN))
+# With SHARD=HASH: of tests marked `sharded` a third of the cases, and half of random examples, as in CI.
+PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal) $(if $(SHARD),--shard=$(SHARD))
 
 test: $(if $(OLDEST)$(LINTED),install-test,lint)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) --durations=40 --durations-min=5
@@ -66,7 +66,7 @@ ray: install-test
 agents: install-test
 	$(BIN)/python -m tools.agents $(if $(NEWEST),--newest,--out docs/results/agents.json --record tests/server/recorded)
 
-# All planted faults, as in a nightly job, and their results; with SAMPLE=1 the part whose turn it is by the hash of the commit.
+# All planted faults, as in a nightly job, and their results; with SAMPLE=1 a part that the hash of the commit chooses.
 faults: install-test
 	$(BIN)/python -m pip --disable-pip-version-check install -q 'cmake>=3.25' ninja
 	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)

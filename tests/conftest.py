@@ -28,10 +28,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,
 )
-settings.register_profile("by_turns", settings.get_profile("repeatable"), max_examples=25)
+settings.register_profile("shard", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
-TURNS = 3  # commits that have all cases of the tests marked `by_turns` between them
+SHARDS = 3  # of the cases of tests marked `sharded`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,9 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leave torch.empty unwritten, for tools that see reads of it",
     )
     parser.addoption(
-        "--turn",
+        "--shard",
         type=lambda word: int(word, 16),
-        help="a hash: of tests marked `by_turns` the cases whose turn it is, and half of random examples",
+        help="a hash, which chooses a third of the cases of tests marked `sharded`; half of random examples",
     )
     parser.addoption(
         "--gpu-on-host",
@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--turn") is not None:
-        settings.load_profile("by_turns")
+    if config.getoption("--shard") is not None:
+        settings.load_profile("shard")
     if config.getoption("--gpu-on-host"):
         from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
 
@@ -132,8 +132,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped, visibly, where there is none."""
-    if (turn := config.getoption("--turn")) is not None:
-        leave_out_other_turns(config, items, turn)
+    if (shard := config.getoption("--shard")) is not None:
+        leave_out_other_shards(config, items, shard)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no CUDA device")
@@ -142,17 +142,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
 
 
-def leave_out_other_turns(config: pytest.Config, items: list[pytest.Item], turn: int) -> None:
-    """Of tests marked `by_turns` that have TURNS cases or more only each third one stays."""
+def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
+    """Of tests marked `sharded` that have SHARDS cases or more only each third one stays."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("by_turns"):
+        if item.get_closest_marker("sharded"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = [
         item
         for those in cases.values()
         for number, item in enumerate(those)
-        if len(those) >= TURNS and number % TURNS != turn % TURNS
+        if len(those) >= SHARDS and number % SHARDS != shard % SHARDS
     ]
     config.hook.pytest_deselected(items=left_out)
     gone = {*map(id, left_out)}

@@ -49,7 +49,7 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
     assert "passed" not in done.stdout
 
 
-def test_three_commits_have_all_cases_of_tests_by_turns() -> None:
+def test_three_shards_have_all_cases_of_sharded_tests() -> None:
     file = "tests/kernels/test_cuda_attention.py"
 
     def collected(*words: str) -> list[str]:
@@ -58,8 +58,8 @@ def test_three_commits_have_all_cases_of_tests_by_turns() -> None:
         return [line for line in done.stdout.splitlines() if line.startswith(file)]
 
     every = collected()
-    turns = [collected("--turn", f"{number:x}") for number in range(10, 13)]
-    by_turns = [case for case in every if "::test_kernels_compile_without_a_gpu[" in case]
-    assert len(by_turns) >= 3
+    shards = [collected("--shard", f"{number:x}") for number in range(10, 13)]
+    sharded = [case for case in every if "::test_kernels_compile_without_a_gpu[" in case]
+    assert len(sharded) >= 3
     for case in every:
-        assert sum(case in turn for turn in turns) == (1 if case in by_turns else 3), case
+        assert sum(case in shard for shard in shards) == (1 if case in sharded else 3), case

@@ -12,13 +12,13 @@ SMALL_IDS: Final = 200  # of prompts for others
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is opened, by both sides alike.
+    """How a model is opened, by both commits alike.
 
-    model: demo, cut (four layers of the full-size shape) or full. expert_gib: on the GPU; None: all experts.
+    model: demo, small (four layers of the full-size shape) or full. expert_gib: on the GPU; None: all.
     """
 
     name: str
-    model: Literal["demo", "cut", "full"]
+    model: Literal["demo", "small", "full"]
     device: Literal["cpu", "cuda"]
     ctx_size: int
     expert_gib: float | None = None
@@ -77,7 +77,7 @@ class ServerLine:
 
 
 DEMO_CPU = Setting("demo on the CPU", "demo", "cpu", 4096)
-CUT_CPU = Setting("cut on the CPU", "cut", "cpu", 4096)
+SMALL_CPU = Setting("four layers on the CPU", "small", "cpu", 4096)
 RESIDENT = Setting("all experts on the GPU", "full", "cuda", 9216, options=(("parallel", 32),))
 DEEP = Setting("a context of 131K", "full", "cuda", 131_072 + 256)
 DRAFTS = Setting("drafts of the model's own block", "demo", "cuda", 4096, options=(("spec_type", "mtp"),))
@@ -86,8 +86,8 @@ PARTLY = [Setting(f"{gib:g} GiB of experts", "full", "cuda", 4096, expert_gib=gi
 LINES: Final[tuple[Line | ServerLine, ...]] = (
     Line("cpu-demo-decode", DEMO_CPU, "text", new_tokens=512),
     Line("cpu-demo-prompt", DEMO_CPU, "prompt", prompt_tokens=512, new_tokens=1),
-    Line("cpu-cut-decode", CUT_CPU, "text"),
-    Line("cpu-cut-prompt", CUT_CPU, "prompt", prompt_tokens=512, new_tokens=1),
+    Line("cpu-4-layers-decode", SMALL_CPU, "text"),
+    Line("cpu-4-layers-prompt", SMALL_CPU, "prompt", prompt_tokens=512, new_tokens=1),
     ServerLine("cpu-server-load", DEMO_CPU, clients=8, seconds=10.0),
     Line("gpu-1-row", RESIDENT, "text", new_tokens=256),
     Line("gpu-8-rows", RESIDENT, "all", prompts=8, prompt_tokens=64),

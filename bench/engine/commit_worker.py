@@ -1,4 +1,4 @@
-"""One side of a comparison of commits: answers requests through the public interface that all commits have.
+"""One commit of a comparison: answers requests through the public interface that all commits have.
 
     python commit_worker.py '{"model": "model.gguf", "device": "cpu"}'
 

@@ -1,4 +1,4 @@
-"""Where the time of a step of few rows on the GPU goes: by kind of kernel, and between kernels.
+"""Where the time of a decode step on the GPU goes: by kind of kernel, and between kernels.
 
     python -m bench.engine.gpu_profile full.gguf [--rows N]
 

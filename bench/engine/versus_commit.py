@@ -1,18 +1,18 @@
-"""This commit beside another one: named lines, in pairs of both sides in turn, and the interval of ratios.
+"""This commit beside another one: named lines, in interleaved pairs, with the interval of their ratios.
 
     python -m bench.engine.versus_commit --against 93970e7 --out docs/results/versus_93970e7.json
     python -m bench.engine.versus_commit --against 93970e7 --lines 'gpu-*' --full full.gguf --out FILE
 
-Each side runs in an environment of its own, over the sources and the extension of its commit: this one, and
-one with the same packages. It is asked through what all commits have: `LLM`, and the server over HTTP. Both
-have a model open at the same time, and the idle one waits. The other commit is checked out and built here
-(packages cmake, ninja and nanobind), or --old is a checkout of it with its extension. A pair gives one ratio,
-this commit's tokens a second over the other's, and the sides take turns in beginning. The exit code is 1 if
-the interval of a line's median ratio lies below LEAST. A text that differs ends the run. Lines that are not
-measured keep what the result file has.
+Each commit runs in an environment of its own, over its sources and its extension: this one, and one with the
+same packages. It is asked through what all commits have: `LLM`, and the server over HTTP. Both have a model
+open at the same time, and the idle one waits. The other commit is checked out and built here (packages cmake,
+ninja and nanobind), or --old is a checkout of it with its extension. A pair gives one ratio, this commit's
+tokens a second over the other's, and they begin alternately. The exit code is 1 if the interval of a line's
+median ratio lies below LEAST. A text that differs ends the run. Lines that are not measured keep what the
+result file has.
 
-The models are the bundled one and files of the full-size shape, which are written if they aren't there: `cut`
-has four layers (2 GB), `full` all of them (21 GB). Lines of a GPU are left out where there is none.
+The models are the bundled one and files of the full-size shape, which are written if they aren't there:
+`small` has four layers (2 GB), `full` all of them (21 GB). Lines of a GPU are left out where there is none.
 """
 
 import argparse
@@ -51,30 +51,30 @@ LEAST: Final = 0.97
 CERTAINTY: Final = 0.95
 DEMO_VRAM: Final = GIB
 ALL_BYTES: Final = 2**50  # of experts: more than there are
-SIZES: Final = {"cut": (4, 32_768), "full": (FULL_SHAPE.layers, FULL_SHAPE.vocab)}  # layers, vocabulary
+SIZES: Final = {"small": (4, 32_768), "full": (FULL_SHAPE.layers, FULL_SHAPE.vocab)}  # layers, vocabulary
 WORKER: Final = Path(__file__).with_name("commit_worker.py")
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A side, and the interpreter that imports its sources."""
+    """A name, and the interpreter that imports the sources."""
 
     name: str
     python: Path
 
 
 class Measured(Protocol):
-    """A side with a model open: tokens a second of a run, and the tokens; none where a text is drawn."""
+    """A commit with a model open: tokens a second of a run, and the tokens; none where a text is drawn."""
 
     def run(self, number: int) -> tuple[float, Any]: ...
 
 
 class Worker:
-    """A model that is open in a process of a side."""
+    """A model that is open in a process of a commit."""
 
-    def __init__(self, side: Commit, arguments: dict[str, Any], folder: Path) -> None:
+    def __init__(self, of: Commit, arguments: dict[str, Any], folder: Path) -> None:
         """folder: where it runs, so that no module of this checkout is found first."""
-        command = [str(side.python), str(WORKER), json.dumps(arguments)]
+        command = [str(of.python), str(WORKER), json.dumps(arguments)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
@@ -90,7 +90,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a side ended with {self._process.wait()}: {self._process.args!r}")
+            raise RuntimeError(f"a worker ended with {self._process.wait()}: {self._process.args!r}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -100,7 +100,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class LineRuns:
-    """Runs of a line by one side."""
+    """Runs of a line by one commit."""
 
     line: Line
     worker: Worker
@@ -112,7 +112,7 @@ class LineRuns:
 
 @dataclass(frozen=True)
 class ServerRuns:
-    """Times of load for one side's server."""
+    """Times of load for one commit's server."""
 
     line: ServerLine
     server: Served
@@ -132,18 +132,18 @@ class ServerRuns:
 
 
 def compared(new: Measured, old: Measured, pairs: int) -> dict[str, Any]:
-    """Figures of both sides in pairs, after a run of each that does not count.
+    """Figures of both commits in pairs, after a run of each that does not count.
 
     Raises RuntimeError if texts differ.
     """
-    sides = {"new": new, "old": old}
-    for side in sides.values():
-        side.run(0)
-    rates: dict[str, list[float]] = {name: [] for name in sides}
+    commits = {"new": new, "old": old}
+    for each in commits.values():
+        each.run(0)
+    rates: dict[str, list[float]] = {name: [] for name in commits}
     for number in range(1, pairs + 1):
         texts = []
-        for name in sorted(sides, reverse=bool(number % 2)):
-            rate, tokens = sides[name].run(number)
+        for name in sorted(commits, reverse=bool(number % 2)):
+            rate, tokens = commits[name].run(number)
             rates[name].append(rate)
             texts.append(tokens)
         if texts[0] != texts[1]:
@@ -183,7 +183,7 @@ def model_path(setting: Setting, options: argparse.Namespace) -> Path:
 
 
 def vram_of(setting: Setting, path: Path) -> int | None:
-    """Bytes of the GPU, which both sides are given alike; None on a CPU."""
+    """Bytes of the GPU, which both commits are given alike; None on a CPU."""
     if setting.device == "cpu":
         return None
     if setting.model == "demo":
@@ -194,47 +194,51 @@ def vram_of(setting: Setting, path: Path) -> int | None:
 
 
 @contextmanager
-def workers(sides: Sequence[Commit], setting: Setting, options: argparse.Namespace) -> Iterator[list[Worker]]:
-    """Both sides with a setting's model open."""
+def workers(
+    commits: Sequence[Commit], setting: Setting, options: argparse.Namespace
+) -> Iterator[list[Worker]]:
+    """Both commits with a setting's model open."""
     path = model_path(setting, options)
     arguments = setting.arguments(str(path), options.threads, vram_of(setting, path))
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         opened = []
-        for side in sides:
-            opened.append(Worker(side, arguments, folder))
+        for each in commits:
+            opened.append(Worker(each, arguments, folder))
             cleanup.callback(opened[-1].close)
         yield opened
 
 
-def measure_server(sides: Sequence[Commit], line: ServerLine, options: argparse.Namespace) -> dict[str, Any]:
+def measure_server(
+    commits: Sequence[Commit], line: ServerLine, options: argparse.Namespace
+) -> dict[str, Any]:
     path = model_path(line.setting, options)
     words = ("--threads", str(options.threads), "--ctx-size", str(line.setting.ctx_size), "--parallel", "8")
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         servers = [
-            cleanup.enter_context(served(path, folder / f"{i}.log", *words, python=str(side.python)))
-            for i, side in enumerate(sides)
+            cleanup.enter_context(served(path, folder / f"{i}.log", *words, python=str(each.python)))
+            for i, each in enumerate(commits)
         ]
         new, old = (ServerRuns(line, server) for server in servers)
         return compared(new, old, options.pairs)
 
 
-def measure(sides: Sequence[Commit], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(commits: Sequence[Commit], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The chosen lines and what came of each; those of a setting with its model opened once."""
     chosen = [line for line in LINES if any(fnmatch(line.name, pattern) for pattern in options.lines)]
     chosen = [line for line in chosen if line.setting.device == "cpu" or gpu_name() is not None]
     for setting in dict.fromkeys(line.setting for line in chosen if isinstance(line, Line)):
-        with workers(sides, setting, options) as (new, old):
+        with workers(commits, setting, options) as (new, old):
             for line in chosen:
                 if isinstance(line, Line) and line.setting == setting:
                     yield line.name, compared(LineRuns(line, new), LineRuns(line, old), options.pairs)
     for line in chosen:
         if isinstance(line, ServerLine):
-            yield line.name, measure_server(sides, line, options)
+            yield line.name, measure_server(commits, line, options)
 
 
-def other_side(options: argparse.Namespace, folder: Path) -> Commit:
+def other_commit(options: argparse.Namespace, folder: Path) -> Commit:
     """The other commit's interpreter, with its extension built unless a checkout is given."""
     root = options.old
     if root is None:
@@ -266,16 +270,16 @@ def main() -> int:
     parser.add_argument("--lines", nargs="+", default=["*"], help="names or patterns")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cut", type=Path, default=Path("cut.gguf"))
+    parser.add_argument("--small", type=Path, default=Path("four-layers.gguf"))
     parser.add_argument("--full", type=Path, default=Path("full.gguf"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     stamp = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "command": command(options)}
     lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        sides = (Commit(stamp["commit"], Path(sys.executable)), other_side(options, Path(folder)))
+        commits = (Commit(stamp["commit"], Path(sys.executable)), other_commit(options, Path(folder)))
         machine = asdict(Hardware.measure()) | {"gpu": gpu_name()}
-        for name, found in measure(sides, options):
+        for name, found in measure(commits, options):
             lines[name] = found | stamp | {"machine": machine}
             low, high = found["interval"]
             print(f"{name:<24} {found['ratio']:.3f} ({low:.3f} to {high:.3f})", flush=True)

@@ -1,4 +1,4 @@
-"""Times the CUDA C++ kernels for few rows at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
+"""Times the CUDA C++ decode kernels at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
 
     python -m bench.kernels.gpu_few [--rows 1 2 4 8] [--kernels-from DIR] [--all-types] [--json]
 

@@ -1,4 +1,4 @@
-"""Times every variant of the kernels for few rows, and checks their bits against those of the older kernels.
+"""Times every variant of the decode kernels, and checks their bits against those of the older kernels.
 
     python -m bench.kernels.gpu_few_variants [--only experts ...] [--rows 1 2 ...] [--quick] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Time of the products of many rows on a GPU, beside what the arithmetic and the bytes alone would take.
+"""Time of the prefill products on a GPU, beside what the arithmetic and the bytes alone would take.
 
 Every figure is the median over replays of a CUDA graph of many launches; weights rotate through more memory
 than the caches hold. `TOPS` counts a multiplication and an addition as two.

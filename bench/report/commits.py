@@ -18,9 +18,9 @@ def _lines_of(result: dict[str, Any]) -> str:
     rows = []
     for name, line in result["lines"].items():
         low, high = line["interval"]
-        sides = [_median(line[f"{side}_tok_s"]) for side in ("old", "new")]
+        rates = [_median(line[f"{name}_tok_s"]) for name in ("old", "new")]
         ratio = f"{line['ratio']:.3f} ({low:.3f}–{high:.3f})"
-        rows.append([name, *(f"{rate:,.0f}" for rate in sides), ratio, str(len(line["new_tok_s"]))])
+        rows.append([name, *(f"{rate:,.0f}" for rate in rates), ratio, str(len(line["new_tok_s"]))])
     header = [
         "line",
         f"{result['against']}, tok/s",

@@ -1,4 +1,4 @@
-"""A server under load on the CPU, beside llama.cpp's server with as many slots, in turns.
+"""A server under load on the CPU, beside llama.cpp's server with as many slots, interleaved.
 
     python -m bench.serving.load --out docs/results/serving.json
 

@@ -84,7 +84,7 @@ def check_conversation(gpu: LLM, cpu: LLM, params: SamplingParams) -> None:
 ALL_KINDS = [each for each in KINDS if each.n == 1] + STOPPING
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("params", ALL_KINDS)
 def test_a_conversation_is_that_of_the_cpu(models: tuple[LLM, LLM], params: SamplingParams) -> None:
     check_conversation(*models, params)

@@ -123,7 +123,7 @@ def noting(plain: LLM, params: SamplingParams, *, kind: str = "right", wants_hid
     return Noting(kind, found.answers, found.vocab_size, found.end_id, wants_hidden=wants_hidden)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", PARAMS)
 def test_answers_and_the_states_that_they_leave_are_those_without_drafts(
     models: tuple[LLM, OpenedModel], name: str
@@ -211,7 +211,7 @@ def test_drafters_are_told_of_each_step_once_with_its_own_states(
         np.testing.assert_array_equal(ahead_states[at], states[at])
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("name", "wants_hidden", "idle_steps"),
     [

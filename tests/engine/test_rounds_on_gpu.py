@@ -124,7 +124,7 @@ def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[Models]:
         yield models
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("kind", "params", "num_nodes"), [("right", GREEDY, 3), ("mostly_right", SEEDED, 2), ("wrong", GREEDY, 1)]
 )

@@ -81,7 +81,7 @@ def run_last(
 
 
 # Each depth between the least and the most with two of the types.
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("name", "last", "window"),
     [
@@ -142,7 +142,7 @@ def test_any_batch_has_the_bits_of_the_definition(tiers: Runtimes, name: str) ->
     check_all()
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize(
     ("committed", "num_rows", "window"),
@@ -155,7 +155,7 @@ def test_trees_have_the_bits_of_the_definition(
     check(tiers, BatchCase([random_tree(committed, num_rows, seed=4)], name, (2, 1, 32), window))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize(
     ("committed", "num_rows", "window"),

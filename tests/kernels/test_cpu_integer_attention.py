@@ -46,7 +46,7 @@ def check(runtimes: Runtimes, case: Case) -> None:
         assert same_bits(want, each)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 112, 128, 192, 256, 272, 512])
 def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
@@ -55,14 +55,14 @@ def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
     check(runtimes, make_case((0, 61, 9), cache_name=name, head_dim=head_dim))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(name=INTEGER_TYPES, groups=[(1, 1), (3, 3), (6, 1), (8, 2), (70, 1)], count=[1, 20])
 def test_head_groups(runtimes: Runtimes, name: str, groups: tuple[int, int], count: int) -> None:
     heads = dict(zip(("num_heads", "num_kv_heads"), groups, strict=True))
     check(runtimes, make_case((0, 60, count), cache_name=name, **heads))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(name=INTEGER_TYPES, first=[0, 1, 62, 63, 64, 254, 255, 256, 257, 520], count=[1, 2, 9])
 def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count: int) -> None:
     check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32))
@@ -110,7 +110,7 @@ def test_any_rows_have_the_bits_of_the_definition(
     check(runtimes, make_case((0, first, count), cache_name=name, head_dim=head_dim))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(name=INTEGER_TYPES, value=EXTREMES, spoiled=[1, 2])
 def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     runtimes: Runtimes, name: str, value: float, spoiled: int
@@ -135,7 +135,7 @@ WINDOWS = (1, 2, 63, 64, 65, 100, 256, 300, 10**12)
 ROWS = ((0, 9), (60, 1), (250, 12), (519, 3))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(name=TYPES, window=WINDOWS, rows=ROWS)
 def test_windows(runtimes: Runtimes, name: str, window: int, rows: tuple[int, int]) -> None:
     """What lies before them decodes to NaN, so that a position too many would be seen."""

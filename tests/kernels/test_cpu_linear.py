@@ -35,7 +35,7 @@ def test_generic_equals_the_reference(quant_type: QuantType) -> None:
         assert same_bits(actual, linear_exact(x, weight))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @EVERY_TIER
 @EVERY_TYPE
 def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
@@ -47,7 +47,7 @@ def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
             assert same_bits(*linear(fast, x, [weight]), *linear(generic, x, [weight]))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(quant_type=sorted(INTEGER_TYPES), tier=VECTOR_TIERS, cols=[512, 2048, 2304])
 def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
     runtime = _csrc.Runtime(2, tier)
@@ -58,7 +58,7 @@ def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, 
         assert same_bits(linear(runtime, x[:rows], [weight])[0], alone[:rows])
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(quant_type=list(QuantType), tier=VECTOR_TIERS, byte=[0x00, 0x7F, 0x80, 0xFE, 0xFF])
 def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
     """The largest codes and sub-block scales, under ordinary float scales, fill the integers most."""
@@ -79,7 +79,7 @@ def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @all_pairs(
     quant_type=list(QuantType),
     tier=VECTOR_TIERS,
@@ -99,7 +99,7 @@ def test_gg16_hostile_scales(quant_type: QuantType, tier: str, scale: int) -> No
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @EVERY_TYPE
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 def test_hostile_activations(quant_type: QuantType, tier: str) -> None:
@@ -126,7 +126,7 @@ def test_several_weights_share_one_input(tier: str) -> None:
             assert same_bits(result, linear(runtime, x, [load(weight)])[0])
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 @EVERY_TYPE
 def test_nothing_is_read_beyond_the_last_byte(quant_type: QuantType, tier: str) -> None:

@@ -35,7 +35,7 @@ def test_too_many_heads_on_one_are_refused() -> None:
 
 # What a type changes is in every instance of a file, and what an instance changes in every type: two types
 # have all instances of all files, the others one of each.
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("head_dim", "cache_name", "device", "arch", "count"),
     [

@@ -56,7 +56,7 @@ def device_table(quant_type: QuantType) -> torch.Tensor | None:
     return None if table is None else table.to(CUDA)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @EVERY_TYPE
 @given(seed=st.integers(0, 2**32 - 1))
 def test_unpackers(quant_type: QuantType, seed: int, host: Path) -> None:

@@ -38,7 +38,7 @@ UNWRITTEN = 1234.5
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
     only_there = {

@@ -77,7 +77,7 @@ def _cases() -> Iterator[tuple[str, str, str]]:
                 yield source, instance_for(f"coldstream::{name}", types, *numbers), arch
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(("source", "instance", "arch"), [*_cases()])
 def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch: str, tmp_path: Path) -> None:
     code = compile_instance(KERNELS / source, instance, arch, tmp_path)

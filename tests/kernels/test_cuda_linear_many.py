@@ -22,7 +22,7 @@ TYPES = tuple(TILINGS)
 ALIGNED = (QuantType.Q4_K, QuantType.Q5_K)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
     only_there = {instance(t) for tilings in TILINGS.values() for t in tilings if t.by_warpgroups}

@@ -47,7 +47,7 @@ def check(case: BatchCase, limits: DeviceLimits = LIMITS) -> None:
     check_launched(case, expected, limits)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 def test_windows_of_the_deepest_rows_have_the_bits_of_the_definition(cache_name: str) -> None:
@@ -61,7 +61,7 @@ def test_windows_of_the_deepest_rows_have_the_bits_of_the_definition(cache_name:
         check(case_of(part, cache_name, SMALL_HEADS, window))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", ["i16", "i8"])
 def test_windows_of_warpgroups_have_the_bits_of_the_definition(cache_name: str) -> None:
@@ -69,7 +69,7 @@ def test_windows_of_warpgroups_have_the_bits_of_the_definition(cache_name: str) 
         check(case_of(chain(LARGEST_CONTEXT, num_rows), cache_name, GROUP_HEADS, window), WITH_WARPGROUPS)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 def test_deep_rows_have_the_bits_of_the_definition(cache_name: str) -> None:

@@ -99,7 +99,7 @@ def check_whole(
     check_launched(case, case.expected(), limits, device)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 96)])
@@ -125,7 +125,7 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(
     ("cache_name", "heads"), [("i16", (4, 2, 128)), ("i8", (12, 1, 128)), ("i16", (16, 2, 256))]
@@ -147,7 +147,7 @@ def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tupl
         check_whole(parts, cache_name, heads, window, 3, WITH_WARPGROUPS)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
@@ -167,7 +167,7 @@ MANY = (
 )
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize(("parts", "window"), MANY)

@@ -75,7 +75,7 @@ def test_quantised_rows(cols: int, scale_size: int) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @EVERY_TYPE
 def test_every_type(quant_type: QuantType) -> None:
     for cols in cols_of(quant_type):
@@ -176,7 +176,7 @@ def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None
     assert not fits(16, 17408, QuantType.F16)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("walk", [Walk.ROWS, Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:

@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Mo
         yield Model(arch, paths[arch], kv_type, Oracle(runner))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier: str) -> None:
     """With one thread or two by turns, which share out rows alike whatever the tier and the cache."""
@@ -74,7 +74,7 @@ def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier:
             check_batch_of_trees(prompts, model.oracle, random)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [3, 40, 290])
 def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
@@ -89,7 +89,7 @@ def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int)
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
     path = write_variant(tmp_path, name)
@@ -189,7 +189,7 @@ def branching_tree(seed: int) -> Tree:
     return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str, window: int | None) -> None:

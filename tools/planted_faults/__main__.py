@@ -3,7 +3,7 @@
     python -m tools.planted_faults                       all of them
     python -m tools.planted_faults 'engine-*' NAME       some, by name or pattern
     python -m tools.planted_faults --missing             those without a result, or changed since it
-    python -m tools.planted_faults --sample              a part, by turns from commit to commit
+    python -m tools.planted_faults --sample              a part, which the commit's hash chooses
     python -m tools.planted_faults --pieces src/coldstream/files.py write_file
     python -m tools.planted_faults --out docs/results/planted_faults.json
 
@@ -30,7 +30,7 @@ from tools.planted_faults.source_copy import SourceCopy
 from tools.planted_faults.sources import Sources
 
 RESULTS = ROOT / "docs" / "results" / "planted_faults.json"
-TURN_FAULTS, TURN_COMPILED = 16, 2  # of a sample: about two minutes of a core, four with a build
+SAMPLE_FAULTS, SAMPLE_COMPILED = 16, 2  # of a sample: about two minutes of a core, four with a build
 
 
 def chosen(faults: list[Fault], patterns: list[str]) -> list[Fault]:
@@ -55,7 +55,7 @@ def samples(faults: list[Fault]) -> list[list[Fault]]:
     Compiled faults have parts of their own, as they need a build.
     """
     parts: list[list[Fault]] = []
-    for is_compiled, size in ((False, TURN_FAULTS), (True, TURN_COMPILED)):
+    for is_compiled, size in ((False, SAMPLE_FAULTS), (True, SAMPLE_COMPILED)):
         those = [fault for fault in faults if fault.is_compiled == is_compiled]
         count = -(-len(those) // size)
         parts += [those[number::count] for number in range(count)]
@@ -144,9 +144,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name or a pattern; default: all faults")
     parser.add_argument("--out", type=Path, help="merge the results into this JSON file")
-    parser.add_argument(
-        "--sample", action="store_true", help="only the part whose turn it is by the commit's hash"
-    )
+    parser.add_argument("--sample", action="store_true", help="only the part that the commit's hash chooses")
     parser.add_argument(
         "--missing",
         action="store_true",

@@ -19,7 +19,7 @@ from tools.checkouts import check_out
 
 @dataclass
 class Played:
-    """A side whose runs have these speeds and tokens. asked: of all sides, in order."""
+    """A commit whose runs have these speeds and tokens. asked: of both, in order."""
 
     name: str
     rates: list[float]
@@ -31,13 +31,13 @@ class Played:
         return self.rates[number], self.tokens.get(number, [number])
 
 
-def sides(new: list[float], old: list[float]) -> tuple[Played, Played]:
+def both(new: list[float], old: list[float]) -> tuple[Played, Played]:
     asked: list[tuple[str, int]] = []
     return Played("new", new, asked), Played("old", old, asked)
 
 
-def test_sides_take_turns_and_the_first_run_does_not_count() -> None:
-    new, old = sides([1.0, 20.0, 30.0, 40.0], [9.0, 10.0, 10.0, 10.0])
+def test_commits_begin_alternately_and_the_first_run_does_not_count() -> None:
+    new, old = both([1.0, 20.0, 30.0, 40.0], [9.0, 10.0, 10.0, 10.0])
     found = compared(new, old, pairs=3)
     assert found["new_tok_s"] == [20.0, 30.0, 40.0]
     assert (found["ratio"], found["interval"], found["is_slower"]) == (3.0, [2.0, 4.0], False)
@@ -48,12 +48,12 @@ def test_sides_take_turns_and_the_first_run_does_not_count() -> None:
 
 def test_a_line_is_slower_if_all_of_its_interval_is() -> None:
     for rates, is_slower in (([96.9] * 7, True), ([97.0] * 7, False), ([90.0] * 6 + [97.1], False)):
-        found = compared(*sides([100.0, *rates], [100.0] * 8), pairs=7)
+        found = compared(*both([100.0, *rates], [100.0] * 8), pairs=7)
         assert found["is_slower"] == is_slower
 
 
 def test_texts_that_differ_end_the_run() -> None:
-    new, old = sides([1.0] * 4, [1.0] * 4)
+    new, old = both([1.0] * 4, [1.0] * 4)
     old.tokens[2] = [7]
     with pytest.raises(RuntimeError, match="run 2"):
         compared(new, old, pairs=3)
@@ -70,7 +70,7 @@ def test_an_interval_is_the_narrowest_that_is_certain_enough(count: int) -> None
     assert certainty(int(low)) >= 0.95 > certainty(int(low) + 1)
 
 
-def test_few_values_give_their_range() -> None:
+def test_less_than_six_values_give_their_range() -> None:
     assert median_interval([3.0]) == (3.0, 3.0)
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
@@ -100,7 +100,7 @@ def test_new_lines_are_merged_with_those_of_the_file(tmp_path: Path) -> None:
     assert [*found.items()] == [(name, {"ratio": i}) for i, name in enumerate(names)]
 
 
-def test_two_sides_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself, with a text of a few tokens and a server for a moment."""
     lines = (
         Line("a", DEMO_CPU, "text", new_tokens=8),

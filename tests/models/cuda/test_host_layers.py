@@ -29,7 +29,7 @@ def plain(path: Path) -> Iterator[OneSequence]:
         yield runner
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("missing", "streamed", "num_places", "lengths"),

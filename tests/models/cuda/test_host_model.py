@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield Model(path, kv_type, runner)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("short_context", [SHORT_CONTEXT, 0], ids=["short", "deep"])
 def test_a_chain(model: Model, monkeypatch: pytest.MonkeyPatch, short_context: int) -> None:
@@ -74,7 +74,7 @@ def test_long_prompts_of_several_sequences(model: Model) -> None:
             assert np.array_equal(runner.runner.extend(sequence, [3]), model.cpu.decode(3)), length
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 def test_trees_and_chains(model: Model) -> None:
     with open_cuda(model.path, context_length=CONTEXT, kv_type=model.kv_type, cache_size=SIZE) as runner:
@@ -111,7 +111,7 @@ def path_of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return write_mixed_layers(tmp_path_factory.mktemp("models"), request.param)
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("share", "streamed", "prefetching"),

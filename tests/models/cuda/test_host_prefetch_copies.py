@@ -77,7 +77,7 @@ def on_demand(path: Path, compiled_for_the_host: HostDevice) -> OnDemand:
         return OnDemand(bus, answers(runner), slot_copies(runner))
 
 
-@pytest.mark.by_turns
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("prefetching", "tardy"),
     [(Prefetching(1, 4), 0), (Prefetching(2, 2), 3), (Prefetching(1, 8, CAP), 5)],
