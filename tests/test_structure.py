@@ -17,7 +17,7 @@ WALKS = {
     "An expert's bytes on a partly filled GPU": 9,
     "A draft": 10,
     "A request, from the socket to tokens": 12,
-    "A token's step": 9,
+    "A token's step": 10,
 }
 
 
