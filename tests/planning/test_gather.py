@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path, demo_profile_path
 from coldstream.engine.opened_model import open_model
 from coldstream.errors import ConfigError, InconsistentError, ModelNotFoundError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
+from coldstream.planning import gather
 from coldstream.planning.choose import DEFAULT_CTX_SIZE
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import Sources, bundled_profile, plan_by_name, plan_model
@@ -138,3 +140,26 @@ def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: p
     resident = np.zeros(planned.known.uses.shape, bool)
     resident.ravel()[planned.plan.resident_numbers()] = True
     assert planned.known.uses[resident].min() >= planned.known.uses[~resident].max()
+
+
+def test_a_plan_stands_where_more_memory_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer prefill steps take more memory, and may leave too little for pinned layers."""
+    monkeypatch.setattr(gather, "missing_packages", lambda: ("torch",))
+    dims, options = Dims(experts=64, experts_used=3, expert_ffn=1024), PlanOptions(num_pinned_layers=1)
+    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=dims)
+    with GGUFFile.open(path) as file:
+        sources = Sources(file, read_spec(file.metadata, file.tensors), MACHINE)
+        alone = []
+        for budget in range(515 * MIB, 540 * MIB, MIB):
+            config = EngineConfig("m", device="cuda", vram=budget, ctx_size=64)
+            try:
+                planned = plan_model(config, sources, options, more_bytes=MIB)
+            except OutOfMemoryError:
+                continue
+            if planned.larger_plan is None:
+                alone.append(budget)
+                with pytest.raises(OutOfMemoryError):
+                    plan_model(replace(config, vram=budget + MIB), sources, options)
+            else:
+                assert planned.larger_plan.budget_bytes == budget + MIB
+    assert alone

@@ -160,14 +160,15 @@ def _with_more(planned: Planned, gathered: Gathered, options: PlanOptions, more_
         kept = run.prompt_cache_bytes
         while isinstance(larger := place(wider, gathered.facts, options, kept), Missing):
             gathered.find_out(larger.what)
-        assert isinstance(larger, PlacementPlan), "what fits into a budget fits into a larger one"
-        planned = replace(planned, larger_plan=larger)
+        # With layers that are pinned, longer steps in more memory may leave too little for them.
+        if isinstance(larger, PlacementPlan):
+            planned = replace(planned, larger_plan=larger)
     if run.pool is not None:
         ram = run.pool.budget_bytes + more_bytes
         while isinstance(more_ram := with_ram(run, gathered.facts, ram), Missing):
             gathered.find_out(more_ram.what)
-        assert isinstance(more_ram, RunPlan), "what fits into a budget fits into a larger one"
-        planned = replace(planned, more_ram=more_ram)
+        if isinstance(more_ram, RunPlan):  # not if the plan is given, and of a version that took less
+            planned = replace(planned, more_ram=more_ram)
     return planned
 
 

@@ -19,7 +19,7 @@ class Planned:
     """A plan, plans with more memory, and the inputs of all."""
 
     run: RunPlan
-    larger_plan: PlacementPlan | None  # with more fast memory; None: all is resident, or not asked for
+    larger_plan: PlacementPlan | None  # with more fast memory; None: all is resident, or there is none
     sizes: ModelSizes
     config: EngineConfig  # with a concrete device, context and prefetching
     hardware: Hardware
