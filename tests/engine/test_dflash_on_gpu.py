@@ -58,6 +58,7 @@ def random_drafter(folder: Path, second: bool) -> DflashFile:
     return DflashFile.open(write_converted(folder, values, random_tensors(spec_of(values))))
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("second", [False, True])

@@ -92,6 +92,7 @@ def on_the_host(path: Path, *, has_mtp: bool, share: float | None = None) -> Ite
         yield opened_with(runner, CONTEXT)
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("has_mtp", "share"), [(False, None), (True, None), (True, 0.5)])
 def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool, share: float | None) -> None:
