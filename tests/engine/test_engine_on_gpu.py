@@ -71,7 +71,7 @@ def test_steps_of_answers_that_only_decode_are_launched_ahead(models: tuple[LLM,
         assert client.engine.statistics().ahead_steps == 7, "all but the first"
 
 
-def test_what_flying_steps_cost_is_learned(models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_steps_in_flight_cost_is_learned(models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """From their launch, or from the end of the one before, to their own: that of a whole prompt as well."""
     now, recorded = 0.0, []
 
@@ -97,7 +97,7 @@ def test_what_flying_steps_cost_is_learned(models: tuple[LLM, LLM], monkeypatch:
     assert 0 < recorded[0][1] <= spans[0]
 
 
-def test_one_that_comes_while_steps_fly_is_taken_on(models: tuple[LLM, LLM]) -> None:
+def test_one_that_comes_while_steps_are_in_flight_is_taken_on(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     params = replace(GREEDY, max_tokens=8)
     wanted = [alone(cpu, [number], params)[0][1] for number in range(3)]
@@ -112,7 +112,7 @@ def test_one_that_comes_while_steps_fly_is_taken_on(models: tuple[LLM, LLM]) -> 
         assert steps < 20, "they decode together"
 
 
-def test_cancel_invalidates_a_step_that_flies(models: tuple[LLM, LLM]) -> None:
+def test_cancel_invalidates_a_step_in_flight(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     params = replace(GREEDY, max_tokens=8)
     wanted = alone(cpu, [1], params)[0][1]

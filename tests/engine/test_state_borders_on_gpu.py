@@ -27,7 +27,7 @@ def kept_lengths(client: Client) -> list[int]:
     return sorted(each.node.length for each in client.engine._served.memory.cache._kept)
 
 
-def test_what_a_flying_step_has_left_is_kept_once_its_token_is_known(models: tuple[LLM, LLM]) -> None:
+def test_what_a_step_in_flight_has_left_is_kept_once_its_token_is_known(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     wanted = alone(cpu, PROMPT, PARAMS)[0][1]
     longer = [*PROMPT[:17], 9, 9]
@@ -47,7 +47,7 @@ def test_what_a_flying_step_has_left_is_kept_once_its_token_is_known(models: tup
 
 
 @pytest.mark.parametrize("how", ["cancelled", "interrupted", "closed"])
-def test_a_flying_step_that_nobody_waits_for_gives_its_branches_back(
+def test_a_step_in_flight_that_nobody_waits_for_gives_its_branches_back(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     gpu, cpu = models
