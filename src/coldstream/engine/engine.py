@@ -259,7 +259,7 @@ class Engine:
     def _begins_fused(self) -> bool:
         """Takes the first fused step of the only job. False, with none taken, if there are none for it."""
         drafts, served, job = self._drafts, self._served, self._alone()
-        if drafts is None or not drafts.has_fused or drafts.rests or job is None or not job.is_trusted:
+        if drafts is None or not drafts.has_fused or drafts.rests or job is None or not job.logits_checked:
             return False
         if not self._has_room_for_fused(job, more_states=1):  # for the checkpoint
             return False
@@ -307,7 +307,7 @@ class Engine:
         drafts, memory = self._drafts, self._served.memory
         if drafts is None:
             return {}
-        jobs = [job for job in counts if job.is_trusted]
+        jobs = [job for job in counts if job.logits_checked]
         num_free = self._runner.chunk_size - sum(counts.values())
         most = drafts.most_nodes(len(jobs), len(counts) - len(jobs), num_free)
         if most > 0 and not memory.fits({**counts, **{job: 1 + min(most, job.num_left - 1) for job in jobs}}):
@@ -413,7 +413,7 @@ class Engine:
             if job.sequence is None or job.request_id in self._served.cancelled:
                 continue
             if job.is_over:
-                self._served.let_go(job, is_trusted=isinstance(outcome, Chosen))
+                self._served.let_go(job, logits_checked=isinstance(outcome, Chosen))
                 continue
             if job in ahead and not _goes_on(job, outcome):
                 self._runner.take_back(job.sequence)
@@ -440,7 +440,7 @@ class Engine:
             self._served.finish(job)
             # A row that follows a stop string may be under way, after which the sequence is worth keeping.
             if job.num_missing:
-                self._served.let_go(job, is_trusted=True)
+                self._served.let_go(job, logits_checked=True)
         elif job.num_computed in job.cuts:
             self._served.keep(job)
 
@@ -471,7 +471,7 @@ class Engine:
     def _end_if_over(self, job: Job) -> None:
         if job.has_ended:
             self._served.finish(job)
-            self._served.let_go(job, is_trusted=True)
+            self._served.let_go(job, logits_checked=True)
 
 
 def _goes_on(job: Job, outcome: Outcome) -> bool:

@@ -104,7 +104,7 @@ class Job:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def is_trusted(self) -> bool:
+    def logits_checked(self) -> bool:
         """Whether a token was chosen after the last row, so that all its logits were finite."""
         return self.num_prompt <= self.num_computed == len(self.token_ids) - 1
 

@@ -187,9 +187,9 @@ class ServedRequests:
             self.memory.keep_branch(job, branch, self.running)
             self._can_admit = True
 
-    def let_go(self, job: Job, *, is_trusted: bool) -> None:
+    def let_go(self, job: Job, *, logits_checked: bool) -> None:
         """Frees the memory of an answer that is over; what it computed is kept if it can be trusted."""
-        if is_trusted and job.sequence is not None:
+        if logits_checked and job.sequence is not None:
             self.keep(job)
         self.memory.release(job)
         self._can_admit = True
@@ -233,7 +233,7 @@ class ServedRequests:
                     piece = cancelled_piece(job.request)
                 self._events.append(Delta(request_id, job.index, piece))
                 self._forget(job)
-                self.let_go(job, is_trusted=job.is_trusted)
+                self.let_go(job, logits_checked=job.logits_checked)
             self.counts.cancelled_requests += 1
 
     def end_overdue(self, now: float) -> None:
