@@ -131,11 +131,14 @@ def alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[Answe
 
 
 def rows_of_steps(
-    runner: ModelRunner, clock: FakeClock | None = None, seconds_of_row: float = 0.0, dearer: float = 1.0
+    runner: ModelRunner,
+    clock: FakeClock | None = None,
+    seconds_of_row: float = 0.0,
+    more_expensive: float = 1.0,
 ) -> list[list[int]]:
     """Rows of each segment of every step from now on, each of which takes so long by `clock`.
 
-    dearer: so many times as long in steps of several segments.
+    more_expensive: so many times as long in steps of several segments.
     """
     steps: list[list[int]] = []
     step = runner.step
@@ -143,7 +146,7 @@ def rows_of_steps(
     def counted(batch: Batch) -> tuple[Logits, ...]:
         steps.append([len(segment.token_ids) for segment in batch.segments])
         if clock is not None:
-            clock.now += seconds_of_row * sum(steps[-1]) * (dearer if len(steps[-1]) > 1 else 1)
+            clock.now += seconds_of_row * sum(steps[-1]) * (more_expensive if len(steps[-1]) > 1 else 1)
         return step(batch)
 
     runner.step = counted  # type: ignore[method-assign]

@@ -325,7 +325,7 @@ def test_what_rows_cost_beside_others_leaves_the_steps_of_a_prompt_alone_short(o
     """There more is done for a row, whatever the size of the step; a lone prompt's steps tell of sizes."""
     clock = FakeClock(tick=0.0)
     with engine_of(opened, EngineLimits(target_step_ms=240), clock) as client:
-        steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001, dearer=3.0)
+        steps = rows_of_steps(opened.runner, clock, seconds_of_row=0.001, more_expensive=3.0)
         once = replace(SAMPLED, max_tokens=1)
         for token_id in range(20):
             client.add([token_id] * 600, once)

@@ -71,7 +71,9 @@ def test_steps_of_answers_that_only_decode_are_launched_ahead(models: tuple[LLM,
         assert client.engine.statistics().ahead_steps == 7, "all but the first"
 
 
-def test_what_steps_in_flight_cost_is_learned(models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_steps_in_flight_cost_is_learned(
+    models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From their launch, or from the end of the one before, to their own: that of a whole prompt as well."""
     now, recorded = 0.0, []
 

@@ -139,15 +139,15 @@ def test_prompts_alone_take_short_steps_where_these_cost_little(
 
     taken = settled_alone(StepCost(NUM_ROWS), seconds, target_s)
     assert taken[0] == NUM_ROWS
-    # Where steps above the target are dear, those within it may yet be worth it: that is one leap.
+    # Where steps above the target are expensive, those within it may yet be worth it: that is one leap.
     assert sum(fewer < rows // 2 for rows, fewer in itertools.pairwise(taken)) <= 1, "in small steps"
 
-    def dearer(rows: int) -> float:
+    def more_expensive(rows: int) -> float:
         return seconds(rows) / max(1, rows) * NUM_ROWS / seconds(NUM_ROWS) - 1
 
     settled = taken[-1]
-    assert dearer(settled) <= (0.301 if seconds(settled) <= target_s else 0.151)
-    is_least = dearer(settled // 2) > 0.149
+    assert more_expensive(settled) <= (0.301 if seconds(settled) <= target_s else 0.151)
+    is_least = more_expensive(settled // 2) > 0.149
     assert is_least or seconds(settled) < 0.7 * target_s or settled == 1
 
 
@@ -183,7 +183,7 @@ def test_what_fewer_rows_cost_is_learned_from_steps_that_had_them() -> None:
     assert cost.prompt_rows_alone(0.05) == 384
 
 
-def test_rows_that_were_dear_in_a_bad_moment_do_not_keep_steps_long() -> None:
+def test_rows_that_were_expensive_in_a_bad_moment_do_not_keep_steps_long() -> None:
     cost = StepCost(NUM_ROWS)
     settled_alone(cost, lambda rows: 0.001 * rows, 0.05)
     for _ in range(9):
@@ -266,7 +266,7 @@ def test_a_step_with_a_prompts_last_row_is_short(num_last: int) -> None:
 
 
 @pytest.mark.parametrize("stale", [64, 1024])
-def test_what_was_dear_in_a_bad_moment_is_tried_again_once_it_is_stale(stale: int) -> None:
+def test_what_was_expensive_in_a_bad_moment_is_tried_again_once_it_is_stale(stale: int) -> None:
     cost = StepCost(NUM_ROWS, stale=stale)
     for rows in cost_ranges():
         for _ in range(9):
@@ -276,7 +276,7 @@ def test_what_was_dear_in_a_bad_moment_is_tried_again_once_it_is_stale(stale: in
     assert (min(taken) < 384) == (stale == 64)
 
 
-def test_what_is_dear_takes_few_steps_to_know_it_again() -> None:
+def test_what_is_expensive_takes_few_steps_to_know_it_again() -> None:
     cost = StepCost(NUM_ROWS, stale=64)
     taken = [rows for _ in range(20) for rows in settled_alone(cost, lambda rows: 0.4, 0.05)]
     assert taken.count(NUM_ROWS) > 0.7 * len(taken)

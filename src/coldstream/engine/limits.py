@@ -17,9 +17,9 @@ class EngineLimits:
     max_running: int = MAX_RUNNING  # sequences in a step, if the model has memory for as many
     max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
     max_waiting_of_owner: int | None = None  # of these, at most so many of one owner; None: all
-    # Steps with decoding rows take no more rows of prompts than keep to this, by what steps took so far,
-    # unless all wait much less with longer ones. Steps of prompts alone may be as short as a third of it,
-    # where that makes a row little dearer. Infinite: as many as a step takes.
+    # A step with decoding rows takes as many rows of prompts as keep it within this time, by what steps took
+    # so far. It takes more where all requests then wait much less. A step of prompts alone may be as short as
+    # a third of this time, if its rows then cost little more each. Infinite: as many rows as a step takes.
     target_step_ms: float = 50.0
 
     def __post_init__(self) -> None:

@@ -188,7 +188,7 @@ class ServedRequests:
             self._can_admit = True
 
     def let_go(self, job: Job, *, logits_checked: bool) -> None:
-        """Frees the memory of an answer that is over; what it computed is kept if it can be trusted."""
+        """Frees the memory of an answer that is over; what it computed is kept if its logits were checked."""
         if logits_checked and job.sequence is not None:
             self.keep(job)
         self.memory.release(job)

@@ -22,8 +22,8 @@ _FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
 _LAST: Final = 1 / 6  # of the target, that a step with a prompt's last row takes about
-_DEARER: Final = 0.15  # how much of a whole step's row a row of such a step costs more, at most
-_DEARER_AT_TARGET: Final = 0.3  # the same of a step as long as the target, in proportion if it is shorter
+_MAX_EXTRA_COST: Final = 0.15  # of a row in such a step, as a share of a row's cost in a whole step
+_MAX_EXTRA_COST_AT_TARGET: Final = 0.3  # the same in a step as long as the target; less in a shorter one
 _LONGEST: Final = 20.0  # targets that a step takes at most where that makes all wait less
 _LESS: Final = 2 / 3  # of what all wait with steps that keep to the target: then longer ones are taken
 
@@ -100,11 +100,11 @@ class StepCost:
 
     def prompt_rows_alone(self, target_s: float) -> int:
         """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
-        meanwhile waits little, but not so few that a row gets much dearer or the step much shorter than
+        meanwhile waits little, but not so few that a row costs much more or the step gets much shorter than
         the target. More is paid for a step that keeps to the target, the more the less it falls short of it.
 
         All, as long as it is not known what they cost; then fewer are tried, a range at a time. What seemed
-        dear is tried again once it is stale, as it may have been measured in a bad moment.
+        expensive is tried again once it is stale, because it may have been measured in a bad moment.
         """
         known, most_rows = self._known(), self._rows[-1]
         if most_rows not in known:
@@ -114,7 +114,7 @@ class StepCost:
             seconds = _seconds(known, rows)
             if seconds < _ALONE * target_s:
                 break
-            if seconds <= (1 + _dearer(seconds / target_s)) * whole_s * rows:
+            if seconds <= (1 + _extra_cost(seconds / target_s)) * whole_s * rows:
                 best, again = rows, 0
                 if rows not in known:
                     break
@@ -140,12 +140,12 @@ class StepCost:
         return self._num_long_steps if rows > _FEW_ROWS else self._num_steps
 
 
-def _dearer(of_target: float) -> float:
+def _extra_cost(of_target: float) -> float:
     """How much more a row may cost than one of a whole step, in a step that takes so much of the target.
 
     What is compared was measured at different times, so that a limit near what a size costs is met by chance.
     """
-    return max(_DEARER, _DEARER_AT_TARGET * of_target) if of_target <= 1 else _DEARER
+    return max(_MAX_EXTRA_COST, _MAX_EXTRA_COST_AT_TARGET * of_target) if of_target <= 1 else _MAX_EXTRA_COST
 
 
 def _ranges(num_rows: int) -> Sequence[int]:
