@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from coldstream.decoding.rest import AWAKE_STEPS, TOLD_STEPS, WAKE_DISTANCE, Rest
+from coldstream.decoding.backoff import AWAKE_STEPS, OBSERVED_STEPS, WAKE_DISTANCE, Backoff
 from coldstream.decoding.round_sizes import MOST_NODES, FixedRounds, RoundsByCost, _chain
 from coldstream.kernels.rounds.reference import Accepted
 
@@ -60,28 +60,28 @@ def test_rounds_rest_once_they_have_not_paid_for_long() -> None:
     sizes = RoundsByCost()
     for _ in range(3):  # the first drafts are believed in
         generate(sizes, 0.0, 100)
-    assert not sizes.rests()
+    assert not sizes.backs_off()
     generate(sizes, 0.0, AWAKE_STEPS)
-    assert sizes.rests()
+    assert sizes.backs_off()
     assert sizes.is_idle()
-    num_rested = 0
+    num_backed_off = 0
     while sizes.is_idle():
         sizes.went_on(1, STEP_S)
-        num_rested += 1
-    assert sizes.rests()
-    assert WAKE_DISTANCE - 2 * AWAKE_STEPS < num_rested < WAKE_DISTANCE - AWAKE_STEPS
-    sizes.went_on(TOLD_STEPS, TOLD_STEPS * STEP_S)
-    assert not sizes.rests()
+        num_backed_off += 1
+    assert sizes.backs_off()
+    assert WAKE_DISTANCE - 2 * AWAKE_STEPS < num_backed_off < WAKE_DISTANCE - AWAKE_STEPS
+    sizes.went_on(OBSERVED_STEPS, OBSERVED_STEPS * STEP_S)
+    assert not sizes.backs_off()
     generate(sizes, 0.95, 400)
-    assert not sizes.rests()
+    assert not sizes.backs_off()
 
 
 def test_rounds_that_pay_never_rest() -> None:
     sizes = RoundsByCost()
     for _ in range(20):
         generate(sizes, 0.9, 100)
-        assert not sizes.rests()
-    assert not FixedRounds(3).rests()
+        assert not sizes.backs_off()
+    assert not FixedRounds(3).backs_off()
 
 
 def test_only_sizes_that_have_graphs_are_chosen() -> None:
@@ -131,7 +131,7 @@ def test_the_last_round_of_a_text_says_nothing_of_what_is_accepted() -> None:
 
 
 def test_drafts_rest_from_the_512th_step_on_in_which_they_have_not_gained() -> None:
-    rest = Rest()
+    rest = Backoff()
     rest.went_by(AWAKE_STEPS - 1, has_gained=False)
     assert rest.num_steps == 0
     rest.went_by(1, has_gained=False)

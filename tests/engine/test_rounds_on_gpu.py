@@ -231,7 +231,7 @@ def test_rounds_of_changing_sizes_leave_the_answers(models: Models) -> None:
     check_sizes(models, SizesInTurn(3), [[1, 2, 3, 1, 2]], replace(SEEDED, max_tokens=9))
 
 
-class Resting(FixedRounds):
+class BackingOff(FixedRounds):
     """Two rounds, and then three steps without any, of the last of which the drafter is told."""
 
     def __init__(self, most: int) -> None:
@@ -242,7 +242,7 @@ class Resting(FixedRounds):
     def place(self) -> int:
         return sum(self.told) % 5
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         return self.place >= 2
 
     def is_idle(self) -> bool:
@@ -255,18 +255,18 @@ class Resting(FixedRounds):
         self.told.append(num_steps)
 
 
-class RestingSizes(FixedSizes):
+class BackingOffSizes(FixedSizes):
     @property
-    def rounds(self) -> Resting:
-        return Resting(self.num_nodes)
+    def rounds(self) -> BackingOff:
+        return BackingOff(self.num_nodes)
 
 
-def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
+def check_backoff(models: Models, prompt: Any, params: SamplingParams) -> None:
     """Alone, and served."""
     speculation = models.drafting.opened.speculation
     assert speculation is not None
-    resting = Speculation(speculation.drafter, RestingSizes(1))
-    opened = replace(models.drafting.opened, speculation=resting)
+    backing_off = Speculation(speculation.drafter, BackingOffSizes(1))
+    opened = replace(models.drafting.opened, speculation=backing_off)
     (expected,) = models.plain.generate(prompt, params)
     drafter = scripted(
         "mostly_right", models.plain, [prompt], params, wants_hidden=True, num_tokens=known(params)
@@ -289,10 +289,10 @@ def check_rests(models: Models, prompt: Any, params: SamplingParams) -> None:
         assert 2 < statistics.speculation.rounds < statistics.speculation.steps - 2
 
 
-def test_rounds_that_rest_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_steps_that_back_off_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     for params in (replace(GREEDY, max_tokens=14, seed=1), replace(SEEDED, max_tokens=14)):
-        check_rests(models, [1, 2, 3, 1, 2], params)
+        check_backoff(models, [1, 2, 3, 1, 2], params)
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +326,9 @@ def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS[:2], ids=["greedy", "seeded"])
-def test_rounds_that_rest_leave_the_answers_on_a_gpu(demo: Models, params: SamplingParams) -> None:
+def test_fused_steps_that_back_off_leave_the_answers_on_a_gpu(demo: Models, params: SamplingParams) -> None:
     (prompt,) = {output.prompt_token_ids for output in demo.plain.generate(PROMPTS[:1], params)}
-    check_rests(demo, list(prompt), replace(params, max_tokens=40, seed=3, ignore_eos=True))
+    check_backoff(demo, list(prompt), replace(params, max_tokens=40, seed=3, ignore_eos=True))
 
 
 @pytest.mark.gpu

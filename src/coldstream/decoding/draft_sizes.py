@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heapreplace
 from typing import ClassVar, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
-from coldstream.decoding.rest import TOLD_STEPS, Rest
+from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
 from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
 from coldstream.decoding.row_times import StepTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
@@ -119,7 +119,7 @@ class SizesByCost:
         return learned.policy.num_asked(most, num_sequences)
 
     def is_idle(self, num_sequences: int = 1) -> bool:
-        return self._of(num_sequences).num_plain(num_sequences) > TOLD_STEPS
+        return self._of(num_sequences).num_plain(num_sequences) > OBSERVED_STEPS
 
     def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
         expected = [self._acceptance.expected(self._name, tree) for tree in trees]
@@ -153,15 +153,15 @@ class _Learned:
     def __init__(self) -> None:
         self.policy = SizePolicy(StepTimes())
         self.chosen: TreeSize | None = None  # for the next step
-        self._rest = Rest()
+        self._backoff = Backoff()
 
     def num_plain(self, num_sequences: int) -> int:
         """How many steps, the next one first, have no draft."""
-        return max(self._rest.num_steps, self.policy.num_plain(num_sequences))
+        return max(self._backoff.num_steps, self.policy.num_plain(num_sequences))
 
     def lose_step(self) -> None:
         """A step went by, and drafts may not have paid since."""
-        self._rest.went_by(1, has_gained=self.policy.has_gained)
+        self._backoff.went_by(1, has_gained=self.policy.has_gained)
 
 
 def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:

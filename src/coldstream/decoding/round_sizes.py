@@ -10,7 +10,7 @@ from math import log
 from typing import Final, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
-from coldstream.decoding.rest import TOLD_STEPS, Rest
+from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
 from coldstream.decoding.row_times import StepTimes
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
@@ -31,7 +31,7 @@ class RoundSizes(Protocol):
     def start(self) -> None:
         """The first of them is next; rounds that were not recorded are none of these."""
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """Whether steps without rounds are better for now; the same until something is recorded."""
 
     def is_idle(self) -> bool:
@@ -59,7 +59,7 @@ class FixedRounds:
     def start(self) -> None:
         """See `RoundSizes`."""
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """See `RoundSizes`."""
         return False
 
@@ -84,7 +84,7 @@ class RoundsByCost:
     The policy is that of trees (`tree_size.py`). The time of a round includes that of its draft, and one
     without a draft is the plain step that it is compared with; its block goes on, so that it costs a little
     more than a step of a model without drafts. Once drafts have not paid for long, there are no rounds for
-    a while (`rest.py`). Acceptance is counted by depth (`acceptance.py`), since the host does not see what
+    a while (`backoff.py`). Acceptance is counted by depth (`acceptance.py`), since the host does not see what
     the device's block says of its tokens before they are verified.
     """
 
@@ -95,25 +95,25 @@ class RoundsByCost:
         self._policy = SizePolicy(StepTimes())
         self._launched: deque[TreeSize | None] = deque()
         self._is_first = True
-        self._rest = Rest()
+        self._backoff = Backoff()
 
     def start(self) -> None:
         """See `RoundSizes`."""
         self._launched.clear()
         self._is_first = True
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """See `RoundSizes`."""
-        return self._rest.num_steps > 0
+        return self._backoff.num_steps > 0
 
     def is_idle(self) -> bool:
         """See `RoundSizes`."""
-        return self._rest.num_steps > TOLD_STEPS
+        return self._backoff.num_steps > OBSERVED_STEPS
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
         """See `RoundSizes`."""
         self._policy.went_on(num_steps, seconds, is_usual=is_usual)
-        self._rest.went_by(num_steps, has_gained=self._policy.has_gained)
+        self._backoff.went_by(num_steps, has_gained=self._policy.has_gained)
 
     def next(self) -> int:
         """See `RoundSizes`."""
@@ -130,7 +130,7 @@ class RoundsByCost:
         if not self._is_first:
             self._policy.record(seconds, size, 1.0 + num_accepted, is_usual=is_usual)
         self._is_first = False
-        self._rest.went_by(1, has_gained=self._policy.has_gained)
+        self._backoff.went_by(1, has_gained=self._policy.has_gained)
         if not accepted.is_last:
             self._acceptance.record(_NAME, _chain(accepted.num_drafted), range(num_accepted))
 

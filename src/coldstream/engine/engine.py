@@ -259,7 +259,13 @@ class Engine:
     def _begins_fused(self) -> bool:
         """Takes the first fused step of the only job. False, with none taken, if there are none for it."""
         drafts, served, job = self._drafts, self._served, self._alone()
-        if drafts is None or not drafts.has_fused or drafts.rests or job is None or not job.logits_checked:
+        if (
+            drafts is None
+            or not drafts.has_fused
+            or drafts.backs_off
+            or job is None
+            or not job.logits_checked
+        ):
             return False
         if not self._has_room_for_fused(job, more_states=1):  # for the checkpoint
             return False

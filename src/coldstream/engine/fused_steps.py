@@ -87,7 +87,7 @@ class FusedSteps:
             self._num_in_flight < _IN_FLIGHT
             and self.job.num_left > self._num_in_flight
             and len(self._token_ids) <= MOST_TOKENS
-            and not self._sizes.rests()
+            and not self._sizes.backs_off()
         ):
             with self._whole_or_empty():
                 self._device.launch(self._sizes.next())

@@ -63,18 +63,18 @@ class JobDrafts:
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
         self._reason = SizeReason.NOT_ASKED
-        self._rested = False  # whether the step is of an answer whose device might draft
+        self._backed_off = False  # whether the step is of an answer whose device might draft
 
     def may_draft(self, num_jobs: int) -> bool:
         """Whether something may be drafted soon where so many jobs run."""
-        is_idle = self._fused_sizes.is_idle() if self.rests else self._sizes.is_idle(num_jobs)
+        is_idle = self._fused_sizes.is_idle() if self.backs_off else self._sizes.is_idle(num_jobs)
         return self._most_nodes(num_jobs) > 0 and not is_idle
 
     def will_draft(self, num_jobs: int) -> bool:
         """Whether something is to be drafted before the next step of so many jobs, or by a device in it."""
         most = self._most_nodes(num_jobs)
         if most == 0 or self.has_fused:
-            return not self.rests and self.may_draft(num_jobs)
+            return not self.backs_off and self.may_draft(num_jobs)
         return self._sizes.will_draft(most, num_jobs)
 
     def most_nodes(self, num_jobs: int, num_prompts: int, num_free: int) -> int:
@@ -92,8 +92,8 @@ class JobDrafts:
 
         Of more jobs than can have drafts, nothing is learned either.
         """
-        self._rested = self.rests and len(jobs) == 1
-        jobs = jobs if self._most_nodes(len(jobs)) > 0 and not self._rested else ()
+        self._backed_off = self.backs_off and len(jobs) == 1
+        jobs = jobs if self._most_nodes(len(jobs)) > 0 and not self._backed_off else ()
         self._draft_s, self._build_s, self._first_rows, self._picks, self._tried = {}, {}, {}, {}, {}
         self._size_s = self._choose_s = 0.0
         self._uses, self._captured_before = None, self._runner.num_captured
@@ -171,8 +171,8 @@ class JobDrafts:
     def end_step(self) -> None:
         """All tokens of the step are known, and all trees committed or given up."""
         drafted, self._drafted = self._drafted, {}
-        if self._rested:
-            seconds, self._rested = time.perf_counter() - self._start, False
+        if self._backed_off:
+            seconds, self._backed_off = time.perf_counter() - self._start, False
             self._fused_sizes.went_on(1, seconds, is_usual=False)  # it may have begun before
         if drafted:
             tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
@@ -190,9 +190,9 @@ class JobDrafts:
         return with_rounds(self._speculation.drafter) is not None
 
     @property
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """Whether a device that may draft by itself is not to for now, nor the host."""
-        return self.has_fused and self._fused_sizes.rests()
+        return self.has_fused and self._fused_sizes.backs_off()
 
     def begin_fused(self, job: Job, on_step: Callable[[Accepted], None]) -> FusedSteps | None:
         """Begins fused steps of a job; None if there are none for it. on_step: is told what each gave.

@@ -6,12 +6,12 @@ from typing import Final
 
 # Steps before a draft from which on a drafter is told of tokens. With 64 rows of 2,600 the demo model's block
 # gives 3.24 tokens a step, with all of them 3.42.
-TOLD_STEPS: Final = 64
+OBSERVED_STEPS: Final = 64
 AWAKE_STEPS: Final = 512  # of WAKE_DISTANCE steps in which drafts do not pay
 WAKE_DISTANCE: Final = 4096
 
 
-class Rest:
+class Backoff:
     """Once drafts have not gained for AWAKE_STEPS steps, they are tried in so many of WAKE_DISTANCE only."""
 
     def __init__(self) -> None:
