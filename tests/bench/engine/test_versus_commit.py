@@ -1,6 +1,7 @@
 """Comparisons with another commit: pairs, intervals, what fails, and a small one from end to end."""
 
 import json
+import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
 from math import comb
@@ -124,6 +125,10 @@ def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
 
 
 def test_a_commit_is_checked_out_whole(tmp_path: Path) -> None:
-    check_out(ROOT, "HEAD", tmp_path)
-    with GGUFFile.open(tmp_path / "src" / "coldstream" / "assets" / "demo.gguf") as file:
+    folder = tmp_path / "sources"
+    check_out(ROOT, "HEAD", folder)
+    with GGUFFile.open(folder / "src" / "coldstream" / "assets" / "demo.gguf") as file:
         assert file.tensors
+    assert [*tmp_path.iterdir()] == [folder]
+    with pytest.raises(subprocess.CalledProcessError):
+        check_out(ROOT, "no-such-commit", tmp_path / "other")
