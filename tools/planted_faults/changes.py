@@ -20,7 +20,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes `start` to `end` of a source become `text`. old: what stands there, whatever its layout."""
+    """Bytes `start` to `end` of a source become `text`. old: what stands there says, whatever its layout."""
 
     start: int
     end: int
@@ -33,7 +33,8 @@ def edited(source: bytes, edits: Sequence[Edit]) -> bytes:
     ordered = sorted(edits, key=lambda edit: edit.start)
     for one, other in pairwise(ordered):
         if one.end > other.start:
-            raise ValueError(f"{one.old!r} and {other.old!r} overlap")
+            places = " and ".join(repr(source[edit.start : edit.end].decode()) for edit in (one, other))
+            raise ValueError(f"{places} overlap")
     for edit in reversed(ordered):
         source = source[: edit.start] + edit.text.encode() + source[edit.end :]
     return source

@@ -11,6 +11,7 @@ from tools.planted_faults.python_pieces import Piece, PythonSource, Scope
 
 PLACEHOLDER = re.compile(r"@((?:[a-z_]+(?:\[\d+\])?\.)*[a-z_]+(?:\[\d+\])?)?")
 STEP = re.compile(r"([a-z_]+)(?:\[(\d+)\])?\.?")
+UNSAID = {"ctx", "kind", "type_comment", "type_params"}
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.List, ast.Dict, ast.Set)
 
 
@@ -25,7 +26,7 @@ def find_edit(source: PythonSource, scope: Scope, change: Change) -> Edit:
 
 def edit_of(source: PythonSource, piece: Piece, to: str | None) -> Edit:
     """The replacement of `piece` by `to`, or its removal."""
-    old = ast.unparse(piece.node)
+    old = repr(_meaning(piece.node))
     if to is None:
         return Edit(*_dropped(source, piece), old)
     if not isinstance(piece.node, ast.stmt) or piece.kind.startswith("operator"):
@@ -34,6 +35,19 @@ def edit_of(source: PythonSource, piece: Piece, to: str | None) -> Edit:
     lines = _filled(source, piece, to).split("\n")
     text = "\n".join([lines[0], *(indent + line if line else line for line in lines[1:])])
     return Edit(piece.start, piece.end, text, old)
+
+
+def _meaning(node: object) -> object:
+    """What a node says, in a form that is the same in all versions of Python, unlike those of `ast`."""
+    if isinstance(node, list):
+        return [_meaning(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in UNSAID]
+    return [
+        type(node).__name__,
+        *((name, _meaning(value)) for name, value in fields if value not in (None, [])),
+    ]
 
 
 def means_the_same(source: PythonSource, edits: Sequence[Edit]) -> bool:
@@ -50,7 +64,7 @@ def means_the_same(source: PythonSource, edits: Sequence[Edit]) -> bool:
 def _dropped(source: PythonSource, piece: Piece) -> tuple[int, int, str]:
     """The bytes that go with a piece, and what stands there then."""
     place = next((i for i, node in enumerate(piece.block) if node is piece.node), None)
-    if place is None or (len(piece.block) == 1 and isinstance(piece.node, ast.BoolOp)):
+    if place is None:
         raise ValueError(f"{piece.kind} cannot be dropped")
     if isinstance(piece.node, ast.stmt):
         if len(piece.block) == 1:
