@@ -178,15 +178,19 @@ def test_an_answer_of_a_list_is_drafted_once_it_is_alone_and_so_is_what_follows_
     assert [told_of(after)] == alone(demo.plain, turn, seeded(GREEDY))
 
 
-def test_drafters_of_a_list_give_their_memory_back() -> None:
-    """Each list has drafters of its own, of which the block has room for those of one list."""
+def test_drafters_of_a_closed_engine_give_their_memory_back() -> None:
+    """Each engine has drafters of its own, of which the block has room for those of one engine."""
     config = EngineConfig(str(demo_model_path()), device="cpu", threads=1, ctx_size=300, parallel=3)
-    with LLM.from_opened(open_model(replace(config, spec_type="mtp", tree_budget=3))) as llm:
-        drafted = []
-        for _ in range(4):
-            outputs = llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))
-            found = [output.statistics.speculation for output in outputs]
+    opened = open_model(replace(config, spec_type="mtp", tree_budget=3))
+    prompts = [opened.tokenizer.encode(prompt) for prompt in PROMPTS]
+    drafted = []
+    for _ in range(4):
+        with engine_of(opened) as client:
+            ids = [client.add(prompt, replace(seeded(GREEDY), ignore_eos=True)) for prompt in prompts]
+            client.drain()
+            found = [client.outputs(each)[0].statistics.speculation for each in ids]
             drafted.append([each.drafted for each in found if each is not None])
+    opened.close()
     assert drafted == [drafted[0]] * 4
     assert min(drafted[0]) > 30
 

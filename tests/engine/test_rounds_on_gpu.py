@@ -143,6 +143,14 @@ def test_an_answer_ends_where_the_plain_one_does(models: Models) -> None:
     params = replace(GREEDY, stop_token_ids=[plain.token_ids[2]])
     (expected,), (found,) = models.plain.generate(prompt, params), llm.generate(prompt, params)
     check_same(expected, found)
+    text = plain.outputs[0].text
+    stopped = replace(GREEDY, stop=[text[len(text) // 2]])
+    (expected,), (found,) = models.plain.generate(prompt, stopped), llm.generate(prompt, stopped)
+    check_same(expected, found)
+    longer = [*prompt, *found.token_ids, 6]
+    (expected,), (found,) = models.plain.generate(longer, GREEDY), llm.generate(longer, GREEDY)
+    check_same(expected, found)
+    assert found.statistics.reused_tokens == len(longer) - 2
     for num_taken in (1, 3):
         models.plain.forget()
         llm.forget()
@@ -172,6 +180,9 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
             client.step()
         assert not client.is_over(first)
         second = client.add(other, few)
+        while not client.tokens_so_far(second):
+            client.step()
+        assert not client.is_over(first), "fused steps end where another answer waits"
         client.drain()
         assert (client.answers(first), client.answers(second)) == (wanted, wanted_of_other)
         statistics = client.outputs(first)[0].statistics
@@ -187,8 +198,7 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
         assert client.answers(again) == longer
 
 
-def test_an_engine_drafts_an_answer_that_is_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
+def test_an_engine_drafts_an_answer_that_is_alone(models: Models) -> None:
     check_engine(models, [1, 2, 3, 1], replace(SEEDED, max_tokens=14))
 
 

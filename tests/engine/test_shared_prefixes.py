@@ -68,6 +68,8 @@ def test_namespaces_wait_for_none_of_another(tmp_path: Path) -> None:
     opened = open_hash_model(tmp_path / "tiny.gguf")
     with engine_of(opened) as client:
         ids = [client.add(prompt, GREEDY, namespace=str(i)) for i, prompt in enumerate(PROMPTS)]
+        client.step()
+        assert client.engine.statistics().waiting == 0
         client.drain()
         assert [client.num_reused(each) for each in ids] == [0] * 6
 
