@@ -78,7 +78,11 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
-        self._answer()
+        try:
+            self._answer()
+        except RuntimeError:
+            self.close()
+            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

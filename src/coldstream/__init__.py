@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coldstream.engine import (
         LLM,
-        AsyncLLM,
         CompletionOutput,
         Executor,
         Grammar,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         Thought,
         TokensPrompt,
     )
+    from coldstream.engine.async_llm import AsyncLLM
     from coldstream.errors import (
         ColdstreamError,
         ConfigError,
@@ -94,6 +94,10 @@ if not TYPE_CHECKING:  # or any name at all would pass a type checker
 
         if hasattr(errors, name):
             return getattr(errors, name)
+        if name == "AsyncLLM":  # asyncio takes memory and time that others need not pay for
+            from coldstream.engine.async_llm import AsyncLLM
+
+            return AsyncLLM
         from coldstream import engine
 
         return getattr(engine, name)

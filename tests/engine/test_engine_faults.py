@@ -106,7 +106,7 @@ def test_nf01_ca03_damaged_logits_fail_one_and_are_never_kept(
         again = client.add(PROMPTS[row], SAMPLED)
         client.drain()
         assert client.answers(again) == wanted[row]
-        assert client.num_reused(again) == (39 if row == 2 and at_step > 0 else 0)
+        assert client.num_reused(again) == 0, "any kept prefix may be damaged"
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError, DeviceError, ModelChangedError, GenerationFault])

@@ -1,7 +1,6 @@
 """Requests: configuration, `LLM`, streams and their statistics. Knows nothing of HTTP or terminals."""
 
 from coldstream.decoding import Grammar, RepetitionStop, SamplingParams, Thought
-from coldstream.engine.async_llm import AsyncLLM
 from coldstream.engine.llm import LLM
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.prompts import TextPrompt, TokensPrompt
@@ -13,7 +12,6 @@ from coldstream.planning.config import EngineConfig
 
 __all__ = [
     "LLM",
-    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "Executor",

@@ -1,6 +1,8 @@
 """Comparisons with another commit: pairs, intervals, what fails, and a small one from end to end."""
 
 import json
+import os
+import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from bench.engine.commit_lines import DEMO_CPU, LINES, Line, ServerLine
 from bench.engine.versus_commit import compared, median_interval, merged
 from bench.results import ROOT
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels import _csrc
 from tools.checkouts import check_out
 
 
@@ -101,6 +104,20 @@ def test_new_lines_are_merged_with_those_of_the_file(tmp_path: Path) -> None:
     assert [*found.items()] == [(name, {"ratio": i}) for i, name in enumerate(names)]
 
 
+def checkout_of_this(folder: Path) -> Path:
+    """The sources of this checkout with the extension, which an editable installation has elsewhere."""
+    package = folder / "src" / "coldstream"
+    shutil.copytree(
+        ROOT / "src" / "coldstream",
+        package,
+        ignore=shutil.ignore_patterns("_csrc*.so", "__pycache__"),
+        copy_function=os.symlink,
+    )
+    extension = Path(_csrc.__file__)
+    (package / "kernels" / extension.name).symlink_to(extension)
+    return folder
+
+
 def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself, with a text of a few tokens and a server for a moment."""
     lines = (
@@ -110,7 +127,8 @@ def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setattr(versus_commit, "LINES", lines)
     monkeypatch.chdir(tmp_path)
-    words = ["versus_commit", "--against", "self", "--old", str(ROOT), "--pairs", "1", "--threads", "1"]
+    old = str(checkout_of_this(tmp_path / "old"))
+    words = ["versus_commit", "--against", "self", "--old", old, "--pairs", "1", "--threads", "1"]
     monkeypatch.setattr("sys.argv", [*words, "--lines", "[ab]", "--out", "out.json"])
     assert versus_commit.main() in (0, 1)  # a busy machine may make any side the slower one
     found = json.loads(Path("out.json").read_text())
