@@ -59,6 +59,20 @@ print("<b>")
 """
 
 
+# A transaction over the same tables begins when those before it have ended.
+_STORED = """() => new Promise((stored, failed) => {
+    const opening = indexedDB.open("coldstream", 1);
+    opening.onerror = failed;
+    opening.onsuccess = () => {
+        const tables = ["heads", "conversations"];
+        const transaction = opening.result.transaction(tables, "readwrite");
+        transaction.objectStore("heads").count();
+        transaction.oncomplete = () => { opening.result.close(); stored(); };
+        transaction.onabort = failed;
+    };
+})"""
+
+
 @dataclass
 class Visit:
     """A page under way, and what it did."""
@@ -74,6 +88,11 @@ class Visit:
 
     def note(self, request: Request) -> None:
         self.requests.append(request.url)
+
+    def reload(self) -> None:
+        """Loads the page again, once what it has begun to store is stored: else the browser gives that up."""
+        self.page.evaluate(_STORED)
+        self.page.reload()
 
     def say(self, text: str) -> None:
         """With the keyboard alone: the message has the focus when the page is there."""

@@ -230,7 +230,7 @@ def test_conversations_are_kept_listed_renamed_and_deleted(visit: Open, author: 
             each.say(question)
             author.answers(each, f"answer to the {question}")
         expect(each.kept).to_have_text(["second question", "first question"])
-        page.reload()
+        each.reload()
         expect(each.messages).to_have_count(2)
         assert each.texts == ["second question", "answer to the second question"]
         each.kept.last.press("Enter")
@@ -251,7 +251,7 @@ def test_conversations_are_kept_listed_renamed_and_deleted(visit: Open, author: 
         each.button("Delete").press("Enter")
         expect(each.kept).to_have_text(["second question"])
         expect(each.messages).to_have_count(0)
-        page.reload()
+        each.reload()
         expect(each.kept).to_have_text(["second question"])
 
 
@@ -350,7 +350,7 @@ def test_an_edit_and_another_answer_are_beside_the_old_ones(visit: Open, author:
         each.button("Previous version").first.press("Enter")
         expect(each.messages).to_have_count(4)
         assert each.texts == ["old question", "old answer", "follow-up", "its answer"]
-        each.page.reload()
+        each.reload()
         expect(each.messages).to_have_count(4)
         each.button("Next version").press("Enter")
         expect(each.messages.last).to_contain_text("newer answer")
@@ -437,7 +437,7 @@ def test_what_came_before_a_lost_connection_or_an_error_is_kept(browser: Browser
         answer.fail(GenerationFault("NaN logits"))
         expect(each.page.locator(".note").last).to_contain_text("cut off by an error: NaN logits")
         assert each.texts == ["tell", "half of it and more"]
-        each.page.reload()
+        each.reload()
         expect(each.button("Continue")).to_be_visible()
         assert each.texts == ["tell", "half of it and more"]
 

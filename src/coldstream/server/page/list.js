@@ -108,9 +108,10 @@ export class List {
     const dialog = element("confirm");
     element("confirm-text").textContent = `Delete “${name}”? It cannot be brought back.`;
     dialog.returnValue = "no";
-    dialog.addEventListener("close", () => {
-      if (dialog.returnValue === "yes") this.chat.remove(id);
-    }, { once: true });
+    // A listener of its own would also be called by the end of the time before, which the browser tells later.
+    dialog.onclose = () => {
+      if (!dialog.open && dialog.returnValue === "yes") this.chat.remove(id);
+    };
     dialog.showModal();
   }
 
