@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from coldstream.engine import LLM, Piece, RequestOutput, SamplingParams
+from coldstream.engine.events import Delta
+from coldstream.engine.request_reader import RequestReader
 from coldstream.errors import InvalidRequestError
 from hash_runner import HashRunner
 from plain_loop import plain_output
@@ -206,6 +208,20 @@ def test_a_stream_that_waits_can_be_cancelled_and_closed(llm: LLM) -> None:
     closing.get()
     assert len(holding.get()[0].token_ids) == 12
     assert llm.generate("def", GREEDY)
+
+
+def test_a_request_cancelled_before_the_engine_knows_it_computes_nothing(
+    llm: LLM, runner: HashRunner
+) -> None:
+    """Also if another caller uses the engine in between."""
+    request = RequestReader(llm.opened).of_prompt([1, 2], "prompt", GREEDY)
+    with closing(llm._engine.requests()) as mine:
+        mine.cancel(mine.add(request))
+        llm.forget()
+        (event,) = [mine.next_event()]
+    assert isinstance(event, Delta)
+    assert event.piece.finish_reason == "cancelled"
+    assert runner.computed == 0
 
 
 def test_a_stream_cancelled_before_its_first_piece_computes_nothing(llm: LLM, runner: HashRunner) -> None:

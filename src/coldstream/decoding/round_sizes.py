@@ -1,4 +1,4 @@
-"""How many tokens each round drafts, where a device drafts and accepts by itself (`rounds.py`).
+"""How many tokens each round drafts, where a device drafts and accepts by itself (`engine/fused_steps.py`).
 
 A round is launched before the host knows what the one before it gave, so its size is chosen by what came of
 those before that.

@@ -161,13 +161,6 @@ class Engine:
         """
         self._served.memory.cache.keep(token_ids, sequence)
 
-    def kept_prefix(self, token_ids: Sequence[int]) -> kvcache.Prefix:
-        """The longest kept prefix of these tokens, perhaps all or none of them; its sequence is the caller's.
-
-        The sequence outlives the engine.
-        """
-        return self._served.memory.cache.begin([*token_ids, 0])  # as a prompt that goes on after them begins
-
     def clear_prefixes(self, namespace: str | None = None) -> None:
         """Forgets the kept prefixes of a namespace, or of all; then drafters too, if no request is served."""
         self._served.memory.cache.clear(namespace)

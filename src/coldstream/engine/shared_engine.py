@@ -35,6 +35,7 @@ class SharedEngine:
         self.process = OwnProcess()
         self._make = make
         self._engine: Engine | None = None
+        self._max_running: int | None = None  # kept, as asking the engine ends what is in flight
         # Its lock is reentrant: a stream that is dropped may cancel its request anywhere.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
@@ -52,8 +53,10 @@ class SharedEngine:
     @property
     def max_running(self) -> int:
         """The most answers that have memory at a time."""
-        with self.exclusively() as engine:
-            return engine.max_running
+        if self._max_running is None:
+            with self.exclusively() as engine:
+                self._max_running = engine.max_running
+        return self._max_running
 
     @contextmanager
     def exclusively(self) -> Iterator[Engine]:
@@ -69,14 +72,13 @@ class SharedEngine:
                     break
                 self._wait()
             self._stepping = threading.current_thread()
+        refused: Sequence[Event] = ()
         try:
-            engine = self._made()
-            while self._cancelled:
-                engine.cancel(self._cancelled.popleft())
+            engine, refused = self._with_news()
             engine.settle()
             yield engine
         finally:
-            self._step_ended(())
+            self._step_ended(refused)
 
     def check(self) -> None:
         """Raises InvalidRequestError after `close`, and GenerationFault in a forked child."""
@@ -160,13 +162,11 @@ class SharedEngine:
             raise InvalidRequestError(_CALLED_BY_STEP)
         self._condition.wait()
 
-    def _made(self) -> Engine:
+    def _with_news(self) -> tuple[Engine, list[Event]]:
+        """The engine, with what was submitted and cancelled since; events of what it refuses."""
         if self._engine is None:
             self._engine = self._make()
-        return self._engine
-
-    def _step(self) -> list[Event]:
-        engine, refused = self._made(), list[Event]()
+        engine, refused = self._engine, list[Event]()
         while self._arrived:
             submission = self._arrived.popleft()
             try:
@@ -175,6 +175,10 @@ class SharedEngine:
                 refused.append(Failed(submission.request_id, error))
         while self._cancelled:
             engine.cancel(self._cancelled.popleft())
+        return engine, refused
+
+    def _step(self) -> list[Event]:
+        engine, refused = self._with_news()
         return [*refused, *engine.step()] if refused else engine.step()
 
     def _step_ended(self, events: Sequence[Event]) -> None:

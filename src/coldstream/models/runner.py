@@ -39,10 +39,6 @@ class MtpBlock(Protocol):
         """An empty sequence: a block as `decoding.drafters.mtp` has it."""
 
 
-def no_progress(done: int, total: int) -> None:
-    """For callers that show no progress."""
-
-
 class ModelRunner(ABC):
     """One model, and sequences whose state its memory holds. The runner closes the file.
 

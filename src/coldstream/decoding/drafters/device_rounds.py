@@ -1,4 +1,4 @@
-"""Drafters whose device drafts, verifies and accepts by itself, in rounds (`decoding/rounds.py`)."""
+"""Drafters whose device drafts, verifies and accepts by itself, in fused steps (`engine/fused_steps.py`)."""
 
 from collections.abc import Sequence as Listed
 from typing import Any, Protocol
