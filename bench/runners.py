@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS

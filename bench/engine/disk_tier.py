@@ -29,7 +29,7 @@ from typing import Any
 from bench.memory_limit import MemoryLimit, memory_limit
 from bench.peers.versus_llama_cpp import Side
 from bench.results import write_result
-from coldstream.experts.pooled_stacks import NUM_READERS
+from coldstream.experts.cpu.pooled_stacks import NUM_READERS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.placement.hardware import Hardware
 

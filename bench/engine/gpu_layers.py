@@ -29,7 +29,7 @@ from bench.engine.gpu_depth import UNTIMED_STEPS, few_rows, generated, seconds_o
 from bench.results import ROOT, write_result
 from bench.runners import plan_with_workers
 from coldstream.engine import LLM, EngineConfig
-from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec

@@ -30,7 +30,7 @@ from bench.full_size_model import FULL_SHAPE
 from bench.kernels.prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make_layers, matrices_of
 from bench.results import ROOT, write_result
 from coldstream.experts.executor import PartialExecutor
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.memory import ALIGNMENT, DeviceMemory, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, loading_kernels, note_kernels

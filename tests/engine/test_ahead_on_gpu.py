@@ -18,7 +18,7 @@ from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams, engine
 from coldstream.engine.model_steps import Launched, launch_ahead
 from coldstream.experts.partial_experts import PartialExperts
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner import ModelRunner
 from hash_runner import opened_with

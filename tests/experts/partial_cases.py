@@ -11,7 +11,7 @@ import torch
 from bench.runners import partial_plan
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.partial_experts import PartialExperts
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations

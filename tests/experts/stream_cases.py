@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
+from coldstream.experts.expert_stream import ExpertStream, LandedGroup
 from coldstream.experts.host import HostExperts
-from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.experts.ram_pool import RamPool
-from coldstream.experts.streaming import ExpertStream, LandedGroup
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.mailbox import Mailbox

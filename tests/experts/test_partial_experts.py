@@ -20,7 +20,7 @@ from builders import write_gguf
 from coldstream.errors import GenerationFault
 from coldstream.experts import partial_experts
 from coldstream.experts.partial_tables import PartialTables
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from device_model import Operation, range_of

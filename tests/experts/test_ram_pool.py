@@ -18,9 +18,9 @@ from stream_cases import NUM_EXPERTS, NUM_LAYERS, open_host
 
 from builders import write_gguf
 from coldstream.errors import ModelChangedError
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
-from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory

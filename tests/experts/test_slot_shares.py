@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coldstream.experts.cache import ExpertCache
 from coldstream.experts.slot_shares import SlotShares, slot_shares
+from coldstream.experts.slots.cache import ExpertCache
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.policies import DecayedFrequency
 from coldstream.placement.routing_trace import RoutedModel

@@ -8,8 +8,8 @@ import torch
 from cuda_row_cases import CUDA, check_compiles, random
 from same_bits import assert_same_bits
 
+from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.cuda.memory import ALIGNMENT

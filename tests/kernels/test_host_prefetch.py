@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cuda_prefetch import wanted
 
+from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.prefetch import TALLIES

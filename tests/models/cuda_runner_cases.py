@@ -11,7 +11,7 @@ from one_sequence import OneSequence
 from runner_cases import token_ids
 
 from bench.runners import open_model_file, partial_plan, resident_plan
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.policies import Policy

@@ -16,7 +16,7 @@ from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.models.cpu.runner import CpuRunner

@@ -19,7 +19,7 @@ from runner_cases import MIX, token_ids
 from builders import Dims, write_gguf
 from coldstream import LLM, SamplingParams
 from coldstream.errors import GenerationFault
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 

@@ -11,7 +11,7 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream.engine import EngineConfig
 from coldstream.errors import ConfigError, OutOfMemoryError
-from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
+from coldstream.experts.prefetch import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.read_spec import read_spec

@@ -19,7 +19,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.cli.main import main
 from coldstream.engine import LLM, opened_model
-from coldstream.experts.disk_tier import DiskTier
+from coldstream.experts.cpu.disk_tier import DiskTier
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.run_plan import RunPlan
@@ -75,7 +75,7 @@ def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
         code = main(["run", str(demo_model_path()), "--device", "cpu", "--ram", "30M", "-p", "x", "-n", "1"])
     assert code == 0
     stops = [file for file, _ in groupby(files)]
-    assert stops[-1] == "experts/disk_tier.py"
+    assert stops[-1] == "experts/cpu/disk_tier.py"
     assert len(stops) <= MOST_STOPS, stops
     assert rooms_of(stops) == ["cli", "engine", "planning", "models", "experts"]
 

@@ -24,7 +24,7 @@ from coldstream.engine.benchmark import (
 )
 from coldstream.engine.draft_benchmark import DraftedResult, DraftedTest, run_drafted
 from coldstream.errors import ConfigError
-from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
 from coldstream.experts.step_times import StepTimes, describe_parts

@@ -22,7 +22,7 @@ from coldstream.cli.options import (
 )
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, note
-from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.plan import PlacementPlan, PlanOptions

@@ -3,6 +3,6 @@
 The arithmetic, its launches and the layouts of memory shared with C++ and CUDA are in `kernels/`.
 """
 
-from coldstream.experts.cache import Copy, ExpertCache, StepStart
+from coldstream.experts.slots.cache import Copy, ExpertCache, StepStart
 
 __all__ = ["Copy", "ExpertCache", "StepStart"]

@@ -19,7 +19,7 @@ from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
-from coldstream.experts.landing import STAGING_BUFFERS, LandingCopy
+from coldstream.experts.staging import STAGING_BUFFERS, LandingCopy
 
 NUM_READERS = 8
 READ_BYTES = 4 * 2**20

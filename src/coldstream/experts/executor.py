@@ -2,7 +2,7 @@
 
 Each (token, expert) pair is computed in one place (a slot, the ring, the mapped file over the bus, the CPU),
 each place writes the rows of its pairs, and the sum over ranks reads each row there. For few rows the device
-shares pairs out (`few_rows.py`), for many the host does (`many_rows.py`).
+shares pairs out (`decode.py`), for many the host does (`prefill.py`).
 """
 
 from collections.abc import Collection, Iterable
@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable
 import torch
 
 from coldstream.experts.chosen_experts import ChosenExperts
-from coldstream.experts.few_rows import FewRows
+from coldstream.experts.decode import FewRows
 from coldstream.experts.host import HostExperts
-from coldstream.experts.many_rows import ManyRows
 from coldstream.experts.partial_tables import PartialTables
+from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefill import ManyRows
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight

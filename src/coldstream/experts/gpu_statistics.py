@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from coldstream.experts.cache import Counters
 from coldstream.experts.prefetch_statistics import PrefetchStatistics
+from coldstream.experts.slots.cache import Counters
 from coldstream.experts.step_times import StepTimes
 
 Array = np.ndarray[Any, Any]

@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coldstream.experts.cache import ExpertCache
 from coldstream.experts.chosen_experts import ExpertIds
-from coldstream.experts.disk_tier import DiskStatistics, Progress
+from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.expert_stream import ExpertStream, StreamCounters
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
 from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
 from coldstream.experts.ram_pool import RamPool
-from coldstream.experts.residency import ExpertResidency, expert_bytes
-from coldstream.experts.segments import SlotSegments
 from coldstream.experts.slot_shares import slot_shares
+from coldstream.experts.slots.cache import ExpertCache
+from coldstream.experts.slots.residency import ExpertResidency, expert_bytes
+from coldstream.experts.slots.segments import SlotSegments
 from coldstream.experts.step_times import StepTimes
-from coldstream.experts.streaming import ExpertStream, StreamCounters
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps

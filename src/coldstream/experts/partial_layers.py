@@ -1,12 +1,12 @@
 """The state around a model's steps if its GPU does not hold all feed-forward networks of a dense model."""
 
-from coldstream.experts.cache import ExpertCache
-from coldstream.experts.disk_tier import DiskStatistics, Progress
+from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
+from coldstream.experts.dense_layers import LayerExecutor
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.expert_stream import StreamCounters
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.host import HostExperts
-from coldstream.experts.layer_executor import LayerExecutor
-from coldstream.experts.streaming import StreamCounters
+from coldstream.experts.slots.cache import ExpertCache
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.placement.policies import Policy

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from coldstream.experts.chosen_experts import Zeros
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes, Room
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.experts.disk_tier import DiskStatistics, Progress
-from coldstream.experts.pooled_stacks import PooledStacks
+from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.host_memory import RegisteredMemory

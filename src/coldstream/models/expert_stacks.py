@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from coldstream.experts.disk_tier import DiskTier
+from coldstream.experts.cpu.disk_tier import DiskTier
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import FFN_MATRICES
 from coldstream.models.spec.model_spec import ModelSpec

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from coldstream.errors import InvalidRequestError, UnsupportedError, host_memory_errors
-from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile

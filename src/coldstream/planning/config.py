@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from coldstream.decoding.speculation import MAX_TREE_NODES
 from coldstream.errors import ConfigError, shown
-from coldstream.experts.prefetching import MAX_PREFETCHED
+from coldstream.experts.prefetch import MAX_PREFETCHED
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.placement import run_plan
 from coldstream.placement.plan import Tier

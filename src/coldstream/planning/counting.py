@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coldstream.experts.prefetching import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
+from coldstream.experts.prefetch import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS

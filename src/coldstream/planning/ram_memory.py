@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.experts.landing import STAGING_BUFFERS, RingShape
+from coldstream.experts.staging import STAGING_BUFFERS, RingShape
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.spec.model_spec import ModelSpec

@@ -6,7 +6,7 @@ Pure. The last part of a choice: what lies where is known by then.
 from dataclasses import astuple, replace
 
 from coldstream.errors import ConfigError
-from coldstream.experts.prefetching import LAYERS_AHEAD, Prefetching
+from coldstream.experts.prefetch import LAYERS_AHEAD, Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.cost import (
     COPY_BYTES_PER_STEP,

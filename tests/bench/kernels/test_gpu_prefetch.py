@@ -20,7 +20,7 @@ from bench.kernels.gpu_prefetch import (
     slot_addresses,
 )
 from bench.random_model import Shape
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.few_shapes import instance_for

@@ -14,7 +14,7 @@ from runner_cases import MIX, VARIANTS, token_ids
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import GenerationFault, ModelChangedError, OutOfMemoryError
-from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.runner import Array
 from coldstream.placement.plan import BudgetTooSmallError

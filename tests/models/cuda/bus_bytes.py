@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coldstream.experts.few_rows import FewRows
+from coldstream.experts.decode import FewRows
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.partition import Places

@@ -15,7 +15,7 @@ from runner_cases import token_ids
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
-from coldstream.experts.segments import SlotSegments
+from coldstream.experts.slots.segments import SlotSegments
 from coldstream.models.cuda.graphs import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]

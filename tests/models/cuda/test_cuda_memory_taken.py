@@ -18,8 +18,8 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.executor import PartialExecutor
-from coldstream.experts.prefetching import Prefetching
-from coldstream.experts.segments import SlotSegments
+from coldstream.experts.prefetch import Prefetching
+from coldstream.experts.slots.segments import SlotSegments
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.graphs import CapturedStep
 from coldstream.models.cuda.inputs import StepShape

@@ -16,7 +16,7 @@ from runner_cases import VARIANTS, reference_logits, token_ids, write_family, wr
 from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.errors import ModelChangedError
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency

@@ -22,7 +22,7 @@ from tree_cases import (
 )
 
 from coldstream.assets import demo_model_path
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kvcache import Batch, CacheSize, Segment
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ from runner_cases import FAMILIES, MIX, VARIANTS, write_variant
 
 from bench.runners import open_model_file
 from builders import Dims, write_gguf
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.memory import MemoryPlan

@@ -12,7 +12,7 @@ from layer_cases import ALL, ONLY_CPU, open_layers, write_dense
 from one_sequence import OneSequence, open_cpu
 from tree_cases import CONTEXT, Oracle, Prompts, check_batch_of_trees
 
-from coldstream.experts.layer_executor import LayerExecutor
+from coldstream.experts.dense_layers import LayerExecutor
 from coldstream.kvcache import CacheSize
 
 SIZE = CacheSize.of(80, CONTEXT, num_trees=8)

@@ -21,7 +21,7 @@ from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, pro
 
 from bench.runners import open_model_file, partial_plan
 from coldstream.decoding import Choice, Chosen, SamplingParams, begin_choices
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts import moe
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kernels.router.cuda import router_choose_cuda

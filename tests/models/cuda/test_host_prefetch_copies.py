@@ -12,8 +12,8 @@ from runner_cases import token_ids
 
 from builders import Dims, write_gguf
 from coldstream.experts.executor import PartialExecutor
+from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefetching import Prefetching
 from coldstream.models.cuda.runner import CudaRunner
 from host_device import HostDevice
 from host_gpu import gpu_on

@@ -6,9 +6,9 @@ from typing import Self
 import numpy as np
 
 from coldstream.errors import host_memory_errors
-from coldstream.experts.disk_tier import DiskStatistics, DiskTier
+from coldstream.experts.cpu.disk_tier import DiskStatistics, DiskTier
+from coldstream.experts.cpu.pooled_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.experts.expert_map import ExpertMap, ExpertUses
-from coldstream.experts.pooled_cpu_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps, UnreadRoutingCpuOps
 from coldstream.kernels.ops import MAX_TREE_ROWS

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.errors import UnsupportedError
-from coldstream.experts.prefetching import Prefetching
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 from coldstream.kvcache.cache import CacheSize

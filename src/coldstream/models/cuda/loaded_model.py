@@ -10,9 +10,9 @@ from typing import Self
 
 import torch
 
+from coldstream.experts.dense_layers import LayerExecutor
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
-from coldstream.experts.layer_executor import LayerExecutor
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import Memory

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from coldstream.errors import ColdstreamError, OutOfMemoryError
-from coldstream.experts.cache import ExpertCache
-from coldstream.experts.disk_tier import DiskStatistics
+from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.expert_stream import StreamCounters
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.streaming import StreamCounters
+from coldstream.experts.slots.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.compiler import default_cache

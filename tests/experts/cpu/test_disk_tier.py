@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import Dims, write_gguf
-from coldstream.experts.disk_tier import DECODE_TOKENS, DiskTier
+from coldstream.experts.cpu.disk_tier import DECODE_TOKENS, DiskTier
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from coldstream.models.expert_stacks import expert_stacks

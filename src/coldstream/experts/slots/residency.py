@@ -10,9 +10,9 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
-from coldstream.experts.cache import Copy, ExpertCache
 from coldstream.experts.ram_pool import RamPool
-from coldstream.experts.segments import SlotSegments
+from coldstream.experts.slots.cache import Copy, ExpertCache
+from coldstream.experts.slots.segments import SlotSegments
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable

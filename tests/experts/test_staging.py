@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.landing import (
+from coldstream.experts.staging import (
     ALIGNMENT,
     MAX_GROUP,
     MIN_LANDINGS,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from coldstream.experts.residency import expert_bytes
-from coldstream.experts.segments import SlotSegments
+from coldstream.experts.slots.residency import expert_bytes
+from coldstream.experts.slots.segments import SlotSegments
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.table import ExpertTable
 

@@ -25,8 +25,8 @@ from residency_cases import (
 )
 
 from coldstream.errors import DeviceError
-from coldstream.experts.cache import ExpertCache
-from coldstream.experts.residency import ExpertResidency, _ExpertAddresses
+from coldstream.experts.slots.cache import ExpertCache
+from coldstream.experts.slots.residency import ExpertResidency, _ExpertAddresses
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES

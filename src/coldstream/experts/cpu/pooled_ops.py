@@ -6,7 +6,7 @@ other operations, and all results, are those of `CpuOps`.
 
 from collections.abc import Sequence
 
-from coldstream.experts.pooled_stacks import PooledStacks
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import Array, CpuOps

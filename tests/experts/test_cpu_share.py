@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
 

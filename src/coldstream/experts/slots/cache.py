@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coldstream.experts.expert_map import ExpertUses
-from coldstream.experts.slots import SlotPool, SlotState
+from coldstream.experts.slots.slot_pool import SlotPool, SlotState
 from coldstream.placement.policies import Policy
 
 Array = np.ndarray[Any, Any]

@@ -1,6 +1,6 @@
 """Experts of steps of many rows: the host shares layers out, and missing experts are copied into a ring.
 
-`streaming.py` decides when and where they are copied; this module queues the kernels of landed groups.
+`expert_stream.py` decides when and where they are copied; this module queues the kernels of landed groups.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from coldstream.experts.expert_stream import ExpertStream, LandedGroup
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
-from coldstream.experts.streaming import ExpertStream, LandedGroup
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels, Pairs

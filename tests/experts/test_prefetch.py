@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
+from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefetching import MAX_PREFETCHED, Prefetching
 from coldstream.kernels.cuda.memory import ALIGNMENT
 
 distances, counts = st.integers(1, 4), st.integers(1, MAX_PREFETCHED)

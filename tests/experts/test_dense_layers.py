@@ -15,8 +15,8 @@ pytest.importorskip("cuda.bindings")
 
 from bench.runners import layers_plan
 from builders import Dims, write_gguf
-from coldstream.experts.layer_executor import LayerExecutor
-from coldstream.experts.layer_sides import layers_of_cpu
+from coldstream.experts.cpu_share import layers_of_cpu
+from coldstream.experts.dense_layers import LayerExecutor
 from coldstream.experts.partial_layers import PartialLayers
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations

@@ -17,7 +17,7 @@ import torch
 
 from coldstream.experts.copies import Copies, DirectCopies, StagedCopies, Transfer
 from coldstream.experts.host import HostExperts
-from coldstream.experts.landing import (
+from coldstream.experts.staging import (
     CpuShare,
     LayerShape,
     Lookahead,

@@ -14,8 +14,8 @@ from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 from coldstream.experts.copies import read_host
+from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.experts.host import HostExperts
-from coldstream.experts.layer_sides import layers_of_cpu
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.composed_ops import ffn_of_products

@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.expert_map import ExpertMap, ExpertUses
-from coldstream.experts.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.placement.policies import DecayedFrequency, Policy
 

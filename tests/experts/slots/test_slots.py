@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.slots import SlotPool
+from coldstream.experts.slots.slot_pool import SlotPool
 
 
 @given(size=st.integers(1, 12), data=st.data())

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.segments import GRANULE_BYTES, SEGMENT_BYTES, SlotSegments, segment_slots
+from coldstream.experts.slots.segments import GRANULE_BYTES, SEGMENT_BYTES, SlotSegments, segment_slots
 
 LINE = 256
 

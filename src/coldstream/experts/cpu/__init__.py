@@ -1,0 +1,1 @@
+"""Experts for the CPU: in slots of RAM, read from the disk when they are chosen."""
