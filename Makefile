@@ -12,9 +12,13 @@ demo:
 install-test:
 	@$(INSTALL) test $(if $(OLDEST),--oldest)
 
+# C++ and CUDA; after a change: .venv/bin/clang-format -i FILES
+NATIVE_SOURCES := $(shell find src tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+
 lint: install-test
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

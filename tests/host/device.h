@@ -1,5 +1,5 @@
-// What CUDA C++ has of itself, for the host's compiler: included before every source, and without headers of the
-// system, since kernels define the integer types themselves.
+// What CUDA C++ has of itself, for the host's compiler: included before every source, and without headers of
+// the system, since kernels define the integer types themselves.
 #pragma once
 
 #include "threads.h"
@@ -35,7 +35,9 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
+  return {x, y, z, w};
+}
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline void __syncthreads() { meet_in_block(false, 0); }
@@ -90,11 +92,15 @@ T atomicExch(T* to, T value) {
   *to = value;
   return before;
 }
-inline unsigned int atomicAdd(unsigned int* to, unsigned int value) { return atomicAdd<unsigned int>(to, value); }
+inline unsigned int atomicAdd(unsigned int* to, unsigned int value) {
+  return atomicAdd<unsigned int>(to, value);
+}
 inline unsigned long long atomicExch(unsigned long long* to, unsigned long long value) {
   return atomicExch<unsigned long long>(to, value);
 }
-inline unsigned int atomicExch(unsigned int* to, unsigned int value) { return atomicExch<unsigned int>(to, value); }
+inline unsigned int atomicExch(unsigned int* to, unsigned int value) {
+  return atomicExch<unsigned int>(to, value);
+}
 inline unsigned long long atomicMax(unsigned long long* to, unsigned long long value) {
   const unsigned long long before = *to;
   if (value > before) *to = value;
@@ -188,6 +194,7 @@ inline int __dp4a(int a, int b, int sum) {
   return sum;
 }
 inline int __dp2a_lo(int a, int b, int sum) {
-  return sum + static_cast<short>(a) * static_cast<signed char>(b) + (a >> 16) * static_cast<signed char>(b >> 8);
+  return sum + static_cast<short>(a) * static_cast<signed char>(b) +
+         (a >> 16) * static_cast<signed char>(b >> 8);
 }
 inline int __dp2a_hi(int a, int b, int sum) { return __dp2a_lo(a, b >> 16, sum); }

@@ -39,8 +39,10 @@ __global__ void leave_half() {
 }
 
 __global__ void meet_differently(int* out) {
-  if (threadIdx.x % 2) out[threadIdx.x] = __any_sync(all_lanes, true);
-  else out[threadIdx.x] = __reduce_add_sync(all_lanes, 1);
+  if (threadIdx.x % 2)
+    out[threadIdx.x] = __any_sync(all_lanes, true);
+  else
+    out[threadIdx.x] = __reduce_add_sync(all_lanes, 1);
 }
 
 // Reads a copy that it has waited for, or has not.

@@ -1,4 +1,5 @@
-// The fibers that run threads of a kernel on one thread of the host: one after another, each until it is left where it waits.
+// The fibers that run threads of a kernel on one thread of the host: one after another, each until it is left
+// where it waits.
 #pragma once
 
 #include <setjmp.h>
@@ -17,8 +18,9 @@ namespace {
 constexpr size_t stack_bytes = 64 << 10;
 constexpr size_t stack_step = 9 * 64, most_offset = 16 << 10;  // of cache lines, see stack_offset
 
-// Where something goes on. GCC's own jumps where they are known to switch stacks, since those of the C library took a tenth of
-// a whole test of models. They leave all registers to be saved by who sets a place, which must not be inlined.
+// Where something goes on. GCC's own jumps where they are known to switch stacks, since those of the C
+// library took a tenth of a whole test of models. They leave all registers to be saved by who sets a place,
+// which must not be inlined.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
 using place = void* [5];
 #define SET_PLACE(at) __builtin_setjmp(at)
@@ -49,7 +51,8 @@ struct fiber {
   in_groups<copy> copies;
   in_groups<void*> products;
   unsigned char* stack = nullptr;
-  size_t stack_offset = 0;  // stacks that began at the same bits of an address would share few lines of the cache
+  // Stacks that began at the same bits of an address would share few lines of the cache.
+  size_t stack_offset = 0;
 };
 
 struct failure : std::runtime_error {

@@ -1,10 +1,11 @@
-// Runs the threads of a kernel's grid on one thread of the host, each as a fiber that runs until it meets others.
+// Runs the threads of a kernel's grid on one thread of the host, each as a fiber that runs until it meets
+// others.
 //
-// In which order is random but for what barriers say: between two barriers of a block one warp after another runs
-// as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is seen.
-// Up to three blocks are under way at a time, and take turns after some warps. A block's
-// shared memory is what the kernels' library has of memory for each thread: it is brought in and out when another
-// block takes its turn, full of poison at first. Unit of work: one launch.
+// In which order is random but for what barriers say: between two barriers of a block one warp after another
+// runs as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is
+// seen. Up to three blocks are under way at a time, and take turns after some warps. A block's shared memory
+// is what the kernels' library has of memory for each thread: it is brought in and out when another block
+// takes its turn, full of poison at first. Unit of work: one launch.
 #include <string.h>
 #include <time.h>
 
@@ -83,16 +84,26 @@ void answer(const block& at, const warp_of_threads& warp, unsigned int lanes) {
     each_gets([&](int) { return result; });
   };
   // A lane that does not meet the others has no value to give.
-  const auto value_of = [&](unsigned int lane) { return lanes >> lane & 1 ? values[lane] : 0xa5a5a5a5a5a5a5a5ull; };
+  const auto value_of = [&](unsigned int lane) {
+    return lanes >> lane & 1 ? values[lane] : 0xa5a5a5a5a5a5a5a5ull;
+  };
   const auto argument = [&](int i) { return warp.lanes[i]->argument; };
   switch (first.how) {
-    case meeting::sync: break;
-    case meeting::ballot: all_get(0ull, [](auto sum, auto value, int i) { return sum | (value ? 1ull << i : 0); }); break;
-    case meeting::add: all_get(0ull, [](auto sum, auto value, int) { return sum + value; }); break;
-    case meeting::least: all_get(~0ull, [](auto least, auto value, int) { return std::min(least, value); }); break;
+    case meeting::sync:
+      break;
+    case meeting::ballot:
+      all_get(0ull, [](auto sum, auto value, int i) { return sum | (value ? 1ull << i : 0); });
+      break;
+    case meeting::add:
+      all_get(0ull, [](auto sum, auto value, int) { return sum + value; });
+      break;
+    case meeting::least:
+      all_get(~0ull, [](auto least, auto value, int) { return std::min(least, value); });
+      break;
     case meeting::greatest_signed:
       all_get(0x80000000ull, [](auto greatest, auto value, int) {
-        return static_cast<unsigned long long>(static_cast<unsigned int>(std::max(int(greatest), int(value))));
+        return static_cast<unsigned long long>(
+            static_cast<unsigned int>(std::max(int(greatest), int(value))));
       });
       break;
     case meeting::compute: {
@@ -101,8 +112,12 @@ void answer(const block& at, const warp_of_threads& warp, unsigned int lanes) {
       if (!first.compute(given)) fail(at, first, "gives other operands than its warp");
       break;
     }
-    case meeting::shuffle_xor: each_gets([&](int i) { return value_of(i ^ argument(i)); }); break;
-    case meeting::shuffle_from: each_gets([&](int i) { return value_of(argument(i)); }); break;
+    case meeting::shuffle_xor:
+      each_gets([&](int i) { return value_of(i ^ argument(i)); });
+      break;
+    case meeting::shuffle_from:
+      each_gets([&](int i) { return value_of(argument(i)); });
+      break;
     case meeting::shuffle_up:
       each_gets([&](int i) { return value_of(unsigned(i) >= argument(i) ? i - argument(i) : i); });
       break;
@@ -158,13 +173,15 @@ void run_warp(const block& at, const warp_of_threads& warp) {
 
 void begin_warps(block& at) {
   const int count = int(at.threads.size());
-  for (int i = 0; i < count; i += warp_size) at.warps.push_back({&at.threads[i], std::min(warp_size, count - i)});
+  for (int i = 0; i < count; i += warp_size)
+    at.warps.push_back({&at.threads[i], std::min(warp_size, count - i)});
   shuffle(at.warps.data(), at.warps.size());
 }
 
 // Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
 void wait_in_line(block& at, const warp_of_threads& warp) {
-  const bool waits = std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::waiting; });
+  const bool waits =
+      std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::waiting; });
   if (at.changes != at.changes_seen || !waits) at.idle_warps = 0;
   at.changes_seen = at.changes;
   if (!waits) return;
@@ -223,7 +240,8 @@ class grid_run {
       shared_.bring_in(at.shared);
       blockIdx = at.index;
       const bool goes_on = run_block(at);
-      // Bytes behind what the launch was given are the same for all blocks: who wrote there is known before another runs.
+      // Bytes behind what the launch was given are the same for all blocks: who wrote there is known before
+      // another runs.
       if ((!goes_on || active_.size() > 1) && !shared_.is_whole())
         fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
       if (goes_on) continue;
@@ -244,7 +262,8 @@ class grid_run {
     next->index = waiting_.back();
     next->shared = shared_.of_new_block();
     waiting_.pop_back();
-    for (unsigned int i = 0; i < threads_; i++) next->threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
+    for (unsigned int i = 0; i < threads_; i++)
+      next->threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
     active_.emplace_back(std::move(next), place);
   }
 
@@ -257,7 +276,8 @@ class grid_run {
 
 }  // namespace
 
-unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument) {
+unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value,
+                                unsigned int argument) {
   running->how = how;
   running->compute = nullptr;
   running->lanes = lanes;
@@ -319,8 +339,10 @@ unsigned int given_shared_bytes() { return given_bytes; }
 
 // A copy may land as soon as it is asked for, over what others still read, or when it is waited for.
 void begin_copy(void* to, const void* from, unsigned int bytes) {
-  if (random_numbers() % 2) memcpy(to, from, bytes);
-  else running->copies.give({to, from, bytes});
+  if (random_numbers() % 2)
+    memcpy(to, from, bytes);
+  else
+    running->copies.give({to, from, bytes});
 }
 
 void end_group_of_copies() { running->copies.end_group(); }
@@ -338,9 +360,9 @@ void* take_product(int pending) {
   return oldest ? *oldest : nullptr;
 }
 
-const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
-                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed,
-                     bool keeps_time) {
+const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid,
+                     unsigned int threads, unsigned char* dynamic, unsigned long given,
+                     unsigned long available, unsigned long long seed, bool keeps_time) {
   if (given > available) return "more dynamic shared memory than a block has";
   random_numbers.seed(seed);
   is_clock_real = keeps_time;

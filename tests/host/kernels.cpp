@@ -1,5 +1,5 @@
-// The kernels of the package's file SOURCE for the host, to be launched by their place in the list KERNELS; the
-// build names both. See grid.cpp.
+// The kernels of the package's file SOURCE for the host, to be launched by their place in the list KERNELS;
+// the build names both. See grid.cpp.
 #include "device.h"
 
 alignas(1024) thread_local float4 dynamic_shared[SHARED_KIB * 64];

@@ -17,7 +17,9 @@ __global__ void multiply(const int* a, const int* b, int* d) {
   load_two_matrices(own_b, shared_address(words + (16 + row) * 8 + lane / 8 % 2 * 4));
   int* const first = d + lane / 4 * 8 + lane % 4 * 2;
   int sums[4] = {first[0], first[1], first[64], first[65]};
-  if (b_is_signed) add_product(sums, own_a, own_b[0], own_b[1]);
-  else add_product_of_unsigned(sums, own_a, own_b[0], own_b[1]);
+  if (b_is_signed)
+    add_product(sums, own_a, own_b[0], own_b[1]);
+  else
+    add_product_of_unsigned(sums, own_a, own_b[0], own_b[1]);
   for (int i = 0; i < 4; i++) first[i / 2 * 64 + i % 2] = sums[i];
 }

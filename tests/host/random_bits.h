@@ -1,5 +1,5 @@
-// Random numbers that cost little, since every meeting of a warp puts its lanes in a new order: SplitMix64, from Steele,
-// Lea and Flood, "Fast splittable pseudorandom number generators".
+// Random numbers that cost little, since every meeting of a warp puts its lanes in a new order: SplitMix64,
+// from Steele, Lea and Flood, "Fast splittable pseudorandom number generators".
 #pragma once
 
 namespace {

@@ -1,4 +1,5 @@
-// The shared memory of blocks that take turns: what the kernels' library has of memory for each thread of the host.
+// The shared memory of blocks that take turns: what the kernels' library has of memory for each thread of the
+// host.
 #pragma once
 
 #include <link.h>
@@ -14,8 +15,8 @@ namespace {
 
 constexpr unsigned char poison = 0xa5;
 
-// Full of poison at first. A launch is given a part of what is dynamic; the bytes behind that stay poison, or the block that
-// wrote there has failed, and so they are the same for all blocks.
+// Full of poison at first. A launch is given a part of what is dynamic; the bytes behind that stay poison, or
+// the block that wrote there has failed, and so they are the same for all blocks.
 class shared_memory {
  public:
   using of_block = std::vector<unsigned char>;
@@ -46,9 +47,11 @@ class shared_memory {
   // The block that was brought in has ended.
   void leave() { loaded_ = nullptr; }
 
-  // Whether nothing was written behind what the launch was given, where each byte has to be the next, and poison.
+  // Whether nothing was written behind what the launch was given, where each byte has to be the next, and
+  // poison.
   bool is_whole() const {
-    return begin_ == end_ || (data_[begin_] == poison && memcmp(data_ + begin_, data_ + begin_ + 1, end_ - begin_ - 1) == 0);
+    return begin_ == end_ ||
+           (data_[begin_] == poison && memcmp(data_ + begin_, data_ + begin_ + 1, end_ - begin_ - 1) == 0);
   }
 
  private:

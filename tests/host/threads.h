@@ -9,12 +9,23 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 // How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it.
-enum class meeting { sync, shuffle_xor, shuffle_up, shuffle_from, ballot, add, least, greatest_signed, compute };
-unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value, unsigned int argument);
+enum class meeting {
+  sync,
+  shuffle_xor,
+  shuffle_up,
+  shuffle_from,
+  ballot,
+  add,
+  least,
+  greatest_signed,
+  compute
+};
+unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value,
+                                unsigned int argument);
 int meet_in_block(bool counts, int value);
 
-// All 32 lanes of a warp meet, each with operands of its own, and what they are to get is computed for all of them at once,
-// as by one instruction of the warp; false if lanes gave what none of them may give alone.
+// All 32 lanes of a warp meet, each with operands of its own, and what they are to get is computed for all of
+// them at once, as by one instruction of the warp; false if lanes gave what none of them may give alone.
 using warp_computation = bool (*)(void* const* lanes);
 void compute_in_warp(warp_computation compute, void* own);
 
@@ -33,15 +44,16 @@ void begin_copy(void* to, const void* from, unsigned int bytes);
 void end_group_of_copies();
 void wait_for_groups(int pending);  // all but the last `pending`
 
-// Products of a warpgroup, which are computed when the thread waits for them: `take_product` gives the oldest that is not
-// of the last `pending` groups, or null.
+// Products of a warpgroup, which are computed when the thread waits for them: `take_product` gives the oldest
+// that is not of the last `pending` groups, or null.
 void keep_product(void* product);
 void begin_product_group();
 void* take_product(int pending);
 
-// A launch: null, or what the threads did that they must not. `arguments` are addresses of the kernel's arguments,
-// `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it some. `keeps_time`: the
-// device's clock is the host's, as it has to be where other threads of the host are waited for.
+// A launch: null, or what the threads did that they must not. `arguments` are addresses of the kernel's
+// arguments, `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it
+// some. `keeps_time`: the device's clock is the host's, as it has to be where other threads of the host are
+// waited for.
 const char* run_grid(void (*kernel)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
-                     unsigned char* dynamic, unsigned long given, unsigned long available, unsigned long long seed,
-                     bool keeps_time);
+                     unsigned char* dynamic, unsigned long given, unsigned long available,
+                     unsigned long long seed, bool keeps_time);

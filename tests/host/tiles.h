@@ -1,6 +1,7 @@
-// The tiles of AMX as plain code, for the kernels of the tier on a machine that has none: included in front of their
-// sources by COLDSTREAM_EMULATE_AMX. Meaning: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2,
-// LDTILECFG, TILELOADD, TDPBSSD, TILESTORED. What the hardware answers with a fault ends the process.
+// The tiles of AMX as plain code, for the kernels of the tier on a machine that has none: included in front
+// of their sources by COLDSTREAM_EMULATE_AMX. Meaning: Intel 64 and IA-32 Architectures Software Developer's
+// Manual, volume 2, LDTILECFG, TILELOADD, TDPBSSD, TILESTORED. What the hardware answers with a fault ends
+// the process.
 #pragma once
 
 #include <immintrin.h>

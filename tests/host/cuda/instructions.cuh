@@ -1,6 +1,6 @@
-// Stands for the package's cuda/instructions.cuh where its kernels are compiled for the host. Threads take turns,
-// so that memory is in order by itself; copies land at once or when they are waited for, and each look at the clock
-// advances it.
+// Stands for the package's cuda/instructions.cuh where its kernels are compiled for the host. Threads take
+// turns, so that memory is in order by itself; copies land at once or when they are waited for, and each look
+// at the clock advances it.
 #pragma once
 
 #include "cuda/arithmetic.cuh"
@@ -21,8 +21,12 @@ inline uint32_t count_up_to(uint32_t* count, uint32_t last) {
 }
 inline void add_up(uint64_t* sum, uint64_t value) { *sum += value; }
 inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
-inline void store_relaxed_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
-inline void store_release_system(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+inline void store_relaxed_system(uint32_t* to, uint32_t value) {
+  __atomic_store_n(to, value, __ATOMIC_RELAXED);
+}
+inline void store_release_system(uint32_t* to, uint32_t value) {
+  __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
 inline void bring_near(const void* from) { __builtin_prefetch(from); }
 inline void bring_close(const float* from) { __builtin_prefetch(from); }
 inline uint64_t now_ns() { return look_at_clock(); }
@@ -41,7 +45,9 @@ int dot_bytes(uint32_t x, uint32_t y, int sum) {
   for (int i = 0; i < 32; i += 8) sum += A(x >> i) * B(y >> i);
   return sum;
 }
-inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) { return dot_bytes<uint8_t, int8_t>(weights, x, sum); }
+inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
+  return dot_bytes<uint8_t, int8_t>(weights, x, sum);
+}
 
 inline int signed_byte(uint32_t word, int i) { return int8_t(word >> 8 * i); }
 
@@ -59,7 +65,9 @@ inline uint32_t shared_address(const void* p) {
   return uint32_t(static_cast<const uint8_t*>(p) - reinterpret_cast<const uint8_t*>(dynamic_shared));
 }
 // With a sign, for memory that a kernel declares itself may lie in front.
-inline uint8_t* shared_at(uint32_t address) { return reinterpret_cast<uint8_t*>(dynamic_shared) + int32_t(address); }
+inline uint8_t* shared_at(uint32_t address) {
+  return reinterpret_cast<uint8_t*>(dynamic_shared) + int32_t(address);
+}
 
 inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global, 16); }
 inline void copy_async_8(void* shared, const void* global) { begin_copy(shared, global, 8); }

@@ -1,5 +1,6 @@
-// Stands for the package's cuda/tensor_cores.cuh where its kernels are compiled for the host: the same products, by
-// loops. A warp's lanes meet with what they have of the operands, and the product is computed for all of them.
+// Stands for the package's cuda/tensor_cores.cuh where its kernels are compiled for the host: the same
+// products, by loops. A warp's lanes meet with what they have of the operands, and the product is computed
+// for all of them.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -42,7 +43,8 @@ inline bool load_transposed_for_warp(matrices_to_load<4>* const* lanes) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
       uint16_t pairs[2];
-      for (int k = 0; k < 2; k++) __builtin_memcpy(&pairs[k], shared + lanes[8 * i + 2 * t + k]->address + 2 * g, 2);
+      for (int k = 0; k < 2; k++)
+        __builtin_memcpy(&pairs[k], shared + lanes[8 * i + 2 * t + k]->address + 2 * g, 2);
       lanes[lane]->r[i] = uint32_t(pairs[1]) << 16 | pairs[0];
     }
   }
@@ -54,7 +56,8 @@ inline void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
   compute_for_warp<matrices_to_load<4>, load_transposed_for_warp>(own);
 }
 
-// The operands of a product of 16 x 32 by 32 x 8 bytes, by rows of the one and columns of the other, and 128 sums.
+// The operands of a product of 16 x 32 by 32 x 8 bytes, by rows of the one and columns of the other, and 128
+// sums.
 struct product_of_warp {
   int16_t rows[16][32], columns[8][32];
   int sums[16][8];
@@ -68,8 +71,8 @@ struct product_of_warp {
     for (int i = 0; i < 4; i++) columns[column][4 * word + i] = B(bytes >> 8 * i);
   }
 
-  // Sums of 32 products, each of which fits an int. With vectors of the compiler's, because tests of whole models spent a
-  // fifth of their time here.
+  // Sums of 32 products, each of which fits an int. With vectors of the compiler's, because tests of whole
+  // models spent a fifth of their time here.
   __attribute__((noinline, optimize("O3"))) void multiply() {
     for (int row = 0; row < 16; row++) {
       for (int column = 0; column < 8; column++) {
@@ -101,7 +104,8 @@ bool multiply_for_warp(product_operands* const* lanes) {
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; half++) {
-      for (int i = 0; i < 2; i++) product.set_row<int8_t>(g + 8 * i, 4 * half + t, lanes[lane]->a[2 * half + i]);
+      for (int i = 0; i < 2; i++)
+        product.set_row<int8_t>(g + 8 * i, 4 * half + t, lanes[lane]->a[2 * half + i]);
       product.set_column<B>(g, 4 * half + t, lanes[lane]->b[half]);
     }
   }
@@ -138,14 +142,18 @@ inline void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_
 inline void store_shared_16(uint32_t address, int a, int b, int c, int d) {
   *reinterpret_cast<int4*>(shared_at(address)) = {a, b, c, d};
 }
-inline void store_shared_4(uint32_t address, int value) { *reinterpret_cast<int*>(shared_at(address)) = value; }
+inline void store_shared_4(uint32_t address, int value) {
+  *reinterpret_cast<int*>(shared_at(address)) = value;
+}
 
 // A barrier in shared memory: how many have yet to arrive in this phase, of how many, and the phase.
 struct shared_barrier {
   int missing;
   short count, phase;
 };
-inline shared_barrier& barrier_at(uint32_t address) { return *reinterpret_cast<shared_barrier*>(shared_at(address)); }
+inline shared_barrier& barrier_at(uint32_t address) {
+  return *reinterpret_cast<shared_barrier*>(shared_at(address));
+}
 inline void init_barrier(uint32_t barrier, int count) { barrier_at(barrier) = {count, short(count), 0}; }
 inline void arrive_barrier(uint32_t barrier) {
   shared_barrier& at = barrier_at(barrier);

@@ -1,5 +1,6 @@
-// Stands for the package's cuda/warpgroups.cuh where its kernels are compiled for the host: the same products, by loops.
-// What is multiplied is read when the products are waited for, as late as a GPU may read it.
+// Stands for the package's cuda/warpgroups.cuh where its kernels are compiled for the host: the same
+// products, by loops. What is multiplied is read when the products are waited for, as late as a GPU may read
+// it.
 #pragma once
 
 #include "cuda/matrix_places.cuh"
@@ -21,7 +22,8 @@ void take_products(float (&)[nt][4]) {}
 template <int nt>
 void multiply_halves_by_four(float (&)[nt][4], const uint32_t (&)[4], uint64_t) {}
 
-// The sixteen bytes `half` of row `row` of what `matrix` describes: bits 4 … 6 of an address are swizzled by bits 7 … 9.
+// The sixteen bytes `half` of row `row` of what `matrix` describes: bits 4 … 6 of an address are swizzled by
+// bits 7 … 9.
 inline const uint32_t* described_sixteen(uint64_t matrix, int row, int half) {
   const uint32_t address = uint32_t(matrix) + row * swizzled_row_bytes + half * 16;
   return reinterpret_cast<const uint32_t*>(shared_at(address ^ (address >> 7 & 7) << 4));
@@ -63,8 +65,8 @@ inline bool compute_products(late_products* const* lanes, int number) {
   const late_product& first = *lanes[0]->each[number];
   for (int lane = 0; lane < 32; lane++) {
     const late_product& own = *lanes[lane]->each[number];
-    const bool is_same = own.tiles == first.tiles && own.is_shared == first.is_shared && own.add == first.add &&
-                         own.rows == first.rows && own.matrix == first.matrix;
+    const bool is_same = own.tiles == first.tiles && own.is_shared == first.is_shared &&
+                         own.add == first.add && own.rows == first.rows && own.matrix == first.matrix;
     if (!is_same) return false;
     for (int i = 0; i < 4; i++) product.set_row<int8_t>(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4, own.a[i]);
   }

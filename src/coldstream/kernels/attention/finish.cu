@@ -1,5 +1,5 @@
-// As merge.cu, with the same bits, for rows whose chunks are already merged, such as those of prompts. A warp takes 256 columns
-// of a row and a lane eight adjacent ones, so that no warp waits for another.
+// As merge.cu, with the same bits, for rows whose chunks are already merged, such as those of prompts. A warp
+// takes 256 columns of a row and a lane eight adjacent ones, so that no warp waits for another.
 #include "attention/merge.cuh"
 #include "attention/rotation.cuh"
 
@@ -21,7 +21,8 @@ __device__ __forceinline__ void rotate_back(float (&x)[lane_columns]) {
 }
 
 __device__ __forceinline__ void load_columns(const float* from, float (&x)[lane_columns]) {
-  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  const float4 low = reinterpret_cast<const float4*>(from)[0],
+               high = reinterpret_cast<const float4*>(from)[1];
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
@@ -31,14 +32,17 @@ __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_c
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// Gates and positions were written before the previous launch began, so that they may be read before that launch has ended.
+// Gates and positions were written before the previous launch began, so that they may be read before that
+// launch has ended.
 template <int head_dim, bool has_gate>
-__global__ void __launch_bounds__(finish_warps* warp_size) attention_finish(const merge_arguments a) {
-  const int num_columns = a.num_heads * head_dim, num_groups = (num_columns + group_elements - 1) / group_elements;
+__global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(const merge_arguments a) {
+  const int num_columns = a.num_heads * head_dim,
+            num_groups = (num_columns + group_elements - 1) / group_elements;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const int item = blockIdx.x * finish_warps + warp, row = item / num_groups, group = item % num_groups;
   const bool is_item = row < a.num_rows;
-  const int first_column = group * group_elements, column = min(first_column + lane * lane_columns, num_columns - lane_columns);
+  const int first_column = group * group_elements,
+            column = min(first_column + lane * lane_columns, num_columns - lane_columns);
   const int position = is_item ? a.positions[row] : -1;
   float gates[lane_columns];
   if constexpr (has_gate) {
@@ -66,7 +70,8 @@ __global__ void __launch_bounds__(finish_warps* warp_size) attention_finish(cons
   if (!a.codes) return;
 #pragma unroll
   for (float& value : result) value = exists ? value : 0.0f;
-  store_group(quantize_group(result), quant_row(a.codes, a.scales, a.sums, row, num_groups * group_elements), group);
+  store_group(quantize_group(result), quant_row(a.codes, a.scales, a.sums, row, num_groups * group_elements),
+              group);
 }
 
 }  // namespace coldstream

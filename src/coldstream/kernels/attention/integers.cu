@@ -1,10 +1,11 @@
 // Attention over caches of an integer type, for many rows of any sequences, draft trees among them:
 // docs/arithmetic.md, Attention over integers.
 //
-// A block of threads takes some rows next to each other and a key/value head, and walks over their positions. A warp
-// takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys and values. If the
-// workspace has one chunk per pair, a block walks over all positions and merges the results of each chunk of 256 into those
-// of the chunks before it. If it has all chunks, blocks share them out evenly and store each separately, for merge.cu.
+// A block of threads takes some rows next to each other and a key/value head, and walks over their positions.
+// A warp takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys
+// and values. If the workspace has one chunk per pair, a block walks over all positions and merges the
+// results of each chunk of 256 into those of the chunks before it. If it has all chunks, blocks share them
+// out evenly and store each separately, for merge.cu.
 #include "attention/integers_block.cuh"
 #include "attention/integers_items.cuh"
 #include "attention/integers_unpack.cuh"
@@ -58,8 +59,8 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   __device__ void load(uint8_t* to, const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.strides, a.rows, run,
-                                        kv_head, tile);
+    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.strides,
+                                        a.rows, run, kv_head, tile);
   }
 
   // What has arrived, for the block of threads.
@@ -81,8 +82,10 @@ struct integer_attention : block_items<warps * pairs> {
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], after, scores[s]);
     for_both<float> total;
-    if (has_trees && !run.is_committed(tile)) order_by_position(run, tile, scores, visible, total);
-    else sum_in_order(scores[0], total);
+    if (has_trees && !run.is_committed(tile))
+      order_by_position(run, tile, scores, visible, total);
+    else
+      sum_in_order(scores[0], total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (own.view[i].meets(tile)) chunks.add(i, total[i], after[i], correction[i]);
@@ -121,12 +124,14 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   // values: of the tiles with keys of the tile of positions, in order.
-  __device__ void add_values(const uint8_t* values, int tile, int num_tiles, pair_floats (&weights)[most_tiles],
-                             const uint32_t (&visible)[most_tiles], const for_both<float>& correction) {
+  __device__ void add_values(const uint8_t* values, int tile, int num_tiles,
+                             pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
+                             const for_both<float>& correction) {
     for_both<uint32_t> greatest = {};
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
-      if (s < num_tiles) block::scale_weights(values + s * block::tile_bytes, visible[s], weights[s], greatest);
+      if (s < num_tiles)
+        block::scale_weights(values + s * block::tile_bytes, visible[s], weights[s], greatest);
     }
     for_both<plane_scale> by;
     for_both<float> scale;
@@ -161,8 +166,8 @@ struct integer_attention : block_items<warps * pairs> {
 
   __device__ const uint8_t* own_queries() const { return queries + warp * pairs * block::query_bytes; }
 
-  // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while the values of
-  // the tile before are multiplied, and values while scores are computed.
+  // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while
+  // the values of the tile before are multiplied, and values while scores are computed.
   __device__ void attend_in_order(const row_run& run, int begin, int end, int last) {
     uint8_t *const keys = tiles, *const values = tiles + block::tile_bytes;
     load(keys, a.k_cache, run, begin);
@@ -245,7 +250,7 @@ struct integer_attention : block_items<warps * pairs> {
       if (exists && adds) merge_into(to, i, ours, theirs);
 #pragma unroll
       for (int strip = 0; strip < block::strips; strip++) {
-        float(&value)[4] = numerators[strip][i];
+        float (&value)[4] = numerators[strip][i];
         if (exists) to[4 * strip] = make_float4(value[0], value[1], value[2], value[3]);
 #pragma unroll
         for (int c = 0; c < 4; c++) value[c] = 0.0f;
@@ -264,7 +269,7 @@ struct integer_attention : block_items<warps * pairs> {
       for (int s = 0; s < at_once; s++) before[s] = from[4 * (begin + s)];
 #pragma unroll
       for (int s = 0; s < at_once; s++) {
-        float(&value)[4] = numerators[begin + s][i];
+        float (&value)[4] = numerators[begin + s][i];
         value[0] = __fmaf_rn(value[0], theirs, before[s].x * ours);
         value[1] = __fmaf_rn(value[1], theirs, before[s].y * ours);
         value[2] = __fmaf_rn(value[2], theirs, before[s].z * ours);
@@ -319,7 +324,7 @@ struct integer_attention : block_items<warps * pairs> {
 
 // has_trees: whether there may be draft trees among the rows.
 template <int bits, int head_dim, int warps, bool has_trees>
-__global__ void __launch_bounds__(warp_size * warps) attention_integers(const integers_arguments a) {
+__global__ void __launch_bounds__((warp_size * warps)) attention_integers(const integers_arguments a) {
   wait_for_previous_grid();
   release_next_grid();
   integer_attention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();

@@ -9,8 +9,8 @@ namespace coldstream {
 constexpr int low_unit = 256;  // units of the low plane are one of the high plane
 constexpr float smallest_maximum = 0x1p-100f;
 
-// A row of a cache: a head's values of `bits` bits (16, in two planes, 8, 4, or 3), a float32 scale, and zeros;
-// cache_layout.py has the order of bits.
+// A row of a cache: a head's values of `bits` bits (16, in two planes, 8, 4, or 3), a float32 scale, and
+// zeros; cache_layout.py has the order of bits.
 template <int bits, int head_dim>
 struct cache_row {
   static constexpr int planes = bits == 16 ? 2 : 1;
@@ -21,7 +21,10 @@ struct cache_row {
 
 // The greatest magnitude in units of codes; with 3 bits in units of levels.
 template <int bits>
-constexpr int code_limit = bits == 16 ? low_unit * 127 + 127 : bits == 8 ? 127 : bits == 4 ? 7 : 140;
+constexpr int code_limit = bits == 16  ? low_unit * 127 + 127
+                           : bits == 8 ? 127
+                           : bits == 4 ? 7
+                                       : 140;
 
 // The rounding of numbers that share a scale.
 struct plane_scale {

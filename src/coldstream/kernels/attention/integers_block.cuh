@@ -1,5 +1,6 @@
-// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: both products, and the
-// weights between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n + 2t and the next one.
+// A warp's 16 pairs of a row and a query head, and a block of 64 keys or values in shared memory: both
+// products, and the weights between them. Lane 4g + t has pairs g and g + 8, and of each the positions 8n +
+// 2t and the next one.
 #pragma once
 
 #include "attention/integers_pairs.cuh"
@@ -10,16 +11,19 @@ namespace coldstream {
 
 constexpr int columns = block_positions / 8;
 
-// A number for each of the lane's two pairs and each of its positions in `count` times eight: [n][2 · pair + position].
+// A number for each of the lane's two pairs and each of its positions in `count` times eight: [n][2 · pair +
+// position].
 template <int count>
 using floats_of_pairs = float[count][4];
 using pair_floats = floats_of_pairs<columns>;
 
-// In what follows `halves` is 1 where only the lane's first pair is wanted: what belongs to its second one is not touched.
+// In what follows `halves` is 1 where only the lane's first pair is wanted: what belongs to its second one is
+// not touched.
 
 // A bit for each of them.
 template <int count, int halves = 2>
-constexpr uint32_t all_positions = (halves == 1 ? 0x33333333u : 0xffffffffu) & 0xffffffffu >> (32 - 4 * count);
+constexpr uint32_t all_positions =
+    (halves == 1 ? 0x33333333u : 0xffffffffu) & 0xffffffffu >> (32 - 4 * count);
 
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
@@ -30,7 +34,8 @@ struct lane_pairs {
   for_both<row_view> view;
   for_both<float> query_scale;
 
-  // Which of a tile's keys, kept at the indices of tile `kept_in`, are at positions of `tile` that the pairs see.
+  // Which of a tile's keys, kept at the indices of tile `kept_in`, are at positions of `tile` that the pairs
+  // see.
   __device__ uint32_t visible_in(int tile, int kept_in, const row_run& run, const int32_t* drafts) const {
     uint32_t visible = 0;
 #pragma unroll
@@ -55,8 +60,8 @@ struct lane_pairs {
   }
 };
 
-// Sets values of positions that pairs do not see to `other`. Separate from the computation on all values, which would
-// otherwise be serialised by branches.
+// Sets values of positions that pairs do not see to `other`. Separate from the computation on all values,
+// which would otherwise be serialised by branches.
 template <int halves = 2, int count>
 __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[count][4], float other) {
   constexpr uint32_t all = all_positions<count, halves>;
@@ -68,8 +73,10 @@ __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[cou
   }
 }
 
-// Which keys of a tile in their order the lane's pairs see, which have a position from the first to their own.
-__device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<int>& first, const for_both<int>& position) {
+// Which keys of a tile in their order the lane's pairs see, which have a position from the first to their
+// own.
+__device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<int>& first,
+                                                     const for_both<int>& position) {
   uint32_t visible = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -90,8 +97,8 @@ __device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<in
   return visible;
 }
 
-// Weights times the values' scales as two planes of codes, as the tensor cores want them: keys 32s + 2t, 32s + 2t + 1,
-// 32s + 8 + 2t and 32s + 9 + 2t are bytes of one word, and those 16 further of another.
+// Weights times the values' scales as two planes of codes, as the tensor cores want them: keys 32s + 2t, 32s
+// + 2t + 1, 32s + 8 + 2t and 32s + 9 + 2t are bytes of one word, and those 16 further of another.
 struct weight_codes {
   uint32_t high[2][4], low[2][4];
 };
@@ -99,17 +106,18 @@ struct weight_codes {
 // A code and 128 added to this are exact, so that rounding is that of the sum, to even.
 constexpr float code_rounding = 12582912.0f + low_unit / 2;
 
-// The codes of a pair's four positions in two consecutive groups of eight, as a word of each plane. Codes of numbers that are
-// not finite are arbitrary, as the scale is NaN. If the scale is 0, so are factor and codes.
-__device__ __forceinline__ void round_word(const float (&first_eight)[4], const float (&second_eight)[4], int pair,
-                                           const plane_scale& by, uint32_t& high, uint32_t& low) {
+// The codes of a pair's four positions in two consecutive groups of eight, as a word of each plane. Codes of
+// numbers that are not finite are arbitrary, as the scale is NaN. If the scale is 0, so are factor and codes.
+__device__ __forceinline__ void round_word(const float (&first_eight)[4], const float (&second_eight)[4],
+                                           int pair, const plane_scale& by, uint32_t& high, uint32_t& low) {
   uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
 #pragma unroll
   for (int byte = 0; byte < 4; byte++) {
     const float scaled = (byte < 2 ? first_eight : second_eight)[2 * pair + byte % 2];
     codes[byte] = __float_as_uint(scaled * by.factor + code_rounding);
   }
-  const uint32_t first = __byte_perm(codes[0], codes[1], 0x5140), second = __byte_perm(codes[2], codes[3], 0x5140);
+  const uint32_t first = __byte_perm(codes[0], codes[1], 0x5140),
+                 second = __byte_perm(codes[2], codes[3], 0x5140);
   low = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
   high = __byte_perm(first, second, 0x7632);
 }
@@ -120,7 +128,8 @@ __device__ __forceinline__ void round_weights(const pair_floats& scaled, const f
 #pragma unroll
   for (int word = 0; word < 8; word++) {
     const int pair = word % 2, n = 4 * (word / 4) + word % 4 / 2 * 2;
-    round_word(scaled[n], scaled[n + 1], pair, by[pair], out.high[word / 4][word % 4], out.low[word / 4][word % 4]);
+    round_word(scaled[n], scaled[n + 1], pair, by[pair], out.high[word / 4][word % 4],
+               out.low[word / 4][word % 4]);
   }
 }
 
@@ -183,7 +192,8 @@ struct pair_block {
       uint32_t query_high[4], query_low[4];
       load_matrices(query_high, query + 32 * step);
       load_matrices(query_low, query + head_dim + 32 * step);
-      const uint32_t last_key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 % 2 * 16 + 32 * step;
+      const uint32_t last_key =
+          shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 % 2 * 16 + 32 * step;
 #pragma unroll
       for (int n = 0; n < count; n++) {
         uint32_t words[2];
@@ -209,8 +219,8 @@ struct pair_block {
     }
   }
 
-  // Multiplies weights by the values' scales, and updates the greatest magnitudes of the lane's pairs. values:
-  // [8 · count, row_bytes].
+  // Multiplies weights by the values' scales, and updates the greatest magnitudes of the lane's pairs.
+  // values: [8 · count, row_bytes].
   template <int halves = 2, int count>
   static __device__ void scale_weights(const uint8_t* values, uint32_t visible, float (&weights)[count][4],
                                        for_both<uint32_t>& greatest) {
@@ -267,7 +277,8 @@ struct pair_block {
 
 // The greatest of the visible scores of the lane's pairs, −∞ without any; others become −∞.
 template <int halves = 2, int count>
-__device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t visible, for_both<float>& best) {
+__device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t visible,
+                                           for_both<float>& best) {
   keep_seen<halves>(visible, scores, negative_infinity());
 #pragma unroll
   for (int n = 0; n < count; n++) {
@@ -278,7 +289,8 @@ __device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t v
 
 // Scores become weights.
 template <int halves = 2, int count>
-__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum, float (&scores)[count][4]) {
+__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum,
+                                             float (&scores)[count][4]) {
 #pragma unroll
   for (int n = 0; n < count; n++) {
 #pragma unroll

@@ -1,10 +1,11 @@
-// Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md, Attention over
-// integers.
+// Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md,
+// Attention over integers.
 //
-// A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one or two blocks of
-// 64 positions (integers_few_steps.cuh). Each warp computes the scores of 16 positions, and then the sums of values of some
-// columns over all positions of the step, so that numerators stay in registers. The keys and values of the next step are
-// copied meanwhile. Maximum, denominator and numerators of a chunk go to a workspace for the merge.
+// A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one
+// or two blocks of 64 positions (integers_few_steps.cuh). Each warp computes the scores of 16 positions, and
+// then the sums of values of some columns over all positions of the step, so that numerators stay in
+// registers. The keys and values of the next step are copied meanwhile. Maximum, denominator and numerators
+// of a chunk go to a workspace for the merge.
 #include "attention/integers_block.cuh"
 #include "attention/integers_few_steps.cuh"
 
@@ -32,19 +33,22 @@ struct pair_progress {
   }
 };
 
-// blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a second one.
+// blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a
+// second one.
 template <int bits, int head_dim, int blocks, int halves>
 struct few_rows_attention {
   using kept_row = cache_row<bits, head_dim>;
   using block = pair_block<kept_row::planes, head_dim>;
   using memory = few_memory<bits, head_dim, blocks>;
-  static constexpr int warps = memory::warps, parts = warps / blocks;  // warps that share the scores of a block
-  static constexpr int own_columns = columns / parts;                  // times eight positions, of a warp
+  static constexpr int warps = memory::warps,
+                       parts = warps / blocks;         // warps that share the scores of a block
+  static constexpr int own_columns = columns / parts;  // times eight positions, of a warp
   static constexpr int own_strips = (block::strips + warps - 1) / warps;
 
   const integers_arguments& a;
   const memory shared;
-  // Said to be the same in a warp, as the compiler would not let a warp that branches by it stay together otherwise.
+  // Said to be the same in a warp, as the compiler would not let a warp that branches by it stay together
+  // otherwise.
   const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0);
   const int lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   const int own_block = warp / parts, first_column = warp % parts * own_columns;
@@ -53,7 +57,8 @@ struct few_rows_attention {
   pair_progress progress[2];
   float numerators[own_strips][2][4];  // column 16 · strip + 4t + c of pair g + 8i
 
-  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* bytes) : a(arguments), shared{bytes} {}
+  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* bytes)
+      : a(arguments), shared{bytes} {}
 
   __device__ void begin_run(const few_step& step) {
 #pragma unroll
@@ -87,10 +92,12 @@ struct few_rows_attention {
   }
 
   // Computes the scores of the warp's positions, and writes the greatest of each pair to shared memory.
-  __device__ void find_scores(const few_step& step, uint32_t& visible, floats_of_pairs<own_columns>& scores) const {
+  __device__ void find_scores(const few_step& step, uint32_t& visible,
+                              floats_of_pairs<own_columns>& scores) const {
     for_both<float> best = {negative_infinity(), negative_infinity()};
     if (step.has(own_block)) {
-      block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(), query_scale, scores);
+      block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(),
+                                          query_scale, scores);
       visible = visible_in(step);
       raise_best<halves>(scores, visible, best);
     }
@@ -102,7 +109,8 @@ struct few_rows_attention {
   }
 
   // Finds the correction factor of each of the step's blocks, and the running maximum of the warp's block.
-  __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks], for_both<float>& maximum) {
+  __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks],
+                        for_both<float>& maximum) {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       maximum[i] = 0.0f;
@@ -125,7 +133,8 @@ struct few_rows_attention {
     return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
   }
 
-  // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values' scales.
+  // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values'
+  // scales.
   __device__ void weigh(const few_step& step, uint32_t visible, const for_both<float>& maximum,
                         floats_of_pairs<own_columns>& scores) const {
     for_both<uint32_t> greatest = {};
@@ -136,7 +145,8 @@ struct few_rows_attention {
         shared.weights(own_block, first_column + n)[lane] =
             halves == 1 ? make_float4(scores[n][0], scores[n][1], 0.0f, 0.0f)
                         : make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
-      block::template scale_weights<halves>(shared.value(own_block, 8 * first_column), visible, scores, greatest);
+      block::template scale_weights<halves>(shared.value(own_block, 8 * first_column), visible, scores,
+                                            greatest);
     }
 #pragma unroll
     for (int i = 0; i < halves; i++) {
@@ -149,12 +159,13 @@ struct few_rows_attention {
   __device__ plane_scale scale_of(int b, int i) const {
     uint32_t greatest = 0;
 #pragma unroll
-    for (int part = 0; part < parts; part++) greatest = max(greatest, shared.greatest(b * parts + part, 8 * i + g));
+    for (int part = 0; part < parts; part++)
+      greatest = max(greatest, shared.greatest(b * parts + part, 8 * i + g));
     return scale_of_codes<16>(greatest);
   }
 
-  // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that block, and leaves
-  // their scale.
+  // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that
+  // block, and leaves their scale.
   __device__ void round(const few_step& step, const floats_of_pairs<own_columns>& weights) const {
     if (!step.has(own_block)) return;
     for_both<plane_scale> by;
@@ -190,8 +201,8 @@ struct few_rows_attention {
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
   }
 
-  // Adds the products of weights and the warp's columns of values to the numerators, and the sums of weights to the
-  // denominators, block by block.
+  // Adds the products of weights and the warp's columns of values to the numerators, and the sums of weights
+  // to the denominators, block by block.
   __device__ void add_values(const few_step& step, const for_both<float> (&corrections)[blocks]) {
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
@@ -220,7 +231,8 @@ struct few_rows_attention {
           if (!is_met[i]) continue;
 #pragma unroll
           for (int c = 0; c < 4; c++)
-            numerators[k][i][c] = __fmaf_rn(scale[i], sums.sum(i, c), numerators[k][i][c] * corrections[b][i]);
+            numerators[k][i][c] =
+                __fmaf_rn(scale[i], sums.sum(i, c), numerators[k][i][c] * corrections[b][i]);
         }
       }
 #pragma unroll
@@ -235,21 +247,24 @@ struct few_rows_attention {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
-      if (!step.is_pair(a, 8 * i + g) || row < step.run.begin || row >= step.run.end || !progress[i].has_begun) continue;
+      if (!step.is_pair(a, 8 * i + g) || row < step.run.begin || row >= step.run.end ||
+          !progress[i].has_begun)
+        continue;
       const int64_t place = step.place_of(a, pair);
       float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim);
 #pragma unroll
       for (int k = 0; k < own_strips; k++) {
         const int strip = warp + warps * k;
-        const float(&of)[4] = numerators[k][i];
+        const float (&of)[4] = numerators[k][i];
         if (strip < block::strips) to[4 * strip + t] = make_float4(of[0], of[1], of[2], of[3]);
       }
       if (warp == 0 && t == 0) a.stats[place] = make_float2(progress[i].maximum, progress[i].denominator);
     }
   }
 
-  // Each barrier separates writes to shared memory from reads by other warps: copied keys from scores, scores from the copies
-  // of the next keys and from maxima, weights from codes, codes from sums of values, and those from the next copies.
+  // Each barrier separates writes to shared memory from reads by other warps: copied keys from scores, scores
+  // from the copies of the next keys and from maxima, weights from codes, codes from sums of values, and
+  // those from the next copies.
   __device__ void attend() {
     few_steps<blocks> steps(a);
     few_step now;
@@ -294,8 +309,8 @@ struct few_rows_attention {
   }
 };
 
-// Rows of draft trees are not supported. Positions and tables were written before the previous launch began, so that the first
-// step may be found before that launch has ended.
+// Rows of draft trees are not supported. Positions and tables were written before the previous launch began,
+// so that the first step may be found before that launch has ended.
 template <int bits, int head_dim, int blocks, int halves>
 __global__ void __launch_bounds__(few_memory<bits, head_dim, blocks>::threads, 1)
     attention_integers_few(const integers_arguments a) {

@@ -40,14 +40,15 @@ struct few_step : item_pairs {
   }
 };
 
-// The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are numbered by tiles of
-// rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
+// The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are
+// numbered by tiles of rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
 template <int blocks>
 struct few_steps : few_step {
   const integers_arguments& a;
   const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
-  int index = blockIdx.x, items_before = 0;  // the next item's number; items of the tiles of rows before first_row
-  int next_row = 0;                          // the item's first row behind the run
+  int index = blockIdx.x,
+      items_before = 0;  // the next item's number; items of the tiles of rows before first_row
+  int next_row = 0;      // the item's first row behind the run
 
   __device__ explicit few_steps(const integers_arguments& arguments) : a(arguments) {
     first_row = last_row = 0;
@@ -131,13 +132,16 @@ struct few_memory {
     return reinterpret_cast<uint4*>(shared + codes_at) + ((b * 2 + half) * 2 + plane) * warp_size;
   }
   __device__ float* numbers() const { return reinterpret_cast<float*>(shared + numbers_at); }
-  // The greatest of a warp's scores of a pair, of its scaled weights, the sum of a block's weights, and their scale.
+  // The greatest of a warp's scores of a pair, of its scaled weights, the sum of a block's weights, and their
+  // scale.
   __device__ float& best(int warp, int pair) const { return numbers()[warp * pairs + pair]; }
   __device__ uint32_t& greatest(int warp, int pair) const {
     return reinterpret_cast<uint32_t*>(numbers())[(warps + warp) * pairs + pair];
   }
   __device__ float& total(int b, int pair) const { return numbers()[(2 * warps + b) * pairs + pair]; }
-  __device__ float& scale(int b, int pair) const { return numbers()[(2 * warps + blocks + b) * pairs + pair]; }
+  __device__ float& scale(int b, int pair) const {
+    return numbers()[(2 * warps + blocks + b) * pairs + pair];
+  }
 
   // Copies that the next group has.
   __device__ void load_queries(const integers_arguments& a, const few_step& step) const {
@@ -161,25 +165,31 @@ struct few_memory {
   // All threads meet inside if rows are packed.
   __device__ void unpack(uint8_t* tiles) const {
     if constexpr (kept_row::is_packed) {
-      for (int b = 0; b < blocks; b++) unpack_tile<bits, head_dim, threads>(tiles + b * layout::bytes, threadIdx.x);
+      for (int b = 0; b < blocks; b++)
+        unpack_tile<bits, head_dim, threads>(tiles + b * layout::bytes, threadIdx.x);
     }
   }
 
  private:
-  static constexpr int stride = kept_row::is_packed ? kept_row::bytes : layout::row_bytes;  // of rows that arrive
+  static constexpr int stride =
+      kept_row::is_packed ? kept_row::bytes : layout::row_bytes;  // of rows that arrive
 
   // Where position `position` of the step arrives.
   static __device__ uint32_t place_of(uint32_t tiles, int position) {
-    return tiles + position / block_positions * layout::bytes + layout::packed_at + position % block_positions * stride;
+    return tiles + position / block_positions * layout::bytes + layout::packed_at +
+           position % block_positions * stride;
   }
 
-  // The rows of the step's positions that are kept, some at a time, each by as many threads as it has pieces of 16 bytes.
-  __device__ void load(uint8_t* tiles, const uint8_t* cache, const integers_arguments& a, const few_step& step) const {
+  // The rows of the step's positions that are kept, some at a time, each by as many threads as it has pieces
+  // of 16 bytes.
+  __device__ void load(uint8_t* tiles, const uint8_t* cache, const integers_arguments& a,
+                       const few_step& step) const {
     constexpr int pieces = (kept_row::is_packed ? kept_row::bytes : kept_row::code_bytes) / 16;
     constexpr int rows_at_once = threads / pieces;
     const int first = step.tile * block_positions, count = step.run.num_kept - first;
     const uint8_t* const from = cache + step.block * a.strides.block_bytes +
-                                first % chunk_positions * a.strides.position_bytes + int64_t{step.kv_head} * kept_row::bytes;
+                                first % chunk_positions * a.strides.position_bytes +
+                                int64_t{step.kv_head} * kept_row::bytes;
     const uint32_t to = shared_address(tiles);
     const int piece = threadIdx.x % pieces, row = threadIdx.x / pieces;
     const int64_t bytes_at_once = rows_at_once * a.strides.position_bytes;
@@ -190,7 +200,8 @@ struct few_memory {
     const uint32_t first_place = place_of(to, is_even ? 0 : row) + (is_even ? row * stride : 0) + piece * 16;
 #pragma unroll
     for (int i = 0; i < rows; i += rows_at_once) {
-      const uint32_t place = is_even ? first_place + place_of(0, i) - place_of(0, 0) : place_of(to, i + row) + piece * 16;
+      const uint32_t place =
+          is_even ? first_place + place_of(0, i) - place_of(0, 0) : place_of(to, i + row) + piece * 16;
       copy_if_below(limit, i + row, place, codes);
       codes += bytes_at_once;
     }

@@ -1,5 +1,5 @@
-// The items of a block of threads, computed one after the other: some adjacent rows and a key/value head, with all their
-// chunks or an even share of them.
+// The items of a block of threads, computed one after the other: some adjacent rows and a key/value head,
+// with all their chunks or an even share of them.
 #pragma once
 
 #include "attention/integers_arguments.cuh"
@@ -27,14 +27,17 @@ __device__ __forceinline__ int first_chunk_of(const integers_arguments& a, int r
   return first_position(a.rows.positions[row], a.window) / chunk_positions;
 }
 
-// Index in the workspace of a pair's chunk number `chunk`, or of the merged one. first: the row's first chunk.
-__device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk, int first) {
+// Index in the workspace of a pair's chunk number `chunk`, or of the merged one. first: the row's first
+// chunk.
+__device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk,
+                                                  int first) {
   return pair * a.max_chunks + (a.max_chunks == 1 ? 0 : chunk - first);
 }
 
-// The cells of `size` positions, first … last, in which rows begin … end − 1 have positions; first > last without any.
-__device__ __forceinline__ void find_cells(const integers_arguments& a, int begin, int end, int size, int& first,
-                                           int& last) {
+// The cells of `size` positions, first … last, in which rows begin … end − 1 have positions; first > last
+// without any.
+__device__ __forceinline__ void find_cells(const integers_arguments& a, int begin, int end, int size,
+                                           int& first, int& last) {
   first = 0x7fffffff;
   last = -1;
 #pragma unroll 1
@@ -46,10 +49,10 @@ __device__ __forceinline__ void find_cells(const integers_arguments& a, int begi
   }
 }
 
-// The first and the last tile of chunks first_chunk … last_chunk in which rows begin … end − 1 have positions; false
-// without any.
-__device__ __forceinline__ bool find_tiles_of(const integers_arguments& a, int begin, int end, int first_chunk,
-                                              int last_chunk, int& first, int& last) {
+// The first and the last tile of chunks first_chunk … last_chunk in which rows begin … end − 1 have
+// positions; false without any.
+__device__ __forceinline__ bool find_tiles_of(const integers_arguments& a, int begin, int end,
+                                              int first_chunk, int last_chunk, int& first, int& last) {
   find_cells(a, begin, end, block_positions, first, last);
   first = max(first, first_chunk * chunk_blocks);
   last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
@@ -66,7 +69,8 @@ struct block_items : item_pairs {
 
   __device__ explicit block_items(const integers_arguments& arguments) : a(arguments) {}
 
-  // The first and the last tile of the item's chunks in which rows of a run have positions; false without any.
+  // The first and the last tile of the item's chunks in which rows of a run have positions; false without
+  // any.
   __device__ bool find_tiles(const row_run& run, int& first, int& last) const {
     return find_tiles_of(a, run.begin, run.end, first_chunk, last_chunk, first, last);
   }
@@ -86,7 +90,8 @@ struct block_items : item_pairs {
 
   // The next of the block's items; `item` is −1 before the first.
   __device__ bool next() {
-    const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows, num_items = num_tiles * a.num_kv_heads;
+    const int num_tiles = (a.rows.num_rows + tile_rows - 1) / tile_rows,
+              num_items = num_tiles * a.num_kv_heads;
     if (a.max_chunks == 1) {
       // All chunks of some rows; the last rows come first, as they have most positions.
       item = item < 0 ? blockIdx.x : item + gridDim.x;
@@ -130,7 +135,8 @@ struct pair_chunk {
   __device__ void begin() { has_begun[0] = has_begun[1] = false; }
 
   // after: the maxima including a block's best scores; correction: the factors of earlier results.
-  __device__ void raise(const for_both<float>& best, for_both<float>& after, for_both<float>& correction) const {
+  __device__ void raise(const for_both<float>& best, for_both<float>& after,
+                        for_both<float>& correction) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       after[i] = has_begun[i] ? fmaxf(maximum[i], best[i]) : best[i];
@@ -146,8 +152,8 @@ struct pair_chunk {
   }
 };
 
-// The maximum and the denominator of merged chunks, of which `adds` is the last and `sum` those before it; the factors of
-// both.
+// The maximum and the denominator of merged chunks, of which `adds` is the last and `sum` those before it;
+// the factors of both.
 __device__ __forceinline__ float2 merge_chunk(float2 sum, float2 adds, float& ours, float& theirs) {
   const float after = fmaxf(sum.x, adds.x);
   ours = exact_exp(sum.x - after);

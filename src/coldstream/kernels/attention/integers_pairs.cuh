@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t greatest_of_pair(uint32_t x) {
   return max(x, __shfl_xor_sync(all_lanes, x, 2));
 }
 
-// Sums over 64 places of which a lane has 8n + 2t and the next one: place p belongs to accumulator p mod 16. halves: 1 if only
-// pair g is wanted.
+// Sums over 64 places of which a lane has 8n + 2t and the next one: place p belongs to accumulator p mod 16.
+// halves: 1 if only pair g is wanted.
 template <int halves = 2>
 __device__ __forceinline__ void sum_in_order(const float (&weights)[block_positions / 8][4],
                                              for_both<float>& total) {

@@ -1,5 +1,6 @@
-// Prepares heads of new rows for attention over integers: queries are normed, rotated by their positions and by a
-// Hadamard matrix, and rounded into a workspace; keys likewise, and values, into the caches. Half a warp takes a head.
+// Prepares heads of new rows for attention over integers: queries are normed, rotated by their positions and
+// by a Hadamard matrix, and rounded into a workspace; keys likewise, and values, into the caches. Half a warp
+// takes a head.
 #include "attention/heads.cuh"
 #include "attention/integers_packing.cuh"
 #include "attention/integers_tile.cuh"
@@ -36,10 +37,11 @@ __device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x) {
   for (int step = 1; step < size / lanes_per_head; step *= 2) rotate_own(x, step);
 }
 
-// Rounds a head into the codes of a cache row; returns the scale. to: null for a row of no sequence. codes: scratch
-// [head_dim] of the half warp.
+// Rounds a head into the codes of a cache row; returns the scale. to: null for a row of no sequence. codes:
+// scratch [head_dim] of the half warp.
 template <int bits, int head_dim>
-__device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, int lane, uint8_t* to, uint8_t* codes) {
+__device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, int lane, uint8_t* to,
+                                             uint8_t* codes) {
   uint32_t greatest = 0;
 #pragma unroll
   for (const float value : x) greatest = max(greatest, magnitude(value));
@@ -57,7 +59,8 @@ __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, in
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < head_dim / lanes_per_head; i++) codes[i * lanes_per_head + lane] = packed_code<bits>(x[i], by);
+    for (int i = 0; i < head_dim / lanes_per_head; i++)
+      codes[i * lanes_per_head + lane] = packed_code<bits>(x[i], by);
     __syncwarp();
     if (!to) return by.scale;
     uint32_t* const words = reinterpret_cast<uint32_t*>(to);
@@ -68,7 +71,8 @@ __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, in
 }
 
 template <int bits, int head_dim, bool has_gate>
-__global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(const prepare_integers_arguments a) {
+__global__ void __launch_bounds__(prepare_threads)
+    attention_prepare_integers(const prepare_integers_arguments a) {
   __shared__ float heads[heads_per_block][head_dim];
   wait_for_previous_grid();
   release_next_grid();
@@ -108,7 +112,8 @@ __global__ void __launch_bounds__(prepare_threads) attention_prepare_integers(co
   // A warp may hold a query and a key, so that all lanes execute both branches.
   uint8_t* const codes = reinterpret_cast<uint8_t*>(head);
   uint8_t* const query = reinterpret_cast<uint8_t*>(a.query + pair * 2 * head_dim);
-  const float of_query = store_codes<16, head_dim>(values, lane, is_query && !is_spare ? query : nullptr, codes);
+  const float of_query =
+      store_codes<16, head_dim>(values, lane, is_query && !is_spare ? query : nullptr, codes);
   const float of_cache = store_codes<bits, head_dim>(values, lane, to, codes);
   if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
   // The scale, followed by zeros.

@@ -1,5 +1,6 @@
-// Keys and values of a tile in the layout that products of warpgroups read, and the threads that copy them: keys as rows
-// of channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are swizzled.
+// Keys and values of a tile in the layout that products of warpgroups read, and the threads that copy them:
+// keys as rows of channels, values as rows of positions, in rows of 128 bytes whose chunks of 16 are
+// swizzled.
 #pragma once
 
 #include "attention/integers_items.cuh"
@@ -8,7 +9,8 @@
 namespace coldstream {
 
 constexpr int copying_threads = 128, stages = 2;
-constexpr int copying_barrier = 1;  // of the copying threads; multiplying warpgroups have the following numbers
+constexpr int copying_barrier =
+    1;  // of the copying threads; multiplying warpgroups have the following numbers
 
 template <int bits, int head_dim>
 struct staged_tile {
@@ -30,7 +32,8 @@ struct staged_tile {
     return planes == 2 ? plane : channel / value_rows;
   }
 
-  // Descriptor of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from `same_for_warp`.
+  // Descriptor of channels channel … channel + 31 and positions 32 · step … 32 · step + 31; `values` from
+  // `same_for_warp`.
   __device__ static uint64_t part_of_values(uint32_t values, int plane, int channel, int step) {
     const int place = value_row(channel) * swizzled_row_bytes + value_half(plane, channel) * 64;
     return describe_swizzled_from(values, place + step * 32);
@@ -56,7 +59,8 @@ template <int bits, int head_dim>
 struct staging {
   using tile = staged_tile<bits, head_dim>;
   static constexpr int arrived_at = stages * 2 * tile::bytes, scales_at = arrived_at + tile::bytes;
-  static constexpr int barriers_at = scales_at + stages * tile::scale_bytes, notes_at = barriers_at + stages * 16;
+  static constexpr int barriers_at = scales_at + stages * tile::scale_bytes,
+                       notes_at = barriers_at + stages * 16;
   static constexpr int bytes = notes_at + stages * int(sizeof(tile_note));
   uint8_t* const shared;
 
@@ -65,13 +69,15 @@ struct staging {
   __device__ float* scales(int stage) const {  // of keys, then of values
     return reinterpret_cast<float*>(shared + scales_at + stage * tile::scale_bytes);
   }
-  __device__ tile_note& note(int stage) const { return reinterpret_cast<tile_note*>(shared + notes_at)[stage]; }
+  __device__ tile_note& note(int stage) const {
+    return reinterpret_cast<tile_note*>(shared + notes_at)[stage];
+  }
   __device__ uint32_t full(int stage) const { return shared_address(shared + barriers_at) + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * stages; }
 };
 
-// The copying threads. A tile's values are copied in the cache's layout while the tile before is multiplied, and then
-// transposed into their stage.
+// The copying threads. A tile's values are copied in the cache's layout while the tile before is multiplied,
+// and then transposed into their stage.
 template <int bits, int head_dim>
 struct tile_copier {
   using tile = staged_tile<bits, head_dim>;
@@ -95,9 +101,11 @@ struct tile_copier {
     return (plane * block_positions + position) * head_dim + (chunk ^ position / 16 * 2) * 16;
   }
 
-  // Some positions at a time, each by as many threads as it has chunks of 16 bytes. A thread's first position is less than
-  // rows_at_once, a power of two, so that where the others go is known to the compiler from where the first one does.
-  static constexpr int row_chunks = tile::planes * tile::chunks_of_head, rows_at_once = copying_threads / row_chunks;
+  // Some positions at a time, each by as many threads as it has chunks of 16 bytes. A thread's first position
+  // is less than rows_at_once, a power of two, so that where the others go is known to the compiler from
+  // where the first one does.
+  static constexpr int row_chunks = tile::planes * tile::chunks_of_head,
+                       rows_at_once = copying_threads / row_chunks;
   static_assert((rows_at_once & (rows_at_once - 1)) == 0 && rows_at_once <= 16);
 
   // place: where the thread's position i comes to lie.
@@ -128,7 +136,8 @@ struct tile_copier {
     copy_rows(from.keys, from.count,
               [keys, own](int i) { return keys + (own ^ i % 8 * 16) + i * swizzled_row_bytes; });
     const int position = thread % block_positions;
-    const uint8_t* const row = (thread < block_positions ? from.keys : from.values) + position * position_bytes;
+    const uint8_t* const row =
+        (thread < block_positions ? from.keys : from.values) + position * position_bytes;
     copy_word_if_below(from.count, position, shared_address(to.scales(stage)) + thread * 4,
                        row + kept_row::code_bytes);
     commit_copies();
@@ -136,21 +145,25 @@ struct tile_copier {
 
   // Four bytes of each of four positions become four positions of each of four channels.
   __device__ static void transpose(const uint32_t (&rows)[4], uint32_t (&columns)[4][4], int word) {
-    const uint32_t first = __byte_perm(rows[0], rows[1], 0x5140), second = __byte_perm(rows[2], rows[3], 0x5140);
-    const uint32_t third = __byte_perm(rows[0], rows[1], 0x7362), fourth = __byte_perm(rows[2], rows[3], 0x7362);
+    const uint32_t first = __byte_perm(rows[0], rows[1], 0x5140),
+                   second = __byte_perm(rows[2], rows[3], 0x5140);
+    const uint32_t third = __byte_perm(rows[0], rows[1], 0x7362),
+                   fourth = __byte_perm(rows[2], rows[3], 0x7362);
     columns[0][word] = __byte_perm(first, second, 0x5410);
     columns[1][word] = __byte_perm(first, second, 0x7632);
     columns[2][word] = __byte_perm(third, fourth, 0x5410);
     columns[3][word] = __byte_perm(third, fourth, 0x7632);
   }
 
-  // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of sixteen. A thread takes
-  // 16 positions of four channels, `own` of them first and then those 128 further, so that all places are at distances from
-  // its first ones that the compiler knows, but for an exchange of halves of a row.
+  // Words of a channel have the positions that a lane's weights are of: 2w, 2w + 1, 2w + 8 and 2w + 9 of
+  // sixteen. A thread takes 16 positions of four channels, `own` of them first and then those 128 further, so
+  // that all places are at distances from its first ones that the compiler knows, but for an exchange of
+  // halves of a row.
   __device__ void transpose_values(int stage) const {
     constexpr int quads_at_once = copying_threads / 4, channels_at_once = 4 * quads_at_once;
     const int sixteen = thread % 4, own = thread / 4;
-    const uint8_t* const from = to.shared + to.arrived_at + arrived_place(0, 16 * sixteen, own / 4) + own % 4 * 4;
+    const uint8_t* const from =
+        to.shared + to.arrived_at + arrived_place(0, 16 * sixteen, own / 4) + own % 4 * 4;
     uint32_t first[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) first[c] = tile::value_place(0, 4 * own + c, sixteen);
@@ -165,11 +178,13 @@ struct tile_copier {
 #pragma unroll
           for (int k = 0; k < 4; k++) {
             const int position = 2 * word + k % 2 + k / 2 * 8;
-            rows[k] = *reinterpret_cast<const uint32_t*>(from + (plane * block_positions + position) * head_dim + channel);
+            rows[k] = *reinterpret_cast<const uint32_t*>(
+                from + (plane * block_positions + position) * head_dim + channel);
           }
           transpose(rows, columns, word);
         }
-        const int place = tile::value_row(channel) * swizzled_row_bytes, half = tile::value_half(plane, channel) * 64;
+        const int place = tile::value_row(channel) * swizzled_row_bytes,
+                  half = tile::value_half(plane, channel) * 64;
 #pragma unroll
         for (int c = 0; c < 4; c++)
           *reinterpret_cast<uint4*>(to.values(stage) + (first[c] ^ half) + place) =
@@ -195,8 +210,10 @@ struct tile_copier {
       copy_values(last);
     }
     if (number) {
-      if (from) wait_for_copies<1>();
-      else wait_for_copies<0>();
+      if (from)
+        wait_for_copies<1>();
+      else
+        wait_for_copies<0>();
       see_copies();
       arrive_barrier(to.full(stage));
     }
@@ -206,9 +223,11 @@ struct tile_copier {
   __device__ void begin(const integers_arguments& a, const row_run& run, const tile_note& note) {
     const int first = note.tile * block_positions;
     const int block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + first / chunk_positions];
-    const int64_t offset = block * a.strides.block_bytes + first % chunk_positions * a.strides.position_bytes +
+    const int64_t offset = block * a.strides.block_bytes +
+                           first % chunk_positions * a.strides.position_bytes +
                            int64_t{note.item.kv_head} * kept_row::bytes;
-    const source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first), note};
+    const source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first),
+                         note};
     begin(&from);
   }
 

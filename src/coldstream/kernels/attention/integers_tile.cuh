@@ -1,5 +1,5 @@
-// The operands of a block of threads in attention over integers: adjacent rows of a batch, grouped by sequence, and a
-// tile of 64 keys or values of one sequence in shared memory.
+// The operands of a block of threads in attention over integers: adjacent rows of a batch, grouped by
+// sequence, and a tile of 64 keys or values of one sequence in shared memory.
 #pragma once
 
 #include "attention/grid.cuh"
@@ -36,7 +36,9 @@ struct row_run {
   }
 
   // Whether all keys of a tile's positions are in order.
-  __device__ bool is_committed(int tile) const { return !is_tree || (tile + 1) * block_positions <= committed; }
+  __device__ bool is_committed(int tile) const {
+    return !is_tree || (tile + 1) * block_positions <= committed;
+  }
 
   // The last tile of indices that holds keys of positions in the tile number `tile`.
   __device__ int last_tile(int tile) const {
@@ -66,8 +68,8 @@ struct row_view {
     return first <= tile * block_positions && position >= tile * block_positions + block_positions - 1;
   }
 
-  // The position whose key is kept at `index`, if the row sees it in tile `tile`; −1 otherwise. `drafts` has the
-  // positions of the tree's rows.
+  // The position whose key is kept at `index`, if the row sees it in tile `tile`; −1 otherwise. `drafts` has
+  // the positions of the tree's rows.
   __device__ int position_in(int tile, int index, const row_run& run, const int32_t* drafts) const {
     int found = index;
     if (run.is_tree && index >= run.committed) {
@@ -79,8 +81,8 @@ struct row_view {
   }
 };
 
-// A tile in shared memory: [64, row_bytes], planes one behind the other, the scale, and zeros. What is packed in the
-// cache is copied to the end of it, and unpacked from there; see integers_unpack.cuh.
+// A tile in shared memory: [64, row_bytes], planes one behind the other, the scale, and zeros. What is packed
+// in the cache is copied to the end of it, and unpacked from there; see integers_unpack.cuh.
 template <class row, int head_dim>
 struct tile_layout {
   static constexpr int row_bytes = row::planes * head_dim + scale_bytes_of_row;
@@ -89,8 +91,8 @@ struct tile_layout {
   static_assert(row::is_packed ? packed_at > 0 : packed_at == 0);
 };
 
-// Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which this one has
-// number `thread`. row_bytes: in the cache.
+// Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which
+// this one has number `thread`. row_bytes: in the cache.
 template <int row_bytes, int threads>
 __device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const cache_strides& strides,
                                           const batch_rows& rows, const row_run& run, int kv_head, int tile) {

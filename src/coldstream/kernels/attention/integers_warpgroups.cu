@@ -1,7 +1,9 @@
-// Attention over caches of two planes or one by warpgroups, which only sm_90 has: docs/arithmetic.md, Attention over integers.
+// Attention over caches of two planes or one by warpgroups, which only sm_90 has: docs/arithmetic.md,
+// Attention over integers.
 //
-// A block of threads takes some adjacent rows and a key/value head, as in integers.cu. Its first warpgroup copies tiles of
-// 64 keys and values; each of the others takes 64 pairs of a row and a query head through the tensor cores.
+// A block of threads takes some adjacent rows and a key/value head, as in integers.cu. Its first warpgroup
+// copies tiles of 64 keys and values; each of the others takes 64 pairs of a row and a query head through the
+// tensor cores.
 #include "attention/integers_block.cuh"
 #include "attention/integers_items.cuh"
 #include "attention/integers_staging.cuh"
@@ -23,8 +25,8 @@ struct multiplying_group {
   static constexpr int block_pairs = groups * group_pairs, query_bytes = block_pairs * 2 * head_dim;
   static constexpr int pairs_at = query_bytes + staging<bits, head_dim>::bytes;
   static constexpr int shared_bytes = pairs_at + block_pairs * int(sizeof(int2));
-  // Of eight keys or columns of values, that are multiplied at once. Two warpgroups have registers for more columns than one,
-  // which keeps two sums of them.
+  // Of eight keys or columns of values, that are multiplied at once. Two warpgroups have registers for more
+  // columns than one, which keeps two sums of them.
   static constexpr int key_tiles = 4, value_tiles = groups == 2 ? 4 : 2;
   static constexpr int slices = head_dim / (8 * value_tiles);
 
@@ -107,14 +109,16 @@ struct multiplying_group {
   // Half of the keys at a time, as numerators leave too few registers for the sums of all.
   __device__ void find_scores(const uint8_t* staged, const float* scales, pair_floats& scores) const {
     const uint32_t keys = same_for_warp(shared_address(staged));
-    const uint32_t own = same_for_warp(shared_address(queries) + group_number * group_pairs * swizzled_row_bytes);
+    const uint32_t own =
+        same_for_warp(shared_address(queries) + group_number * group_pairs * swizzled_row_bytes);
 #pragma unroll
     for (int begin = 0; begin < columns; begin += key_tiles) {
       plane_sums<key_tiles> sums;
       begin_products();
 #pragma unroll
       for (int step = 0; step < steps; step++) {
-        const uint64_t high = part_of_queries(own, 0, step), keys_high = tile_type::part_of_keys(keys, 0, begin, step);
+        const uint64_t high = part_of_queries(own, 0, step),
+                       keys_high = tile_type::part_of_keys(keys, 0, begin, step);
         multiply_shared_by_four(sums.high, high, keys_high, step > 0);
         multiply_shared_by_four(sums.mixed, part_of_queries(own, 1, step), keys_high, step > 0);
         if (planes == 2)
@@ -143,15 +147,17 @@ struct multiplying_group {
     sum_in_order(scores, total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (meets(i, tile)) chunks.add(i, total[i], after[i], correction[i]);
-      else correction[i] = 1.0f;
+      if (meets(i, tile))
+        chunks.add(i, total[i], after[i], correction[i]);
+      else
+        correction[i] = 1.0f;
     }
   }
 
-  // Weights times the values' scales as codes, and what products of theirs are multiplied by: where there are none, minus
-  // zero, which times their sum of zero leaves what it is added to, zeros of either sign too.
-  __device__ void round(int tile, const float* scales, uint32_t visible, pair_floats& weights, weight_codes& codes,
-                        for_both<float>& unit) const {
+  // Weights times the values' scales as codes, and what products of theirs are multiplied by: where there are
+  // none, minus zero, which times their sum of zero leaves what it is added to, zeros of either sign too.
+  __device__ void round(int tile, const float* scales, uint32_t visible, pair_floats& weights,
+                        weight_codes& codes, for_both<float>& unit) const {
     for_both<uint32_t> greatest = {};
 #pragma unroll
     for (int n = 0; n < columns; n++) {
@@ -185,7 +191,8 @@ struct multiplying_group {
   }
 
   // Begins the products of a slice of columns.
-  __device__ static void multiply(uint32_t values, int slice, const weight_codes& codes, plane_sums<value_tiles>& sums) {
+  __device__ static void multiply(uint32_t values, int slice, const weight_codes& codes,
+                                  plane_sums<value_tiles>& sums) {
     const int column = slice * 8 * value_tiles;
     begin_products();
 #pragma unroll
@@ -194,7 +201,8 @@ struct multiplying_group {
       multiply_by_four<false>(sums.high, codes.high[step], high, step > 0);
       multiply_by_four<false>(sums.mixed, codes.low[step], high, step > 0);
       if (planes == 2)
-        multiply_by_four<false>(sums.mixed, codes.high[step], tile_type::part_of_values(values, 1, column, step), true);
+        multiply_by_four<false>(sums.mixed, codes.high[step],
+                                tile_type::part_of_values(values, 1, column, step), true);
     }
     commit_products();
   }
@@ -210,8 +218,8 @@ struct multiplying_group {
     }
   }
 
-  // A single warpgroup overlaps the products of a slice with the additions of the one before. Two warpgroups overlap each
-  // other, and have no registers for it.
+  // A single warpgroup overlaps the products of a slice with the additions of the one before. Two warpgroups
+  // overlap each other, and have no registers for it.
   __device__ void add_values(const uint8_t* staged, const weight_codes& codes, const for_both<float>& unit) {
     constexpr int ahead = groups == 1 ? 1 : 0;
     const uint32_t values = same_for_warp(shared_address(staged));
@@ -221,8 +229,10 @@ struct multiplying_group {
     for (int slice = 0; slice < slices; slice++) {
       const bool begins = slice + ahead < slices;
       if (begins) multiply(values, slice + ahead, codes, sums[(slice + ahead) % (1 + ahead)]);
-      if (begins && ahead) wait_for_products<1>();
-      else wait_for_products<0>();
+      if (begins && ahead)
+        wait_for_products<1>();
+      else
+        wait_for_products<0>();
       sums[slice % (1 + ahead)].take();
       add(slice, sums[slice % (1 + ahead)], unit);
     }
@@ -287,7 +297,8 @@ struct multiplying_group {
 
   __device__ void leave(float2* to, int i) const {
 #pragma unroll
-    for (int n = 0; n < head_dim / 8; n++) to[4 * n] = make_float2(numerators[n][2 * i], numerators[n][2 * i + 1]);
+    for (int n = 0; n < head_dim / 8; n++)
+      to[4 * n] = make_float2(numerators[n][2 * i], numerators[n][2 * i + 1]);
   }
 
   // Several loads at a time to hide latency, but not all, which would take the registers of numerators.
@@ -310,7 +321,7 @@ struct multiplying_group {
 };
 
 template <int bits, int head_dim, int groups>
-__global__ void __launch_bounds__(threads_of_group*(groups + 1), 1)
+__global__ void __launch_bounds__((threads_of_group * (groups + 1)), 1)
     attention_integers_warpgroups(const integers_arguments a) {
   using group = multiplying_group<bits, head_dim, groups>;
   uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
@@ -331,7 +342,12 @@ __global__ void __launch_bounds__(threads_of_group*(groups + 1), 1)
   } else {
     if (groups == 2) take_registers<multiplying_registers>();
     const int thread = threadIdx.x - copying_threads;
-    group multiplier = {a, shared, reinterpret_cast<int2*>(shared + group::pairs_at), staged, thread / threads_of_group, thread / warp_size};
+    group multiplier = {a,
+                        shared,
+                        reinterpret_cast<int2*>(shared + group::pairs_at),
+                        staged,
+                        thread / threads_of_group,
+                        thread / warp_size};
     multiplier.run();
   }
 }

@@ -1,6 +1,6 @@
-// The end of attention for few rows with any number of chunks: a row's chunks merged in ascending order, divided, rotated
-// back, gated where there is a gate, and written as float32, as int8 or as both. A block of threads takes 256 columns of a
-// row, that is a group of activations; a thread takes one.
+// The end of attention for few rows with any number of chunks: a row's chunks merged in ascending order,
+// divided, rotated back, gated where there is a gate, and written as float32, as int8 or as both. A block of
+// threads takes 256 columns of a row, that is a group of activations; a thread takes one.
 #include "attention/merge.cuh"
 #include "attention/rotation.cuh"
 
@@ -18,13 +18,16 @@ struct __align__(16) merge_factors {
 
 __device__ __forceinline__ float greatest_of_warp(float x) {
 #pragma unroll
-  for (int distance = 1; distance < warp_size; distance *= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
+  for (int distance = 1; distance < warp_size; distance *= 2)
+    x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
   return x;
 }
 
-// The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one each; `maximum` is
-// that of the chunks before, unless there are none. Both factors of the first chunk of all are 1.
-__device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum, merge_factors* factors) {
+// The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one
+// each; `maximum` is that of the chunks before, unless there are none. Both factors of the first chunk of all
+// are 1.
+__device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum,
+                                             merge_factors* factors) {
   const int lane = threadIdx.x % warp_size;
   float after = own.x;
 #pragma unroll
@@ -38,13 +41,16 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float ma
   factors[lane] = {exact_exp(before - after), exact_exp(own.x - after), own.y, 0.0f};
 }
 
-// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way. Factors are found for
-// some batches at once, a warp for each of them and of the heads.
+// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
+// Factors are found for some batches at once, a warp for each of them and of the heads.
 template <int head_dim, int stages>
 struct merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
-  static constexpr int round = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
+  static constexpr int round = most_heads <= 2   ? 8
+                               : most_heads <= 4 ? 4
+                               : most_heads <= 8 ? 2
+                                                 : 1;  // batches
   static constexpr int items_per_warp = (round * most_heads + num_warps - 1) / num_warps;
   static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
 
@@ -91,7 +97,8 @@ struct merger {
     commit_copies();
   }
 
-  // Of the round's batches from number `first` on. All threads have done with the factors of the round before.
+  // Of the round's batches from number `first` on. All threads have done with the factors of the round
+  // before.
   __device__ __forceinline__ void find_round(int first) {
     const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0), lane = threadIdx.x % warp_size;
     float2 own[items_per_warp];
@@ -176,7 +183,8 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();
-  const int position = a.positions[blockIdx.y], first_chunk = first_position(position, a.window) / chunk_positions;
+  const int position = a.positions[blockIdx.y],
+            first_chunk = first_position(position, a.window) / chunk_positions;
   // None of a row of no sequence.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
   merger_of_head m(a, staged, factors, num_chunks);

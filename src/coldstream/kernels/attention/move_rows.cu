@@ -16,8 +16,8 @@ struct moved_caches {
   uint8_t* at[most_caches];
 };
 
-// grid (pieces of 16 bytes of a position / 128, caches), 128 threads: a piece of a cache a thread. Sources ascend and
-// are never before their targets, so that nothing is overwritten before it has been read.
+// grid (pieces of 16 bytes of a position / 128, caches), 128 threads: a piece of a cache a thread. Sources
+// ascend and are never before their targets, so that nothing is overwritten before it has been read.
 __global__ void __launch_bounds__(128)
     move_rows(const __grid_constant__ moved_caches caches, const __grid_constant__ moved_path path,
               const cache_strides strides) {

@@ -1,5 +1,5 @@
-// Steps of the Walsh–Hadamard transform of heads, which is its own inverse up to a factor: docs/arithmetic.md, Attention over
-// integers.
+// Steps of the Walsh–Hadamard transform of heads, which is its own inverse up to a factor:
+// docs/arithmetic.md, Attention over integers.
 #pragma once
 
 #include "cuda/common.cuh"

@@ -38,7 +38,8 @@ std::shared_ptr<void> keep(const nb::ndarray<A...>& array) {
 }
 
 // Hands an op to the runtime: recorded under capture, otherwise run at once without the GIL.
-inline void submit(runtime& rt, std::unique_ptr<op> next, int rows, std::vector<std::shared_ptr<void>> owners) {
+inline void submit(runtime& rt, std::unique_ptr<op> next, int rows,
+                   std::vector<std::shared_ptr<void>> owners) {
   if (rt.capturing()) {
     rt.submit(std::move(next), rows, std::move(owners));
   } else {
@@ -50,8 +51,8 @@ inline void submit(runtime& rt, std::unique_ptr<op> next, int rows, std::vector<
 void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, touch_pages, supported_tiers
 void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, quantize_activations, dequantize
 void bind_expert_pool(nb::module_& m);  // ExpertPool
-void bind_ops(nb::module_& m);      // rms_norm, add, swiglu, rope_angles, router, combine_experts and bind_mixers
-void bind_mixers(nb::module_& m);   // attention, gated_delta_net
+void bind_ops(nb::module_& m);  // rms_norm, add, swiglu, rope_angles, router, combine_experts and bind_mixers
+void bind_mixers(nb::module_& m);  // attention, gated_delta_net
 
 void bind_sampler(nb::module_& m);  // TokenChoice, choose_tokens
 void bind_hybrid(nb::module_& m);   // ExpertServer

@@ -57,10 +57,14 @@ bool has_amx() { return false; }
 
 bool tier_supported(tier t) {
   switch (t) {
-    case tier::generic: return true;
-    case tier::avx2: return has_avx2();
-    case tier::avx512: return has_avx512();
-    case tier::amx: return has_amx();
+    case tier::generic:
+      return true;
+    case tier::avx2:
+      return has_avx2();
+    case tier::avx512:
+      return has_avx512();
+    case tier::amx:
+      return has_amx();
   }
   return false;
 }

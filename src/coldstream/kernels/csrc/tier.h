@@ -1,5 +1,5 @@
-// Instruction-set tiers. A tier is chosen once per runtime and all tiers give the same bits (see docs/arithmetic.md),
-// so the choice changes the speed only.
+// Instruction-set tiers. A tier is chosen once per runtime and all tiers give the same bits (see
+// docs/arithmetic.md), so the choice changes the speed only.
 #pragma once
 
 namespace coldstream {

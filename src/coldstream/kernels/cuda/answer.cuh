@@ -5,8 +5,8 @@
 
 namespace coldstream {
 
-// Two flags in host memory: the CPU sets `done` when its rows are written, and the GPU sets `late` when it has
-// stopped waiting for them.
+// Two flags in host memory: the CPU sets `done` when its rows are written, and the GPU sets `late` when it
+// has stopped waiting for them.
 struct Answer {
   const uint32_t* done;
   uint32_t* late;

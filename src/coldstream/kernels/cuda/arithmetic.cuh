@@ -1,5 +1,6 @@
-// The scalar functions of docs/arithmetic.md in C++ that any compiler takes which has the few intrinsics: tests
-// compile it for the host. Without contraction, so that `a * b + c` rounds twice and only __fmaf_rn once.
+// The scalar functions of docs/arithmetic.md in C++ that any compiler takes which has the few intrinsics:
+// tests compile it for the host. Without contraction, so that `a * b + c` rounds twice and only __fmaf_rn
+// once.
 #pragma once
 
 using int8_t = signed char;
@@ -17,7 +18,8 @@ constexpr float least_exponent = -87.33654f, greatest_exponent = 88.37626f;
 
 // exp(x) for an x between these two, or NaN.
 __device__ __forceinline__ float exact_exp_within(float x) {
-  constexpr float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, ties to even
+  constexpr float round_to_integer =
+      12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, ties to even
   const float shifted = x * 1.44269504088896341f + round_to_integer;
   const float n = shifted - round_to_integer;
   const float t = __fmaf_rn(n, 2.12194440e-4f, __fmaf_rn(n, -0.693359375f, x));

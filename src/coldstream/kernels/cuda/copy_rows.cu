@@ -15,7 +15,8 @@ struct CopiedParts {
 };
 
 // grid (rows, 4), 512 threads. first: the row of the source for row 0, null for 0.
-__global__ void __launch_bounds__(512) copy_rows(const __grid_constant__ CopiedParts parts, const int* first) {
+__global__ void __launch_bounds__(512)
+    copy_rows(const __grid_constant__ CopiedParts parts, const int* first) {
   wait_for_previous_grid();
   release_next_grid();
   const CopiedPart& part = parts.at[blockIdx.y];

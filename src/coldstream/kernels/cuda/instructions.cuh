@@ -1,15 +1,15 @@
-// Instructions without an equivalent in CUDA C++: overlap of a kernel with the launches around it, accesses to
-// memory that are ordered between threads, asynchronous copies, the clock. All other code is C++, which tests
-// compile for the host with another file in place of this one.
+// Instructions without an equivalent in CUDA C++: overlap of a kernel with the launches around it, accesses
+// to memory that are ordered between threads, asynchronous copies, the clock. All other code is C++, which
+// tests compile for the host with another file in place of this one.
 #pragma once
 
 #include "cuda/arithmetic.cuh"
 
 namespace coldstream {
 
-// Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels before it
-// have ended, and must not touch what they read or write until it has waited. Without `overlap` both do nothing,
-// as on devices before sm_90.
+// Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels before
+// it have ended, and must not touch what they read or write until it has waited. Without `overlap` both do
+// nothing, as on devices before sm_90.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -34,7 +34,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
 }
 
 __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value)
+               : "memory");
 }
 
 // Increments, or resets to 0 after `last`; acquires and releases. Returns the old value.
@@ -63,11 +64,13 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* from) {
 }
 
 __device__ __forceinline__ void store_relaxed_system(uint32_t* to, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_release_system(uint32_t* to, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value) : "memory");
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value)
+               : "memory");
 }
 
 // Prefetches the cache line of `from`.
@@ -88,7 +91,8 @@ __device__ __forceinline__ int dot_unsigned(uint32_t weights, uint32_t x, int su
   return result;
 }
 
-// Byte i of a word, with its sign: a selector of 8 + i takes the sign of byte i, which __byte_perm does not offer.
+// Byte i of a word, with its sign: a selector of 8 + i takes the sign of byte i, which __byte_perm does not
+// offer.
 __device__ __forceinline__ int signed_byte(uint32_t word, int i) {
   int byte;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(word), "r"(0x8880 + 0x1111 * i));
@@ -132,11 +136,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
 }
 
 // Loads from shared memory that stay where they are written, ahead of their use.
@@ -155,7 +161,8 @@ __device__ __forceinline__ void load_shared_4(uint32_t from, float& a, float& b,
                : "memory");
 }
 
-// Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no branches around them.
+// Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no
+// branches around them.
 __device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
   asm volatile(
       "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),

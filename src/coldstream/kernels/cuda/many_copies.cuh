@@ -19,9 +19,8 @@ constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multip
 
 // A tile of rows * tokens outputs for warp_rows * warp_columns warps of mt * nt products each. By warpgroups
 // (sm_90 only), four warps multiply together and nothing is unpacked in shared memory.
-template <
-    class weights_, int mt_, int nt_, int warp_rows, int warp_columns, int stages_, int blocks_ = 1,
-    bool by_warpgroups_ = false>
+template <class weights_, int mt_, int nt_, int warp_rows, int warp_columns, int stages_, int blocks_ = 1,
+          bool by_warpgroups_ = false>
 struct tiling {
   static constexpr int blocks = blocks_;  // on a multiprocessor
   static constexpr bool by_warpgroups = by_warpgroups_;
@@ -193,9 +192,8 @@ struct copier {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const bool is_whole = (i + 1) * copying_threads <= weight_chunks_in_all;
-        copy_if_below(
-            weight_chunks_in_all, is_whole ? 0 : i * copying_threads + lane,
-            to + i * copying_threads * copy_bytes, weight_chunks[i] + offset);
+        copy_if_below(weight_chunks_in_all, is_whole ? 0 : i * copying_threads + lane,
+                      to + i * copying_threads * copy_bytes, weight_chunks[i] + offset);
       }
     } else {
       int valid = weights::group_bytes;
@@ -207,9 +205,8 @@ struct copier {
         // Windows of 16 aligned bytes that hold at least one of the row's.
         const uint8_t* from = job.template weight_row<T>(tile, row) + offset;
         const int begin = int(reinterpret_cast<uint64_t>(from)) & 15;
-        copy_if_below(
-            begin + valid, part * copy_bytes, to + i * copying_threads * copy_bytes,
-            from - begin + part * copy_bytes);
+        copy_if_below(begin + valid, part * copy_bytes, to + i * copying_threads * copy_bytes,
+                      from - begin + part * copy_bytes);
         if (part == 0) store_shared_4(stage + T::offsets_at + 4 * row, begin);
       }
     }
@@ -223,9 +220,8 @@ struct copier {
   }
 
   __device__ void store_sums(uint32_t stage, const uint4& sums) const {
-    store_shared_16(
-        stage + T::sums_at + plain_place(lane / 2, lane % 2), halves_of(sums.x), halves_of(sums.y),
-        halves_of(sums.z), halves_of(sums.w));
+    store_shared_16(stage + T::sums_at + plain_place(lane / 2, lane % 2), halves_of(sums.x),
+                    halves_of(sums.y), halves_of(sums.z), halves_of(sums.w));
   }
 
   __device__ void copy_activations(uint32_t stage) {
@@ -239,16 +235,15 @@ struct copier {
       copy_if_below(count, code_tokens * i + token, to + i * pass_bytes, q + code_chunks[i]);
     const int64_t at = extra_row + position.group;
     if (weights::has_sums && !converts_sums)
-      copy_if_below(
-          count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
-          job.x.sums + at * chunks + lane % 2 * 8);
+      copy_if_below(count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
+                    job.x.sums + at * chunks + lane % 2 * 8);
     if constexpr (weights::super) {
-      copy_word_if_below(
-          count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2), job.x.scales + at);
+      copy_word_if_below(count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2),
+                         job.x.scales + at);
     } else {
-      copy_if_below(
-          count, lane / 2, stage + T::scales_at + block_scale_pitch * (lane / 2) + lane % 2 * copy_bytes,
-          job.x.scales + at * 8 + lane % 2 * 4);
+      copy_if_below(count, lane / 2,
+                    stage + T::scales_at + block_scale_pitch * (lane / 2) + lane % 2 * copy_bytes,
+                    job.x.scales + at * 8 + lane % 2 * 4);
     }
   }
 };

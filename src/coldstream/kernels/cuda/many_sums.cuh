@@ -1,5 +1,5 @@
-// The float sums of a tile: from groups of 256 inputs to leaves of the summation tree, from leaves to the root, and
-// from the root to the output.
+// The float sums of a tile: from groups of 256 inputs to leaves of the summation tree, from leaves to the
+// root, and from the root to the output.
 #pragma once
 
 #include "cuda/many_copies.cuh"
@@ -21,8 +21,8 @@ struct accumulators {
       });
   }
 
-  // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none, and p[0]
-  // becomes the root.
+  // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
+  // and p[0] becomes the root.
   __device__ void close(int leaf, int next) {
     if constexpr (T::weights::super) {
       if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
@@ -100,8 +100,8 @@ struct accumulators {
 };
 
 template <class T, class Job>
-__device__ __forceinline__ void store_tile(
-    const Job& job, const header& head, const fragment& at, const accumulators<T>& sums) {
+__device__ __forceinline__ void store_tile(const Job& job, const header& head, const fragment& at,
+                                           const accumulators<T>& sums) {
   int rows[T::nt][2];  // all are loaded before the first is used, so that the loads overlap
 #pragma unroll
   for (int n = 0; n < T::nt; n++)
@@ -122,8 +122,8 @@ __device__ __forceinline__ void store_tile(
 
 // Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
 template <class T, class Job>
-__device__ __forceinline__ void end_group(
-    const Job& job, const header& head, const fragment& at, accumulators<T>& sums) {
+__device__ __forceinline__ void end_group(const Job& job, const header& head, const fragment& at,
+                                          accumulators<T>& sums) {
   const int leaf = head.progress & 255, next = head.progress >> 8 & 255;
   if (leaf != next) sums.close(leaf, next);
   if (next == 8) {

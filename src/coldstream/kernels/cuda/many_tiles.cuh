@@ -11,8 +11,8 @@ extern __shared__ __align__(coldstream::swizzle_bytes) float4 dynamic_shared[];
 namespace coldstream::many {
 
 template <class T, int nt>
-__device__ __forceinline__ void add_group(
-    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks, accumulators<T>& sums) {
+__device__ __forceinline__ void add_group(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+                                          int num_blocks, accumulators<T>& sums) {
   if constexpr (T::weights::in_place)
     add_in_place<T, nt>(at, stage, sums.p[0]);
   else if constexpr (T::weights::super)
@@ -23,9 +23,8 @@ __device__ __forceinline__ void add_group(
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
-__device__ __forceinline__ void add_group_of(
-    int count, const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
-    accumulators<T>& sums) {
+__device__ __forceinline__ void add_group_of(int count, const fragment& at, const uint8_t* stage,
+                                             const uint8_t* unpacked, int num_blocks, accumulators<T>& sums) {
   if (T::nt == 1 || count <= 8 * T::columns)
     add_group<T, 1>(at, stage, unpacked, num_blocks, sums);
   else if (T::nt == 2 || count <= 16 * T::columns)

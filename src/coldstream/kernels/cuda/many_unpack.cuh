@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t spread_bits(uint32_t bits) {
   return ((bits & 15) * 0x00204081u & 0x01010101u) << 4;
 }
 
-__device__ __forceinline__ void unpack_q6_k(
-    const uint8_t* raw, int offset, int half, int word, uint32_t* codes, uint8_t* table) {
+__device__ __forceinline__ void unpack_q6_k(const uint8_t* raw, int offset, int half, int word,
+                                            uint32_t* codes, uint8_t* table) {
   const uint32_t first = load_word(raw, offset + 64 * half + 4 * word);
   const uint32_t second = load_word(raw, offset + 64 * half + 32 + 4 * word);
   const uint32_t high = load_word(raw, offset + 128 + 32 * half + 4 * word);
@@ -82,9 +82,8 @@ __device__ void unpack_stage(const uint8_t* stage, uint8_t* unpacked) {
     if constexpr (weights::super)
       unpack_q6_k(raw, offsets[row], part / 8, part % 8, codes, table);
     else
-      unpack_block<weights>(
-          raw, offsets[row] + part * (weights::group_bytes / 8), codes + 8 * part,
-          reinterpret_cast<float*>(table) + part);
+      unpack_block<weights>(raw, offsets[row] + part * (weights::group_bytes / 8), codes + 8 * part,
+                            reinterpret_cast<float*>(table) + part);
   }
 }
 

@@ -37,8 +37,8 @@ struct plane_products {
 
 // The two bytes of four unsigned bytes times `scale`, plus the half-words of `bias`; no half-word may leave
 // 0 … 65535.
-__device__ __forceinline__ void split_products(
-    uint32_t bytes, int scale, uint32_t bias, uint32_t& high, uint32_t& low) {
+__device__ __forceinline__ void split_products(uint32_t bytes, int scale, uint32_t bias, uint32_t& high,
+                                               uint32_t& low) {
   const uint32_t even = (bytes & 0x00ff00ffu) * scale + bias;
   const uint32_t odd = __byte_perm(bytes, 0, 0x4341) * scale + bias;
   low = __byte_perm(even, odd, 0x6240);
@@ -59,8 +59,8 @@ struct block_planes {
     for (int c = 0; c < 4; c++) load_matrices(bytes[c], address + (has_high_bits ? 48 : 16) + 32 * c);
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      unpack_scales(
-          *reinterpret_cast<const uint4*>(base + (at.row + 8 * h + at.g) * T::weight_pitch), scales[h]);
+      unpack_scales(*reinterpret_cast<const uint4*>(base + (at.row + 8 * h + at.g) * T::weight_pitch),
+                    scales[h]);
     if constexpr (has_high_bits) load_matrices(high_bits, address + 16);
   }
 
@@ -147,8 +147,8 @@ struct block_floats {
       dmin[h] = half_to_float(head.x >> 16);
 #pragma unroll
       for (int k = 0; k < 2; k++)  // 1024 + m as float16, twice, less 1024
-        halves[2 * k + h] = subtract_halves(
-            __byte_perm(minima[k], 0x64646464u, 0x4040 | at.t * 0x0101), 0x64006400u);
+        halves[2 * k + h] =
+            subtract_halves(__byte_perm(minima[k], 0x64646464u, 0x4040 | at.t * 0x0101), 0x64006400u);
     }
     begin_products();
     multiply_halves_by_four(offsets, halves, describe_plain(shared_address(stage + T::sums_at)));
@@ -192,8 +192,8 @@ struct kinds<T, nt, false> {
 
 // Adds the group at `stage` for 8 * nt activation rows.
 template <class T, int nt>
-__device__ __forceinline__ void add_group_by_warpgroups(
-    const fragment& at, const uint8_t* stage, float (&p)[T::nt][4]) {
+__device__ __forceinline__ void add_group_by_warpgroups(const fragment& at, const uint8_t* stage,
+                                                        float (&p)[T::nt][4]) {
   using kind = kinds<T, nt, T::weights::in_place>;
   typename kind::planes planes(at, stage);
   typename kind::floats floats(at, stage);
@@ -221,8 +221,8 @@ __device__ __forceinline__ void add_group_by_warpgroups(
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
-__device__ __forceinline__ void add_group_of_by_warpgroups(
-    int count, const fragment& at, const uint8_t* stage, float (&p)[T::nt][4]) {
+__device__ __forceinline__ void add_group_of_by_warpgroups(int count, const fragment& at,
+                                                           const uint8_t* stage, float (&p)[T::nt][4]) {
   see_copies();
   if (count <= 16)
     add_group_by_warpgroups<T, 2>(at, stage, p);

@@ -81,8 +81,8 @@ __device__ __forceinline__ void unpack_minima(const uint4& head, uint32_t (&mini
 
 // I of the super-blocks: nt tiles of the mt * 16 rows.
 template <class T, int nt>
-__device__ __forceinline__ void integer_sums(
-    const fragment& at, const uint8_t* stage, int (&total)[T::mt][nt][4]) {
+__device__ __forceinline__ void integer_sums(const fragment& at, const uint8_t* stage,
+                                             int (&total)[T::mt][nt][4]) {
   using weights = typename T::weights;
   constexpr bool has_high_bits = is_same<weights, q5_k>;
   constexpr int codes_at = has_high_bits ? 48 : 16;
@@ -94,9 +94,8 @@ __device__ __forceinline__ void integer_sums(
   for (int m = 0; m < T::mt; m++) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      unpack_scales(
-          *reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * weights::pitch),
-          scales[m][h]);
+      unpack_scales(*reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * weights::pitch),
+                    scales[m][h]);
     if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * weights::pitch + 16);
   }
 #pragma unroll
@@ -147,13 +146,13 @@ __device__ __forceinline__ void integer_sums(
 // Scales of the activation rows 2t and 2t + 1 of tile n.
 template <class T>
 __device__ __forceinline__ float2 scales_of(const fragment& at, const uint8_t* stage, int n) {
-  return *reinterpret_cast<const float2*>(
-      stage + T::scales_at + 4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+  return *reinterpret_cast<const float2*>(stage + T::scales_at +
+                                          4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
 }
 
 // M by two more products: the bytes of the int16 sums are a row of B, low bytes unsigned, high bytes signed.
-__device__ __forceinline__ void minimum_sums(
-    float (&offsets)[4], const uint32_t (&a_low)[4], const uint32_t (&a_high)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void minimum_sums(float (&offsets)[4], const uint32_t (&a_low)[4],
+                                             const uint32_t (&a_high)[4], const uint32_t (&b)[2]) {
   int m[4];
   multiply_bytes(m, a_high, b[0], b[1], 0);
 #pragma unroll
@@ -187,8 +186,8 @@ struct minimum_rows {
   }
 
   // One super-block for the activation rows of tile n, whose I is `total`.
-  __device__ __forceinline__ void add(
-      const fragment& at, const uint8_t* stage, int n, const int (&total)[4], float (&p)[4]) const {
+  __device__ __forceinline__ void add(const fragment& at, const uint8_t* stage, int n, const int (&total)[4],
+                                      float (&p)[4]) const {
     uint32_t sums[2];
     load_two_matrices(
         sums, shared_address(stage + T::sums_at) + at.matrix_of_sums() + n * T::columns * 8 * sum_pitch);
@@ -206,8 +205,8 @@ struct minimum_rows {
 
 // One super-block of Q4_K or Q5_K.
 template <class T, int nt>
-__device__ __forceinline__ void add_in_place(
-    const fragment& at, const uint8_t* stage, float (&p)[T::mt][T::nt][4]) {
+__device__ __forceinline__ void add_in_place(const fragment& at, const uint8_t* stage,
+                                             float (&p)[T::mt][T::nt][4]) {
   int total[T::mt][nt][4];
   integer_sums<T, nt>(at, stage, total);
 #pragma unroll
@@ -220,18 +219,17 @@ __device__ __forceinline__ void add_in_place(
 
 // One super-block of sixteen rows of Q6_K for the activation rows of tile n, whose I is `total`.
 template <class T>
-__device__ __forceinline__ void add_product(
-    const fragment& at, const uint8_t* stage, const float (&d)[2], int n, const int (&total)[4], float (&p)[4]) {
+__device__ __forceinline__ void add_product(const fragment& at, const uint8_t* stage, const float (&d)[2],
+                                            int n, const int (&total)[4], float (&p)[4]) {
   const float2 a = scales_of<T>(at, stage, n);
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    p[i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[i]), p[i]);
+  for (int i = 0; i < 4; i++) p[i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[i]), p[i]);
 }
 
 // One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
 template <class T, int nt>
-__device__ __forceinline__ void add_q6_k(
-    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, float (&p)[T::mt][T::nt][4]) {
+__device__ __forceinline__ void add_q6_k(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+                                         float (&p)[T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   const uint8_t* table = unpacked + T::rows * code_pitch;
@@ -279,9 +277,8 @@ __device__ __forceinline__ void add_q6_k(
 
 // Eight blocks of 32, unpacked, of which the row has `num_blocks`; block b adds to accumulator b.
 template <class T, int nt>
-__device__ __forceinline__ void add_blocks(
-    const fragment& at, const uint8_t* stage, const uint8_t* unpacked, int num_blocks,
-    float (&p)[8][T::mt][T::nt][4]) {
+__device__ __forceinline__ void add_blocks(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+                                           int num_blocks, float (&p)[8][T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   const uint8_t* table = unpacked + T::rows * code_pitch;
@@ -295,8 +292,8 @@ __device__ __forceinline__ void add_blocks(
       load_matrices(a, a_address + 16 * m * code_pitch + 32 * block);
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        d[h] = *reinterpret_cast<const float*>(
-            table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + 4 * block);
+        d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch +
+                                               4 * block);
 #pragma unroll
       for (int n = 0; n < nt; n++) {
         uint32_t b[2];

@@ -1,5 +1,5 @@
-// Where the rows of a matrix lie in shared memory for products of warpgroups: in 128 bytes a row whose chunks of 16 are
-// swizzled, or in sixteens of eight rows.
+// Where the rows of a matrix lie in shared memory for products of warpgroups: in 128 bytes a row whose chunks
+// of 16 are swizzled, or in sixteens of eight rows.
 #pragma once
 
 namespace coldstream {
@@ -7,7 +7,8 @@ namespace coldstream {
 constexpr int swizzled_rows = 8, swizzled_row_bytes = 128;
 constexpr int swizzle_bytes = swizzled_rows * swizzled_row_bytes;  // aligned to as many
 
-// Chunk `chunk` of row `row`, of rows of any multiple of 128 bytes: those of 128 bytes of all rows come first.
+// Chunk `chunk` of row `row`, of rows of any multiple of 128 bytes: those of 128 bytes of all rows come
+// first.
 template <int num_rows>
 __device__ constexpr int swizzled_place(int row, int chunk) {
   return (chunk / 8 * num_rows + row) * swizzled_row_bytes + ((chunk ^ row) & 7) * 16;

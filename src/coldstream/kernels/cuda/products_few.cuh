@@ -15,7 +15,8 @@
 
 namespace coldstream {
 
-// A quantised row of `groups` groups of 256 in shared memory, for weights with super-blocks or in blocks of 32.
+// A quantised row of `groups` groups of 256 in shared memory, for weights with super-blocks or in blocks
+// of 32.
 struct SharedRow {
   uint8_t* codes;  // 16-byte chunks, swizzled
   uint8_t* sums;   // int16 sums of 32 codes: 16 bytes a group; not for blocks of 32
@@ -138,7 +139,8 @@ struct LanePlace {
   bool exists;  // whether the lane has one
 
   __device__ __forceinline__ LanePlace(const MatrixShape& shape, int pass, int groups) {
-    const int lane = threadIdx.x % warp_size, group = lane / 4, super_block = pass * 8 + (group & ((8 >> shape.spread) - 1));
+    const int lane = threadIdx.x % warp_size, group = lane / 4,
+              super_block = pass * 8 + (group & ((8 >> shape.spread) - 1));
     s = lane % 4;
     quad = group >> (3 - shape.spread);
     exists = super_block < groups;
@@ -149,7 +151,8 @@ struct LanePlace {
 
 // The codes of x under the lane's quarter of its super-block.
 template <typename Format>
-__device__ __forceinline__ void load_quarter(const SharedRow& x, const LanePlace& place, uint32_t (&codes)[16]) {
+__device__ __forceinline__ void load_quarter(const SharedRow& x, const LanePlace& place,
+                                             uint32_t (&codes)[16]) {
 #pragma unroll
   for (int c = 0; c < 4; c++) {
     const uint4 chunk = load_chunk(x, place.at * 16 + Format::chunk(place.s, c));
@@ -160,8 +163,8 @@ __device__ __forceinline__ void load_quarter(const SharedRow& x, const LanePlace
 
 // p with the super-block of the row that the lane keeps, of which the lane has the shares `part`.
 template <typename Format>
-__device__ __forceinline__ float add_super_block(const HeaderK& header, const int (&part)[4], const SharedRow& x,
-                                                 const LanePlace& place, float p) {
+__device__ __forceinline__ float add_super_block(const HeaderK& header, const int (&part)[4],
+                                                 const SharedRow& x, const LanePlace& place, float p) {
   const float product = float(exchange_sums(part)), a = x.scales[place.at];
   float sum = __fmaf_rn(header.d * a, product, p);
   if constexpr (Format::has_mins) {
@@ -289,7 +292,8 @@ __device__ __forceinline__ void sum_up_values(float (&p)[T]) {
 // Prefetches rows of floats into the first-level cache by the whole block, a sector a thread.
 __device__ __forceinline__ void warm_values(const float* values, int stride, int num_rows, int cols) {
   for (int t = 0; t < num_rows; t++)
-    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) bring_close(values + int64_t(t) * stride + i);
+    for (int i = threadIdx.x * 8; i < cols; i += blockDim.x * 8)
+      bring_close(values + int64_t(t) * stride + i);
 }
 
 // One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.
@@ -322,7 +326,8 @@ __device__ __forceinline__ float sum_up_groups(float sum, int spread) {
   return sum;
 }
 
-// The weight row of a unit whose sum a lane has after `sum_up_groups`, and whether it is the lane that writes it.
+// The weight row of a unit whose sum a lane has after `sum_up_groups`, and whether it is the lane that writes
+// it.
 struct LaneRow {
   int row;
   bool writes;

@@ -1,8 +1,10 @@
-// Products of up to 64 rows of activations as in products_tiles.cuh, for any number of columns: a stage of the ring has
-// a part of the columns of a unit and of all rows of activations, so that a block need not hold whole rows.
+// Products of up to 64 rows of activations as in products_tiles.cuh, for any number of columns: a stage of
+// the ring has a part of the columns of a unit and of all rows of activations, so that a block need not hold
+// whole rows.
 //
-// A unit has 32 weight rows, and four warps for each sixteen of them. A warp has two p of docs/arithmetic.md, four
-// apart. Super-blocks of one p are taken before those of the other, blocks of 32 side by side; both ascend.
+// A unit has 32 weight rows, and four warps for each sixteen of them. A warp has two p of docs/arithmetic.md,
+// four apart. Super-blocks of one p are taken before those of the other, blocks of 32 side by side; both
+// ascend.
 #pragma once
 
 #include "cuda/products_tiles.cuh"
@@ -35,9 +37,9 @@ struct PartRows : TileRows {
 
 // Quantised rows in global memory.
 struct PartSource {
-  const int8_t* codes;    // [rows, groups · 256]
-  const uint8_t* heads;   // [rows, groups], part_head_bytes each
-  const float* scales;    // [rows, groups]; null for blocks of 32, whose scales are the heads
+  const int8_t* codes;   // [rows, groups · 256]
+  const uint8_t* heads;  // [rows, groups], part_head_bytes each
+  const float* scales;   // [rows, groups]; null for blocks of 32, whose scales are the heads
   int groups;
   int num_rows;
 };
@@ -88,8 +90,9 @@ struct PartOrder {
 
 // One pass of one unit: super-blocks into p, blocks of 32 into p and into q, the accumulators four further.
 template <Types types, int slices>
-__device__ __forceinline__ void add_part(const Staged& staged, const MatrixShape& shape, int pass, int num_groups,
-                                         const PartRows& x, float (&p)[slices][4], float (&q)[slices][4]) {
+__device__ __forceinline__ void add_part(const Staged& staged, const MatrixShape& shape, int pass,
+                                         int num_groups, const PartRows& x, float (&p)[slices][4],
+                                         float (&q)[slices][4]) {
   const int warp = warp_of_set(), g = warp % part_width, type = shape.type;
   const int first_row = warp / part_width * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
@@ -120,17 +123,19 @@ template <int slices, typename Finish>
 __device__ __forceinline__ void finish_part(const float* partial, int first_row, Finish&& finish) {
   constexpr int slice_sums = slice_rows * part_unit_rows;
   for (int at = threadIdx.x; at < slices * slice_sums; at += blockDim.x) {
-    const int slice = at / slice_sums, i = at % slice_sums, part = i / 128, lane = i % 128 / 4, element = i % 4;
+    const int slice = at / slice_sums, i = at % slice_sums, part = i / 128, lane = i % 128 / 4,
+              element = i % 4;
     const float* from = partial + (slice * tile_warps + part * part_width) * 128 + i % 128;
     const float sum = (from[0] + from[2 * 128]) + (from[128] + from[3 * 128]);
-    finish(first_row + part * 16 + lane / 4 + element / 2 * 8, slice * slice_rows + lane % 4 * 2 + element % 2, sum);
+    finish(first_row + part * 16 + lane / 4 + element / 2 * 8,
+           slice * slice_rows + lane % 4 * 2 + element % 2, sum);
   }
 }
 
 // A stage has the weights of a pass and then, from `rows_at` on, the part of the rows. All sets of the block.
 template <Types types, int slices, int sets, typename Source, typename Finish>
-__device__ __forceinline__ void multiply_parts(const Work& work, const Ring& ring, int rows_at, float* partial,
-                                               Source&& source, Finish&& finish) {
+__device__ __forceinline__ void multiply_parts(const Work& work, const Ring& ring, int rows_at,
+                                               float* partial, Source&& source, Finish&& finish) {
   const MatrixShape& shape = work.shape;
   const PartOrder order = {shape.num_passes, is_block_type<types>(shape.type)};
   Cursor ahead = {work.first_unit, 0};
@@ -159,7 +164,8 @@ __device__ __forceinline__ void multiply_parts(const Work& work, const Ring& rin
     ring.wait();
     __syncthreads();
     add_part<types>(staged, shape, pass, x.groups, rows, p, q);
-    const bool is_last = now.pass + 1 == shape.num_passes, has_middle = !order.is_block && shape.num_passes > 1;
+    const bool is_last = now.pass + 1 == shape.num_passes,
+               has_middle = !order.is_block && shape.num_passes > 1;
     if (is_last || order.is_middle(now.pass)) {
 #pragma unroll
       for (int n = 0; n < slices; n++) {

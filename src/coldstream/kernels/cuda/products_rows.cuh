@@ -1,6 +1,7 @@
-// Products of a few rows of activations with many weight rows by dp4a, as products_few.cuh for one row: a warp keeps
-// the codes of a pass of its unit in registers, and multiplies them with one row after the other. For up to about four
-// rows this takes fewer instructions than a tile of the tensor cores, which costs the same for one row and for eight.
+// Products of a few rows of activations with many weight rows by dp4a, as products_few.cuh for one row: a
+// warp keeps the codes of a pass of its unit in registers, and multiplies them with one row after the other.
+// For up to about four rows this takes fewer instructions than a tile of the tensor cores, which costs the
+// same for one row and for eight.
 #pragma once
 
 #include "cuda/products_few.cuh"
@@ -31,8 +32,8 @@ __device__ __forceinline__ SharedRows shared_block_rows(uint8_t* memory, int roo
   return {{memory, memory, reinterpret_cast<float*>(scales), groups}, count, groups * scales_in_group};
 }
 
-// Copies quantised rows by the whole block, without a barrier; the codes are a group of asynchronous copies of its
-// own. Row t is row index_of(t) of the arrays.
+// Copies quantised rows by the whole block, without a barrier; the codes are a group of asynchronous copies
+// of its own. Row t is row index_of(t) of the arrays.
 template <typename IndexOf>
 __device__ __forceinline__ void copy_rows(const SharedRows& x, const int8_t* q, const float* scales,
                                           const int16_t* sums, IndexOf&& index_of) {
@@ -50,13 +51,15 @@ __device__ __forceinline__ void copy_rows(const SharedRows& x, const int8_t* q, 
   for (int i = threadIdx.x; i < x.count * groups; i += blockDim.x) {
     const int t = i / groups, group = i - t * groups;
     const int64_t at = int64_t(index_of(t)) * groups + group;
-    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * at], b = reinterpret_cast<const uint4*>(sums)[2 * at + 1];
+    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * at],
+                b = reinterpret_cast<const uint4*>(sums)[2 * at + 1];
     const SharedRow row = x.row(t);
     store_sums(row.sums, row.scales, group, a, b, scales[at]);
   }
 }
 
-// Quantises rows of floats, aligned to 16 bytes, by the whole block, without a barrier. Row t is at row_at(t).
+// Quantises rows of floats, aligned to 16 bytes, by the whole block, without a barrier. Row t is at
+// row_at(t).
 template <int scale_elements, typename RowAt>
 __device__ __forceinline__ void quantize_rows(const SharedRows& x, int cols, RowAt&& row_at) {
   constexpr int at_once = 2;  // groups whose loads are under way together
@@ -72,13 +75,14 @@ __device__ __forceinline__ void quantize_rows(const SharedRows& x, int cols, Row
 #pragma unroll
     for (int b = 0; b < at_once; b++) {
       const int i = first + b * step, t = i / groups;
-      if (i < total) keep_group<scale_elements>(x.row(t), i - t * groups, quantize_group<scale_elements>(share_of[b]));
+      if (i < total)
+        keep_group<scale_elements>(x.row(t), i - t * groups, quantize_group<scale_elements>(share_of[b]));
     }
   }
 }
 
-// A unit's accumulators between two passes, and its sums behind the last one, in a warp's own shared memory. Rows of
-// one pass need no room for accumulators.
+// A unit's accumulators between two passes, and its sums behind the last one, in a warp's own shared memory.
+// Rows of one pass need no room for accumulators.
 struct RowSums {
   float* accumulators;  // [room, lanes]
   float* sums;          // [room, unit_rows]
@@ -100,8 +104,8 @@ struct RowSums {
 };
 
 template <typename Format>
-__device__ __forceinline__ void add_super_blocks_of_rows(const Staged& staged, const MatrixShape& shape, int pass,
-                                                         const SharedRows& x, const RowSums& kept) {
+__device__ __forceinline__ void add_super_blocks_of_rows(const Staged& staged, const MatrixShape& shape,
+                                                         int pass, const SharedRows& x, const RowSums& kept) {
   const LanePlace place(shape, pass, x.first.groups);
   const int offset = place.g * Format::bytes;
   const uint8_t* own = staged.row<Format::is_aligned>(place.quad * 4 + place.s) + offset;
@@ -152,8 +156,10 @@ __device__ __forceinline__ void add_blocks_of_rows(const Staged& staged, const M
     for (int g = 0; g < 8; g++) {
       if (g * 8 + j >= num_blocks) break;
       const int group = pass * 8 + g;
-      const uint4 first = load_chunk(own, group * 16 + 2 * j), second = load_chunk(own, group * 16 + 2 * j + 1);
-      const uint32_t codes_x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+      const uint4 first = load_chunk(own, group * 16 + 2 * j),
+                  second = load_chunk(own, group * 16 + 2 * j + 1);
+      const uint32_t codes_x[8] = {first.x,  first.y,  first.z,  first.w,
+                                   second.x, second.y, second.z, second.w};
       p = __fmaf_rn(d[g] * own.scales[group * 8 + j], float(dot_block<Format>(codes[g], codes_x)), p);
     }
     __syncwarp();
@@ -176,7 +182,8 @@ __device__ __forceinline__ void add_pass_of_rows(const Staged& staged, const Mat
 
 // Calls store(t, row, place of its sum) for all sums of a unit, by one warp.
 template <typename Store>
-__device__ __forceinline__ void for_each_sum(const MatrixShape& shape, int count, int first_row, Store&& store) {
+__device__ __forceinline__ void for_each_sum(const MatrixShape& shape, int count, int first_row,
+                                             Store&& store) {
 #pragma unroll 1
   for (int i = threadIdx.x % warp_size; i < count * shape.unit_rows; i += warp_size) {
     const int t = i / (4 << shape.spread), row = first_row + i % (4 << shape.spread);
@@ -184,13 +191,15 @@ __device__ __forceinline__ void for_each_sum(const MatrixShape& shape, int count
   }
 }
 
-// All units of the warp. Calls finish(first row of a unit) by all lanes when its sums are in `kept`, which the finish
-// leaves to the next unit.
+// All units of the warp. Calls finish(first row of a unit) by all lanes when its sums are in `kept`, which
+// the finish leaves to the next unit.
 template <Types types, typename Finish>
-__device__ __forceinline__ void multiply_rows(const Work& work, const Ring& ring, Cursor ahead, const SharedRows& x,
-                                              RowSums& kept, Finish&& finish) {
+__device__ __forceinline__ void multiply_rows(const Work& work, const Ring& ring, Cursor ahead,
+                                              const SharedRows& x, RowSums& kept, Finish&& finish) {
   const MatrixShape& shape = work.shape;
-  const auto add = [&](const Staged& staged, int pass) { add_pass_of_rows<types>(staged, shape, pass, x, kept); };
+  const auto add = [&](const Staged& staged, int pass) {
+    add_pass_of_rows<types>(staged, shape, pass, x, kept);
+  };
   walk_units(work, ring, ahead, add, finish);
 }
 

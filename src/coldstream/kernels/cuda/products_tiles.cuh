@@ -4,10 +4,10 @@
 // A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
 // ring of shared memory. Its warps share a unit by accumulator: a warp has one p of docs/arithmetic.md, of
 // all products of sixteen weight rows with all rows of x. The sums over the eight are taken across the warps.
-// Rows of x come in slices of eight, which meet the same unpacked weights. Where two sets of eight warps share a block,
-// each has half of the slices. In the integer products
-// lane = 4 g + c has of the weights rows g and g + 8, of slice n row 8 n + g of x, and of the results of these
-// rows (g, 2 c), (g, 2 c + 1), (g + 8, 2 c) and (g + 8, 2 c + 1).
+// Rows of x come in slices of eight, which meet the same unpacked weights. Where two sets of eight warps
+// share a block, each has half of the slices. In the integer products lane = 4 g + c has of the weights rows
+// g and g + 8, of slice n row 8 n + g of x, and of the results of these rows (g, 2 c), (g, 2 c + 1), (g + 8,
+// 2 c) and (g + 8, 2 c + 1).
 #pragma once
 
 #include "cuda/products_few.cuh"
@@ -114,8 +114,8 @@ __device__ __forceinline__ void add_scaled(int (&sums)[4], const int (&d)[4], in
 }
 
 // p += (d · a) · sums, one fma each; d and d_8 of weight rows g and g + 8, a of rows 2 c and 2 c + 1 of x.
-__device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4], float d, float d_8,
-                                             float a, float a_1) {
+__device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4], float d, float d_8, float a,
+                                             float a_1) {
   p[0] = __fmaf_rn(d * a, float(sums[0]), p[0]);
   p[1] = __fmaf_rn(d * a_1, float(sums[1]), p[1]);
   p[2] = __fmaf_rn(d_8 * a, float(sums[2]), p[2]);
@@ -124,8 +124,8 @@ __device__ __forceinline__ void add_products(float (&p)[4], const int (&sums)[4]
 
 // Q4_K and Q5_K: two sub-blocks share 32 bytes of low bits; sub-block j has bit j of the bytes of high bits.
 template <bool has_fifth_bit, int slices, typename Rows>
-__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const Rows& x, int group,
-                                            float (&p)[slices][4]) {
+__device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t* block_8, const Rows& x,
+                                            int group, float (&p)[slices][4]) {
   const int c = threadIdx.x % 4;
   const HeaderK header = unpack_header_k(load_16(block)), header_8 = unpack_header_k(load_16(block_8));
   uint32_t high[4] = {0, 0, 0, 0};
@@ -150,7 +150,8 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
         a[i] = (words[i] >> (k % 2 * 4)) & 0x0f0f0f0f;
         if constexpr (has_fifth_bit) a[i] |= (k < 4 ? high[i] << (4 - k) : high[i] >> (k - 4)) & 0x10101010;
       }
-      const int scale = byte_of(header.scales[k / 4], k % 4), scale_8 = byte_of(header_8.scales[k / 4], k % 4);
+      const int scale = byte_of(header.scales[k / 4], k % 4),
+                scale_8 = byte_of(header_8.scales[k / 4], k % 4);
 #pragma unroll
       for (int n = 0; n < slices; n++) {
         int d[4];
@@ -206,7 +207,8 @@ __device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t*
         a[r] = FormatQ6K::join(run < 2 ? bits << 2 : bits >> 2, high[r] << (6 - 2 * run));
       }
       const int j = 8 * half + 2 * run + u;
-      const int scale = int8_t(byte_of(scales[j / 4], j % 4)), scale_8 = int8_t(byte_of(scales_8[j / 4], j % 4));
+      const int scale = int8_t(byte_of(scales[j / 4], j % 4)),
+                scale_8 = int8_t(byte_of(scales_8[j / 4], j % 4));
 #pragma unroll
       for (int n = 0; n < slices; n++) {
         int d[4];
@@ -263,7 +265,8 @@ __device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[i] >>= Format::shift;
     const float* scales = x.scales + j;
-    add_products(p[n], sums, d, d_8, scales[own.at[0] * scales_in_group], scales[own.at[1] * scales_in_group]);
+    add_products(p[n], sums, d, d_8, scales[own.at[0] * scales_in_group],
+                 scales[own.at[1] * scales_in_group]);
   }
 }
 
@@ -332,27 +335,28 @@ __device__ __forceinline__ float4& partial_of(float* partial, int slice) {
   return reinterpret_cast<float4*>(partial)[slice * tile_threads + threadIdx.x % tile_threads];
 }
 
-// The sums of a unit from the accumulators of its warps, [slices, warps, lanes, 4]: finish(row of the matrix, t,
-// sum).
+// The sums of a unit from the accumulators of its warps, [slices, warps, lanes, 4]: finish(row of the matrix,
+// t, sum).
 template <int slices, typename Finish>
 __device__ __forceinline__ void finish_tile(const float* partial, const MatrixShape& shape, int first_row,
                                             Finish&& finish) {
   const int width = 8 >> shape.spread, slice_sums = slice_rows * shape.unit_rows;
   for (int at = threadIdx.x; at < slices * slice_sums; at += blockDim.x) {
-    const int slice = at / slice_sums, i = at % slice_sums, part = i / 128, lane = i % 128 / 4, element = i % 4;
+    const int slice = at / slice_sums, i = at % slice_sums, part = i / 128, lane = i % 128 / 4,
+              element = i % 4;
     const float* from = partial + (slice * tile_warps + part * width) * 128 + i % 128;
     float p[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) p[j] = j < width ? from[j * 128] : 0.0f;
-    finish(first_row + part * 16 + lane / 4 + element / 2 * 8, slice * slice_rows + lane % 4 * 2 + element % 2,
-           sum_of_eight(p));
+    finish(first_row + part * 16 + lane / 4 + element / 2 * 8,
+           slice * slice_rows + lane % 4 * 2 + element % 2, sum_of_eight(p));
   }
 }
 
 // All units of the block, whose warps have `slices` each.
 template <Types types, int slices, int sets, typename Finish>
-__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead, TileRows x,
-                                                   float* partial, Finish&& finish) {
+__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
+                                                   TileRows x, float* partial, Finish&& finish) {
   x.first = tile_set() * slices * slice_rows;
   const MatrixShape& shape = work.shape;
   float p[slices][4] = {};
@@ -363,7 +367,8 @@ __device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring&
     const uint32_t address = uint32_t(from) + now.pass * shape.pass_bytes;
     ring.wait();
     __syncthreads();
-    add_tile<types>({ring.stage_at(index), address, shape.stage_stride, shape.row_bytes}, shape, now.pass, x, p);
+    add_tile<types>({ring.stage_at(index), address, shape.stage_stride, shape.row_bytes}, shape, now.pass, x,
+                    p);
     const bool is_last = now.pass + 1 == shape.num_passes;
     if (is_last) {
 #pragma unroll

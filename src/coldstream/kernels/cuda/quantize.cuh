@@ -1,8 +1,8 @@
-// Quantised activations (docs/arithmetic.md): groups of 256 inputs become int8 codes, one scale or, for weights
-// in blocks of 32, one for each 32 of them, and the sums of each 16 codes.
+// Quantised activations (docs/arithmetic.md): groups of 256 inputs become int8 codes, one scale or, for
+// weights in blocks of 32, one for each 32 of them, and the sums of each 16 codes.
 //
-// A row of K inputs takes `padded` = K rounded up to 256 codes, padded / scale_elements scales and padded / 16
-// sums; inputs from K on count as zeros, so their codes and sums are 0. K is a multiple of 8.
+// A row of K inputs takes `padded` = K rounded up to 256 codes, padded / scale_elements scales and padded /
+// 16 sums; inputs from K on count as zeros, so their codes and sums are 0. K is a multiple of 8.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -12,7 +12,7 @@ namespace coldstream {
 constexpr int group_elements = 256;  // inputs that a warp takes, and that share one scale or eight
 constexpr int block_elements = 32;
 constexpr int scales_in_group = group_elements / block_elements;
-constexpr int sum_elements = 16;     // inputs that share one sum
+constexpr int sum_elements = 16;  // inputs that share one sum
 
 // The scale of a group from its maximum, and the factor from inputs to codes.
 struct GroupScale {

@@ -1,5 +1,5 @@
-// Times at which the parts of a layer begin and end, for layers of which only some experts are on the GPU; see
-// experts/stamps.py.
+// Times at which the parts of a layer begin and end, for layers of which only some experts are on the GPU;
+// see experts/stamps.py.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -20,8 +20,9 @@ struct LayerStamps {
   RouterStamps router;
   // Summed over all steps.
   uint64_t bus_pairs;
-  // For steps without such pairs (0) and with them (1): their number, then sums modulo 2^64 of five times: the
-  // router's begin and end, the begin of the sum over experts, the arrival of the CPU's rows, the end of the sum.
+  // For steps without such pairs (0) and with them (1): their number, then sums modulo 2^64 of five times:
+  // the router's begin and end, the begin of the sum over experts, the arrival of the CPU's rows, the end of
+  // the sum.
   uint64_t sums[2][num_sums];
 };
 static_assert(sizeof(LayerStamps) == 16 * 8);

@@ -28,8 +28,8 @@ __device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t add
 }
 
 // d = a b + c over 32 signed bytes; every accumulator starts at c.
-__device__ __forceinline__ void multiply_bytes(
-    int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int c) {
+__device__ __forceinline__ void multiply_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                               int c) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%10, %10, %10, %10};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -45,8 +45,8 @@ __device__ __forceinline__ void add_product(int (&d)[4], const uint32_t (&a)[4],
 }
 
 // d += a b over 32 bytes, those of b unsigned.
-__device__ __forceinline__ void add_product_of_unsigned(
-    int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                        uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])

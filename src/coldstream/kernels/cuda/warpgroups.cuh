@@ -1,6 +1,6 @@
-// Integer products of four warps and shared memory, which only sm_90 has (PTX calls them wgmma). A warp has 16
-// rows of A in registers, as for a product of its own, or in shared memory. B is 8 * nt rows of 32 bytes in shared
-// memory, within rows of 128 whose chunks of 16 are swizzled.
+// Integer products of four warps and shared memory, which only sm_90 has (PTX calls them wgmma). A warp has
+// 16 rows of A in registers, as for a product of its own, or in shared memory. B is 8 * nt rows of 32 bytes
+// in shared memory, within rows of 128 whose chunks of 16 are swizzled.
 #pragma once
 
 #include "cuda/matrix_places.cuh"
@@ -8,14 +8,15 @@
 
 namespace coldstream {
 
-// Start of a warp's matrices in units of 16 bytes, known to the compiler to be the same for all lanes, so that
-// descriptors at constant distances need no register per lane.
+// Start of a warp's matrices in units of 16 bytes, known to the compiler to be the same for all lanes, so
+// that descriptors at constant distances need no register per lane.
 __device__ __forceinline__ uint32_t same_for_warp(uint32_t address) {
   return __shfl_sync(all_lanes, (address & 0x3ffff) / 16, 0);
 }
 
 // B at `offset` from there. In sixteens of bytes: bits 0 … 13 the address, 16 … 29 the distance of the two
-// sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of swizzle.
+// sixteens of a row if not swizzled, 32 … 45 the distance of eights of rows; from bit 62 on the kind of
+// swizzle.
 __device__ __forceinline__ uint64_t describe_swizzled_from(uint32_t sixteens, int offset) {
   return uint64_t(sixteens + offset / 16) | uint64_t(swizzle_bytes / 16) << 32 | uint64_t(1) << 62;
 }
@@ -33,9 +34,7 @@ __device__ __forceinline__ uint64_t describe_plain(uint32_t address) {
 __device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Before products that read registers which were written since the last ones.
-__device__ __forceinline__ void begin_products() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -101,8 +100,8 @@ __device__ __forceinline__ void take_registers() {
     COLDSTREAM_PRODUCT(8, "64", "{%32, %33, %34, %35}, %36", "%37", types, options, kind)
 // clang-format on
 
-// d = a b, or with `add` d += a b, over 32 bytes, those of a unsigned or not; 2, 4 or 8 tiles of eight rows of
-// B. Accumulators and a belong to the product until it is waited for.
+// d = a b, or with `add` d += a b, over 32 bytes, those of a unsigned or not; 2, 4 or 8 tiles of eight rows
+// of B. Accumulators and a belong to the product until it is waited for.
 template <bool is_unsigned, int nt>
 __device__ __forceinline__ void multiply_by_four(int (&d)[nt][4], const uint32_t (&a)[4], uint64_t matrix,
                                                  bool add) {
@@ -115,11 +114,14 @@ __device__ __forceinline__ void multiply_by_four(int (&d)[nt][4], const uint32_t
 }
 
 // The same with 64 rows of a in shared memory, laid out like B, and 4 tiles of eight rows of B.
-__device__ __forceinline__ void multiply_shared_by_four(int (&d)[4][4], uint64_t a, uint64_t matrix, bool add) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
-               "{" COLDSTREAM_NAMES_4 "}, %16, %17, p; }"
-               : COLDSTREAM_TILES_4("+r")
-               : "l"(a), "l"(matrix), "r"(int(add)) : "memory");
+__device__ __forceinline__ void multiply_shared_by_four(int (&d)[4][4], uint64_t a, uint64_t matrix,
+                                                        bool add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
+      "{" COLDSTREAM_NAMES_4 "}, %16, %17, p; }"
+      : COLDSTREAM_TILES_4("+r")
+      : "l"(a), "l"(matrix), "r"(int(add))
+      : "memory");
 }
 
 // d = a b over 16 values of float16.

@@ -1,5 +1,5 @@
-// Copies a weight matrix to a warp or a block: by units of rows and passes of columns, through a ring of stages
-// in shared memory.
+// Copies a weight matrix to a warp or a block: by units of rows and passes of columns, through a ring of
+// stages in shared memory.
 #pragma once
 
 #include "cuda/blocks.cuh"
@@ -12,15 +12,15 @@ struct MatrixShape {
   int num_rows;
   int num_cols;
   int row_bytes;
-  int pass_bytes;   // of a row in one pass
+  int pass_bytes;  // of a row in one pass
   int num_passes;
   int unit_rows;
   int stage_stride;  // bytes from row to row in the ring
-  int spread;       // log2 of the quads of a unit
+  int spread;        // log2 of the quads of a unit
 };
 
 // The types that a kernel is compiled for, a bit for each: code for more types would displace a layer's other
-// kernels from the instruction caches (docs/log.md).
+// kernels from the instruction caches (docs/notes/offloaded-experts.md).
 using Types = uint32_t;
 constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
 constexpr Types block_types = 1u << q8_0 | 1u << q4_0 | 1u << q5_0;  // of blocks of 32
@@ -49,7 +49,7 @@ struct Staged {
   const uint8_t* memory;
   uint32_t address;  // low bits of the source address of row 0
   int stage_stride;
-  int row_bytes;     // 0 if all rows were copied as one
+  int row_bytes;  // 0 if all rows were copied as one
 
   // `is_aligned`: every row begins on 16 bytes.
   template <bool is_aligned>
@@ -60,8 +60,8 @@ struct Staged {
 
 // Starts the copies of one pass of a unit: all its rows as one where there is only one pass, otherwise row by
 // row. Chunks of 16 aligned bytes are copied that hold a byte of the rows.
-__device__ __forceinline__ void stage(uint8_t* memory, const MatrixShape& shape, const uint8_t* data, int unit,
-                                      int pass) {
+__device__ __forceinline__ void stage(uint8_t* memory, const MatrixShape& shape, const uint8_t* data,
+                                      int unit, int pass) {
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
   const bool at_once = shape.num_passes == 1;
   const int skipped = pass * shape.pass_bytes;

@@ -1,12 +1,14 @@
-// Dequantizes matrices of any type to float32: chosen rows of one matrix, or all rows of several that are given by
-// their addresses. A thread computes a run of eight values; see cuda.py for the launchers.
+// Dequantizes matrices of any type to float32: chosen rows of one matrix, or all rows of several that are
+// given by their addresses. A thread computes a run of eight values; see cuda.py for the launchers.
 #include "dequantize/values.cuh"
 
 namespace coldstream {
 
 constexpr int max_threads = 128;
 
-__device__ __forceinline__ bool starts_on_16(const void* p) { return (reinterpret_cast<uint64_t>(p) & 15) == 0; }
+__device__ __forceinline__ bool starts_on_16(const void* p) {
+  return (reinterpret_cast<uint64_t>(p) & 15) == 0;
+}
 
 // Values first … first + 7 of a row of floats, those past its end 0.
 template <int type>
@@ -38,14 +40,15 @@ __device__ __forceinline__ void store_run(float* row, int first, int cols, const
 }
 
 // grid (rows, runs of a row / threads, matrices). The matrix is `weight`, or else the one at
-// addresses[matrix_ids[z]], which is skipped if that address is 0. Its rows are `row_ids`, or the first ones if that
-// is null. Products read their weights before they wait for the kernel in front, and the values written here may be
-// such weights. So this kernel doesn't release the next one early, and every value is visible to all before a block
-// ends.
+// addresses[matrix_ids[z]], which is skipped if that address is 0. Its rows are `row_ids`, or the first ones
+// if that is null. Products read their weights before they wait for the kernel in front, and the values
+// written here may be such weights. So this kernel doesn't release the next one early, and every value is
+// visible to all before a block ends.
 template <int type, int block_elements, int block_bytes>
 __global__ void __launch_bounds__(max_threads)
-    dequantize_rows(const uint8_t* weight, const int64_t* addresses, const int* matrix_ids, const int* row_ids,
-                    const int8_t* table, float* out, int row_bytes, int cols, int out_stride) {
+    dequantize_rows(const uint8_t* weight, const int64_t* addresses, const int* matrix_ids,
+                    const int* row_ids, const int8_t* table, float* out, int row_bytes, int cols,
+                    int out_stride) {
   wait_for_previous_grid();
   const int first = (blockIdx.y * blockDim.x + threadIdx.x) * run_values;
   if (first >= cols) return;

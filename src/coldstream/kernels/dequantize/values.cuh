@@ -2,8 +2,9 @@
 //
 // Value i of a block, which lies in sub-block j, is (d · scale(j)) · code(i) − dmin · min(j), as in
 // integer_blocks.py; every multiplication rounds on its own. Run r holds values 8 r … 8 r + 7, which share a
-// sub-block, an entry of a grid (or two) and a byte of signs. Blocks are aligned to 2 bytes, those of Q4_K and Q5_K
-// to 16, those of MXFP4 to 1. `table`, aligned to 8 bytes, holds the int8 values that the codes of a type stand for.
+// sub-block, an entry of a grid (or two) and a byte of signs. Blocks are aligned to 2 bytes, those of Q4_K
+// and Q5_K to 16, those of MXFP4 to 1. `table`, aligned to 8 bytes, holds the int8 values that the codes of a
+// type stand for.
 #pragma once
 
 #include "cuda/blocks.cuh"
@@ -14,7 +15,8 @@ constexpr int run_values = 8;
 
 constexpr bool is_iq1(int type) { return type == iq1_s || type == iq1_m; }
 constexpr bool has_grid(int type) {
-  return type == iq2_xxs || type == iq2_xs || type == iq2_s || type == iq3_xxs || type == iq3_s || is_iq1(type);
+  return type == iq2_xxs || type == iq2_xs || type == iq2_s || type == iq3_xxs || type == iq3_s ||
+         is_iq1(type);
 }
 constexpr bool has_six_bit_scales(int type) { return type == q4_k || type == q5_k; }
 
@@ -41,8 +43,8 @@ __device__ __forceinline__ void load_fields(const uint8_t* p, int shift, int (&f
   }
 }
 
-// Nibbles of a run of a block of 32, whose 16 bytes begin at p: the low nibbles are values 0 to 15, the high ones 16
-// to 31.
+// Nibbles of a run of a block of 32, whose 16 bytes begin at p: the low nibbles are values 0 to 15, the high
+// ones 16 to 31.
 __device__ __forceinline__ void load_nibbles(const uint8_t* p, int r, int (&codes)[8]) {
   load_fields<4>(p + r % 2 * 8, r / 2 * 4, codes);
 }
@@ -128,8 +130,8 @@ __device__ __forceinline__ int even_signs(int bits) {
   return bits | (parity & 1) << 7;
 }
 
-// The entries of its grid that a run takes (one entry of eight values or two of four), and its signs, a bit for each
-// value, set for minus.
+// The entries of its grid that a run takes (one entry of eight values or two of four), and its signs, a bit
+// for each value, set for minus.
 struct GridRun {
   int entries[2];
   int signs;
@@ -164,10 +166,11 @@ __device__ __forceinline__ GridRun load_grid_run(const uint8_t* block, int r) {
   }
 }
 
-// Codes of a run of a block with a grid. The sign negates a value, except for IQ1: there the codes are eight times
-// the value, and the sign adds or subtracts an eighth.
+// Codes of a run of a block with a grid. The sign negates a value, except for IQ1: there the codes are eight
+// times the value, and the sign adds or subtracts an eighth.
 template <int type>
-__device__ __forceinline__ void grid_codes(const uint8_t* block, int r, const int8_t* table, int (&codes)[8]) {
+__device__ __forceinline__ void grid_codes(const uint8_t* block, int r, const int8_t* table,
+                                           int (&codes)[8]) {
   const GridRun run = load_grid_run<type>(block, r);
 #pragma unroll
   for (int k = 0; k < 8; k++) {

@@ -1,7 +1,7 @@
 // Attention of a draft block's rows to the committed rows before it and to the rows of the block.
 //
-// A block of threads takes the queries of one key head, 32 at a time, and every so manieth part of the positions; each
-// warp has four of the queries. The parts are merged by another launch.
+// A block of threads takes the queries of one key head, 32 at a time, and every so manieth part of the
+// positions; each warp has four of the queries. The parts are merged by another launch.
 #include "draft_block/values.cuh"
 
 using namespace coldstream;
@@ -41,7 +41,8 @@ struct DraftAttention {
 // Parts of keys and values of one key head in shared memory, as bfloat16.
 template <int D>
 struct PartMemory {
-  static constexpr int key_stride = D + eight;  // so that lanes that read 16 bytes of neighbouring rows read other banks
+  static constexpr int key_stride =
+      D + eight;  // so that lanes that read 16 bytes of neighbouring rows read other banks
   alignas(16) Bfloat16Bits keys[part_positions<D> * key_stride];
   alignas(16) Bfloat16Bits values[part_positions<D> * D];
   alignas(16) float queries[block_queries * D];
@@ -51,7 +52,8 @@ struct PartMemory {
 
 // The block's queries, times the scale of attention.
 template <int D>
-__device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_head, int first, PartMemory<D>& m) {
+__device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_head, int first,
+                                             PartMemory<D>& m) {
   const int count = a.rows * a.group();
   const float scale = inverse_sqrt(float(D));
   for (int i = threadIdx.x; i < block_queries * D / eight; i += block_threads) {
@@ -64,7 +66,8 @@ __device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_hea
     const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
     float* to = m.queries + at * D + column;
 #pragma unroll
-    for (int w = 0; w < 4; w++) to[2 * w] = scale * low_half(words[w]), to[2 * w + 1] = scale * high_half(words[w]);
+    for (int w = 0; w < 4; w++)
+      to[2 * w] = scale * low_half(words[w]), to[2 * w + 1] = scale * high_half(words[w]);
   }
 }
 
@@ -78,7 +81,8 @@ __device__ __forceinline__ Place place_of(const DraftAttention& a, const DraftCo
                                           int position, int length, int end) {
   if (position >= end) return {nullptr, nullptr};
   if (position >= length) {
-    const Bfloat16Bits* key = a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
+    const Bfloat16Bits* key =
+        a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
     return {key, key + a.num_kv_heads * D};
   }
   const int place = position % context.capacity;
@@ -87,11 +91,11 @@ __device__ __forceinline__ Place place_of(const DraftAttention& a, const DraftCo
   return {context.keys + at, context.values + at};
 }
 
-// The positions from `begin` on up to `end`, those from `length` on of the block itself. All loads of a thread are
-// under way before the first of them is stored.
+// The positions from `begin` on up to `end`, those from `length` on of the block itself. All loads of a
+// thread are under way before the first of them is stored.
 template <int D>
-__device__ __forceinline__ void load_part(const DraftAttention& a, const DraftContext& context, int kv_head, int begin,
-                                          int length, int end, PartMemory<D>& m) {
+__device__ __forceinline__ void load_part(const DraftAttention& a, const DraftContext& context, int kv_head,
+                                          int begin, int length, int end, PartMemory<D>& m) {
   constexpr int row_loads = D / eight, count = part_positions<D> * row_loads / block_threads;
   static_assert(count * block_threads == part_positions<D> * row_loads, "each thread loads as much");
   const uint4 zeros = {0u, 0u, 0u, 0u};
@@ -107,7 +111,8 @@ __device__ __forceinline__ void load_part(const DraftAttention& a, const DraftCo
   }
 #pragma unroll
   for (int i = 0; i < count; i++) {
-    const int load = threadIdx.x + i * block_threads, at = load / row_loads, column = load % row_loads * eight;
+    const int load = threadIdx.x + i * block_threads, at = load / row_loads,
+              column = load % row_loads * eight;
     *reinterpret_cast<uint4*>(m.keys + at * m.key_stride + column) = keys[i];
     *reinterpret_cast<uint4*>(m.values + at * D + column) = values[i];
     if (column == 0) m.positions[at] = exists[i] ? begin + at : -1;
@@ -214,10 +219,12 @@ __global__ void __launch_bounds__(block_threads) attend_draft(const __grid_const
   load_queries<D>(a, kv_head, first, m);
   int query_positions[warp_queries];
 #pragma unroll
-  for (int q = 0; q < warp_queries; q++) query_positions[q] = length + (first + warp * warp_queries + q) / a.group();
+  for (int q = 0; q < warp_queries; q++)
+    query_positions[q] = length + (first + warp * warp_queries + q) / a.group();
   Running<D> running;
   const int end = length + a.rows;
-  for (int begin = a.begin(length) + blockIdx.x * part_positions<D>; begin < end; begin += gridDim.x * part_positions<D>) {
+  for (int begin = a.begin(length) + blockIdx.x * part_positions<D>; begin < end;
+       begin += gridDim.x * part_positions<D>) {
     __syncthreads();  // all warps have used the part before
     load_part<D>(a, context, kv_head, begin, length, end, m);
     __syncthreads();
@@ -257,6 +264,7 @@ __global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int
   }
 #pragma unroll
   for (int c = 0; c < D / warp_size; c++) {
-    out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] = to_bfloat16(total == 0.0f ? 0.0f : sums[c] / total);
+    out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] =
+        to_bfloat16(total == 0.0f ? 0.0f : sums[c] / total);
   }
 }

@@ -55,11 +55,11 @@ struct DraftConvolution {
   int kernel, group, dynamic_stride;
 };
 
-// grid (ceil(cols / 256), rows): row r is the sum over d < kernel of (base + dynamic of row r) · x of row r − d, and
-// `added` of row r, where given.
+// grid (ceil(cols / 256), rows): row r is the sum over d < kernel of (base + dynamic of row r) · x of row r −
+// d, and `added` of row r, where given.
 __global__ void __launch_bounds__(block_threads)
-    draft_convolve(const Bfloat16Bits* x, const DraftConvolution conv, const Bfloat16Bits* added, Bfloat16Bits* y,
-                   int cols) {
+    draft_convolve(const Bfloat16Bits* x, const DraftConvolution conv, const Bfloat16Bits* added,
+                   Bfloat16Bits* y, int cols) {
   wait_for_previous_grid();
   release_next_grid();
   const int row = blockIdx.y, col = blockIdx.x * block_threads + threadIdx.x, groups = cols / conv.group;
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(block_threads)
   const Bfloat16Bits* dynamic = conv.dynamic + int64_t(row) * conv.dynamic_stride + col / conv.group;
   float sum = 0.0f;
   for (int d = 0; d < conv.kernel && d <= row; d++) {
-    const float weight = bfloat16_to_float(conv.base[d * cols + col]) + bfloat16_to_float(dynamic[d * groups]);
+    const float weight =
+        bfloat16_to_float(conv.base[d * cols + col]) + bfloat16_to_float(dynamic[d * groups]);
     sum = __fmaf_rn(weight, bfloat16_to_float(x[int64_t(row - d) * cols + col]), sum);
   }
   const int64_t at = int64_t(row) * cols + col;
@@ -75,7 +76,8 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // grid (ceil(size / 256), rows): y = silu(gate) · up of rows [gate, up].
-__global__ void __launch_bounds__(block_threads) draft_swiglu(const Bfloat16Bits* x, Bfloat16Bits* y, int size) {
+__global__ void __launch_bounds__(block_threads)
+    draft_swiglu(const Bfloat16Bits* x, Bfloat16Bits* y, int size) {
   wait_for_previous_grid();
   release_next_grid();
   const int col = blockIdx.x * block_threads + threadIdx.x;
@@ -90,9 +92,10 @@ struct DraftRope {
   float magnitude;      // of cosines and sines
 };
 
-// A head of `dim` values, normed and rotated by its position, from and to where it may be the same; by a warp.
-__device__ __forceinline__ void place_head(const Bfloat16Bits* from, Bfloat16Bits* to, const float* weight, int dim,
-                                           float eps, const DraftRope& rope, int position) {
+// A head of `dim` values, normed and rotated by its position, from and to where it may be the same; by a
+// warp.
+__device__ __forceinline__ void place_head(const Bfloat16Bits* from, Bfloat16Bits* to, const float* weight,
+                                           int dim, float eps, const DraftRope& rope, int position) {
   const int half = dim / 2;
   float sum = 0.0f;
   for (int i = threadIdx.x; i < dim; i += warp_size) {
@@ -120,8 +123,8 @@ struct DraftHeads {
   DraftRope rope;
 };
 
-// grid (rows, query and key heads), 32 threads: norms and rotates the heads of rows [queries, keys, values], the rows
-// of the block, in place. length: of the context, the position of the first row.
+// grid (rows, query and key heads), 32 threads: norms and rotates the heads of rows [queries, keys, values],
+// the rows of the block, in place. length: of the context, the position of the first row.
 __global__ void __launch_bounds__(warp_size)
     place_draft_rows(Bfloat16Bits* qkv, const __grid_constant__ DraftHeads heads, const int* length) {
   wait_for_previous_grid();
@@ -135,25 +138,25 @@ __global__ void __launch_bounds__(warp_size)
 struct CommittedDraftRows {
   const Bfloat16Bits* kv;  // [layers, rows, 2 · num_kv_heads · dim], keys and then values
   const float* weights;    // [layers, dim], of the norms of keys
-  const int* first;        // the position of the first row, and how many rows there are; null: `start` and all
+  const int* first;  // the position of the first row, and how many rows there are; null: `start` and all
   const int* count;
   int start, rows;
 };
 
-// grid (rows, key heads, layers), 32 threads: rows with the norm and rotation of their keys into the contexts of all
-// layers. Of more rows than a context holds, the last ones.
+// grid (rows, key heads, layers), 32 threads: rows with the norm and rotation of their keys into the contexts
+// of all layers. Of more rows than a context holds, the last ones.
 __global__ void __launch_bounds__(warp_size)
-    place_committed_rows(const __grid_constant__ CommittedDraftRows in, const __grid_constant__ DraftHeads heads,
-                         const DraftContext* contexts) {
+    place_committed_rows(const __grid_constant__ CommittedDraftRows in,
+                         const __grid_constant__ DraftHeads heads, const DraftContext* contexts) {
   wait_for_previous_grid();
   release_next_grid();
   const int row = blockIdx.x, head = blockIdx.y, layer = blockIdx.z, dim = heads.dim;
   const DraftContext context = contexts[layer];
   const int count = in.count != nullptr ? *in.count : in.rows;
   if (row >= count || row + context.capacity < count) return;
-  const int position = (in.first != nullptr ? *in.first : in.start) + row, place = position % context.capacity;
-  const Bfloat16Bits* keys =
-      in.kv + ((int64_t(layer) * in.rows + row) * 2 * heads.num_kv_heads + head) * dim;
+  const int position = (in.first != nullptr ? *in.first : in.start) + row,
+            place = position % context.capacity;
+  const Bfloat16Bits* keys = in.kv + ((int64_t(layer) * in.rows + row) * 2 * heads.num_kv_heads + head) * dim;
   const Bfloat16Bits* values = keys + heads.num_kv_heads * dim;
   const int64_t to = (int64_t(place) * heads.num_kv_heads + head) * dim;
   place_head(keys, context.keys + to, in.weights + layer * dim, dim, heads.eps, heads.rope, position);
@@ -161,15 +164,17 @@ __global__ void __launch_bounds__(warp_size)
   if (head == 0 && threadIdx.x == 0) context.positions[place] = position;
 }
 
-// One warp: the likeliest chain of so many tokens, of candidates [length, ranks] and their log-probabilities, [length,
-// ranks] or, if they are conditional, [length, ranks, ranks] by the rank of the candidate before.
-__global__ void __launch_bounds__(warp_size) choose_draft_chain(const int* ids, const float* log_probs, int ranks,
-                                                                int is_conditional, int* chain, int length) {
+// One warp: the likeliest chain of so many tokens, of candidates [length, ranks] and their log-probabilities,
+// [length, ranks] or, if they are conditional, [length, ranks, ranks] by the rank of the candidate before.
+__global__ void __launch_bounds__(warp_size)
+    choose_draft_chain(const int* ids, const float* log_probs, int ranks, int is_conditional, int* chain,
+                       int length) {
   wait_for_previous_grid();
   release_next_grid();
   int before = 0;
   for (int depth = 0; depth < length; depth++) {
-    const float* row = log_probs + (is_conditional ? (int64_t(depth) * ranks + before) * ranks : int64_t(depth) * ranks);
+    const float* row =
+        log_probs + (is_conditional ? (int64_t(depth) * ranks + before) * ranks : int64_t(depth) * ranks);
     int best = 0;
     float most = row[0];
     for (int rank = threadIdx.x; rank < ranks; rank += warp_size) {

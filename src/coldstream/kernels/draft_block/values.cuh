@@ -1,5 +1,5 @@
-// bfloat16 values of a draft block, computed as floats. Nothing that a text depends on is computed with them, so sums
-// have no written order.
+// bfloat16 values of a draft block, computed as floats. Nothing that a text depends on is computed with them,
+// so sums have no written order.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -20,7 +20,8 @@ __device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_flo
 
 __device__ __forceinline__ float sum_of_warp(float x) {
 #pragma unroll
-  for (int distance = warp_size / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(all_lanes, x, distance);
+  for (int distance = warp_size / 2; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(all_lanes, x, distance);
   return x;
 }
 

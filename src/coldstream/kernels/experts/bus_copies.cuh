@@ -28,11 +28,13 @@ struct Piece {
   }
 };
 
-// Calls copy(from, to, number of words) with pointers to the longest words of which `from` and `bytes` are multiples.
+// Calls copy(from, to, number of words) with pointers to the longest words of which `from` and `bytes` are
+// multiples.
 template <typename Copy>
 __device__ __forceinline__ bool copy_as_words(const uint8_t* from, uint8_t* to, int64_t bytes, Copy&& copy) {
   if ((reinterpret_cast<uint64_t>(from) | uint64_t(bytes)) % sizeof(uint4) == 0) {
-    return copy(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), bytes / int64_t(sizeof(uint4)));
+    return copy(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
+                bytes / int64_t(sizeof(uint4)));
   }
   return copy(reinterpret_cast<const uint16_t*>(from), reinterpret_cast<uint16_t*>(to),
               bytes / int64_t(sizeof(uint16_t)));

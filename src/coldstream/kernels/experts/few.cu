@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
   int turn = 0;
-  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
     const bool exists = row < shape.num_rows;
     if (!is_up && exists) *kept = y[0];
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
-  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float(&y)[1]) {
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     if (row < shape.num_rows) y_row[row] = y[0];
   });
 }

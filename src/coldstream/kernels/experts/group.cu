@@ -3,9 +3,9 @@
 
 using namespace coldstream;
 
-// A block an expert e = blockIdx.x: counts[e] = {n, first}, where n pairs have expert e and `first` pairs have a
-// smaller one. pairs[first … first + n − 1] are the pairs of e in ascending order, and tokens[…] the token of
-// each. Ids outside 0 … gridDim.x − 1 belong to no group.
+// A block an expert e = blockIdx.x: counts[e] = {n, first}, where n pairs have expert e and `first` pairs
+// have a smaller one. pairs[first … first + n − 1] are the pairs of e in ascending order, and tokens[…] the
+// token of each. Ids outside 0 … gridDim.x − 1 belong to no group.
 constexpr int group_threads = 1024, group_warps = group_threads / warp_size;
 
 __device__ void count_segment(const int* ids, int begin, int end, int expert, int& before, int& equal) {
@@ -58,13 +58,14 @@ extern "C" __global__ void __launch_bounds__(group_threads)
   }
 }
 
-// Cuts the groups into tiles of at most `tile_tokens` pairs. tiles[0].x is the number of tiles, and each tile after
-// it is {pairs, first, expert, 0}. Experts with an address 0 in any of the tables get no tiles. One block.
+// Cuts the groups into tiles of at most `tile_tokens` pairs. tiles[0].x is the number of tiles, and each tile
+// after it is {pairs, first, expert, 0}. Experts with an address 0 in any of the tables get no tiles. One
+// block.
 constexpr int plan_threads = 1024;
 
-extern "C" __global__ void __launch_bounds__(plan_threads) plan_tiles(
-    const int2* counts, int num_experts, int tile_tokens, const int64_t* gate, const int64_t* up,
-    const int64_t* down, int4* tiles) {
+extern "C" __global__ void __launch_bounds__(plan_threads)
+    plan_tiles(const int2* counts, int num_experts, int tile_tokens, const int64_t* gate, const int64_t* up,
+               const int64_t* down, int4* tiles) {
   __shared__ int ends[plan_threads / warp_size];
   release_next_grid();
   wait_for_previous_grid();

@@ -1,8 +1,8 @@
-// The pairs (token, rank) of a few tokens grouped by expert, by every block for itself: with some hundred pairs this
-// takes less time than another launch, and than reading lists that another kernel wrote.
+// The pairs (token, rank) of a few tokens grouped by expert, by every block for itself: with some hundred
+// pairs this takes less time than another launch, and than reading lists that another kernel wrote.
 //
-// A group is cut into items of at most `item_rows` pairs. Items are numbered by the first pair of their group; the
-// shared expert's come before all others, and have all tokens in order.
+// A group is cut into items of at most `item_rows` pairs. Items are numbered by the first pair of their
+// group; the shared expert's come before all others, and have all tokens in order.
 #pragma once
 
 #include "experts/few.cuh"
@@ -10,7 +10,8 @@
 namespace coldstream {
 
 constexpr int no_pair = 0xffff;
-constexpr int first_bits = 12;  // of an entry in the list of items; the bits above are its number of pairs minus 1
+constexpr int first_bits =
+    12;  // of an entry in the list of items; the bits above are its number of pairs minus 1
 
 // Which experts the tokens have, each at most once.
 struct Chosen {
@@ -107,8 +108,8 @@ __device__ __forceinline__ int sum_to_here(int own, int& total) {
   return own;
 }
 
-// Writes the lists by the whole block, after `clear_scratch`, and brings another table of addresses near, if there is
-// one. Returns the number of items.
+// Writes the lists by the whole block, after `clear_scratch`, and brings another table of addresses near, if
+// there is one. Returns the number of items.
 __device__ __forceinline__ int group_rows(const Scratch& scratch, const Chosen& chosen, const Groups& groups,
                                           int item_rows, const int64_t* next_addresses) {
   find_leaders(scratch, chosen, next_addresses);
@@ -148,7 +149,9 @@ struct Item {
   int num_ranks;
 
   __device__ __forceinline__ bool is_shared() const { return members == nullptr; }
-  __device__ __forceinline__ int token(int t) const { return is_shared() ? first + t : members[t] / num_ranks; }
+  __device__ __forceinline__ int token(int t) const {
+    return is_shared() ? first + t : members[t] / num_ranks;
+  }
   __device__ __forceinline__ float* row_of(const PairRows& rows, int t, int width) const {
     return is_shared() ? rows.shared + int64_t(first + t) * width : rows.routed + int64_t(members[t]) * width;
   }
@@ -162,11 +165,12 @@ __device__ __forceinline__ int units_of(const MatrixShape& shape) {
   return (shape.num_rows + shape.unit_rows - 1) / shape.unit_rows;
 }
 
-// The block's share of the units of all items, all blocks having equally many: calls use(item, begin, end) for units
-// begin … end − 1 of each item in it. `shape`: of a routed expert and of the shared one.
+// The block's share of the units of all items, all blocks having equally many: calls use(item, begin, end)
+// for units begin … end − 1 of each item in it. `shape`: of a routed expert and of the shared one.
 template <typename Use>
 __device__ __forceinline__ void for_each_part(const Groups& groups, int num_items, const Chosen& chosen,
-                                              const GroupedPlan& plan, const MatrixShape (&shape)[2], Use&& use) {
+                                              const GroupedPlan& plan, const MatrixShape (&shape)[2],
+                                              Use&& use) {
   const int num_shared = plan.has_shared ? (chosen.num_tokens + plan.item_rows - 1) / plan.item_rows : 0;
   const int routed_units = units_of(shape[0]), shared_units = units_of(shape[1]);
   const int first_routed = num_shared * shared_units, total = first_routed + num_items * routed_units;

@@ -1,4 +1,5 @@
-// Copies the experts of a layer that a step of several tokens reads over the bus to places on the device; see land.py.
+// Copies the experts of a layer that a step of several tokens reads over the bus to places on the device; see
+// land.py.
 #include "experts/bus_copies.cuh"
 #include "experts/partition.cuh"
 

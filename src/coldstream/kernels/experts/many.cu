@@ -1,4 +1,5 @@
-// The routed experts of many tokens: two products over pairs (token, rank) that group.cu has grouped by expert.
+// The routed experts of many tokens: two products over pairs (token, rank) that group.cu has grouped by
+// expert.
 #include "cuda/many_tiles.cuh"
 
 using namespace coldstream;

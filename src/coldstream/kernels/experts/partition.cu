@@ -90,7 +90,8 @@ __device__ __forceinline__ void add_up_from_above(Board& board) {
 __device__ __forceinline__ uint64_t time_with(const Board& board, const Sharing& sharing, int num_tokens,
                                               int num_streamed) {
   const MissTimes& times = *sharing.times;
-  int rows = 0, end = num_tokens;  // rows: of the first expert that the CPU has, the least for which above ≤ num_streamed
+  // `rows` becomes that of the first expert that the CPU has: the least for which above ≤ num_streamed.
+  int rows = 0, end = num_tokens;
 #pragma unroll 1
   while (rows < end) {
     const int middle = (rows + end) / 2;
@@ -181,8 +182,8 @@ __device__ __forceinline__ void place_by_rows(Board& board, const Sharing& shari
 }
 
 // Sends the x of the tokens that the CPU needs.
-__device__ __forceinline__ void send_rows(const Board& board, const Sharing& sharing, int num_tokens, const float* x,
-                                          int x_stride, int cols) {
+__device__ __forceinline__ void send_rows(const Board& board, const Sharing& sharing, int num_tokens,
+                                          const float* x, int x_stride, int cols) {
   for (int token = threadIdx.x / warp_size; token < num_tokens; token += partition_warps) {
     if (board.is_sent[token])
       send_row(x + int64_t(token) * x_stride, sharing.box.x + int64_t(token) * cols, cols);
@@ -190,7 +191,8 @@ __device__ __forceinline__ void send_rows(const Board& board, const Sharing& sha
   __threadfence_system();
 }
 
-// grid (1): a thread for each expert, and for pairs in turn. Of up to `most_rows` tokens it also asks the CPU.
+// grid (1): a thread for each expert, and for pairs in turn. Of up to `most_rows` tokens it also asks the
+// CPU.
 extern "C" __global__ void __launch_bounds__(partition_threads, 1)
     partition_experts(const int* ids, int num_tokens, int num_ranks, const float* x, int x_stride, int cols,
                       const __grid_constant__ Sharing sharing) {
@@ -227,16 +229,17 @@ extern "C" __global__ void __launch_bounds__(partition_threads, 1)
 constexpr int ask_warps = 8;
 constexpr uint32_t one_sent = 1 << 16;  // of the sums in `arrivals`, whose lower bits count blocks
 
-// Behind partition_experts of more than `most_rows` tokens, one for each warp: sends the x of those that the CPU needs,
-// and then asks it. `arrivals` is 0 before and after.
-extern "C" __global__ void __launch_bounds__(ask_warps* warp_size)
+// Behind partition_experts of more than `most_rows` tokens, one for each warp: sends the x of those that the
+// CPU needs, and then asks it. `arrivals` is 0 before and after.
+extern "C" __global__ void __launch_bounds__((ask_warps * warp_size))
     ask_for_experts(int num_tokens, int num_ranks, const float* x, int x_stride, int cols, uint32_t* arrivals,
                     const __grid_constant__ Sharing sharing) {
   wait_for_previous_grid();
   release_next_grid();
   const int token = blockIdx.x * ask_warps + threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   bool is_on_cpu = false;
-  if (token < num_tokens && lane < num_ranks) is_on_cpu = sharing.places.cpu_ids[token * num_ranks + lane] >= 0;
+  if (token < num_tokens && lane < num_ranks)
+    is_on_cpu = sharing.places.cpu_ids[token * num_ranks + lane] >= 0;
   const bool is_sent = __ballot_sync(all_lanes, is_on_cpu) != 0;
   if (is_sent) send_row(x + int64_t(token) * x_stride, sharing.box.x + int64_t(token) * cols, cols);
   __threadfence_system();

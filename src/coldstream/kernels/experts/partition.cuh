@@ -1,5 +1,5 @@
-// Chooses the place of each expert that a step's tokens chose: a slot, host memory over the bus, or the CPU, which
-// gets its pairs through the mailbox. See partition.py.
+// Chooses the place of each expert that a step's tokens chose: a slot, host memory over the bus, or the CPU,
+// which gets its pairs through the mailbox. See partition.py.
 #pragma once
 
 #include "cuda/stamps.cuh"
@@ -19,8 +19,8 @@ struct Stack {
   int64_t step;  // bytes from expert to expert of the mapping
 };
 
-// By expert that was chosen: addresses of its matrices for the GPU (0: the CPU computes it); by pair: the expert
-// that the CPU computes (−1: none).
+// By expert that was chosen: addresses of its matrices for the GPU (0: the CPU computes it); by pair: the
+// expert that the CPU computes (−1: none).
 struct Places {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
@@ -30,9 +30,9 @@ struct Places {
 struct MissTimes {
   int bus;  // 0: the bus reads none
   int answer;
-  int ahead;  // of the bus when the CPU begins
-  int bus_left, cpu_left;  // in 1024ths
-  int cpu[most_rows];      // of 1, 2, … rows of an expert
+  int ahead;                     // of the bus when the CPU begins
+  int bus_left, cpu_left;        // in 1024ths
+  int cpu[most_rows];            // of 1, 2, … rows of an expert
   int streamed[most_ranks + 1];  // how many of one token's n missing experts are read over the bus
 };
 
@@ -166,7 +166,8 @@ __device__ __forceinline__ void make_room(const Sharing& sharing) {
 }
 
 // The addresses of an expert's slot or of the place where it has been prefetched. False if there is neither.
-__device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id, int64_t (&addresses)[num_matrices]) {
+__device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id,
+                                               int64_t (&addresses)[num_matrices]) {
 #pragma unroll
   for (int i = 0; i < num_matrices; i++) addresses[i] = sharing.matrix[i].slots[id];
   const bool has_slot = addresses[0] != 0 && addresses[1] != 0 && addresses[2] != 0;
@@ -174,9 +175,11 @@ __device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id, i
 }
 
 // Of a missing expert: in the mapped file, which is read over the bus.
-__device__ __forceinline__ void find_mapped(const Sharing& sharing, int id, int64_t (&addresses)[num_matrices]) {
+__device__ __forceinline__ void find_mapped(const Sharing& sharing, int id,
+                                            int64_t (&addresses)[num_matrices]) {
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) addresses[i] = sharing.matrix[i].mapped + id * sharing.matrix[i].step;
+  for (int i = 0; i < num_matrices; i++)
+    addresses[i] = sharing.matrix[i].mapped + id * sharing.matrix[i].step;
 }
 
 __device__ __forceinline__ void place_expert(const Sharing& sharing, int id,
@@ -191,9 +194,10 @@ __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int
   if (sharing.used) sharing.used[pair] = id;
 }
 
-// Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. If the CPU computes any of
-// them, sends it the token's x and returns true in all lanes.
-__device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int num_ranks, const float* x, int cols) {
+// Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. If the CPU computes
+// any of them, sends it the token's x and returns true in all lanes.
+__device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int num_ranks, const float* x,
+                                          int cols) {
   const int lane = threadIdx.x % warp_size;
   const bool exists = lane < num_ranks;
   int64_t addresses[num_matrices] = {};

@@ -1,5 +1,5 @@
-// Copies experts that a later layer will probably choose over the bus, before that layer's router has run; see
-// prefetch.py.
+// Copies experts that a later layer will probably choose over the bus, before that layer's router has run;
+// see prefetch.py.
 #include "experts/bus_copies.cuh"
 #include "experts/partition.cuh"
 
@@ -18,12 +18,12 @@ struct Target {
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
   const uint32_t* reached;  // how many layers of this step have been shared out
-  uint32_t* arrivals;       // [places.room.count], blocks that have finished a place; 0 before and after a launch
-  int* tallies;             // see PrefetchNotes
+  uint32_t* arrivals;  // [places.room.count], blocks that have finished a place; 0 before and after a launch
+  int* tallies;        // see PrefetchNotes
 };
 
-// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, at most as many as there
-// are places. Returns their number.
+// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, at most as many as
+// there are places. Returns their number.
 __device__ __forceinline__ int choose_missing(const Target& target, int* missing, int* demand, int* chosen) {
   const int lane = threadIdx.x, num_guesses = target.num_guesses;
   for (int i = lane; i < num_guesses; i += warp_size) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
   return min(num_missing, target.places.room.count);
 }
 
-// Copies the block's share of words. False if it stopped because the layer's pairs have been shared out in the
-// meantime, so that the copy would come too late.
+// Copies the block's share of words. False if it stopped because the layer's pairs have been shared out in
+// the meantime, so that the copy would come too late.
 struct CopyShare {
   const uint32_t* reached;
   uint32_t layer;
@@ -73,7 +73,8 @@ struct CopyShare {
   template <typename Word>
   __device__ __forceinline__ bool operator()(const Word* from, Word* to, int64_t num_words) const {
     Piece<Word, loads_at_once> piece;
-    for (int64_t begin = blockIdx.x * piece.num_words; begin < num_words; begin += gridDim.x * piece.num_words) {
+    for (int64_t begin = blockIdx.x * piece.num_words; begin < num_words;
+         begin += gridDim.x * piece.num_words) {
       const bool is_too_late = *reinterpret_cast<const volatile uint32_t*>(reached) > layer;
       piece.load(from, begin, num_words);
       if (__any_sync(all_lanes, is_too_late)) return false;
@@ -88,15 +89,15 @@ __device__ __forceinline__ bool copy_expert(const Target& target, int id, int pl
   for (int i = 0; i < num_matrices; i++) {
     const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step;
     const int64_t to = target.places.room.address(place, i);
-    if (!copy_as_words(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<uint8_t*>(to), target.bytes[i],
-                       CopyShare{target.reached, target.layer}))
+    if (!copy_as_words(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<uint8_t*>(to),
+                       target.bytes[i], CopyShare{target.reached, target.layer}))
       return false;
   }
   return true;
 }
 
-// Called by every block once for every chosen expert. The last block to call publishes the expert if all blocks have
-// copied their share.
+// Called by every block once for every chosen expert. The last block to call publishes the expert if all
+// blocks have copied their share.
 __device__ __forceinline__ void arrive(const Target& target, int id, int place, bool is_whole) {
   __syncwarp();
   if (threadIdx.x != 0) return;

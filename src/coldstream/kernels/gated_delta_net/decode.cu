@@ -42,8 +42,10 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   if (!is_of_tree && has_trees && !computes_chains) return;
   if (state_id < 0) return clear_row<D>(layer, first, out);
   Route route{first, 0, 0, nullptr};
-  if (is_of_tree) route = route_to_leaf(rows, first, path);
-  else route.count = count_rows(rows, first);
+  if (is_of_tree)
+    route = route_to_leaf(rows, first, path);
+  else
+    route.count = count_rows(rows, first);
   if (route.count == 0 || head >= layer.num_value_heads) return;
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
   const OwnColumns<D> own{head, layer.key_head_ids[head], column, state_id};
@@ -53,8 +55,7 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   channels.load_taps(own, layer);
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
   const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
-  const bool is_first_reader =
-      is_of_tree && own.column == 0 && count_readers(layer, own.key_head, head) == 0;
+  const bool is_first_reader = is_of_tree && own.column == 0 && count_readers(layer, own.key_head, head) == 0;
   Gather<D> gather(layer, raw, arrivals.finished, first, head * D + own.column);
 
   wait_for_previous_grid();

@@ -1,5 +1,5 @@
-// The arguments of the gated DeltaNet's kernels, and the parts of its arithmetic outside the recurrence. D is the
-// head size (32, 64 or 128). Channels of qkv: NK query heads, NK key heads, NV value heads of D each.
+// The arguments of the gated DeltaNet's kernels, and the parts of its arithmetic outside the recurrence. D is
+// the head size (32, 64 or 128). Channels of qkv: NK query heads, NK key heads, NV value heads of D each.
 #pragma once
 
 #include "cuda/quantize.cuh"
@@ -22,9 +22,9 @@ struct DeltaRows {
   const float *qkv, *z, *alpha, *beta;  // z starts on 16 bytes in every row
   int qkv_stride, z_stride, alpha_stride, beta_stride;
   const int32_t* state_ids;  // −1 for a row of no sequence
-  const int32_t* segments;  // rows of a sequence are adjacent
-  // For draft trees, null where there are none: the row of the batch that a row follows (−1: the committed state),
-  // and where its inputs are kept (−1: nowhere, the row of a chain).
+  const int32_t* segments;   // rows of a sequence are adjacent
+  // For draft trees, null where there are none: the row of the batch that a row follows (−1: the committed
+  // state), and where its inputs are kept (−1: nowhere, the row of a chain).
   const int32_t *parents, *kept;
   float *kept_qkv, *kept_alpha, *kept_beta;  // [kept rows, channels], [kept rows, NV] twice
   int num_rows;

@@ -1,24 +1,24 @@
 // The gated DeltaNet of long chains in three launches: convolution, norms and gates of all tokens at once;
 // the recurrence, a block for 32 columns of one head of one sequence; the norm and gate of all outputs at
-// once. Rows of draft trees are left to decode.cu. Where the rows of a sequence change from one state to the next, the
-// recurrence leaves the state in the first one's slot and goes on with the same registers.
+// once. Rows of draft trees are left to decode.cu. Where the rows of a sequence change from one state to the
+// next, the recurrence leaves the state in the first one's slot and goes on with the same registers.
 #include "gated_delta_net/delta_rule.cuh"
 #include "gated_delta_net/layer.cuh"
 #include "gated_delta_net/walk.cuh"
 
 using namespace coldstream;
 
-constexpr int tile_rows = 16;  // of the first launch
+constexpr int tile_rows = 16;    // of the first launch
 constexpr int output_warps = 8;  // of the last launch
 
 // Between the launches.
 struct DeltaWorkspace {
-  float*
-      keys;  // [rows, 2 · NK, D]: query and key heads, normalised, each by chains: i at i % 4 · D / 4 + i / 4
+  // [rows, 2 · NK, D]: query and key heads, normalised, each by chains: i at i % 4 · D / 4 + i / 4
+  float* keys;
   float* values;  // [rows, NV, D]
   float2* gates;  // [rows, NV]: decay and write strength
   float* raw;     // [rows, NV · D]: outputs before the norm
-  int2* spans;  // [num_spans]: a segment's first row and the one behind its last; all zero between calls
+  int2* spans;    // [num_spans]: a segment's first row and the one behind its last; all zero between calls
   int num_spans;
 };
 
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(D)
   }
 }
 
-// The row behind those from `first` on that have its state, of the rows up to `end`; the same number in all lanes of a
-// warp. A lane reads several at a time, as each takes long to come.
+// The row behind those from `first` on that have its state, of the rows up to `end`; the same number in all
+// lanes of a warp. A lane reads several at a time, as each takes long to come.
 __device__ __forceinline__ int state_end(const DeltaRows& rows, int first, int end) {
   constexpr int rows_each = 16;
   const int lane = threadIdx.x % warp_size, state_id = rows.state_ids[first];
@@ -135,8 +135,9 @@ __device__ __forceinline__ int state_end(const DeltaRows& rows, int first, int e
   return found;
 }
 
-// The block's share of the last taps − 1 raw inputs of the rows of `span`, which begins with its sequence: of its value
-// head, and of the query and key head of the same number. Those before the span are in the slot that it writes.
+// The block's share of the last taps − 1 raw inputs of the rows of `span`, which begins with its sequence: of
+// its value head, and of the query and key head of the same number. Those before the span are in the slot
+// that it writes.
 __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const DeltaRows& rows,
                                             const DeltaStates& states, int state_id, int2 span, int head_size,
                                             int head, int column, int num_taps) {
@@ -154,8 +155,9 @@ __device__ __forceinline__ void keep_inputs(const DeltaLayer& layer, const Delta
   }
 }
 
-// grid (NV · D / 32, num_spans), 160 threads. Spans beyond the step's segments cost time, though their blocks do nothing: a
-// launch of more blocks than run at once puts two that walk on one multiprocessor while others idle.
+// grid (NV · D / 32, num_spans), 160 threads. Spans beyond the step's segments cost time, though their blocks
+// do nothing: a launch of more blocks than run at once puts two that walk on one multiprocessor while others
+// idle.
 template <int D>
 __global__ void __launch_bounds__(walk_threads, 1)
     delta_recurrence(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work,
@@ -193,8 +195,8 @@ __global__ void __launch_bounds__(walk_threads, 1)
   const uint32_t chain = shared_address(tokens.ring[0].q + own_chain() * chain_floats<D>);
   const int to_value = shared_address(tokens.ring[0].v + own_column()) - chain;
   int row = span.x;
-  // The compiler has to know that `end`, by which loops end, is the same in all lanes. Otherwise it has the walk twice,
-  // the second time with shuffles for lanes that come apart.
+  // The compiler has to know that `end`, by which loops end, is the same in all lanes. Otherwise it has the
+  // walk twice, the second time with shuffles for lanes that come apart.
   while (true) {
     const int end = state_end(rows, row, span.y);
     keep_inputs(layer, rows, states, rows.state_ids[row], {span.x, end}, D, head, column, num_taps);
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(walk_threads, 1)
 
 // grid (rows · groups / 8), 256 threads: a group of 256 output columns a warp.
 template <int D>
-__global__ void __launch_bounds__(output_warps* warp_size)
+__global__ void __launch_bounds__((output_warps * warp_size))
     delta_output(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out,
                  DeltaWorkspace work) {
   alignas(16) __shared__ float scratch[output_warps][group_elements];

@@ -6,7 +6,7 @@ using namespace coldstream;
 // `CommittedPath` of kernels/ops.py, as far as it is needed here.
 struct DeltaPath {
   const int32_t *state_id, *count;  // of one number
-  const int32_t* kept;          // [count]
+  const int32_t* kept;              // [count]
 };
 
 // What rows of trees have kept.
@@ -27,8 +27,8 @@ struct ReplayedLayers {
   ReplayedLayer at[most_layers];
 };
 
-// grid (NV · D / 32, layers), 128 threads: as `delta_decode`, without outputs. `readers` [layers, NK] is zero between
-// launches.
+// grid (NV · D / 32, layers), 128 threads: as `delta_decode`, without outputs. `readers` [layers, NK] is zero
+// between launches.
 template <int D, int TAPS>
 __global__ void __launch_bounds__(delta_threads)
     delta_replay(const __grid_constant__ ReplayedLayers layers, const __grid_constant__ DeltaPath path,
@@ -49,7 +49,13 @@ __global__ void __launch_bounds__(delta_threads)
   const int column = int(blockIdx.x) % blocks_per_head * block_columns;
   const OwnColumns<D> own{head, layer.key_head_ids[head], column, state_id};
   float* block_state = states.state + own.state_offset(layer);
-  const DeltaRows rows{kept.qkv, nullptr, kept.alpha, kept.beta, num_channels, 0, layer.num_value_heads,
+  const DeltaRows rows{kept.qkv,
+                       nullptr,
+                       kept.alpha,
+                       kept.beta,
+                       num_channels,
+                       0,
+                       layer.num_value_heads,
                        layer.num_value_heads};
   const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];

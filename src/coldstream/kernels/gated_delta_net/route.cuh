@@ -1,9 +1,9 @@
 // The rows that a block advances a state over, one after the other: those of a chain, or those from the first
 // row of a draft tree to one of its leaves.
 //
-// The states after a tree's rows are not kept: a block starts from the committed state and walks to its leaf, and
-// several blocks may compute the same rows. A row is owned by the leaf that is reached from it by always taking the
-// first child; the block of that leaf writes the row's output.
+// The states after a tree's rows are not kept: a block starts from the committed state and walks to its leaf,
+// and several blocks may compute the same rows. A row is owned by the leaf that is reached from it by always
+// taking the first child; the block of that leaf writes the row's output.
 #pragma once
 
 #include "gated_delta_net/layer.cuh"
@@ -21,8 +21,8 @@ struct Route {
   __device__ int row(int i) const { return path ? path[i] : first + i; }
 };
 
-// The number of rows of the sequence that begins with row `first`; 0 if that row is not the first of its sequence.
-// By a whole warp.
+// The number of rows of the sequence that begins with row `first`; 0 if that row is not the first of its
+// sequence. By a whole warp.
 __device__ __forceinline__ int count_rows(const DeltaRows& rows, int first) {
   if (!rows.is_first(first)) return 0;
   const int segment = rows.segments[first];
@@ -61,13 +61,13 @@ struct TreeParents {
 
   // The children of row `number`, a bit each.
   __device__ uint64_t children_of(int number) const {
-    return __ballot_sync(all_lanes, own[0] == number) |
-           uint64_t{__ballot_sync(all_lanes, own[1] == number)} << warp_size;
+    return __ballot_sync(all_lanes, own[0] == number) | uint64_t{__ballot_sync(all_lanes, own[1] == number)}
+                                                            << warp_size;
   }
 };
 
-// The route to a row of a tree; it has no rows if that row is not a leaf. Every warp of the block computes the same.
-// `path`: [max_tree_rows] in shared memory.
+// The route to a row of a tree; it has no rows if that row is not a leaf. Every warp of the block computes
+// the same. `path`: [max_tree_rows] in shared memory.
 __device__ __forceinline__ Route route_to_leaf(const DeltaRows& rows, int leaf, int* path) {
   const TreeParents parents(rows, leaf);
   Route route{0, 0, 0, path};

@@ -86,7 +86,8 @@ struct Channels {
   }
 
   // Value channels belong to this block alone; those of the key head to the block that stores them.
-  __device__ void store(const DeltaStates& states, int state_id, int num_channels, bool stores_key_head) const {
+  __device__ void store(const DeltaStates& states, int state_id, int num_channels,
+                        bool stores_key_head) const {
 #pragma unroll
     for (int j = 0; j < count; j++) {
       const bool is_value = threadIdx.x + j * delta_threads >= 2 * D;

@@ -1,8 +1,8 @@
-// A block of five warps advances a state over the tokens of a sequence, with 32 columns of a head's state in its
-// registers. One warp copies the tokens' vectors from global memory into a ring in shared memory, four advance the
-// state (they walk). A multiprocessor often has only this block, and each of its schedulers one walking warp, so that
-// no other warp fills that warp's waits. So vectors are read early, the work of adjacent tokens overlaps, and the
-// walking warps compute no addresses.
+// A block of five warps advances a state over the tokens of a sequence, with 32 columns of a head's state in
+// its registers. One warp copies the tokens' vectors from global memory into a ring in shared memory, four
+// advance the state (they walk). A multiprocessor often has only this block, and each of its schedulers one
+// walking warp, so that no other warp fills that warp's waits. So vectors are read early, the work of
+// adjacent tokens overlaps, and the walking warps compute no addresses.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
@@ -38,13 +38,14 @@ struct Sources {
 
   __device__ Sources behind(int64_t num_tokens) const {
     const int64_t keys = num_tokens * key_stride;
-    return {q + keys, k + keys, v + num_tokens * value_stride, gates + num_tokens * gate_stride, key_stride,
-            value_stride, gate_stride};
+    return {
+        q + keys,     k + keys,   v + num_tokens * value_stride, gates + num_tokens * gate_stride, key_stride,
+        value_stride, gate_stride};
   }
 };
 
-// The share of a lane of the copying warp: the same piece of every token's query and key, a piece of the values of
-// some tokens, and the gates of one token of a stage, which it writes behind one of the chains.
+// The share of a lane of the copying warp: the same piece of every token's query and key, a piece of the
+// values of some tokens, and the gates of one token of a stage, which it writes behind one of the chains.
 template <int D>
 struct Copier {
   static constexpr int pieces = D / 4, column_pieces = block_columns / 4;
@@ -87,7 +88,8 @@ struct Copier {
   }
 };
 
-// Starts copying stage `stage` of a sequence of `count` tokens; stages come in order. Closes the group of copies.
+// Starts copying stage `stage` of a sequence of `count` tokens; stages come in order. Closes the group of
+// copies.
 template <int D>
 __device__ __forceinline__ void copy_stage(Copier<D>& copier, Tokens<D>& tokens, int stage, int count) {
   Token<D>* to = tokens.ring + stage % num_stages * stage_rows;
@@ -100,12 +102,12 @@ __device__ __forceinline__ void copy_stage(Copier<D>& copier, Tokens<D>& tokens,
   commit_copies();
 }
 
-// The number comes from a shuffle, so that the compiler knows it to be the same in the whole warp and keeps the warp
-// converged behind a branch on it.
+// The number comes from a shuffle, so that the compiler knows it to be the same in the whole warp and keeps
+// the warp converged behind a branch on it.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(all_lanes, threadIdx.x / warp_size, 0); }
 
-// Returns x in an ordinary register: the compiler neither computes it again nor keeps it in a uniform register, which
-// takes longer to read.
+// Returns x in an ordinary register: the compiler neither computes it again nor keeps it in a uniform
+// register, which takes longer to read.
 __device__ __forceinline__ uint32_t fixed(uint32_t x) {
   return __shfl_sync(all_lanes, x, threadIdx.x % warp_size);
 }
@@ -113,8 +115,9 @@ __device__ __forceinline__ uint32_t fixed(uint32_t x) {
 // Converges the copying warp first, as some of its lanes may have had nothing to copy.
 __device__ __forceinline__ void meet_all_warps() { meet_apart_at<walk_threads>(1); }
 
-// The copying warp's part. It and the walking warps meet at a barrier before every stage. By then that stage and the
-// next one, whose first tokens the last tokens of this stage read, have arrived, and the previous stage is free.
+// The copying warp's part. It and the walking warps meet at a barrier before every stage. By then that stage
+// and the next one, whose first tokens the last tokens of this stage read, have arrived, and the previous
+// stage is free.
 template <int D>
 __device__ __forceinline__ void feed_tokens(Tokens<D>& tokens, const Sources& from, int count) {
   Copier<D> copier(from);
@@ -148,7 +151,8 @@ struct TokenAddresses {
 
 // Two tokens behind one with an even number.
 template <int D>
-__device__ __forceinline__ TokenAddresses<D> second_behind(const TokenAddresses<D>& token, uint32_t end_of_ring) {
+__device__ __forceinline__ TokenAddresses<D> second_behind(const TokenAddresses<D>& token,
+                                                           uint32_t end_of_ring) {
   TokenAddresses<D> found = token.behind(2);
   if (found.chain == end_of_ring) found.chain -= sizeof(Tokens<D>);
   return found;
@@ -196,8 +200,9 @@ __device__ __forceinline__ void load_gates(const TokenAddresses<D>& token, Walk<
 
 // The state before token 0, whose key is k; reads what the first step expects in registers.
 template <int D>
-__device__ __forceinline__ void enter(Walk<D>& walk, const TokenAddresses<D>& token, const TokenAddresses<D>& next,
-                                      float (&k)[chain_keys<D>], float (&next_k)[chain_keys<D>]) {
+__device__ __forceinline__ void enter(Walk<D>& walk, const TokenAddresses<D>& token,
+                                      const TokenAddresses<D>& next, float (&k)[chain_keys<D>],
+                                      float (&next_k)[chain_keys<D>]) {
   load_chain<D>(token.key(), k);
   load_gates<D>(token, walk);
   float prediction = 0.0f;
@@ -214,15 +219,16 @@ __device__ __forceinline__ void enter(Walk<D>& walk, const TokenAddresses<D>& to
   for (int m = 0; m < late_entries<D>; m++) walk.late_q[m] = walk.late_state[m] = 0.0f;
 }
 
-// Applies the token whose key is k, predicts the next token's value, and completes the output of the previous one,
-// which goes to `out` if `stores`. Reads the rest of the next key, and the first entries of the one after it in place
-// of k. Values read past the end of the sequence are not used. The loads stand in the step that uses them, where the
-// compiler issues them first; loads for a later step would be issued last, and the next token would wait for them.
+// Applies the token whose key is k, predicts the next token's value, and completes the output of the previous
+// one, which goes to `out` if `stores`. Reads the rest of the next key, and the first entries of the one
+// after it in place of k. Values read past the end of the sequence are not used. The loads stand in the step
+// that uses them, where the compiler issues them first; loads for a later step would be issued last, and the
+// next token would wait for them.
 template <int D>
 __device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>],
                                         float (&next_k)[chain_keys<D>], const TokenAddresses<D>& token,
-                                        const TokenAddresses<D>& next, const TokenAddresses<D>& after, bool stores,
-                                        float* out) {
+                                        const TokenAddresses<D>& next, const TokenAddresses<D>& after,
+                                        bool stores, float* out) {
   constexpr int first_late = chain_keys<D> - late_entries<D>;
   float q[chain_keys<D>], updated[chain_keys<D>], prediction = 0.0f, output = 0.0f;
   load_chain<D, keys_ahead>(next.key(), next_k);
@@ -249,8 +255,8 @@ __device__ __forceinline__ void advance(Walk<D>& walk, float (&k)[chain_keys<D>]
   }
 }
 
-// Walks over all tokens of a sequence. `out` is the thread's column of token 0's output, `token` its addresses for
-// token 0.
+// Walks over all tokens of a sequence. `out` is the thread's column of token 0's output, `token` its
+// addresses for token 0.
 template <int D>
 __device__ __forceinline__ void walk_tokens(Walk<D>& walk, const Tokens<D>& tokens, TokenAddresses<D> token,
                                             int count, float* out, int out_stride) {

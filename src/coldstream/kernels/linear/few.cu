@@ -1,5 +1,5 @@
-// y = x · Wᵀ for up to 64 rows of x and several matrices in one launch: every weight is read once, or once for
-// each part of the rows.
+// y = x · Wᵀ for up to 64 rows of x and several matrices in one launch: every weight is read once, or once
+// for each part of the rows.
 #include "cuda/products_rows.cuh"
 #include "linear/few.cuh"
 
@@ -20,14 +20,16 @@ __global__ void __launch_bounds__(linear_threads, 3)
 template <Types types>
 __global__ void __launch_bounds__(linear_threads, 2)
     linear_rows(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
-                int stage_bytes, int value_stage_bytes, int stages, int accumulators_at, int sums_at, int sums_bytes) {
+                int stage_bytes, int value_stage_bytes, int stages, int accumulators_at, int sums_at,
+                int sums_bytes) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
   const MatrixShape& shape = matrix.shape;
   if (is_float<types>(shape.type)) {
     constexpr Types floats = types & float_types;
-    return multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes, stages);
+    return multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes,
+                                        stages);
   }
   const int warp = threadIdx.x / warp_size;
   const Work work = share_units(matrix, true);
@@ -39,7 +41,8 @@ __global__ void __launch_bounds__(linear_threads, 2)
   SharedRows rows = shared_rows(behind, all.part_rows, x.num_rows, x.groups);
   if (is_block_type<types>(shape.type)) {
     rows = shared_block_rows(behind, all.part_rows, x.num_rows, x.groups);
-    quantize_rows<block_elements>(rows, shape.num_cols, [&](int t) { return x.values + int64_t(t) * x.stride; });
+    quantize_rows<block_elements>(rows, shape.num_cols,
+                                  [&](int t) { return x.values + int64_t(t) * x.stride; });
   } else {
     copy_rows(rows, x.q, x.scales, x.sums, [](int t) { return t; });
     wait_for_copies<0>();
@@ -54,12 +57,14 @@ __global__ void __launch_bounds__(linear_threads, 2)
 }
 
 // Blocks on a processor at once, which limit the registers of a thread.
-constexpr int tile_blocks(int slices, int sets) { return sets > 1 ? 1 : slices <= 2 ? 3 : slices <= 4 ? 2 : 1; }
+constexpr int tile_blocks(int slices, int sets) {
+  return sets > 1 ? 1 : slices <= 2 ? 3 : slices <= 4 ? 2 : 1;
+}
 
-// Two rows or more, up to `slices` times eight for each set of warps in a part. `value_stage_bytes` is for the rings
-// of float matrices with up to eight rows.
+// Two rows or more, up to `slices` times eight for each set of warps in a part. `value_stage_bytes` is for
+// the rings of float matrices with up to eight rows.
 template <Types types, int slices, int sets>
-__global__ void __launch_bounds__(sets* tile_threads, tile_blocks(slices, sets))
+__global__ void __launch_bounds__((sets * tile_threads), tile_blocks(slices, sets))
     linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
                int stage_bytes, int value_stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);

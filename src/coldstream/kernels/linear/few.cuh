@@ -29,7 +29,8 @@ struct LinearMatrices {
   int count;
 };
 
-// The rows of x, quantised for types with super-blocks and as they are, for all others; either may be missing.
+// The rows of x, quantised for types with super-blocks and as they are, for all others; either may be
+// missing.
 struct LinearInputs {
   const int8_t* q;
   const float* scales;
@@ -78,8 +79,9 @@ __device__ __forceinline__ Work share_units(const LinearMatrix& matrix, bool by_
 
 // One warp a unit: all types for one row, and float types for up to T, of which the first is row `first_row`.
 template <Types types, int T>
-__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x, int first_row,
-                                                  uint8_t* memory, int stage_bytes, int stages) {
+__device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x,
+                                                  int first_row, uint8_t* memory, int stage_bytes,
+                                                  int stages) {
   const Work work = share_units(matrix, true);
   const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
   const Cursor ahead = fill_ring(work, ring);
@@ -97,7 +99,7 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }
   __syncthreads();
-  multiply<types, T>(work, ring, ahead, inputs, [&](int row, const float(&y)[T]) {
+  multiply<types, T>(work, ring, ahead, inputs, [&](int row, const float (&y)[T]) {
     if (row >= matrix.shape.num_rows) return;
 #pragma unroll
     for (int t = 0; t < T; t++)
@@ -107,15 +109,21 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
 
 // A tile of a matrix of floats, whose blocks take the tiles of the part's rows side by side.
 template <Types types, int slices>
-__device__ __forceinline__ void multiply_floats(const LinearMatrix& matrix, const LinearInputs& all, uint8_t* memory) {
+__device__ __forceinline__ void multiply_floats(const LinearMatrix& matrix, const LinearInputs& all,
+                                                uint8_t* memory) {
   const MatrixShape& shape = matrix.shape;
   const LinearInputs x = all.part();
   constexpr int tile_rows = float_tile_rows(slices);
   const int row_tiles = (shape.num_rows + tile_rows - 1) / tile_rows;
   const int index = blockIdx.x - matrix.first_block;
-  const FloatTile tile = {matrix.weight,  x.values,       x.stride,
-                          shape.num_rows, x.num_rows,     shape.num_cols,
-                          index % row_tiles * tile_rows, index / row_tiles * float_tile_tokens};
+  const FloatTile tile = {matrix.weight,
+                          x.values,
+                          x.stride,
+                          shape.num_rows,
+                          x.num_rows,
+                          shape.num_cols,
+                          index % row_tiles * tile_rows,
+                          index / row_tiles * float_tile_tokens};
   const auto finish = [&](int row, int t, float y) {
     if (row < shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
   };

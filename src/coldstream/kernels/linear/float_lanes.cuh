@@ -1,5 +1,5 @@
-// The sums of products of floats with several rows: sixteen neighbouring lanes have the sixteen accumulators of
-// docs/arithmetic.md.
+// The sums of products of floats with several rows: sixteen neighbouring lanes have the sixteen accumulators
+// of docs/arithmetic.md.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -8,7 +8,8 @@ namespace coldstream {
 
 constexpr int lanes = 16;
 
-// A lane keeps `half` elements, its upper or its lower ones, and gives the others for the other addends of those.
+// A lane keeps `half` elements, its upper or its lower ones, and gives the others for the other addends of
+// those.
 template <int half>
 __device__ __forceinline__ void exchange_halves(float (&p)[16], int lane) {
   const bool upper = lane & half;

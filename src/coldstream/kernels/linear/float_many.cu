@@ -85,9 +85,8 @@ struct fetched {
 
 // The last `count` inputs. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0.
 template <class T>
-__device__ __forceinline__ void add_stage(
-    const typename T::stage& from, int count, int token, int row, int lane,
-    float (&p)[T::thread_tokens][T::thread_rows]) {
+__device__ __forceinline__ void add_stage(const typename T::stage& from, int count, int token, int row,
+                                          int lane, float (&p)[T::thread_tokens][T::thread_rows]) {
 #pragma unroll
   for (int step = 0; step < T::depth; step += lanes) {
     if (step + lane >= count) break;

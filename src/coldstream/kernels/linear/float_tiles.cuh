@@ -1,6 +1,6 @@
-// Products of float weights with 9 to 64 rows of activations, as float_many.cu in small tiles: there are few outputs,
-// so that they take as long as one tile, and the stages of the next inputs are on their way while a block multiplies.
-// All threads of a block copy, and sixteen for each row of weights multiply.
+// Products of float weights with 9 to 64 rows of activations, as float_many.cu in small tiles: there are few
+// outputs, so that they take as long as one tile, and the stages of the next inputs are on their way while a
+// block multiplies. All threads of a block copy, and sixteen for each row of weights multiply.
 #pragma once
 
 #include "cuda/products_few.cuh"
@@ -11,12 +11,13 @@ namespace coldstream {
 constexpr int float_tile_threads = 256, float_tile_tokens = 16, stage_values = 128;
 constexpr int thread_rows = 4, thread_tokens = 4;
 
-// Fewer rows of weights give more multiprocessors a tile, more leave more blocks for matrices of integers, which
-// with more slices of activations have a multiprocessor each.
+// Fewer rows of weights give more multiprocessors a tile, more leave more blocks for matrices of integers,
+// which with more slices of activations have a multiprocessor each.
 constexpr int float_tile_rows(int slices) { return slices <= 2 ? 4 : 16; }
 constexpr int float_stages(int slices) { return slices <= 2 ? 6 : 4; }
 
-// What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride] of x.
+// What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride]
+// of x.
 struct FloatTile {
   const uint8_t* weight;
   const float* x;
@@ -45,11 +46,11 @@ __device__ __forceinline__ void copy_float_stage(Value (&to)[rows][pitch], const
   }
 }
 
-// The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0;
-// in a whole stage, loads need not wait for that decision.
+// The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0
+// into 0; in a whole stage, loads need not wait for that decision.
 template <bool is_whole, typename Value, int rows>
-__device__ __forceinline__ void add_float_stage(const FloatStage<Value, rows>& from, int count, int token, int row,
-                                                int lane, float (&p)[thread_tokens][thread_rows]) {
+__device__ __forceinline__ void add_float_stage(const FloatStage<Value, rows>& from, int count, int token,
+                                                int row, int lane, float (&p)[thread_tokens][thread_rows]) {
 #pragma unroll(is_whole ? stage_values / lanes : 1)
   for (int step = 0; step < stage_values; step += lanes) {
     if (!is_whole && step + lane >= count) break;
@@ -65,8 +66,8 @@ __device__ __forceinline__ void add_float_stage(const FloatStage<Value, rows>& f
   }
 }
 
-// One tile by the whole block: finish(row of the matrix, t, sum), also for rows and tokens past the last ones. Waits
-// for the previous grid.
+// One tile by the whole block: finish(row of the matrix, t, sum), also for rows and tokens past the last
+// ones. Waits for the previous grid.
 template <typename Value, int slices, typename Finish>
 __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8_t* memory, Finish&& finish) {
   constexpr int tile_rows = float_tile_rows(slices), num_stages = float_stages(slices);
@@ -76,8 +77,8 @@ __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8
   using Stage = FloatStage<Value, tile_rows>;
   Stage* const stages = reinterpret_cast<Stage*>(memory);
   const auto copy_w = [&](int stage) {
-    copy_float_stage(stages[stage % num_stages].w, reinterpret_cast<const Value*>(tile.weight), tile.num_values,
-                     tile.first_row, tile.num_rows, stage * stage_values, tile.num_values);
+    copy_float_stage(stages[stage % num_stages].w, reinterpret_cast<const Value*>(tile.weight),
+                     tile.num_values, tile.first_row, tile.num_rows, stage * stage_values, tile.num_values);
   };
   const auto copy_x = [&](int stage) {
     copy_float_stage(stages[stage % num_stages].x, tile.x, tile.stride, tile.first_token, tile.num_tokens,

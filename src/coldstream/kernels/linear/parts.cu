@@ -16,10 +16,10 @@ struct BlockRows {
 constexpr int part_blocks(int slices, int sets) { return sets > 1 ? 1 : slices == 1 ? 3 : 2; }
 
 template <Types types, int slices, int sets>
-__global__ void __launch_bounds__(sets* tile_threads, part_blocks(slices, sets))
+__global__ void __launch_bounds__((sets * tile_threads), part_blocks(slices, sets))
     linear_parts(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
-                 const __grid_constant__ BlockRows of_blocks, int stage_bytes, int rows_at, int value_stage_bytes,
-                 int stages) {
+                 const __grid_constant__ BlockRows of_blocks, int stage_bytes, int rows_at,
+                 int value_stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];

@@ -1,5 +1,5 @@
-// Quantises rows of activations that their producer did not quantise, or for weights in blocks of 32: one warp
-// per group of 256 inputs.
+// Quantises rows of activations that their producer did not quantise, or for weights in blocks of 32: one
+// warp per group of 256 inputs.
 #include "cuda/quantize.cuh"
 
 namespace coldstream {

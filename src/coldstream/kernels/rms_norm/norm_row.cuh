@@ -21,8 +21,8 @@ struct NormOutputs {
   int16_t* sums;
 };
 
-// 1 / sqrt(mean of squares + eps) of a row in shared memory that is padded with zeros, in all lanes of a warp. Loads
-// of an accumulator's next sixteen values overlap with additions.
+// 1 / sqrt(mean of squares + eps) of a row in shared memory that is padded with zeros, in all lanes of a
+// warp. Loads of an accumulator's next sixteen values overlap with additions.
 __device__ __forceinline__ float inverse_norm(const Norm& norm, const float* row) {
   constexpr int steps = group_elements / 16;
   row += threadIdx.x % 16;

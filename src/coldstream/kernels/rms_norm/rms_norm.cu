@@ -60,8 +60,10 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
   for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
     sum = add_ranks<aligned>(experts, first, i, cols, sum);
   }
-  if constexpr (has_shared) return fma_four(exact_sigmoid(shared_gate), shared, sum);
-  else return sum;
+  if constexpr (has_shared)
+    return fma_four(exact_sigmoid(shared_gate), shared, sum);
+  else
+    return sum;
 }
 
 // (x · s) · w of the row in shared memory, a group by each warp in turn; `w` holds those of the warp's first
@@ -160,7 +162,8 @@ __global__ void __launch_bounds__(max_threads)
   if (keeps_time) router = stamps->router;
   bool is_waiting = false;
   if (cpu_ids != nullptr) {
-    is_waiting = __syncthreads_or(threadIdx.x < num_ranks && cpu_ids[blockIdx.x * num_ranks + threadIdx.x] >= 0);
+    is_waiting =
+        __syncthreads_or(threadIdx.x < num_ranks && cpu_ids[blockIdx.x * num_ranks + threadIdx.x] >= 0);
   }
   uint64_t* sums = nullptr;
   if (keeps_time) sums = note_router(stamps, router);
@@ -176,14 +179,18 @@ __global__ void __launch_bounds__(max_threads)
     __syncthreads();
   }
   const int64_t token = blockIdx.x, begin = token * norm.cols;
-  const Experts experts{routed + begin * num_ranks, topk_weights + token * num_ranks, num_ranks,
-                        shared + begin, shared_gate + token,
+  const Experts experts{routed + begin * num_ranks,
+                        topk_weights + token * num_ranks,
+                        num_ranks,
+                        shared + begin,
+                        shared_gate + token,
                         is_waiting ? cpu_ids + token * num_ranks : nullptr,
                         cpu_rows + begin * num_ranks};
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
-      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned, has_shared>(experts, i, norm.cols);
+      v = load_four<aligned>(x + begin, i, norm.cols) +
+          combine_experts<aligned, has_shared>(experts, i, norm.cols);
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
     dynamic_shared[i / 4] = v;

@@ -3,8 +3,8 @@
 
 using namespace coldstream;
 
-// grid (ceil(rows · half / block)); table [positions, half] of (cos, sin). A row of no sequence, at position −1, gets
-// those of position 0.
+// grid (ceil(rows · half / block)); table [positions, half] of (cos, sin). A row of no sequence, at position
+// −1, gets those of position 0.
 __global__ void gather_angles(const float2* table, const int* positions, int num_rows, int half,
                               float2* angles) {
   wait_for_previous_grid();

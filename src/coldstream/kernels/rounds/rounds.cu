@@ -20,12 +20,12 @@ struct RoundState {
 
 struct Round {
   RoundState* state;
-  int* model_rows;  // [num_columns, num_rows]
-  int* block_rows;  // [num_columns, num_rows]
-  int* link_row;    // [num_columns]
-  const int* kept;  // [num_rows]
-  int* count;       // of the kept rows
-  int* first;       // positions before them
+  int* model_rows;        // [num_columns, num_rows]
+  int* block_rows;        // [num_columns, num_rows]
+  int* link_row;          // [num_columns]
+  const int* kept;        // [num_rows]
+  int* count;             // of the kept rows
+  int* first;             // positions before them
   RowSettings* settings;  // [num_rows]
   const Chosen* chosen;   // [num_rows]
   const int* ends;

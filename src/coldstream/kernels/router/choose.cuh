@@ -51,8 +51,8 @@ __device__ __forceinline__ float exponentials(const float* logits, int num_exper
   return sum_of_sixteen_lanes(p, 1);
 }
 
-// A key for an expert: keys in descending order are experts by descending probability, equal ones by ascending id.
-// NaN sorts before every probability, and 0 is the key of no expert.
+// A key for an expert: keys in descending order are experts by descending probability, equal ones by
+// ascending id. NaN sorts before every probability, and 0 is the key of no expert.
 __device__ __forceinline__ uint64_t expert_key(float probability, int id) {
   return uint64_t((__float_as_uint(probability) & 0x7fffffffu) + 1) << 32 | uint32_t(~id);
 }
@@ -62,16 +62,17 @@ __device__ __forceinline__ float key_probability(uint64_t key) {
   return __uint_as_float(uint32_t(key >> 32) - 1);
 }
 
-// A bound that at least `count` exponentials reach. It lies so far below the smallest of these that an exponential
-// under the bound has a strictly smaller probability, however the divisions round: the quotients differ by more than
-// two units in the last place, whether normal or, for sums of up to 2^10, subnormal.
+// A bound that at least `count` exponentials reach. It lies so far below the smallest of these that an
+// exponential under the bound has a strictly smaller probability, however the divisions round: the quotients
+// differ by more than two units in the last place, whether normal or, for sums of up to 2^10, subnormal.
 template <int per_lane>
 __device__ __forceinline__ float lower_bound(const float (&values)[per_lane], int count) {
   static_assert(most_chosen <= 16, "two lanes share a value for each that is chosen");
   float largest = values[0];
 #pragma unroll
   for (int i = 1; i < per_lane; i++) largest = fmaxf(largest, values[i]);
-  // The largest values of 16 (or 8) groups of lanes: each of them is at least as large as the smallest of them.
+  // The largest values of 16 (or 8) groups of lanes: each of them is at least as large as the smallest of
+  // them.
   largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 16));
   if (count <= 8) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 8));
   const float bound = __uint_as_float(__reduce_min_sync(all_lanes, __float_as_uint(largest)));
@@ -106,11 +107,11 @@ __device__ __forceinline__ int list_candidates(const float (&values)[per_lane], 
 template <int per_lane>
 constexpr int scratch_numbers = per_lane * warp_size + most_chosen;
 
-// Chooses the experts of one token. Lane i returns the id of the expert with rank i, and 0 from `count` on. `scratch`
-// has room for scratch_numbers.
+// Chooses the experts of one token. Lane i returns the id of the expert with rank i, and 0 from `count` on.
+// `scratch` has room for scratch_numbers.
 template <int per_lane>
 __device__ __forceinline__ int choose_experts(const float* logits, int num_experts, uint64_t* scratch,
-                                               const Choice& out) {
+                                              const Choice& out) {
   const int lane = threadIdx.x % warp_size;
   float values[per_lane];
   const float sum = exponentials(logits, num_experts, reinterpret_cast<float*>(scratch), values);

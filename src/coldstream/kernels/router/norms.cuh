@@ -1,4 +1,5 @@
-// The norm in front of a router, computed by every block of its launch for itself: a launch less for each layer.
+// The norm in front of a router, computed by every block of its launch for itself: a launch less for each
+// layer.
 #pragma once
 
 #include "rms_norm/norm_row.cuh"
@@ -23,8 +24,8 @@ __device__ __forceinline__ int first_group(const Norm& norm) {
 
 __device__ __forceinline__ bool writes_token(int t) { return int(blockIdx.x) == t % int(gridDim.x); }
 
-// Writes the norms of all tokens to `rows` in shared memory, `stride` floats apart, by the whole block of `threads`.
-// first_weights: those of `first_group`, loaded before any wait.
+// Writes the norms of all tokens to `rows` in shared memory, `stride` floats apart, by the whole block of
+// `threads`. first_weights: those of `first_group`, loaded before any wait.
 template <int threads>
 __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens, float* rows, int stride,
                                             Eight first_weights) {
@@ -37,7 +38,8 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
     const int64_t begin = int64_t(t) * norm.cols;
 #pragma unroll 1
     for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * threads) {
-      const float4 v = load_four<true>(from.x + begin, i, norm.cols) + load_four<true>(from.update + begin, i, norm.cols);
+      const float4 v =
+          load_four<true>(from.x + begin, i, norm.cols) + load_four<true>(from.update + begin, i, norm.cols);
       store_four<true>(rows + t * stride, i, norm.cols, v);
       if (writes_token(t)) store_four<true>(from.sum + begin, i, norm.cols, v);
     }
@@ -58,7 +60,8 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
     store_eight<true>(row, group, norm.cols, y);
     if (!writes_token(t)) continue;
     store_eight<true>(from.out.y + int64_t(t) * norm.cols, group, norm.cols, y);
-    store_group(quantize_group(y), quant_row(from.out.q, from.out.scales, from.out.sums, t, norm.padded), group);
+    store_group(quantize_group(y), quant_row(from.out.q, from.out.scales, from.out.sums, t, norm.padded),
+                group);
   }
 }
 

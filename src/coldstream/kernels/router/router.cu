@@ -1,7 +1,7 @@
 // The router; see cuda.py for the launchers.
 //
-// Loops with one or two iterations are not unrolled: the last block's warp runs its code for the first time, and
-// every line that is not in the instruction cache costs it a wait.
+// Loops with one or two iterations are not unrolled: the last block's warp runs its code for the first time,
+// and every line that is not in the instruction cache costs it a wait.
 #include "cuda/last_block.cuh"
 #include "experts/partition.cuh"
 #include "router/choose.cuh"
@@ -31,8 +31,8 @@ struct Results {
   int count;
 };
 
-// The router of a later layer, of the same shape, applied to this layer's x: its choice is a guess at what it will
-// choose in its own layer.
+// The router of a later layer, of the same shape, applied to this layer's x: its choice is a guess at what it
+// will choose in its own layer.
 struct Ahead {
   const float* experts;  // [num_experts, cols]; null: no guesses
   float* logits;         // [tokens, num_experts]
@@ -40,8 +40,8 @@ struct Ahead {
   float* weights;        // [tokens, count]
 };
 
-// Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts; null past
-// the end.
+// Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts;
+// null past the end.
 __device__ __forceinline__ const float* weight_row(const Weights& w, const Ahead& ahead, int row) {
   if (row < w.num_experts) return w.experts + int64_t(row) * w.cols;
   if (row == w.num_experts) return w.shared;
@@ -67,8 +67,8 @@ __device__ __forceinline__ void stage(float* shared, const float* row, int begin
   }
 }
 
-// A lane's accumulator over `size` columns in shared memory, a multiple of 128. The next values of the chain are
-// read while the previous ones are added.
+// A lane's accumulator over `size` columns in shared memory, a multiple of 128. The next values of the chain
+// are read while the previous ones are added.
 __device__ __forceinline__ float accumulate(const float* weight, const float* x, int size, float p) {
   constexpr int steps = column_multiple / 16;
   float w[steps], v[steps], next_w[steps], next_v[steps];
@@ -87,8 +87,8 @@ __device__ __forceinline__ float accumulate(const float* weight, const float* x,
   return p;
 }
 
-// The shape of a block's work: each warp multiplies one token with two rows of the weight, half a warp for each
-// row.
+// The shape of a block's work: each warp multiplies one token with two rows of the weight, half a warp for
+// each row.
 struct Shares {
   int num_tokens;
   int num_rows;  // of the weight, for each block; even, and num_tokens · num_rows ≤ 2 · warps
@@ -103,14 +103,16 @@ struct Shares {
 // The products of the warp's token with its two rows, each in the lanes of its half. The one thread for which
 // `begins` is not null writes there when x was available. norms: x is what `norming` makes, of one chunk.
 template <bool aligned, bool norms>
-__device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming, const Shares& shares,
-                                          const Weights& weights, const Ahead& ahead, uint64_t* begins) {
+__device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming,
+                                          const Shares& shares, const Weights& weights, const Ahead& ahead,
+                                          uint64_t* begins) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
   float p = 0.0f;
   Eight norm_weights;
-  if constexpr (norms) norm_weights = load_eight<true>(norming.norm.weight, first_group(norming.norm), weights.cols);
+  if constexpr (norms)
+    norm_weights = load_eight<true>(norming.norm.weight, first_group(norming.norm), weights.cols);
 #pragma unroll 1
   for (int begin = 0; begin < weights.cols; begin += chunk) {
     const int left = (weights.cols - begin + column_multiple - 1) / column_multiple * column_multiple;
@@ -125,7 +127,8 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
       wait_for_previous_grid();
       if (begins) *begins = now_ns();
     }
-    if constexpr (norms) stage_norms<block_threads>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
+    if constexpr (norms)
+      stage_norms<block_threads>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
 #pragma unroll 1
     for (int t = 0; !norms && t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
@@ -141,10 +144,9 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
   return sum_of_sixteen_lanes(p, 1);
 }
 
-// Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a later
-// layer. Each block computes the products of its rows; the last one to finish chooses, and shares the pairs of a
-// single token out.
-// With `norms`, x is written here, and x_stride is its columns.
+// Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a
+// later layer. Each block computes the products of its rows; the last one to finish chooses, and shares the
+// pairs of a single token out. With `norms`, x is written here, and x_stride is its columns.
 template <bool aligned, int per_lane, bool norms>
 __global__ void __launch_bounds__(block_threads)
     router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
@@ -174,10 +176,11 @@ __global__ void __launch_bounds__(block_threads)
     const float* logits = is_guess ? ahead.logits : out.logits;
     int* ids = is_guess ? ahead.ids : out.ids;
     float* kept = is_guess ? ahead.weights : out.weights;
-    // One call for both choices: the code is long, and a second copy would have to be fetched into the instruction
-    // cache.
-    const int id = choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
-                                            {ids + place * out.count, kept + place * out.count, out.count});
+    // One call for both choices: the code is long, and a second copy would have to be fetched into the
+    // instruction cache.
+    const int id =
+        choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
+                                 {ids + place * out.count, kept + place * out.count, out.count});
     if (!is_guess && sharing.request) {
       is_asked = share_out(sharing, id, out.count, x, weights.cols);
     }
@@ -188,12 +191,13 @@ __global__ void __launch_bounds__(block_threads)
   if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
 }
 
-// Chooses only, from logits that are there. Rows of no sequence, whose positions are negative, choose what the first
-// row does: what they compute is not used, and so they want no other experts. grid (ceil(tokens / 8)).
+// Chooses only, from logits that are there. Rows of no sequence, whose positions are negative, choose what
+// the first row does: what they compute is not used, and so they want no other experts. grid (ceil(tokens /
+// 8)).
 template <int per_lane>
 __global__ void __launch_bounds__(choose_threads)
-    router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts, const int* positions,
-                  int* ids, float* weights, int count) {
+    router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts,
+                  const int* positions, int* ids, float* weights, int count) {
   wait_for_previous_grid();
   release_next_grid();
   const int warp = threadIdx.x / warp_size;

@@ -12,8 +12,8 @@ struct StepRows {
 };
 
 struct Admission {
-  int row;     // of the step
-  int chosen;  // its token
+  int row;                  // of the step
+  int chosen;               // its token
   int first_end, num_ends;  // tokens after which the row is of no sequence, among those of all rows
 };
 

@@ -108,7 +108,8 @@ __device__ uint64_t select_cut(const Candidates& candidates, bool by_weight, uin
   return found;
 }
 
-// Sets the bin in which top-k's prefix ends; tokens of no other bin count in the last. All threads of a block.
+// Sets the bin in which top-k's prefix ends; tokens of no other bin count in the last. All threads of a
+// block.
 __device__ __forceinline__ void plan_top_k(SamplerRow& row, int top_k) {
   uint64_t items[items_per_thread];
 #pragma unroll

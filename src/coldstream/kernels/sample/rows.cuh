@@ -15,8 +15,8 @@ struct RowSettings {
   float presence_penalty;
   float frequency_penalty;
   int top_k;
-  int position;  // of the new token in its sequence
-  int row;       // of the logits
+  int position;                  // of the new token in its sequence
+  int row;                       // of the logits
   int first_recent, num_recent;  // the tokens that penalties apply to, among those of all rows
 };
 

@@ -2,7 +2,8 @@
 //
 // Top-k, top-p and min-p each keep a prefix of one order: logit descending, id ascending. So a row's filters
 // reduce to one number, the greatest order key that is kept. It is found by a histogram over the distance to
-// the largest logit, whose bins follow that order, and a radix selection within the bin where the prefix ends.
+// the largest logit, whose bins follow that order, and a radix selection within the bin where the prefix
+// ends.
 #include "sample/rows.cuh"
 
 using namespace coldstream;

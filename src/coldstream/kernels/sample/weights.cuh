@@ -11,9 +11,18 @@ constexpr double weight_one = 1099511627776.0;  // 2^40: the weight of the large
 // exp(x) * 2^40, rounded down, for x <= 0; below -28 nothing is left.
 __device__ __forceinline__ uint64_t weight_of_exponent(double x) {
   if (!(x >= -28.0)) return 0;
-  constexpr double coefficients[13] = {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
-                                       1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,     1.0 / 120.0,
-                                       1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0,       1.0,
+  constexpr double coefficients[13] = {1.0 / 479001600.0,
+                                       1.0 / 39916800.0,
+                                       1.0 / 3628800.0,
+                                       1.0 / 362880.0,
+                                       1.0 / 40320.0,
+                                       1.0 / 5040.0,
+                                       1.0 / 720.0,
+                                       1.0 / 120.0,
+                                       1.0 / 24.0,
+                                       1.0 / 6.0,
+                                       1.0 / 2.0,
+                                       1.0,
                                        1.0};
   const double n = rint(x * 1.4426950408889634);
   const double t = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;

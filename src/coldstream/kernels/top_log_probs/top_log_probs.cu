@@ -1,5 +1,5 @@
-// The likeliest tokens of a row of logits and their log-probabilities, for drafts: one launch, a part of the row a block,
-// of which the last one merges what the others found.
+// The likeliest tokens of a row of logits and their log-probabilities, for drafts: one launch, a part of the
+// row a block, of which the last one merges what the others found.
 #include "cuda/arithmetic.cuh"
 #include "cuda/last_block.cuh"
 #include "sample/block.cuh"
@@ -19,7 +19,8 @@ struct TopPart {
 __device__ __forceinline__ float sum_of_block(float x) {
   __shared__ float warp_sums[block_warps];
 #pragma unroll
-  for (int distance = warp_size / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(all_lanes, x, distance);
+  for (int distance = warp_size / 2; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(all_lanes, x, distance);
   __syncthreads();
   if (threadIdx.x % warp_size == 0) warp_sums[threadIdx.x / warp_size] = x;
   __syncthreads();
@@ -108,8 +109,8 @@ __device__ __forceinline__ TopPart<most_ranks> merged(const TopPart<most_ranks>*
 // ids and log_probs: [rows, ranks]. The grid: [parts, rows].
 template <int most_ranks>
 __global__ void __launch_bounds__(block_threads)
-    top_log_probs(const __grid_constant__ Logits logits, int ranks, TopPart<most_ranks>* parts, uint32_t* arrivals,
-                  int* ids, float* log_probs) {
+    top_log_probs(const __grid_constant__ Logits logits, int ranks, TopPart<most_ranks>* parts,
+                  uint32_t* arrivals, int* ids, float* log_probs) {
   TopPart<most_ranks>* const of_row = parts + int64_t(blockIdx.y) * gridDim.x;
   const TopPart<most_ranks> part = part_of<most_ranks>(logits.row(blockIdx.y));
   if (threadIdx.x == 0) of_row[blockIdx.x] = part;

@@ -33,9 +33,10 @@ class bound_server {
     }
     const int layer = pool == nullptr ? -1 : pool->layer_of(gate.addresses);
     for (const weight* w : {&gate, &up, &down}) {
-      const bool lies_there = pool == nullptr ? w->addresses == nullptr
-                                              : layer >= 0 && pool->layer_of(w->addresses) == layer;
-      if (!lies_there) throw std::invalid_argument("gate, up and down must lie in one layer of the pool given");
+      const bool lies_there =
+          pool == nullptr ? w->addresses == nullptr : layer >= 0 && pool->layer_of(w->addresses) == layer;
+      if (!lies_there)
+        throw std::invalid_argument("gate, up and down must lie in one layer of the pool given");
     }
     return server_.add_layer(gate, up, down, std::move(pool), layer);
   }
@@ -58,8 +59,13 @@ class bound_server {
         out.shape(1) != ranks || out.shape(2) != x.shape(1)) {
       throw std::invalid_argument("a mailbox is x [T, E], ids [T, K] and out [T, K, E], T at most 65535");
     }
-    return {request.data(), done.data(), {x.data(), static_cast<int64_t>(x.shape(1))},
-            ids.data(),     static_cast<int>(ranks), out.data(), static_cast<int>(rows)};
+    return {request.data(),
+            done.data(),
+            {x.data(), static_cast<int64_t>(x.shape(1))},
+            ids.data(),
+            static_cast<int>(ranks),
+            out.data(),
+            static_cast<int>(rows)};
   }
 
   std::vector<std::shared_ptr<void>> arrays_;
@@ -79,8 +85,9 @@ void bind_hybrid(nb::module_& m) {
            "zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id "
            "-1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots "
            "of a pool.")
-      .def("add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
-           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
+      .def(
+          "add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
+          "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
       .def("begin", &bound_server::begin, "Looks for requests from now on.")
       .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
       .def("work", &bound_server::work,

@@ -46,8 +46,8 @@ expert_server::~expert_server() {
 int expert_server::add_layer(const weight& gate, const weight& up, const weight& down,
                              std::shared_ptr<expert_pool> pool, int pool_layer) {
   const int64_t stride = down.num_rows;
-  routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,         gate, up,
-                              down,   box_.out, stride * box_.num_ranks, stride};
+  routed_experts_args args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,          gate,
+                              up,     down,     box_.out,       stride * box_.num_ranks, stride};
   layer next;
   if (pool != nullptr) {
     const pooled_layer from = {pool, pool_layer, box_.ids, box_.num_ranks, box_.num_ranks};
@@ -66,7 +66,8 @@ int expert_server::add_layer(const weight& gate, const weight& up, const weight&
 }
 
 void expert_server::begin() {
-  if (getpid() != owner_) throw forked_error("this server of experts was made before fork(): load the model again");
+  if (getpid() != owner_)
+    throw forked_error("this server of experts was made before fork(): load the model again");
   phase_.store(SERVING, std::memory_order_release);
   phase_.notify_all();
 }

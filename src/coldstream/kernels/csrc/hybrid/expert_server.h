@@ -1,9 +1,9 @@
 // Computes routed experts for a client that cannot call functions: a GPU in the middle of a graph.
 //
 // Both use a mailbox in page-locked memory. The client writes rows and expert ids, zeroes `done`, and then
-// stores layer + 1 | rows << 16 to `request`. The server resets `request` to 0, computes the pairs whose id is
-// not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an error
-// the rows are undefined and `check` throws.
+// stores layer + 1 | rows << 16 to `request`. The server resets `request` to 0, computes the pairs whose id
+// is not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an
+// error the rows are undefined and `check` throws.
 //
 // Experts of a layer are read where they are mapped, or lie in a pool, into which the server has the missing
 // ones read from their file while it computes the others.
@@ -30,7 +30,7 @@ struct mailbox {
   float_rows_in x;     // [capacity, E]
   const int32_t* ids;  // [capacity, ranks]
   int num_ranks;
-  float* out;          // [capacity, ranks, E]
+  float* out;  // [capacity, ranks, E]
   int capacity;
 };
 
@@ -44,7 +44,8 @@ class expert_server {
  public:
   // The mailbox's memory outlives the server. is_prefill: whether requests are those of prompts, for pools.
   // Throws std::system_error when the system refuses a thread.
-  expert_server(std::shared_ptr<thread_pool> threads, const quant_kernels& kernels, mailbox box, bool is_prefill);
+  expert_server(std::shared_ptr<thread_pool> threads, const quant_kernels& kernels, mailbox box,
+                bool is_prefill);
   expert_server(const expert_server&) = delete;
   expert_server& operator=(const expert_server&) = delete;
   ~expert_server();

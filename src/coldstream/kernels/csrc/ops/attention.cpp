@@ -1,13 +1,13 @@
 // Causal attention, with or without a gate of its output. First all heads are normed, rotated and appended to
-// the caches; then tiles of tokens attend, reading the caches only, so that a token finds the same keys whether
-// its predecessors came with it or before it.
+// the caches; then tiles of tokens attend, reading the caches only, so that a token finds the same keys
+// whether its predecessors came with it or before it.
 //
 // Few rows: every chunk of positions is a task of its own, and a last stage merges them. Many rows: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
 //
 // A row of a draft tree sees the committed positions of its sequence and its own ancestors, which are not
-// stored at their positions. From the chunk of the first of them on, its keys and values are gathered in order
-// of position into the worker's memory, and the same kernel runs over that.
+// stored at their positions. From the chunk of the first of them on, its keys and values are gathered in
+// order of position into the worker's memory, and the same kernel runs over that.
 #include <algorithm>
 #include <cstring>
 
@@ -24,7 +24,7 @@ constexpr int64_t HEADS_PER_TASK = 8;
 // Consecutive tokens of one sequence, or some rows of a tree.
 struct token_tile {
   int32_t first_row, num_tokens;
-  int32_t first_position;           // of the first token; in a tree, how many positions are committed
+  int32_t first_position;             // of the first token; in a tree, how many positions are committed
   int32_t gathered_from, num_chunks;  // chunks from the first of these on are gathered, row by row
   int32_t first_chunk;                // that some row sees
   int32_t last_start;                 // the greatest of the rows' first positions

@@ -43,7 +43,8 @@ void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array
       .factors = factors ? factors->data() : nullptr,
       .magnitude = magnitude,
   };
-  submit_with(rt, make_rope_angles(rope, positions.data(), {out.data(), 2 * num_pairs}), rows, positions, out);
+  submit_with(rt, make_rope_angles(rope, positions.data(), {out.data(), 2 * num_pairs}), rows, positions,
+              out);
 }
 
 void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_weights,
@@ -122,10 +123,11 @@ void bind_row_ops(nb::module_& m) {
   m.def("rms_norm", rms_norm, "runtime"_a, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), "eps"_a,
         nb::arg("out").noconvert(),
         "out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].");
-  m.def("rope_angles", rope_angles, "runtime"_a, nb::arg("positions").noconvert(), "theta"_a,
-        nb::arg("out").noconvert(), nb::arg("factors").noconvert().none() = nb::none(), "magnitude"_a = 1.0,
-        "cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; "
-        "positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.");
+  m.def(
+      "rope_angles", rope_angles, "runtime"_a, nb::arg("positions").noconvert(), "theta"_a,
+      nb::arg("out").noconvert(), nb::arg("factors").noconvert().none() = nb::none(), "magnitude"_a = 1.0,
+      "cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; "
+      "positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.");
   m.def("combine_experts", combine_experts, "runtime"_a, nb::arg("routed").noconvert(),
         nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert().none(),
         nb::arg("shared_gate").noconvert().none(), nb::arg("out").noconvert(),
@@ -133,10 +135,11 @@ void bind_row_ops(nb::module_& m) {
         "routed "
         "[T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and "
         "shared_gate None, the sum alone.");
-  m.def("top_log_probs", top_log_probs, "runtime"_a, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(),
-        nb::arg("log_probs").noconvert(),
-        "The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and "
-        "log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.");
+  m.def(
+      "top_log_probs", top_log_probs, "runtime"_a, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(),
+      nb::arg("log_probs").noconvert(),
+      "The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and "
+      "log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.");
   m.def("router", router, "runtime"_a, nb::arg("x").noconvert(), "weight"_a, nb::arg("topk_ids").noconvert(),
         nb::arg("topk_weights").noconvert(),
         "`Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids "

@@ -1,9 +1,10 @@
-// Operands of attention over integers as tiles of AMX, which multiplies 16 rows of 64 signed bytes by 16 columns of
-// as many in one instruction. Rows are the tile of the left, words of keys and values that of the right.
+// Operands of attention over integers as tiles of AMX, which multiplies 16 rows of 64 signed bytes by 16
+// columns of as many in one instruction. Rows are the tile of the left, words of keys and values that of the
+// right.
 
-// Sums Σ a[row, i] · b[i, column] over words of four bytes. Row r of `a` has its high plane at a + r · a_stride and
-// its low plane a_low behind it; row i of `b` is at b + i · b_stride, that of a second plane b_low behind it. `b` has
-// rows of zeros up to a multiple of 16, or num_words is less than 16.
+// Sums Σ a[row, i] · b[i, column] over words of four bytes. Row r of `a` has its high plane at a + r ·
+// a_stride and its low plane a_low behind it; row i of `b` is at b + i · b_stride, that of a second plane
+// b_low behind it. `b` has rows of zeros up to a multiple of 16, or num_words is less than 16.
 struct tile_product {
   const int8_t* a;
   int64_t a_stride, a_low;  // bytes
@@ -12,8 +13,8 @@ struct tile_product {
   int64_t num_rows, num_words;
 };
 
-// Tiles 0 and 1 are the sums over high and over mixed planes of 16 columns, 2 and 3 those of the next 16; 4 and 5 are
-// the planes of the rows, 6 and 7 the columns.
+// Tiles 0 and 1 are the sums over high and over mixed planes of 16 columns, 2 and 3 those of the next 16; 4
+// and 5 are the planes of the rows, 6 and 7 the columns.
 static inline void configure_tiles(int64_t num_rows, int64_t num_words) {
   struct alignas(64) {
     uint8_t palette, start_row, reserved[14];
@@ -28,8 +29,8 @@ static inline void configure_tiles(int64_t num_rows, int64_t num_words) {
   _tile_loadconfig(&config);
 }
 
-// The sums of up to 16 rows and of V times 16 columns, in `results`. Products that add to the same tile are far
-// apart, because each waits for the one before.
+// The sums of up to 16 rows and of V times 16 columns, in `results`. Products that add to the same tile are
+// far apart, because each waits for the one before.
 template <int PLANES, int V>
 static inline void multiply_tile(const tile_product& p, const int8_t* a, const int32_t* b,
                                  int32_t (*results)[16][16]) {
@@ -97,8 +98,8 @@ static void multiply_tiles(const tile_product& p, int64_t num_columns, const Fin
   _tile_release();
 }
 
-// What pair_operands is for pairs of int16: a row of n numbers is its high bytes and its low bytes; keys are [PLANES,
-// key_rows, ATTENTION_BLOCK] words and values [PLANES, ATTENTION_BLOCK / 4, size].
+// What pair_operands is for pairs of int16: a row of n numbers is its high bytes and its low bytes; keys are
+// [PLANES, key_rows, ATTENTION_BLOCK] words and values [PLANES, ATTENTION_BLOCK / 4, size].
 template <int PLANES>
 struct tile_operands {
   static constexpr int64_t query_scale(int64_t size) { return size / 2; }
@@ -107,8 +108,8 @@ struct tile_operands {
     return round_bytes(x, n, reinterpret_cast<int8_t*>(out)).scale;
   }
 
-  // Words of a key, up to a multiple of 16 if they are more than one tile has. There a tile of queries also holds
-  // bytes behind the head's, which meet zeros.
+  // Words of a key, up to a multiple of 16 if they are more than one tile has. There a tile of queries also
+  // holds bytes behind the head's, which meet zeros.
   static constexpr int64_t key_rows(int64_t size) { return size < 64 ? size / 4 : (size + 63) / 64 * 16; }
 
   static void pack_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
@@ -123,8 +124,8 @@ struct tile_operands {
   static void multiply_keys(const int32_t* queries, const int32_t* keys, int64_t num_rows,
                             int64_t num_columns, int64_t size, const Finish& finish) {
     const int64_t rows = key_rows(size);
-    multiply_tiles<PLANES>({reinterpret_cast<const int8_t*>(queries), 4 * integer_query_ints(size), size, keys,
-                            ATTENTION_BLOCK, rows * ATTENTION_BLOCK, num_rows, rows},
+    multiply_tiles<PLANES>({reinterpret_cast<const int8_t*>(queries), 4 * integer_query_ints(size), size,
+                            keys, ATTENTION_BLOCK, rows * ATTENTION_BLOCK, num_rows, rows},
                            num_columns, finish);
   }
 

@@ -85,9 +85,9 @@ struct byte_operands {
   static void multiply_keys(const int32_t* queries, const int32_t* keys, int64_t num_rows,
                             int64_t num_columns, int64_t size, const Finish& finish) {
     const int64_t words = size / 4;
-    multiply({queries, integer_query_ints(size), words, 2 * words, keys, ATTENTION_BLOCK, words, num_rows,
-              words},
-             num_columns, finish);
+    multiply(
+        {queries, integer_query_ints(size), words, 2 * words, keys, ATTENTION_BLOCK, words, num_rows, words},
+        num_columns, finish);
   }
 
   template <typename Finish>

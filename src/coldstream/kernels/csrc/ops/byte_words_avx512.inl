@@ -1,6 +1,6 @@
-// Planes of bytes for instructions that multiply four of them a lane: rows of queries and of weights as two planes,
-// and the keys and values of a block as words of four bytes of one plane, which are four channels of a key or four
-// positions of a value. Every byte of keys and values is taken exclusive or `flip`.
+// Planes of bytes for instructions that multiply four of them a lane: rows of queries and of weights as two
+// planes, and the keys and values of a block as words of four bytes of one plane, which are four channels of
+// a key or four positions of a value. Every byte of keys and values is taken exclusive or `flip`.
 
 struct rounded_bytes {
   float scale;  // over 256
@@ -30,8 +30,8 @@ static inline ints16 load_words(const int8_t* plane, int64_t word, int64_t num_w
   return {_mm512_maskz_loadu_epi32(mask, plane + 4 * word)};
 }
 
-// keys [n] → [PLANES, num_rows, ATTENTION_BLOCK] words, rows from size / 4 on, less than 16 of them, `flip` in
-// every byte and positions from n on undefined.
+// keys [n] → [PLANES, num_rows, ATTENTION_BLOCK] words, rows from size / 4 on, less than 16 of them, `flip`
+// in every byte and positions from n on undefined.
 template <int PLANES>
 static inline void pack_key_words(const int8_t* keys, int64_t stride, int64_t n, int64_t size,
                                   int64_t num_rows, int8_t flip, int32_t* packed) {

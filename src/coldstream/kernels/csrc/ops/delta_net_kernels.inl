@@ -37,11 +37,12 @@ static void delta_gates(const float* alpha, const float* raw_beta, const float* 
   }
 }
 
-// A sum over the key dimension is NUM_CHAINS chains, number i mod NUM_CHAINS taking in key index i. A tier runs as
-// many of them at a time as its registers hold, in groups of 2 or 4.
+// A sum over the key dimension is NUM_CHAINS chains, number i mod NUM_CHAINS taking in key index i. A tier
+// runs as many of them at a time as its registers hold, in groups of 2 or 4.
 constexpr int NUM_CHAINS = 4;
 
-// Calls visit(i, c) for the key indices i of a group's chains in ascending order; c is the chain in the group.
+// Calls visit(i, c) for the key indices i of a group's chains in ascending order; c is the chain in the
+// group.
 template <int CHAINS, typename VISIT>
 static inline __attribute__((always_inline)) void visit_group(int64_t size, int group, VISIT visit) {
   int64_t i = group * CHAINS;
@@ -100,9 +101,8 @@ static inline void enter_block(const delta_block& block, vec16* predictions) {
   for (int group = 0; group < NUM_CHAINS / DELTA_CHAINS; group++) {
     vec16 prediction[DELTA_CHAINS][DELTA_VECTORS];
     clear_chains(prediction);
-    visit_group<DELTA_CHAINS>(block.head_size, group, [&](int64_t i, int chain) {
-      enter_key(block, i, decay, prediction[chain]);
-    });
+    visit_group<DELTA_CHAINS>(block.head_size, group,
+                              [&](int64_t i, int chain) { enter_key(block, i, decay, prediction[chain]); });
     add_chains(predictions, prediction);
   }
 }
@@ -195,7 +195,8 @@ static inline void update_key(const delta_block& block, int64_t i, vec16 decay, 
 #pragma GCC unroll 8
   for (int v = 0; v < VECTORS; v++) {
     float* place = block.state + i * block.state_stride + 16 * v;
-    if (block.next_state != nullptr) __builtin_prefetch(block.next_state + i * block.state_stride + 16 * v, 0, 2);
+    if (block.next_state != nullptr)
+      __builtin_prefetch(block.next_state + i * block.state_stride + 16 * v, 0, 2);
     const vec16 decayed = mul16(load_columns<WHOLE>(place, block.num_columns - 16 * v), decay);
     const vec16 state = fma16(splat16(block.k[i]), change[v], decayed);
     output[v] = fma16(splat16(block.q[i]), state, output[v]);

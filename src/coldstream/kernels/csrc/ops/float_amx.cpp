@@ -1,5 +1,5 @@
-// Attention over integers with the tiles of AMX; everything else of the amx tier is that of avx512. Only C headers
-// here, as in float_avx512.cpp.
+// Attention over integers with the tiles of AMX; everything else of the amx tier is that of avx512. Only C
+// headers here, as in float_avx512.cpp.
 #if defined(__AMX_INT8__)
 #include <immintrin.h>
 #include <stdint.h>

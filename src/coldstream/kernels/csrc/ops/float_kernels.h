@@ -35,12 +35,12 @@ struct attention_chunk {
   const void* keys;        // of position `begin`, as the type of the caches has them
   const void* values;
   int64_t position_stride;  // in elements
-  float* rows;              // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
-  float* memory;            // attention_memory_floats(…)
+  float* rows;    // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
+  float* memory;  // attention_memory_floats(…)
 };
 
-// The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row of
-// an integer type has codes, then a scale, then zeros up to a multiple of ROW_ALIGNMENT bytes.
+// The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row
+// of an integer type has codes, then a scale, then zeros up to a multiple of ROW_ALIGNMENT bytes.
 enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 };
 constexpr int NUM_CACHE_TYPES = 6, NUM_INTEGER_CACHE_TYPES = 4;
 constexpr int64_t ROW_ALIGNMENT = 16, LARGEST_INTEGER_HEAD = 512;
@@ -70,8 +70,8 @@ struct cache_kernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
   void (*attend)(const attention_chunk& chunk);
-  // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the last factor
-  // if gate is null
+  // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the
+  // last factor if gate is null
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };
 
@@ -91,13 +91,14 @@ struct delta_block {
   int64_t row_stride;  // of q, k and v
   const float *decay, *beta;
   int64_t gate_stride;
-  const float* source;  // the state before the tokens, [head_size, …] at the block's first column
-  float* state;         // where it is stored after them; may be `source`
+  const float* source;   // the state before the tokens, [head_size, …] at the block's first column
+  float* state;          // where it is stored after them; may be `source`
   int64_t state_stride;  // of both
   float* out;
   int64_t out_stride;
   float* memory;  // head_size * delta_columns
-  const float* next_state;  // of the block that this worker is likely to take next, or null: read ahead by a step
+  // Of the block that this worker is likely to take next, or null: it is read ahead by a step.
+  const float* next_state;
 
   // `count` of its tokens, from number `first` on.
   delta_block part(int64_t first, int64_t count) const {

@@ -23,7 +23,8 @@ using input_rows = rows_view<const float>;
 using output_rows = rows_view<float>;
 
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
-constexpr int64_t MIN_BRANCH_ROWS = 16;  // of a chain, before a row after which its state is left in another slot
+constexpr int64_t MIN_BRANCH_ROWS =
+    16;  // of a chain, before a row after which its state is left in another slot
 
 // See `BatchRows` in kernels/ops.py. All null without a batch: rows are then chains, one for each state.
 struct batch_layout {
@@ -80,10 +81,10 @@ struct combine_arguments {
 };
 std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments);
 
-// The k greatest of each row of logits [T, size], of equal ones the lowest ids first, and their logarithms of a softmax
-// over the row; NaN unless all logits are finite. ids and log_probs [T, k] are contiguous.
-std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k,
-                                       int32_t* ids, float* log_probs);
+// The k greatest of each row of logits [T, size], of equal ones the lowest ids first, and their logarithms of
+// a softmax over the row; NaN unless all logits are finite. ids and log_probs [T, k] are contiguous.
+std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size,
+                                       int64_t k, int32_t* ids, float* log_probs);
 
 struct attention_arguments {
   int64_t capacity;  // rows
@@ -93,9 +94,9 @@ struct attention_arguments {
   input_rows key, value;  // [T, kv heads · head_size]
   const float *q_norm, *k_norm;
   float eps;
-  input_rows angles;        // [T, pairs · 2]
-  // [pieces, positions, kv heads, row], contiguous; a piece is a sequence's, for a batch a block of ATTENTION_CHUNK
-  // positions
+  input_rows angles;  // [T, pairs · 2]
+  // [pieces, positions, kv heads, row], contiguous; a piece is a sequence's, for a batch a block of
+  // ATTENTION_CHUNK positions
   void *k_cache, *v_cache;
   cache_type type;
   int64_t num_pieces, num_positions;
@@ -130,8 +131,8 @@ struct delta_net_arguments {
   row_layout layout;
   kept_inputs kept;
   output_rows out;  // [T, value heads · head_size]
-  // Null, or [T]: the rows are one chain of the state layout.state_ids[0], whose inputs are these rows of `kept`. It
-  // advances the states; z is not read, and what is written to out means nothing.
+  // Null, or [T]: the rows are one chain of the state layout.state_ids[0], whose inputs are these rows of
+  // `kept`. It advances the states; z is not read, and what is written to out means nothing.
   const int32_t* replayed = nullptr;
 
   int64_t num_channels() const { return (2 * num_key_heads + num_value_heads) * head_size; }

@@ -1,4 +1,5 @@
 // The entries of a tier's table, by the names that every tier gives its functions.
+// clang-format off
 .add = add,
 .swiglu = swiglu,
 .rms_norm = rms_norm,
@@ -22,3 +23,4 @@
 .product_bf16 = product<bfloat16>,
 .sum_exp = sum_exp,
 .softmax_topk = softmax_topk,
+    // clang-format on

@@ -1,12 +1,12 @@
-// The gated DeltaNet: causal convolution and gates, then the recurrence per (state, value head, block of value
-// columns), then the gated norm. Every token takes the same step, in prefill as in decode.
+// The gated DeltaNet: causal convolution and gates, then the recurrence per (state, value head, block of
+// value columns), then the gated norm. Every token takes the same step, in prefill as in decode.
 //
-// Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in the
-// worker's memory, or takes that copy over where no later row needs it, and its raw inputs are kept. A replay is a
-// chain of accepted rows, from their kept inputs.
+// Rows of a draft tree do not change the state of their sequence: each starts from a copy of its parent's, in
+// the worker's memory, or takes that copy over where no later row needs it, and its raw inputs are kept. A
+// replay is a chain of accepted rows, from their kept inputs.
 //
-// Where the rows of a long chain change from one state to the next, the state is left behind in the slot of the first
-// one, and goes on into that of the next.
+// Where the rows of a long chain change from one state to the next, the state is left behind in the slot of
+// the first one, and goes on into that of the next.
 #include <algorithm>
 #include <utility>
 
@@ -22,8 +22,8 @@ constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
 constexpr int64_t STEPS_PER_WORKER = 4;  // from which on a task is all of a step
 
-// The rows of one sequence: a chain, which advances its state, or a draft tree. state_id: of the first row, whose slot
-// has the state before it.
+// The rows of one sequence: a chain, which advances its state, or a draft tree. state_id: of the first row,
+// whose slot has the state before it.
 struct state_run {
   int32_t first_row, num_rows, state_id;
   bool is_tree;
@@ -34,7 +34,12 @@ enum class state_use : uint8_t { none, read, advanced };
 class gated_delta_net_op : public op {
  public:
   gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
-      : kernels_(kernels), a_(std::move(arguments)), runs_(a_.capacity), uses_(a_.num_states), slots_(a_.capacity), takes_over_(a_.capacity),
+      : kernels_(kernels),
+        a_(std::move(arguments)),
+        runs_(a_.capacity),
+        uses_(a_.num_states),
+        slots_(a_.capacity),
+        takes_over_(a_.capacity),
         is_step_(a_.capacity) {}
 
   const char* name() const override { return "gated_delta_net"; }
@@ -99,13 +104,14 @@ class gated_delta_net_op : public op {
                           [&](const state_run& run) { return !is_step_[run.first_row]; });
   }
 
-  // Which copy of the state each row of a tree has: that of its parent if it is the parent's last child, which comes
-  // after the others.
+  // Which copy of the state each row of a tree has: that of its parent if it is the parent's last child,
+  // which comes after the others.
   void plan_copies(const state_run& run) {
     int32_t last_child[MAX_TREE_ROWS], num_slots = 0;
     const int32_t* parents = a_.layout.batch.parents;
     for (int32_t i = 0; i < run.num_rows; i++) {
-      if (const int32_t parent = parents[run.first_row + i]; parent >= 0) last_child[parent - run.first_row] = i;
+      if (const int32_t parent = parents[run.first_row + i]; parent >= 0)
+        last_child[parent - run.first_row] = i;
     }
     for (int32_t i = 0; i < run.num_rows; i++) {
       const int32_t row = run.first_row + i, parent = parents[row];
@@ -123,7 +129,8 @@ class gated_delta_net_op : public op {
   // Null, or what is wrong with a run after those before it.
   const char* run_fault(const state_run& run) const {
     if (!is_state(run.state_id)) return "gated_delta_net: a row's state lies outside the states";
-    if (uses_[run.state_id] == state_use::advanced || (uses_[run.state_id] == state_use::read && !run.is_tree)) {
+    if (uses_[run.state_id] == state_use::advanced ||
+        (uses_[run.state_id] == state_use::read && !run.is_tree)) {
       return "gated_delta_net: the rows of a state must be adjacent";
     }
     for (int32_t i = 0; a_.replayed && i < run.num_rows; i++) {
@@ -151,7 +158,8 @@ class gated_delta_net_op : public op {
     const int32_t end = run.first_row + run.num_rows;
     for (int32_t row = part_end(run, run.first_row); row < end; row = part_end(run, row)) {
       const int32_t state_id = a_.layout.state_ids[row], before = run.is_tree ? 0 : row - run.first_row;
-      if (before < MIN_BRANCH_ROWS) return "gated_delta_net: a tree, or the first rows of a chain, have two state_ids";
+      if (before < MIN_BRANCH_ROWS)
+        return "gated_delta_net: a tree, or the first rows of a chain, have two state_ids";
       if (!is_state(state_id)) return "gated_delta_net: a row's state lies outside the states";
       if (uses_[state_id] != state_use::none) return "gated_delta_net: the rows of a state must be adjacent";
       uses_[state_id] = state_use::advanced;
@@ -159,22 +167,25 @@ class gated_delta_net_op : public op {
     return nullptr;
   }
 
-  // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in the
-  // order in which they lie there.
+  // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in
+  // the order in which they lie there.
   bool has_many_steps(const worker& w) const { return num_steps_ >= STEPS_PER_WORKER * w.count; }
 
   void convolve_heads(int rows, worker& w) {
     const int64_t num_heads = a_.num_channels() / a_.head_size;
     const int64_t num_apart = has_many_steps(w) ? num_steps_ : 0;  // the last runs, each a task
     const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
-    const int64_t heads = std::max<int64_t>(1, SMALL_WORK / 8 / (num_rows * a_.head_size));  // of the others' tasks
-    const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads + heads - 1) / heads, conv_tasks = head_tasks + num_apart;
+    const int64_t heads =
+        std::max<int64_t>(1, SMALL_WORK / 8 / (num_rows * a_.head_size));  // of the others' tasks
+    const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads + heads - 1) / heads,
+                  conv_tasks = head_tasks + num_apart;
     const int64_t num_tasks = conv_tasks + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
       if (task >= conv_tasks) {
         open_gates(rows, (task - conv_tasks) * GATE_ROWS_PER_TASK, w);
       } else if (task >= head_tasks) {
-        for (int64_t head = 0; head < num_heads; head++) convolve_run(runs_[num_runs + task - head_tasks], head, w);
+        for (int64_t head = 0; head < num_heads; head++)
+          convolve_run(runs_[num_runs + task - head_tasks], head, w);
       } else {
         for (int64_t head = task * heads; head < std::min(task * heads + heads, num_heads); head++) {
           for (int64_t i = 0; i < num_runs; i++) convolve_run(runs_[i], head, w);
@@ -189,8 +200,8 @@ class gated_delta_net_op : public op {
 
   void open_gates(int rows, int64_t first, worker& w) {
     for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
-      kernels_.delta_gates(a_.alpha.row(source(row)), a_.beta.row(source(row)), a_.a, a_.dt_bias, decay(w, rows, row),
-                           beta(w, rows, row), a_.num_value_heads);
+      kernels_.delta_gates(a_.alpha.row(source(row)), a_.beta.row(source(row)), a_.a, a_.dt_bias,
+                           decay(w, rows, row), beta(w, rows, row), a_.num_value_heads);
       if (!a_.layout.in_tree(row)) continue;
       const int64_t kept = a_.layout.batch.kept[row] * a_.num_value_heads;
       std::copy_n(a_.alpha.row(row), a_.num_value_heads, a_.kept.alpha + kept);
@@ -262,7 +273,8 @@ class gated_delta_net_op : public op {
   }
 
   void advance_states(int rows, worker& w) {
-    const int64_t num_long = num_runs_ - num_steps_, long_tasks = num_long * blocks_per_run(kernels_.delta_columns);
+    const int64_t num_long = num_runs_ - num_steps_,
+                  long_tasks = num_long * blocks_per_run(kernels_.delta_columns);
     const int64_t step_blocks = blocks_per_run(kernels_.step_columns), total = num_steps_ * step_blocks;
     const int64_t size = has_many_steps(w) ? step_blocks : 1;  // of a task
     for (int64_t task = w.take(); task < long_tasks + (total + size - 1) / size; task = w.take()) {
@@ -271,7 +283,8 @@ class gated_delta_net_op : public op {
         continue;
       }
       const int64_t first = (task - long_tasks) * size, following = first + w.count * size;
-      for (int64_t i = first; i < first + size; i++) step_block(rows, i, i + 1 < first + size ? i + 1 : following, w);
+      for (int64_t i = first; i < first + size; i++)
+        step_block(rows, i, i + 1 < first + size ? i + 1 : following, w);
     }
   }
 
@@ -291,18 +304,21 @@ class gated_delta_net_op : public op {
     const int64_t columns = kernels_.step_columns, per_run = blocks_per_run(columns);
     const state_run* steps = runs_.data() + num_runs_ - num_steps_;
     delta_block block = block_of(rows, steps[index / per_run], index % per_run, columns, w);
-    if (next < num_steps_ * per_run) block.next_state = state_of(steps[next / per_run], next % per_run, columns);
+    if (next < num_steps_ * per_run)
+      block.next_state = state_of(steps[next / per_run], next % per_run, columns);
     kernels_.delta_step(block);
     if (norms_in_step()) norm_head(steps[index / per_run].first_row, index % per_run);
   }
 
   // Of a block of a run's: of all columns of all heads.
   float* state_of(const state_run& run, int64_t block, int64_t columns) const {
-    const int64_t head = block / blocks_per_head(columns), column = block % blocks_per_head(columns) * columns;
+    const int64_t head = block / blocks_per_head(columns),
+                  column = block % blocks_per_head(columns) * columns;
     return a_.state + (run.state_id * a_.num_value_heads + head) * a_.head_size * a_.head_size + column;
   }
 
-  // block: block `index` of all rows of the run. One task passes from state to state, as each begins with the last.
+  // block: block `index` of all rows of the run. One task passes from state to state, as each begins with the
+  // last.
   void walk_chain(const delta_block& block, const state_run& run, int64_t index) {
     const float* source = block.state;
     const int32_t end = run.first_row + run.num_rows;
@@ -310,7 +326,8 @@ class gated_delta_net_op : public op {
       last = part_end(run, row);
       delta_block part = block.part(row - run.first_row, last - row);
       part.source = source;
-      part.state = state_of({row, last - row, a_.layout.state_ids[row], false}, index, kernels_.delta_columns);
+      part.state =
+          state_of({row, last - row, a_.layout.state_ids[row], false}, index, kernels_.delta_columns);
       kernels_.delta_advance(part);
       source = part.state;
     }
@@ -321,7 +338,8 @@ class gated_delta_net_op : public op {
     const int32_t* parents = a_.layout.batch.parents + run.first_row;
     const uint8_t* takes_over = takes_over_.data() + run.first_row;
     for (int64_t i = 0, end; i < run.num_rows; i = end) {
-      for (end = i + 1; end < run.num_rows && takes_over[end] && parents[end] == run.first_row + end - 1;) end++;
+      for (end = i + 1; end < run.num_rows && takes_over[end] && parents[end] == run.first_row + end - 1;)
+        end++;
       delta_block step = block.part(i, end - i);
       step.source = step.state = copy_of(run.first_row + i, w);
       step.state_stride = columns;
@@ -342,7 +360,8 @@ class gated_delta_net_op : public op {
   }
 
   delta_block block_of(int rows, const state_run& run, int64_t index, int64_t columns, worker& w) {
-    const int64_t head = index / blocks_per_head(columns), column = index % blocks_per_head(columns) * columns;
+    const int64_t head = index / blocks_per_head(columns),
+                  column = index % blocks_per_head(columns) * columns;
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
     const float* channels = convolved(w, run.first_row);
     return {
@@ -383,7 +402,7 @@ class gated_delta_net_op : public op {
 
   const float_kernels& kernels_;
   const delta_net_arguments a_;
-  std::vector<state_run> runs_;      // those of one token, as in decoding, behind all others
+  std::vector<state_run> runs_;  // those of one token, as in decoding, behind all others
   std::vector<state_use> uses_;
   std::vector<int32_t> slots_;       // by row of a tree: its copy of the state, in the worker's memory
   std::vector<uint8_t> takes_over_;  // by row of a tree: whether that copy was its parent's

@@ -276,13 +276,13 @@ static void attend_integers(const attention_chunk& chunk) {
   walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
     const int64_t n = seen.end;
     const int32_t* q = queries + first_row * query_ints;
-    Operands::multiply_keys(
-        q, keys, num_rows, head_floats(n), size, [&](int64_t r, int64_t column, vec16 products) {
-          float scale;
-          memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
-          store16(scores + r * ATTENTION_BLOCK + column,
-                  mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
-        });
+    Operands::multiply_keys(q, keys, num_rows, head_floats(n), size,
+                            [&](int64_t r, int64_t column, vec16 products) {
+                              float scale;
+                              memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
+                              store16(scores + r * ATTENTION_BLOCK + column,
+                                      mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
+                            });
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float *row = rows + r * row_floats + size, *row_scores = scores + r * ATTENTION_BLOCK;

@@ -1,5 +1,5 @@
-// Sixteen int32 lanes as a plain array: the meaning of the operations in the other integer_lanes_*.inl. A lane
-// may also hold two int16, the first in its low half.
+// Sixteen int32 lanes as a plain array: the meaning of the operations in the other integer_lanes_*.inl. A
+// lane may also hold two int16, the first in its low half.
 
 struct ints16 {
   int32_t lane[16];

@@ -53,7 +53,8 @@ struct batch_rows {
 };
 using optional_kept = std::optional<std::tuple<array_2d, array_2d, array_2d>>;
 
-row_layout layout_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows, int64_t num_rows) {
+row_layout layout_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows,
+                     int64_t num_rows) {
   row_layout layout = {positions, state_ids};
   if (rows == nullptr) return layout;
   const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
@@ -82,8 +83,9 @@ kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) 
 
 void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, const array_2d& value,
                const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
-               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions, const ids_1d& state_ids,
-               const array_2d& out, const batch_rows* batch, std::optional<int64_t> window) {
+               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions,
+               const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
+               std::optional<int64_t> window) {
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
   check_head_size(size, "the head size of q_norm");
   const cache_type type = check_caches(k_cache, v_cache, size);
@@ -166,7 +168,8 @@ struct delta_net_parts {
 
 // Arguments without rows; `channels` of qkv.
 delta_net_arguments checked(const delta_net_parts& parts, int64_t channels) {
-  const int64_t num_states = size_of(parts.state, 0), heads = size_of(parts.state, 1), size = size_of(parts.state, 2);
+  const int64_t num_states = size_of(parts.state, 0), heads = size_of(parts.state, 1),
+                size = size_of(parts.state, 2);
   const int64_t taps = size_of(parts.conv_taps, 1), num_key_heads = parts.num_key_heads;
   check_head_size(size, "the head size of state");
   if (heads < 1 || num_key_heads < 1) {
@@ -221,9 +224,10 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
 }
 
 void commit_delta_net(runtime& rt, const array_2d& qkv, const array_2d& alpha, const array_2d& beta,
-                      const array_2d& conv_taps, const array_1d& a, const array_1d& dt_bias, const array_1d& norm,
-                      const ids_1d& key_head_ids, int64_t num_key_heads, float eps, const state_3d& conv_state,
-                      const state_4d& state, const ids_1d& state_id, const ids_1d& kept_ids, const array_2d& out) {
+                      const array_2d& conv_taps, const array_1d& a, const array_1d& dt_bias,
+                      const array_1d& norm, const ids_1d& key_head_ids, int64_t num_key_heads, float eps,
+                      const state_3d& conv_state, const state_4d& state, const ids_1d& state_id,
+                      const ids_1d& kept_ids, const array_2d& out) {
   const int64_t rows = size_of(kept_ids, 0), channels = size_of(qkv, 1);
   delta_net_arguments arguments =
       checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
@@ -236,8 +240,8 @@ void commit_delta_net(runtime& rt, const array_2d& qkv, const array_2d& alpha, c
   arguments.layout = {nullptr, ids(state_id, "state_id", 1)};
   arguments.replayed = ids(kept_ids, "kept_ids", rows);
   arguments.out = output(out, "out", rows, heads * arguments.head_size);
-  submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, alpha, beta, a, dt_bias,
-              norm, conv_state, state, state_id, kept_ids, out);
+  submit_with(rt, make_gated_delta_net(kernels_of(rt), std::move(arguments)), rows, qkv, alpha, beta, a,
+              dt_bias, norm, conv_state, state, state_id, kept_ids, out);
 }
 
 void commit_attention(runtime& rt, const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& first,
@@ -268,55 +272,58 @@ void bind_mixers(nb::module_& m) {
       .def(
           "__init__",
           [](batch_rows* self, const ids_1d& segments, const ids_2d& tables, const ids_1d& indices,
-             const ids_1d& parents, const ids_1d& kept) {
-            new (self) batch_rows{segments, tables, indices, parents, kept};
-          },
+             const ids_1d& parents,
+             const ids_1d& kept) { new (self) batch_rows{segments, tables, indices, parents, kept}; },
           nb::arg("segments").noconvert(), nb::arg("tables").noconvert(), nb::arg("indices").noconvert(),
           nb::arg("parents").noconvert(), nb::arg("kept").noconvert(),
           "int32 arrays: tables [segments, blocks], contiguous, the others [T].");
-  m.def("attention", attention, "runtime"_a, nb::arg("query_gate").noconvert(), nb::arg("key").noconvert(),
-        nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
-        nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
-        nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
-        nb::arg("batch").none() = nb::none(), "window"_a.none() = nb::none(),
-        "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
-        "and k_norm [D], angles [T, pairs, 2], "
-        "out [T, H·D], float32; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
-        "float32, or of a head's int8 as `CacheLayout` has them; "
-        "positions and "
-        "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. "
-        "ValueError when run with one outside the caches; then no row has been read or "
-        "written out of "
-        "bounds, but valid rows may have been appended.");
-  m.def("gated_delta_net", gated_delta_net, "runtime"_a, nb::arg("qkv").noconvert(), nb::arg("z").noconvert(),
-        nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
-        nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
-        nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
-        nb::arg("state").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
-        nb::arg("batch").none() = nb::none(), nb::arg("kept").noconvert().none() = nb::none(),
-        "`Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, "
-        "taps], a and "
-        "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [states, taps − 1, C] and state "
-        "[states, NV, d, d], contiguous float32, advanced; state_ids int32 [T]. conv_taps and key_head_ids are "
-        "copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and "
-        "beta [R, NV], contiguous float32. "
-        "ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has "
-        "changed.");
-  m.def("commit_delta_net", commit_delta_net, "runtime"_a, nb::arg("qkv").noconvert(),
-        nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
-        nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
-        nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
-        nb::arg("state").noconvert(), nb::arg("state_id").noconvert(), nb::arg("kept_ids").noconvert(),
-        nb::arg("out").noconvert(),
-        "`Ops.commit_delta_net`: advances the states of number state_id [1] as `gated_delta_net` does for a chain of "
-        "the rows kept_ids int32 [T] of qkv [R, C], alpha and beta [R, NV], contiguous float32. Uses out [T, NV·d]. "
-        "ValueError when run with a state or a row that does not exist; then nothing has changed.");
-  m.def("commit_attention", commit_attention, "runtime"_a, nb::arg("k_cache").noconvert(),
-        nb::arg("v_cache").noconvert(), nb::arg("first").noconvert(), nb::arg("sources").noconvert(),
-        nb::arg("table").noconvert(),
-        "`Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the "
-        "caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources "
-        "int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.");
+  m.def(
+      "attention", attention, "runtime"_a, nb::arg("query_gate").noconvert(), nb::arg("key").noconvert(),
+      nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
+      nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
+      nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
+      nb::arg("batch").none() = nb::none(), "window"_a.none() = nb::none(),
+      "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
+      "and k_norm [D], angles [T, pairs, 2], "
+      "out [T, H·D], float32; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
+      "float32, or of a head's int8 as `CacheLayout` has them; "
+      "positions and "
+      "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. "
+      "ValueError when run with one outside the caches; then no row has been read or "
+      "written out of "
+      "bounds, but valid rows may have been appended.");
+  m.def(
+      "gated_delta_net", gated_delta_net, "runtime"_a, nb::arg("qkv").noconvert(), nb::arg("z").noconvert(),
+      nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
+      nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
+      nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
+      nb::arg("state").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
+      nb::arg("batch").none() = nb::none(), nb::arg("kept").noconvert().none() = nb::none(),
+      "`Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, "
+      "taps], a and "
+      "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [states, taps − 1, C] and state "
+      "[states, NV, d, d], contiguous float32, advanced; state_ids int32 [T]. conv_taps and key_head_ids are "
+      "copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and "
+      "beta [R, NV], contiguous float32. "
+      "ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has "
+      "changed.");
+  m.def(
+      "commit_delta_net", commit_delta_net, "runtime"_a, nb::arg("qkv").noconvert(),
+      nb::arg("alpha").noconvert(), nb::arg("beta").noconvert(), nb::arg("conv_taps").noconvert(),
+      nb::arg("a").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
+      nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
+      nb::arg("state").noconvert(), nb::arg("state_id").noconvert(), nb::arg("kept_ids").noconvert(),
+      nb::arg("out").noconvert(),
+      "`Ops.commit_delta_net`: advances the states of number state_id [1] as `gated_delta_net` does for a chain of "
+      "the rows kept_ids int32 [T] of qkv [R, C], alpha and beta [R, NV], contiguous float32. Uses out [T, NV·d]. "
+      "ValueError when run with a state or a row that does not exist; then nothing has changed.");
+  m.def(
+      "commit_attention", commit_attention, "runtime"_a, nb::arg("k_cache").noconvert(),
+      nb::arg("v_cache").noconvert(), nb::arg("first").noconvert(), nb::arg("sources").noconvert(),
+      nb::arg("table").noconvert(),
+      "`Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the "
+      "caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources "
+      "int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.");
 }
 
 }  // namespace coldstream

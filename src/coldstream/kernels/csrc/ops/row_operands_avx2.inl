@@ -1,6 +1,6 @@
-// Keys as they lie in the cache, a row of lanes each, so that nothing is transposed: a query's lanes are multiplied
-// with those of several keys, and the lanes of each sum are added at the end. With few queries, which decoding
-// has, packing keys for lanes that are positions takes longer than the products do.
+// Keys as they lie in the cache, a row of lanes each, so that nothing is transposed: a query's lanes are
+// multiplied with those of several keys, and the lanes of each sum are added at the end. With few queries,
+// which decoding has, packing keys for lanes that are positions takes longer than the products do.
 
 static inline __m256i load_8_ints(const int32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -137,7 +137,8 @@ class top_log_probs_op : public op {
   const char* name() const override { return "top_log_probs"; }
   bool runs_alone(int, int rows) const override { return rows == 1 || rows * size_ <= SMALL_WORK; }
   void run(int, int rows, worker& w) override {
-    for (int64_t row = w.take(); row < rows; row = w.take()) choose(logits_.row(row), ids_ + row * k_, log_probs_ + row * k_);
+    for (int64_t row = w.take(); row < rows; row = w.take())
+      choose(logits_.row(row), ids_ + row * k_, log_probs_ + row * k_);
   }
 
  private:
@@ -206,8 +207,8 @@ class move_rows_op : public op {
 
 }  // namespace
 
-std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k,
-                                       int32_t* ids, float* log_probs) {
+std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size,
+                                       int64_t k, int32_t* ids, float* log_probs) {
   return std::make_unique<top_log_probs_op>(kernels, logits, size, k, ids, log_probs);
 }
 

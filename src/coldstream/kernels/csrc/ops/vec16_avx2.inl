@@ -120,6 +120,7 @@ static inline void transpose16(vec16* rows) {
     for (auto& quadrant : half) transpose_8x8(quadrant);
   }
   for (int i = 0; i < 16; i++) {
-    rows[i] = {_mm256_castsi256_ps(quadrants[0][i / 8][i % 8]), _mm256_castsi256_ps(quadrants[1][i / 8][i % 8])};
+    rows[i] = {_mm256_castsi256_ps(quadrants[0][i / 8][i % 8]),
+               _mm256_castsi256_ps(quadrants[1][i / 8][i % 8])};
   }
 }

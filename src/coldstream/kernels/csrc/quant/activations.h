@@ -15,7 +15,8 @@ inline constexpr int tile_rows = 16;
 
 constexpr int64_t num_groups(int64_t cols) { return (cols + group_elements - 1) / group_elements; }
 
-// Which inputs share a scale: a group, for types with super-blocks, or a block of 32, for types of such blocks.
+// Which inputs share a scale: a group, for types with super-blocks, or a block of 32, for types of such
+// blocks.
 enum class activation_form { by_group, by_block };
 
 // The form that an integer type needs.
@@ -86,7 +87,7 @@ class activation_forms {
 // One group of 16 rows with the row innermost: the layout for many rows. Lanes of a vector register, and
 // columns of a matrix tile, are rows.
 struct alignas(64) activation_tile {
-  int8_t q[64][tile_rows][4];        // four consecutive inputs of each row
+  int8_t q[64][tile_rows][4];  // four consecutive inputs of each row
   union {
     int16_t sums_16[8][tile_rows][2];                 // by group: over 16 inputs, two consecutive sums
     float block_scales[blocks_per_group][tile_rows];  // by block

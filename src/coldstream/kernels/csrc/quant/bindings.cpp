@@ -313,10 +313,11 @@ void bind_quant(nb::module_& m) {
   m.def("embed", embed, "runtime"_a, "table"_a, nb::arg("token_ids").noconvert(), nb::arg("out").noconvert(),
         "Rows of the table by int32 token_ids [T] into out [T, E]. Raises ValueError for an id outside the "
         "table.");
-  m.def("routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
-        nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
-        "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
-        "as they are. Raises ValueError for any other id outside the experts.");
+  m.def(
+      "routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
+      nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
+      "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
+      "as they are. Raises ValueError for any other id outside the experts.");
   m.def("request_experts", request_experts, "runtime"_a, "pool"_a, "gate"_a, nb::arg("topk_ids").noconvert(),
         "Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in "
         "memory. Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be "

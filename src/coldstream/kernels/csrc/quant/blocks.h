@@ -10,6 +10,7 @@
 
 namespace coldstream {
 
+// clang-format off
 struct block_q4_0 { uint8_t d[2], qs[16]; };
 struct block_q4_1 { uint8_t d[2], m[2], qs[16]; };
 struct block_q5_0 { uint8_t d[2], qh[4], qs[16]; };
@@ -30,6 +31,7 @@ struct block_iq1_m { uint8_t qs[32], qh[16], scales[8]; };
 struct block_iq4_nl { uint8_t d[2], qs[16]; };
 struct block_iq4_xs { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; };
 struct block_mxfp4 { uint8_t e, qs[16]; };
+// clang-format on
 
 struct quant_geometry {
   quant_type type;

@@ -15,14 +15,15 @@ struct codes_256 {
 template <bool is_signed>
 static inline __m256i multiply_pairs(__m256i codes, __m256i inputs) {
   // |w| is unsigned and x takes w's sign.
-  if constexpr (is_signed) return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
+  if constexpr (is_signed)
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
   return _mm256_maddubs_epi16(codes, inputs);
 }
 
 static inline __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-// For each type: `load`, which reads one super-block or eight blocks. Codes are unsigned, `offset_bits` the power of
-// two that they lie above those of the type, if they do; those of Q8_0 are signed.
+// For each type: `load`, which reads one super-block or eight blocks. Codes are unsigned, `offset_bits` the
+// power of two that they lie above those of the type, if they do; those of Q8_0 are signed.
 template <quant_type Q>
 struct format_256;
 

@@ -215,9 +215,8 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
   counters_.hits += in_round_.size();
   counters_.misses += missing_.size();
   // Those with the most rows first, as the first reads of a prompt fill free slots and stay there.
-  std::sort(missing_.begin(), missing_.end(), [&](int32_t a, int32_t b) {
-    return counts_[a] != counts_[b] ? counts_[a] < counts_[b] : a > b;
-  });
+  std::sort(missing_.begin(), missing_.end(),
+            [&](int32_t a, int32_t b) { return counts_[a] != counts_[b] ? counts_[a] < counts_[b] : a > b; });
   load_missing();
   return nullptr;
 }

@@ -143,15 +143,13 @@ class expert_pool {
     int hand = 0;              // next slot to try after the end of `order`
     std::vector<int> staging;  // slots that prefill reuses
     int num_staging = 0, max_staging = 0;
-    int num_held = 0;          // slots with holds
+    int num_held = 0;  // slots with holds
   };
 
   int64_t number(int32_t expert) const { return int64_t{layer_} * num_experts_ + expert; }
   size_class& current() { return classes_[layers_[layer_].size_class]; }
   slot& slot_with(int32_t expert) { return current().slots[slot_of_[number(expert)]]; }
-  bool has_landed(int32_t expert) {
-    return slot_with(expert).pending.load(std::memory_order_acquire) == 0;
-  }
+  bool has_landed(int32_t expert) { return slot_with(expert).pending.load(std::memory_order_acquire) == 0; }
   bool has_kept(const slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
   bool may_overwrite(const slot& of) const {
     return !of.is_pinned && !of.is_staging && of.num_holds == 0 && !has_kept(of);
@@ -187,11 +185,11 @@ class expert_pool {
 
   // State of the running layer.
   int layer_ = 0;
-  std::vector<int32_t> counts_;    // [experts], of pairs
-  std::vector<int32_t> missing_;   // without a slot, in reverse order of reading
-  std::vector<int32_t> loading_;   // under way
-  std::vector<int32_t> in_round_;  // in memory, computed now or next
-  int num_rounds_ = 0;             // begun
+  std::vector<int32_t> counts_;         // [experts], of pairs
+  std::vector<int32_t> missing_;        // without a slot, in reverse order of reading
+  std::vector<int32_t> loading_;        // under way
+  std::vector<int32_t> in_round_;       // in memory, computed now or next
+  int num_rounds_ = 0;                  // begun
   std::atomic<uint32_t> is_chosen_{0};  // whether the next round is
   int64_t round_ = 0;
   std::vector<int64_t> round_of_;  // [experts], the last round that computed it

@@ -16,9 +16,7 @@ constexpr int64_t max_slice =
 }  // namespace
 
 routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity)
-    : kernels_(kernels),
-      args_(std::move(args)),
-      tiled_(prefers_tiles(kernels, capacity)) {
+    : kernels_(kernels), args_(std::move(args)), tiled_(prefers_tiles(kernels, capacity)) {
   x_forms_.add(args_.gate.type);
   x_forms_.add(args_.up.type);
   h_forms_.add(args_.down.type);
@@ -195,7 +193,8 @@ void routed_experts_op::for_each_slice(int64_t num_rows, int rows, worker& w, F&
   shrinking_slices slices(total, w.count, rows > few_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
     for (int64_t first = next.begin, end; first < next.end; first = end) {
-      const int64_t begin = first % num_rows, count = std::min({max_slice, num_rows - begin, next.end - first});
+      const int64_t begin = first % num_rows,
+                    count = std::min({max_slice, num_rows - begin, next.end - first});
       run_slice(at<job>(w, layout_.jobs)[first / num_rows], begin, begin + count);
       end = first + count;
     }
@@ -222,8 +221,7 @@ void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, 
     const activation_tile* tiles = x_tiles(w, j, matrix.type);
     activation_row q[pass_rows];
     if (tiles == nullptr && quant_is_integer(matrix.type)) {
-      for (int r = 0; r < j.count; r++)
-        q[r] = x_row(w, token_of(w, j.first_pair + r), form_of(matrix.type));
+      for (int r = 0; r < j.count; r++) q[r] = x_row(w, token_of(w, j.first_pair + r), form_of(matrix.type));
     }
     multiply(kernels_, slice_of(matrix, j.expert, begin, end), {x, q, tiles, out, j.count}, memory);
   };

@@ -51,9 +51,9 @@ struct kernel_few {
   static constexpr int most_fixed_rows = 4;
 
   template <int ROWS, bool FULL, eight E>
-  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride, int count,
-                                                                     const activation_row* x, int64_t g,
-                                                                     int num_rows, __m256* p) {
+  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
+                                                                     int count, const activation_row* x,
+                                                                     int64_t g, int num_rows, __m256* p) {
     using block = typename format::block;
     if constexpr (FULL) count = 8;
     __m256i dots[capacity_of<ROWS>][8], min_dots[capacity_of<ROWS>][8];
@@ -84,7 +84,8 @@ struct kernel_few {
         dots[t][i] = _mm256_setzero_si256();
         if constexpr (format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
       }
-      const __m256 a = E == eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
+      const __m256 a =
+          E == eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
       if constexpr (format::has_mins)
         p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
@@ -92,8 +93,8 @@ struct kernel_few {
   }
 
   inline __attribute__((always_inline)) static void add_blocks(const typename format::block* b, int count,
-                                                               const activation_row* x, int64_t g, int num_rows,
-                                                               __m256* p) {
+                                                               const activation_row* x, int64_t g,
+                                                               int num_rows, __m256* p) {
     const codes_256 codes = format::load(b);
     const __m256i ones = _mm256_set1_epi16(1);
     const __m256 d = _mm256_and_ps(load_d_8(b, 8), _mm256_castsi256_ps(first_lanes(count)));

@@ -57,9 +57,9 @@ struct kernel_few {
   static constexpr int most_fixed_rows = 1;
 
   template <int ROWS, bool FULL, eight E>
-  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride, int count,
-                                                              const activation_row* x, int64_t g, int num_rows,
-                                                              __m256* p) {
+  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
+                                                                     int count, const activation_row* x,
+                                                                     int64_t g, int num_rows, __m256* p) {
     using block = typename format::block;
     if constexpr (FULL) count = 8;
     __m512i dots[capacity_of<ROWS>][8];
@@ -103,9 +103,9 @@ struct kernel_few {
     }
   }
 
-  inline __attribute__((always_inline)) static void add_blocks(const typename format_512<Q>::block* b, int count,
-                                                        const activation_row* x, int64_t g, int num_rows,
-                                                        __m256* p) {
+  inline __attribute__((always_inline)) static void add_blocks(const typename format_512<Q>::block* b,
+                                                               int count, const activation_row* x, int64_t g,
+                                                               int num_rows, __m256* p) {
     const codes_512 codes = format::load(b);
     const __m256 d = _mm256_maskz_mov_ps(static_cast<__mmask8>((1 << count) - 1), load_d_8(b, 8));
     for (int t = 0; t < num_rows; t++) {

@@ -8,7 +8,7 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t max_slice = 64;    // weight rows of a task; bounds the values kept in private memory
+constexpr int64_t max_slice = 64;  // weight rows of a task; bounds the values kept in private memory
 constexpr int64_t slice_multiple = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -21,15 +21,15 @@ class last_rows {
       : kernels_(kernels), forms_(forms), cols_(cols), memory_(memory), row_bytes_(row_bytes) {}
 
   // out[r] = rows of `w` times x[r].
-  void multiply(const weight_rows& w, const float* const* x, float* const* out, int count, std::byte* memory) {
+  void multiply(const weight_rows& w, const float* const* x, float* const* out, int count,
+                std::byte* memory) {
     activation_row q[few_max_rows] = {};
     for (int r = 0; r < count; r++) {
       std::byte* at = memory_ + static_cast<size_t>(r) * row_bytes_;
       if (sources_[r] != x[r]) {
         sources_[r] = x[r];
-        forms_.for_each([&](activation_form form) {
-          kernels_.quantize_row(x[r], cols_, forms_.row(at, cols_, form));
-        });
+        forms_.for_each(
+            [&](activation_form form) { kernels_.quantize_row(x[r], cols_, forms_.row(at, cols_, form)); });
       }
       if (quant_is_integer(w.type)) q[r] = forms_.row(at, cols_, form_of(w.type));
     }
@@ -78,7 +78,8 @@ few_experts_op::work few_experts_op::list_work(int rows, worker& w) const {
       const int32_t id = args_.topk_ids[row * args_.topk_stride + rank];
       if (id == not_here) continue;
       if (id < 0 || id >= args_.gate.num_matrices || count == max_pairs) {
-        w.fail(count == max_pairs ? "more pairs than are few" : "an expert id lies outside the experts of the layer");
+        w.fail(count == max_pairs ? "more pairs than are few"
+                                  : "an expert id lies outside the experts of the layer");
         return found;
       }
       found.pairs[count++] = {row, rank, id};
@@ -88,7 +89,8 @@ few_experts_op::work few_experts_op::list_work(int rows, worker& w) const {
                    [](const pair& a, const pair& b) { return a.expert < b.expert; });
   for (int i = 0; i < count; i++) {
     job* last = found.num_jobs == 0 ? nullptr : &found.jobs[found.num_jobs - 1];
-    if (last != nullptr && found.pairs[i].expert == found.pairs[last->first].expert && last->count < few_max_rows) {
+    if (last != nullptr && found.pairs[i].expert == found.pairs[last->first].expert &&
+        last->count < few_max_rows) {
       last->count++;
     } else {
       found.jobs[found.num_jobs++] = {i, 1};
@@ -149,7 +151,8 @@ void few_experts_op::down(int rows, worker& w) const {
     float* out[few_max_rows];
     for (int r = 0; r < next.count; r++) {
       h[r] = hidden + (next.first + r) * cols;
-      out[r] = args_.out + pairs[r].row * args_.out_row_stride + pairs[r].rank * args_.out_rank_stride + begin;
+      out[r] =
+          args_.out + pairs[r].row * args_.out_row_stride + pairs[r].rank * args_.out_rank_stride + begin;
     }
     last.multiply(slice_of(args_.down, pairs->expert, begin, end), h, out, next.count, memory);
   });

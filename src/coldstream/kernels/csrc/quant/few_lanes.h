@@ -1,13 +1,14 @@
-// What products with few activation rows share in all vector tiers: which blocks meet in the eight lanes that are
-// the arithmetic's eight accumulators. Every byte of the weights is read once, straight from the file, and unpacked
-// once for all activation rows.
+// What products with few activation rows share in all vector tiers: which blocks meet in the eight lanes that
+// are the arithmetic's eight accumulators. Every byte of the weights is read once, straight from the file,
+// and unpacked once for all activation rows.
 //
 // A `kernel` has its `format` (block, super_block, has_mins), `most_fixed_rows`, and
-//   add_super_blocks<ROWS, FULL, E>(data, stride, count, x, g, num_rows, p): eight super-blocks, `stride` bytes
-//     apart, or fewer at the end if not FULL; the first one meets activation group g. Each adds to a lane of p. ROWS is
-//     the number of activation rows, or 0 if only known at run time;
-//   add_blocks(b, count, x, g, num_rows, p): eight blocks of 32, one activation group; those behind the first
-//     `count` belong to other rows.
+//   add_super_blocks<ROWS, FULL, E>(data, stride, count, x, g, num_rows, p):
+//     eight super-blocks, `stride` bytes apart, or fewer at the end if not FULL; the first one meets
+//     activation group g. Each adds to a lane of p. ROWS is the number of activation rows, or 0 if only known
+//     at run time;
+//   add_blocks(b, count, x, g, num_rows, p):
+//     eight blocks of 32, one activation group; those behind the first `count` belong to other rows.
 #pragma once
 
 #include <cstring>
@@ -31,8 +32,8 @@ static inline void prefetch_weights(const void* block, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
 }
 
-// Weight rows n … n + count - 1, at most eight, which are the lanes: for rows that do not fill eight lanes with
-// their own super-blocks.
+// Weight rows n … n + count - 1, at most eight, which are the lanes: for rows that do not fill eight lanes
+// with their own super-blocks.
 template <typename kernel, int ROWS, bool FULL>
 inline __attribute__((always_inline)) void multiply_eight_rows(const weight_rows& w, int64_t n, int count,
                                                                const activation_row* x, int num_rows,
@@ -44,8 +45,8 @@ inline __attribute__((always_inline)) void multiply_eight_rows(const weight_rows
   }
   const uint8_t* data = w.data + n * w.row_bytes;
   for (int64_t g = 0; g < w.cols / group_elements; g++) {
-    kernel::template add_super_blocks<ROWS, FULL, eight::of_rows>(data + g * static_cast<int64_t>(sizeof(block)),
-                                                                  w.row_bytes, count, x, g, num_rows, p[g % 8]);
+    kernel::template add_super_blocks<ROWS, FULL, eight::of_rows>(
+        data + g * static_cast<int64_t>(sizeof(block)), w.row_bytes, count, x, g, num_rows, p[g % 8]);
   }
   for (int t = 0; t < num_rows; t++) {
     const __m256 of_row[8] = {p[0][t], p[1][t], p[2][t], p[3][t], p[4][t], p[5][t], p[6][t], p[7][t]};
@@ -59,9 +60,9 @@ inline __attribute__((always_inline)) void multiply_eight_rows(const weight_rows
 
 // Weight rows n, n + distance, … of which each fills the eight lanes with its own super-blocks.
 template <typename kernel, int ROWS, int STREAMS>
-inline __attribute__((always_inline)) void multiply_whole_rows(const weight_rows& w, int64_t n, int64_t distance,
-                                                               const activation_row* x, int num_rows,
-                                                               float* const* out) {
+inline __attribute__((always_inline)) void multiply_whole_rows(const weight_rows& w, int64_t n,
+                                                               int64_t distance, const activation_row* x,
+                                                               int num_rows, float* const* out) {
   using block = typename kernel::format::block;
   __m256 p[STREAMS][capacity_of<ROWS>];
   for (int s = 0; s < STREAMS; s++) {
@@ -69,8 +70,10 @@ inline __attribute__((always_inline)) void multiply_whole_rows(const weight_rows
   }
   for (int64_t b = 0; b < w.cols / group_elements; b += 8) {
     for (int s = 0; s < STREAMS; s++) {
-      const uint8_t* data = w.data + (n + s * distance) * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
-      kernel::template add_super_blocks<ROWS, true, eight::of_a_row>(data, sizeof(block), 8, x, b, num_rows, p[s]);
+      const uint8_t* data =
+          w.data + (n + s * distance) * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
+      kernel::template add_super_blocks<ROWS, true, eight::of_a_row>(data, sizeof(block), 8, x, b, num_rows,
+                                                                     p[s]);
     }
   }
   for (int s = 0; s < STREAMS; s++) {
@@ -100,8 +103,9 @@ void few_of_super_blocks(const weight_rows& w, const activation_row* x, int num_
 
 // The last `rest` blocks of weight row n. Blocks of the next rows are read with them, if there are any.
 template <typename kernel>
-inline __attribute__((always_inline)) void add_last_blocks(const weight_rows& w, int64_t n, int64_t b, int rest,
-                                                           const activation_row* x, int num_rows, __m256* p) {
+inline __attribute__((always_inline)) void add_last_blocks(const weight_rows& w, int64_t n, int64_t b,
+                                                           int rest, const activation_row* x, int num_rows,
+                                                           __m256* p) {
   using block = typename kernel::format::block;
   const uint8_t* data = w.data + n * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
   const uint8_t* end = w.data + (w.count - 1) * w.row_bytes + w.cols / block_elements * sizeof(block);

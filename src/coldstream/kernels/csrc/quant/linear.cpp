@@ -20,12 +20,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 linear_op::linear_op(const quant_kernels& kernels, float_rows_in x, int64_t cols,
                      std::vector<linear_part> parts, int capacity)
-    : kernels_(kernels),
-      x_(x),
-      cols_(cols),
-      parts_(std::move(parts)),
-      capacity_(capacity),
-      total_rows_(0) {
+    : kernels_(kernels), x_(x), cols_(cols), parts_(std::move(parts)), capacity_(capacity), total_rows_(0) {
   for (const linear_part& part : parts_) {
     total_rows_ += part.w.num_rows;
     forms_.add(part.w.type);
@@ -114,8 +109,8 @@ void linear_op::multiply_slices(int rows, worker& w) const {
 }
 
 // Of the rows of all weights, for one pass over the activation rows after the other.
-void linear_op::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized,
-                               std::byte* memory, worker& w) const {
+void linear_op::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
+                               worker& w) const {
   const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
   for (int64_t pass = begin / total_rows_; pass * total_rows_ < end; pass++) {
     const int first_row = static_cast<int>(pass * pass_rows);

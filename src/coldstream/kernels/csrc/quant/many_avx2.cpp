@@ -1,6 +1,6 @@
-// Four codes of a weight row, broadcast, times those of 8 activation rows. Products of unsigned and signed bytes
-// meet in pairs as int16, and as many pairs are added there as cannot overflow; only then are they multiplied by
-// the scale of their sub-block and widened.
+// Four codes of a weight row, broadcast, times those of 8 activation rows. Products of unsigned and signed
+// bytes meet in pairs as int16, and as many pairs are added there as cannot overflow; only then are they
+// multiplied by the scale of their sub-block and widened.
 #include "quant/dequantize.h"
 #include "quant/dispatch.h"
 #include "quant/few_avx2.h"
@@ -23,7 +23,8 @@ constexpr int unit_rows = 8;  // activation rows of a register: half a tile
 struct alignas(64) panel_avx2 {
   uint8_t codes[panel_rows][256];  // of Q8_0 signed, of all others unsigned
   int32_t scales[panel_rows][16];  // of each sub-block, twice an int16
-  // Factors of the sums over 32 inputs (the minimums) or 16 (minus the offset of the codes, scaled), in pairs.
+  // Factors of the sums over 32 inputs (the minimums) or 16 (minus the offset of the codes, scaled), in
+  // pairs.
   int32_t factors[panel_rows][8];
   float d[8][panel_rows];  // one for each block of 32, or the first for a super-block
   float dmin[panel_rows];
@@ -32,11 +33,15 @@ struct alignas(64) panel_avx2 {
 // The greatest magnitude of what the codes of a type are multiplied as.
 constexpr int greatest_code(quant_type type) {
   switch (type) {
-    case quant_type::q8_0: return 128;
-    case quant_type::q6_k: return 63;
+    case quant_type::q8_0:
+      return 128;
+    case quant_type::q6_k:
+      return 63;
     case quant_type::q5_k:
-    case quant_type::q5_0: return 31;
-    default: return 15;
+    case quant_type::q5_0:
+      return 31;
+    default:
+      return 15;
   }
 }
 
@@ -77,7 +82,8 @@ struct kernel_avx2 {
     auto* factors = reinterpret_cast<__m256i*>(to.factors[row]);
     if constexpr (format::has_mins) {
       const scales_k4 bytes = unpack_scales_k4(b->scales);
-      const __m128i both = _mm_set_epi64x(static_cast<int64_t>(bytes.mins), static_cast<int64_t>(bytes.scales));
+      const __m128i both =
+          _mm_set_epi64x(static_cast<int64_t>(bytes.mins), static_cast<int64_t>(bytes.scales));
       const __m256i words = _mm256_cvtepu8_epi16(both);
       _mm256_store_si256(scales, twice_epi16(words));
       _mm256_store_si256(factors, _mm256_permute4x64_epi64(words, 0x0e));
@@ -112,7 +118,8 @@ struct kernel_avx2 {
   }
 
   template <int UNITS>
-  static void multiply_tile(const panel& w, const activation_tile& x, int64_t g, int num_blocks, accumulators& p) {
+  static void multiply_tile(const panel& w, const activation_tile& x, int64_t g, int num_blocks,
+                            accumulators& p) {
     for (int n = 0; n < panel_rows; n += rows_at_a_time) {
       if constexpr (format::super_block) {
         multiply_super_blocks<UNITS>(w, x, n, g, p);
@@ -132,7 +139,8 @@ struct kernel_avx2 {
       for (int k = 0; k < steps; k++) {
 #pragma GCC unroll 4
         for (int r = 0; r < rows_at_a_time; r++) {
-          const __m256i codes = _mm256_set1_epi32(static_cast<int>(load_u32(w.codes[n + r] + 4 * (first + k))));
+          const __m256i codes =
+              _mm256_set1_epi32(static_cast<int>(load_u32(w.codes[n + r] + 4 * (first + k))));
 #pragma GCC unroll 4
           for (int u = 0; u < UNITS; u++) {
             const __m256i inputs = load_256(x.q[first + k][u * unit_rows]);
@@ -144,7 +152,8 @@ struct kernel_avx2 {
       }
 #pragma GCC unroll 4
       for (int r = 0; r < rows_at_a_time; r++) {
-        const __m256i scale = format::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
+        const __m256i scale =
+            format::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
 #pragma GCC unroll 4
         for (int u = 0; u < UNITS; u++)
           total[r][u] = _mm256_add_epi32(total[r][u], _mm256_madd_epi16(sums[r][u], scale));

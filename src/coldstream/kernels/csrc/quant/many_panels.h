@@ -34,9 +34,10 @@ static inline int present_rows(float* const* out, int num_rows) {
 }
 
 // `kernel` has a panel type, load(panel, row, blocks) for one weight row of one group, clear(panel, row),
-// multiply(panel, x, stride, num_rows, g, num_blocks, p), which adds group g of all tiles to p, of which types of small
-// blocks have `num_blocks`, and store(p, num_lanes, rows, out, n), which sums the first `num_lanes` accumulators of a tile (the others are zero) in their order and stores
-// weight rows n … n + rows - 1.
+// multiply(panel, x, stride, num_rows, g, num_blocks, p), which adds group g of all tiles to p, of which
+// types of small blocks have `num_blocks`, and store(p, num_lanes, rows, out, n), which sums the first
+// `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n + rows
+// - 1.
 template <quant_type Q, typename kernel>
 void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
                   std::byte* memory) {
@@ -54,8 +55,8 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
     for (int64_t g = 0; g < groups; g++) {
       const int64_t first = g * step_blocks, ahead = g + prefetch_groups;
       // Behind its last group, a panel's rows are followed by those of the next one.
-      const int64_t to_ahead = ahead < groups ? ahead * step_bytes
-                                              : panel_rows * w.row_bytes + (ahead - groups) * step_bytes;
+      const int64_t to_ahead =
+          ahead < groups ? ahead * step_bytes : panel_rows * w.row_bytes + (ahead - groups) * step_bytes;
       for (int i = 0; i < rows; i++) {
         const uint8_t* data = w.data + (n + i) * w.row_bytes;
         prefetch_bytes(data + to_ahead, step_bytes);

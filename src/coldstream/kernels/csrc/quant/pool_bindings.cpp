@@ -50,7 +50,7 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_array(const std::vector<int64_t>
 }
 
 void set_pool_order(expert_pool& pool, int size_class,
-               nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order) {
+                    nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order) {
   pool.set_order(size_class, std::vector<int>(order.data(), order.data() + order.size()));
 }
 
@@ -81,25 +81,30 @@ void bind_expert_pool(nb::module_& m) {
            "Allocates num_slots slots of each size. A step of prefill uses at most num_staging of them for "
            "experts that are not expected to be needed again.")
       .def(
-          "owners",
-          [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },
+          "owners", [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },
           "size_class"_a, "int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.")
       .def("set_order", set_pool_order, "size_class"_a, nb::arg("order").noconvert(),
            "int64 indices of slots, in the order in which they are to be given to other experts.")
-      .def("preload", preload, "layer"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, "
-           "ModelChangedError if the file cannot be read.")
-      .def("memory", [](const expert_pool& pool) {
-        const auto [begin, num_bytes] = pool.memory();
-        return std::make_pair(reinterpret_cast<uintptr_t>(begin), num_bytes);
-      }, "The address of all slots, and their bytes.")
-      .def("hold", hold, "layer"_a, "expert"_a,
-           "The addresses of an expert's matrices, which stays where it is until `release`. None, with nothing "
-           "held, if it is not in memory or too few slots would be left for other experts.")
+      .def(
+          "preload", preload, "layer"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Between steps: reads these experts of a layer into free slots. Raises ValueError if there are too few, "
+          "ModelChangedError if the file cannot be read.")
+      .def(
+          "memory",
+          [](const expert_pool& pool) {
+            const auto [begin, num_bytes] = pool.memory();
+            return std::make_pair(reinterpret_cast<uintptr_t>(begin), num_bytes);
+          },
+          "The address of all slots, and their bytes.")
+      .def(
+          "hold", hold, "layer"_a, "expert"_a,
+          "The addresses of an expert's matrices, which stays where it is until `release`. None, with nothing "
+          "held, if it is not in memory or too few slots would be left for other experts.")
       .def("release", &expert_pool::release, "layer"_a, "expert"_a,
            "Ends one `hold` of an expert. Raises ValueError if there is none.")
-      .def("keep", &expert_pool::keep, "layer"_a,
-           "From now on the layer's experts give their slots to no other. There must be slots for all of them.")
+      .def(
+          "keep", &expert_pool::keep, "layer"_a,
+          "From now on the layer's experts give their slots to no other. There must be slots for all of them.")
       .def("clear", &expert_pool::clear, nb::call_guard<nb::gil_scoped_release>(),
            "Forgets all experts in memory that are not held, as after a change of the file.")
       .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -107,13 +112,17 @@ void bind_expert_pool(nb::module_& m) {
       .def(
           "used", [](const expert_pool& pool) { return to_array(pool.used()); },
           "int64 numbers of the experts that the step has used, a copy.")
-      .def_prop_ro("is_direct", [](expert_pool& pool) { return pool.reader().is_direct(); },
-                   "Whether all files are read past the page cache.")
-      .def("count", [](expert_pool& pool) {
-        const auto [hits, misses, wait_s] = pool.count();
-        const auto [bytes, retries] = pool.reader().count();
-        return std::make_tuple(hits, misses, wait_s, bytes, retries);
-      }, "(hits, misses, seconds waited, bytes read, reads tried again) since the pool was made.");
+      .def_prop_ro(
+          "is_direct", [](expert_pool& pool) { return pool.reader().is_direct(); },
+          "Whether all files are read past the page cache.")
+      .def(
+          "count",
+          [](expert_pool& pool) {
+            const auto [hits, misses, wait_s] = pool.count();
+            const auto [bytes, retries] = pool.reader().count();
+            return std::make_tuple(hits, misses, wait_s, bytes, retries);
+          },
+          "(hits, misses, seconds waited, bytes read, reads tried again) since the pool was made.");
 }
 
 }  // namespace coldstream

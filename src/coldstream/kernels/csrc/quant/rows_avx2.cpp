@@ -80,8 +80,7 @@ void pack_sums(const activation_row* x, int num_rows, activation_form form, int6
   for (int t = 0; t < 8; t++) v[t] = t < num_rows ? load_256(x[t].sums + g * 16) : _mm256_setzero_si256();
   transpose_8x8(v);
   if (form == activation_form::by_group) {
-    for (int i = 0; i < 8; i++)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(tile.sums_16[i][first]), v[i]);
+    for (int i = 0; i < 8; i++) _mm256_store_si256(reinterpret_cast<__m256i*>(tile.sums_16[i][first]), v[i]);
   }
   const __m256i ones = _mm256_set1_epi16(1);
   for (int i = 0; i < 4; i++) {
@@ -146,7 +145,7 @@ void pack_avx2(const activation_row* x, int num_rows, int64_t cols, activation_t
 }
 
 void float_product_avx2(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
-                   int num_rows, float* const* out) {
+                        int num_rows, float* const* out) {
   for (int t = 0; t < num_rows; t++) {
     int64_t n = 0;
     for (; n + 4 <= count; n += 4) float_dots<4>(w + n * stride, stride, cols, x[t], out[t] + n);

@@ -1,5 +1,5 @@
-// The tasks of a stage over consecutive weight rows: large ones first, so that few are taken and each reads far
-// ahead, small ones last, so that all workers end together.
+// The tasks of a stage over consecutive weight rows: large ones first, so that few are taken and each reads
+// far ahead, small ones last, so that all workers end together.
 #pragma once
 
 #include <algorithm>

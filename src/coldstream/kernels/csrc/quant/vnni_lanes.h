@@ -1,5 +1,5 @@
-// Registers whose lanes are activation rows of a tile: all sixteen, or the first eight in half a register, which takes
-// half the time.
+// Registers whose lanes are activation rows of a tile: all sixteen, or the first eight in half a register,
+// which takes half the time.
 #pragma once
 
 #include <immintrin.h>

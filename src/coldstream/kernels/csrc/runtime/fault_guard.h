@@ -1,5 +1,5 @@
-// Reports a page of a mapped file that cannot be read (the file shrank, its disk failed) as a value instead of
-// SIGBUS. The list of mappings and the handler are global, as a signal has no other context.
+// Reports a page of a mapped file that cannot be read (the file shrank, its disk failed) as a value instead
+// of SIGBUS. The list of mappings and the handler are global, as a signal has no other context.
 #pragma once
 
 #include <cstddef>

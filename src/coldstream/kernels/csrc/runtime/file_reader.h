@@ -47,8 +47,8 @@ class file_reader {
   ~file_reader();
 
   void submit(const request& next);
-  // Waits until `landed()` is true or a read has failed; returns whether it is true. Calls `landed` whenever a
-  // `pending` has become 0.
+  // Waits until `landed()` is true or a read has failed; returns whether it is true. Calls `landed` whenever
+  // a `pending` has become 0.
   template <typename F>
   bool wait(F landed) {
     std::unique_lock lock(mutex_);

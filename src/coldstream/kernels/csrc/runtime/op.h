@@ -39,7 +39,7 @@ struct worker {
   int count;                        // at most this many take part
   std::atomic<int64_t>* next_task;  // zero at the start of each stage
   scratch* memory;                  // private: undefined at the start of each stage
-  scratch* shared;                  // of all workers: undefined at the start of an op, kept between its stages
+  scratch* shared;  // of all workers: undefined at the start of an op, kept between its stages
   std::atomic<const char*>* failure;  // null, or the message of the first failing worker
 
   // The next task of this stage, or a number >= num_tasks when there is none left.

@@ -1,5 +1,5 @@
-// Signals belong to the threads of the application; only faults must reach the thread that causes them. Threads
-// started while one of these lives never see others.
+// Signals belong to the threads of the application; only faults must reach the thread that causes them.
+// Threads started while one of these lives never see others.
 #pragma once
 
 #include <pthread.h>

@@ -21,9 +21,9 @@ using clock = std::chrono::steady_clock;
 // Longer than Python's work between two steps, short enough not to waste a core when idle.
 constexpr auto IDLE_SPIN = std::chrono::microseconds(100);
 
-// state_: the number of helpers inside the stage, whether it is open for more, whether a run is under way, and
-// the serial number of the last stage. All changes are additions, so that a helper that arrives too late only
-// subtracts itself again.
+// state_: the number of helpers inside the stage, whether it is open for more, whether a run is under way,
+// and the serial number of the last stage. All changes are additions, so that a helper that arrives too late
+// only subtracts itself again.
 constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, RUNNING = 0x20000;
 constexpr int SERIAL_SHIFT = 18;
 constexpr uint64_t NEXT_SERIAL = uint64_t{1} << SERIAL_SHIFT;
@@ -193,7 +193,8 @@ void thread_pool::help(int index) {
   for (;;) {
     if (spin([&] { return join_stage(index, &last_serial); }, IDLE_SPIN)) continue;
     if (stopping_.load(std::memory_order_relaxed)) return;
-    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0 || sleepless_.load(std::memory_order_relaxed) > 0)
+    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0 ||
+        sleepless_.load(std::memory_order_relaxed) > 0)
       continue;
     // Returns at once after a run in which this helper was awake: it then polls a while longer.
     calls_.wait(seen_calls, std::memory_order_acquire);

@@ -1,7 +1,7 @@
-// A fixed number of worker threads that help the calling thread with a list of ops. The caller is worker 0 and
-// takes part in every stage; helpers join stages that are open. A stage ends when the caller finds no task left
-// and all helpers that joined have left it, so that it never waits for a helper that sleeps or has no core. A
-// stage that the caller runs alone is not opened. A pool of one has no threads.
+// A fixed number of worker threads that help the calling thread with a list of ops. The caller is worker 0
+// and takes part in every stage; helpers join stages that are open. A stage ends when the caller finds no
+// task left and all helpers that joined have left it, so that it never waits for a helper that sleeps or has
+// no core. A stage that the caller runs alone is not opened. A pool of one has no threads.
 #pragma once
 
 #include <sys/types.h>

@@ -102,8 +102,9 @@ void bind_sampler(nb::module_& m) {
            "logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen "
            "from these, which need not be finite. ValueError for tokens outside of the vocabulary.")
       .def_prop_ro("token", [](const choice& each) { return each.chosen.token; })
-      .def_prop_ro("fault", [](const choice& each) { return each.chosen.fault; },
-                   "0, or how many logits are not finite, or -1 if the best one is not once all are changed.")
+      .def_prop_ro(
+          "fault", [](const choice& each) { return each.chosen.fault; },
+          "0, or how many logits are not finite, or -1 if the best one is not once all are changed.")
       .def_prop_ro(
           "ranked",
           [](const choice& each) {

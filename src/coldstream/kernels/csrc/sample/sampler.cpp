@@ -1,5 +1,6 @@
 // Top-k, top-p and min-p each keep a prefix of one order: logit descending, id ascending. So a row's filters
-// reduce to the greatest key that is kept, and what is kept stays in the order of ids, in which it is drawn from.
+// reduce to the greatest key that is kept, and what is kept stays in the order of ids, in which it is drawn
+// from.
 #include "sample/sampler.h"
 
 #include <algorithm>
@@ -82,8 +83,8 @@ int64_t collect_keys(const float* logits, int64_t vocab, const int32_t* largest,
   return count;
 }
 
-// An order that at least k tokens reach, as the largest of k blocks do; all tokens reach it if there are fewer
-// blocks. copy: [blocks].
+// An order that at least k tokens reach, as the largest of k blocks do; all tokens reach it if there are
+// fewer blocks. copy: [blocks].
 int32_t order_of_at_least(int64_t k, const int32_t* largest, int64_t blocks, int32_t* copy) {
   if (k > blocks) return std::numeric_limits<int32_t>::min();
   std::copy(largest, largest + blocks, copy);
@@ -155,7 +156,8 @@ uint64_t weighted_cut(weighted_key* first, weighted_key* last, uint64_t bound) {
 }
 
 // Keeps of `count` keys what top-p and min-p keep. Returns their number.
-int64_t keep_by_weight(const token_settings& settings, float largest, int64_t count, const row_memory& memory) {
+int64_t keep_by_weight(const token_settings& settings, float largest, int64_t count,
+                       const row_memory& memory) {
   uint64_t *keys = memory.keys, *weights = memory.weights;
   const uint64_t total = weigh(keys, count, largest, 1.0, weights);
   const auto least = std::max(uint64_t{1}, uint64_t(std::ceil(settings.min_p * WEIGHT_ONE)));

@@ -15,8 +15,8 @@ struct token_settings {
   uint64_t seed;
   uint64_t position;  // of the new token in its sequence
   float repetition_penalty, presence_penalty, frequency_penalty;
-  int64_t top_k;                // 0: off
-  bool may_be_infinite;         // whether the logits have been changed, so that only the best one must be finite
+  int64_t top_k;         // 0: off
+  bool may_be_infinite;  // whether the logits have been changed, so that only the best one must be finite
   std::vector<int32_t> recent;  // tokens that penalties apply to, ascending
   std::vector<int32_t> biased;  // tokens whose logits are changed before penalties
   std::vector<float> biases;    // what is added to each; −∞ forbids the token
@@ -36,11 +36,11 @@ struct ranked_tokens {
 
 // Whose pointers outlive the work.
 struct token_row {
-  const float* logits;             // [vocab]
-  const float* changed;            // [vocab] to choose from instead, or null
+  const float* logits;   // [vocab]
+  const float* changed;  // [vocab] to choose from instead, or null
   const token_settings* settings;
   chosen_token* chosen;
-  ranked_tokens* ranked;           // null unless it is wanted; left as it is if no token is chosen
+  ranked_tokens* ranked;  // null unless it is wanted; left as it is if no token is chosen
 };
 
 // What choosing from a row takes, for rows of `vocab` logits.

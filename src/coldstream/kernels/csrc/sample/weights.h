@@ -1,5 +1,5 @@
-// The sampler's numbers on the CPU: weights of tokens in float64, their order, and the integers of the draw, as
-// decoding/sampling.py defines them. Every operation rounds on its own. Loops over these functions have no
+// The sampler's numbers on the CPU: weights of tokens in float64, their order, and the integers of the draw,
+// as decoding/sampling.py defines them. Every operation rounds on its own. Loops over these functions have no
 // branches, so that they vectorise.
 #pragma once
 
@@ -12,9 +12,18 @@ constexpr double WEIGHT_ONE = 0x1p40;  // the weight of the largest logit
 
 // ⌊2^40 · exp(x)⌋ for x ≤ 0; below −28 nothing is left.
 static inline uint64_t weight_of_exponent(double x) {
-  constexpr double coefficients[13] = {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
-                                       1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,     1.0 / 120.0,
-                                       1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0,       1.0,
+  constexpr double coefficients[13] = {1.0 / 479001600.0,
+                                       1.0 / 39916800.0,
+                                       1.0 / 3628800.0,
+                                       1.0 / 362880.0,
+                                       1.0 / 40320.0,
+                                       1.0 / 5040.0,
+                                       1.0 / 720.0,
+                                       1.0 / 120.0,
+                                       1.0 / 24.0,
+                                       1.0 / 6.0,
+                                       1.0 / 2.0,
+                                       1.0,
                                        1.0};
   // 1.5 · 2^52: adding it leaves no fraction bits, ties to even, and the integer in the lowest bits.
   constexpr double round_to_integer = 6755399441055744.0;
@@ -28,8 +37,7 @@ static inline uint64_t weight_of_exponent(double x) {
     result = result * t;
     result = result + coefficients[i];
   }
-  const int64_t exponent =
-      std::bit_cast<int64_t>(shifted) - std::bit_cast<int64_t>(round_to_integer) + 1023;
+  const int64_t exponent = std::bit_cast<int64_t>(shifted) - std::bit_cast<int64_t>(round_to_integer) + 1023;
   const double scaled = result * std::bit_cast<double>(exponent << 52) * WEIGHT_ONE;
   return is_alive ? static_cast<uint64_t>(static_cast<int64_t>(scaled)) : 0;
 }
@@ -58,9 +66,7 @@ static inline int32_t id_of_key(uint64_t key) { return int32_t(uint32_t(key)); }
 static inline int32_t order_of_key(uint64_t key) { return int32_t(~uint32_t(key >> 32) ^ 0x80000000u); }
 
 // Whether a float is neither infinite nor NaN.
-static inline bool is_finite(float x) {
-  return (std::bit_cast<uint32_t>(x) & 0x7f800000u) != 0x7f800000u;
-}
+static inline bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000u) != 0x7f800000u; }
 
 static inline uint64_t high64(uint64_t a, uint64_t b) {
   return uint64_t(static_cast<unsigned __int128>(a) * b >> 64);
