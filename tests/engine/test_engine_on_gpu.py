@@ -151,7 +151,7 @@ def test_what_ends_in_flight_is_continued_without_re_prefill(models: tuple[LLM, 
         assert client.answers(second)[0][:3] == alone(cpu, turn, GREEDY)[0][:3]
 
 
-def test_what_ends_in_flight_is_kept_only_if_what_lands_is_finite(
+def test_what_ends_in_flight_is_kept_only_if_its_logits_are_finite(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, cpu = models
@@ -172,7 +172,7 @@ def test_what_ends_in_flight_is_kept_only_if_what_lands_is_finite(
         assert client.num_reused(second) == len(prompt) - 1, "what was kept before the answer"
 
 
-def test_a_request_that_is_cancelled_while_one_of_its_answers_lands_gives_all_memory_back(
+def test_a_request_that_is_cancelled_while_one_of_its_answers_is_in_flight_gives_all_memory_back(
     models: tuple[LLM, LLM],
 ) -> None:
     gpu, _ = models

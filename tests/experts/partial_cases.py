@@ -54,7 +54,7 @@ class FewRows:
             "ask_for_experts": self._ask,
             "router_choose": lambda *args: None,
             "prefetch_experts": self._fetch,
-            "land_experts": self._land,
+            "stage_experts": self._stage,
         }
         self.file = GGUFFile.open(path)
         self.spec = read_spec(self.file.metadata, self.file.tensors)
@@ -83,7 +83,7 @@ class FewRows:
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None
         self.num_asked = 0  # times that the CPU was asked by a launch of its own
-        self.landed = b""  # the last landing into which experts were copied
+        self.staged = b""  # the last staging into which experts were copied
         self._guessed: list[tuple[int, int]] = []  # by the router that ran last
 
     def _layer(self, layer: int) -> ExpertWeights:
@@ -107,9 +107,9 @@ class FewRows:
                 place = (room.data, room.count * room.place_bytes)
                 self.device.queue(f"experts {layer}", reads=[place], after=[self.fetches[layer]])
             if rows > 1:
-                room = self.sharing.landing.room
-                assert self.landed == bytes(self.sharing.landing), "of this layer"
-                self.device.queue(f"landed {layer}", reads=[(room.data, room.count * room.place_bytes)])
+                room = self.sharing.staging.room
+                assert self.staged == bytes(self.sharing.staging), "of this layer"
+                self.device.queue(f"staged {layer}", reads=[(room.data, room.count * room.place_bytes)])
         self.ops.finish_step()
 
     def route(self, layer: int, rows: int) -> None:
@@ -153,17 +153,17 @@ class FewRows:
         assert bytes(args[-1]) == bytes(self.sharing), "of this layer"
         self.num_asked += 1
 
-    def _land(self, target: Any) -> None:
-        """Like land.cu, as if every place got an expert."""
-        room, (first, num_bytes) = target.landing.room, range_of(self.executor.ring)
+    def _stage(self, target: Any) -> None:
+        """Like stage.cu, as if every place got an expert."""
+        room, (first, num_bytes) = target.staging.room, range_of(self.executor.ring)
         prefetch, size = self.executor.prefetch, room.count * room.place_bytes
         assert prefetch is not None
         assert room.count == 0 or first + prefetch.num_bytes <= room.data
         assert room.count == 0 or room.data + size <= first + num_bytes
         assert sum(-(-target.bytes[m] // 256) * 256 for m in range(MATRICES)) <= room.place_bytes
-        self.landed = bytes(target.landing)
+        self.staged = bytes(target.staging)
         self.device.queue(
-            "land", reads=[(target.landing.list, 4 * (1 + room.count))], writes=[(room.data, size)]
+            "stage", reads=[(target.staging.list, 4 * (1 + room.count))], writes=[(room.data, size)]
         )
 
     def _note(self, sharing: Any) -> None:

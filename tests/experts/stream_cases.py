@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
-from coldstream.experts.expert_stream import ExpertStream, LandedGroup
+from coldstream.experts.expert_stream import ExpertStream, StagedGroup
 from coldstream.experts.host import HostExperts
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
@@ -20,7 +20,7 @@ from device_model import ModelDevice, Operation, range_of
 
 NUM_LAYERS, NUM_EXPERTS, RANKS, SIZE = 3, 8, 3, 256
 MAX_CPU_ROWS, CHUNK = 6, 10
-LANDING = 2 * 3 * 256 * 272 + 1024  # two experts
+BUFFER_BYTES = 2 * 3 * 256 * 272 + 1024  # two experts
 
 
 def open_pool(file: GGUFFile, num_slots: int) -> RamPool:
@@ -69,7 +69,7 @@ class Prompts:
         self.device, self.rng = device, np.random.default_rng(seed)
         self.file = GGUFFile.open(path)
         self.host, self.layers = open_host(self.file, num_slots)
-        self.ring = torch.empty(3 * LANDING, dtype=torch.uint8, device="cuda")
+        self.ring = torch.empty(3 * BUFFER_BYTES, dtype=torch.uint8, device="cuda")
         self.stream = ExpertStream(self.host, self.ring)
         for stacks in self.layers:
             self.stream.add_layer(stacks)
@@ -101,7 +101,7 @@ class Prompts:
         counts = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
         computed: list[int] = []
 
-        def compute(groups: Sequence[LandedGroup], places: slice) -> None:
+        def compute(groups: Sequence[StagedGroup], places: slice) -> None:
             self._compute(layer, groups)
             mine = [expert for group in groups for expert in group.experts if counts[expert]]
             ends = np.cumsum(counts)
@@ -133,7 +133,7 @@ class Prompts:
             "combine", reads=[range_of(elsewhere.rows), range_of(elsewhere.ids)], effect=combine
         )
 
-    def _compute(self, layer: int, groups: Sequence[LandedGroup]) -> None:
+    def _compute(self, layer: int, groups: Sequence[StagedGroup]) -> None:
         """Reads all of the groups."""
         places = [
             (group.first[m] + i * group.sizes[m], self.layers[layer][m], expert)

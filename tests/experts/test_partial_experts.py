@@ -71,7 +71,7 @@ def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
 
 @any_schedule
 @given(seed=seeds, rows=st.lists(st.sampled_from([1, 3, 64, 65, 100]), min_size=2, max_size=4))
-def test_ex04_experts_of_many_rows_land_beside_no_other(path: Path, seed: int, rows: list[int]) -> None:
+def test_ex04_experts_of_many_rows_are_staged_beside_no_other(path: Path, seed: int, rows: list[int]) -> None:
     """Steps whose experts the device shares out may follow one another without the host."""
     with few_rows_of(path, seed, mailbox_rows=100) as runner:
         assert runner.partial.shared_rows == 100

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from coldstream.experts.staging import (
     ALIGNMENT,
     MAX_GROUP,
-    MIN_LANDINGS,
+    MIN_BUFFERS,
     CpuShare,
     LayerShape,
     Lookahead,
-    Ring,
     RingShape,
+    StagingRing,
     adjacent_runs,
     bus_order,
     least_ring,
@@ -44,42 +44,42 @@ def test_copies_put_each_matrix_where_its_group_is_read(
     host = np.random.default_rng(0).integers(0, 256, 3 * 301 * 5100, np.uint8)
     sources = tuple(i * 301 * 5100 for i in range(3))
     shape = LayerShape(sources, steps, matrix_sizes)
-    landing_bytes = len(experts) * sum(matrix_sizes) + 3 * ALIGNMENT
-    assert shape.capacity(landing_bytes) >= len(experts)
-    landing = np.zeros(landing_bytes, np.uint8)
+    buffer_bytes = len(experts) * sum(matrix_sizes) + 3 * ALIGNMENT
+    assert shape.capacity(buffer_bytes) >= len(experts)
+    buffer = np.zeros(buffer_bytes, np.uint8)
     for copy in shape.copies(experts):
-        landing[copy.offset : copy.offset + copy.size] = host[copy.source : copy.source + copy.size]
+        buffer[copy.offset : copy.offset + copy.size] = host[copy.source : copy.source + copy.size]
     offsets = shape.offsets(len(experts))
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
     for source, step, size, offset in zip(sources, steps, matrix_sizes, offsets, strict=True):
         for place, expert in enumerate(experts):
-            found = landing[offset + place * size :][:size]
+            found = buffer[offset + place * size :][:size]
             assert np.array_equal(found, host[source + expert * step :][:size])
 
 
 @given(st.integers(0, 2**31), sizes)
-def test_landings_fill_the_ring_and_the_least_ring_holds_an_expert(
+def test_buffers_fill_the_ring_and_the_least_ring_holds_an_expert(
     ring_bytes: int, matrix_sizes: tuple[int, ...]
 ) -> None:
     shape = RingShape.of(ring_bytes)
-    assert shape.count >= MIN_LANDINGS
-    assert shape.count * shape.landing_bytes <= ring_bytes
+    assert shape.count >= MIN_BUFFERS
+    assert shape.count * shape.buffer_bytes <= ring_bytes
     layer = LayerShape((0, 0, 0), matrix_sizes, matrix_sizes)
     least = least_ring(sum(matrix_sizes))
-    assert layer.capacity(RingShape.of(least).landing_bytes) >= 1
+    assert layer.capacity(RingShape.of(least).buffer_bytes) >= 1
 
 
 @given(st.integers(1, 5), st.lists(st.booleans(), max_size=60))
-def test_a_landing_is_never_written_before_it_was_read(count: int, begins: list[bool]) -> None:
-    ring, held = Ring(count), deque[int]()
+def test_a_buffer_is_never_written_before_it_was_read(count: int, begins: list[bool]) -> None:
+    ring, held = StagingRing(count), deque[int]()
     for begin in begins:
         assert ring.num_free == count - len(held)
         if begin and len(held) < count:
-            landing = ring.take()
-            assert landing not in held
-            held.append(landing)
+            buffer = ring.take()
+            assert buffer not in held
+            held.append(buffer)
         elif begin:
-            with pytest.raises(ValueError, match="every landing"):
+            with pytest.raises(ValueError, match="every buffer"):
                 ring.take()
         elif held:
             ring.give_back(held.popleft())

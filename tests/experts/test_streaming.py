@@ -1,4 +1,4 @@
-"""The order of a long prompt's work on experts: copies, landings, the CPU's part. Without a GPU."""
+"""The order of a long prompt's work on experts: copies, staging buffers, the CPU's part. Without a GPU."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from stream_cases import CHUNK, LANDING, MAX_CPU_ROWS, NUM_EXPERTS, NUM_LAYERS, Prompts, open_host
+from stream_cases import BUFFER_BYTES, CHUNK, MAX_CPU_ROWS, NUM_EXPERTS, NUM_LAYERS, Prompts, open_host
 
 from builders import write_gguf
 from coldstream.errors import DeviceError, ModelChangedError
@@ -56,7 +56,7 @@ def prompts_of(
     registers=st.booleans(),
     few_rows=st.sampled_from([4, 1024]),
 )
-def test_ex04_every_pair_is_computed_once_of_bytes_that_have_landed(
+def test_ex04_every_pair_is_computed_once_of_bytes_that_have_arrived(
     path: Path, seed: int, share: str, registers: bool, few_rows: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -305,4 +305,6 @@ def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Pat
 
 def test_a_ring_that_no_expert_fits_into_is_refused(path: Path) -> None:
     with prompts_of(path, seed=1) as prompts, pytest.raises(ValueError, match="too small"):
-        expert_stream.ExpertStream(prompts.host, prompts.ring[: LANDING // 2]).add_layer(prompts.layers[0])
+        expert_stream.ExpertStream(prompts.host, prompts.ring[: BUFFER_BYTES // 2]).add_layer(
+            prompts.layers[0]
+        )

@@ -337,7 +337,7 @@ void meet_some(int barrier, int count) {
 
 unsigned int given_shared_bytes() { return given_bytes; }
 
-// A copy may land as soon as it is asked for, over what others still read, or when it is waited for.
+// A copy may arrive as soon as it is asked for, over what others still read, or when it is waited for.
 void begin_copy(void* to, const void* from, unsigned int bytes) {
   if (random_numbers() % 2)
     memcpy(to, from, bytes);

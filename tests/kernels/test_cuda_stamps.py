@@ -10,10 +10,10 @@ from cuda_row_cases import CUDA, random
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import (
-    Landing,
     Places,
     Room,
     Sharing,
+    Staging,
     begin_of,
     partition_experts_cuda,
     sharing_of,
@@ -69,10 +69,10 @@ class Layer:
         )
         used = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
         places = Room.of(torch.empty(1 << 22, dtype=torch.uint8, device=CUDA), [table] * 3, EXPERTS)
-        self.landing = Landing(torch.empty(1 + EXPERTS, dtype=torch.int32, device=CUDA), places)
+        self.staging = Staging(torch.empty(1 + EXPERTS, dtype=torch.int32, device=CUDA), places)
         self.sharing = sharing_of(
             [table] * 3, times, self.mailbox, LAYER, self.places, used,
-            landing=self.landing if tokens > 1 else None,
+            staging=self.staging if tokens > 1 else None,
         )  # fmt: skip
         self.used = used
         self.ids = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)

@@ -21,10 +21,10 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.experts import partition
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
-    Landing,
     Places,
     Prefetched,
     Room,
+    Staging,
     partition_experts_cuda,
     sharing_of,
 )
@@ -48,7 +48,7 @@ class Layer:
     slots: list[list[int]]  # by matrix and expert; 0: none
     mapped: list[int]  # by matrix; 0: the GPU cannot read it
     times: MissTimes | None
-    num_landing: int = 64  # places for experts from the bus
+    num_staging: int = 64  # places for experts from the bus
     keys: list[int] = field(default_factory=list)  # of places of the ring
     num_experts: int = 0
 
@@ -58,16 +58,16 @@ class Layer:
 
 STEPS = (48, 80, 112)
 RING, PLACE_BYTES, OFFSETS = 1 << 40, 4096, (0, 256, 1024)
-LANDING = 1 << 50
+STAGING = 1 << 50
 ON_CPU = (0, 0, 0)
 Rows = Sequence[Sequence[int]]
 
 
 def expected(
-    layer: Layer, ids: Rows, *, lands: bool = True
+    layer: Layer, ids: Rows, *, is_staged: bool = True
 ) -> tuple[dict[int, tuple[int, ...]], set[int], list[int]]:
     """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus in
-    ascending order. lands: whether those are copied; otherwise they are mapped.
+    ascending order. is_staged: whether those are copied; otherwise they are mapped.
     """
     used_places: set[int] = set()
     places, missing = {}, []
@@ -85,15 +85,15 @@ def expected(
             places[expert] = ON_CPU
     if not layer.mapped[0] or layer.times is None:
         return places, used_places, []
-    if lands:
-        chosen = streamed_experts(ids, missing, layer.times, layer.num_landing)
+    if is_staged:
+        chosen = streamed_experts(ids, missing, layer.times, layer.num_staging)
     else:
         chosen = set(missing[: layer.times.by_misses(len(missing))[-1]])  # of a single token
     streamed = sorted(chosen)
     for number, expert in enumerate(streamed):
-        landed = tuple(LANDING + number * PLACE_BYTES + offset for offset in OFFSETS)
+        staged = tuple(STAGING + number * PLACE_BYTES + offset for offset in OFFSETS)
         mapped = tuple(first + expert * step for first, step in zip(layer.mapped, STEPS, strict=True))
-        places[expert] = landed if lands else mapped
+        places[expert] = staged if is_staged else mapped
     return places, used_places, streamed
 
 
@@ -116,8 +116,8 @@ class Shared:
         self.keys = torch.tensor([key - (1 << 32) * (key >> 31) for key in layer.keys], dtype=torch.int32)
         offsets = (ctypes.c_int64 * MATRICES)(*OFFSETS)
         prefetched = Prefetched(self.keys.data_ptr(), Room(RING, PLACE_BYTES, offsets, len(layer.keys)))
-        self.landed = torch.full((1 + layer.num_landing,), NOTHING_WRITTEN).int()
-        landing = Landing(self.landed, Room(LANDING, PLACE_BYTES, offsets, layer.num_landing))
+        self.staged = torch.full((1 + layer.num_staging,), NOTHING_WRITTEN).int()
+        staging = Staging(self.staged, Room(STAGING, PLACE_BYTES, offsets, layer.num_staging))
         self._slots = [torch.tensor(slots) for slots in layer.slots]
         words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
         self._times = torch.tensor(words, dtype=torch.int32)
@@ -127,16 +127,16 @@ class Shared:
         ]
         self.sharing = sharing_of(
             stacks, self._times, self.box, layer.number, self.places, self.used, prefetched,
-            landing=landing,
+            staging=staging,
         )  # fmt: skip
 
     def share_out(self) -> None:
         partition_experts_cuda(self.ids, self.x, self.sharing, self.arrivals)
 
-    def check(self, layer: Layer, *, lands: bool = True) -> None:
+    def check(self, layer: Layer, *, is_staged: bool = True) -> None:
         """Holds everything that was written to `expected`."""
         rows = self.ids.tolist()
-        places, used_places, streamed = expected(layer, rows, lands=lands)
+        places, used_places, streamed = expected(layer, rows, is_staged=is_staged)
         nothing = (NOTHING_WRITTEN,) * MATRICES
         wanted = [places.get(expert, nothing) for expert in range(layer.num_experts)]
         assert [tuple(place) for place in self.places.addresses.T.tolist()] == wanted
@@ -154,9 +154,9 @@ class Shared:
         assert self.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
         assert self.places.stamps is not None
         assert self.places.stamps[2].item() == sum(expert in streamed for token in rows for expert in token)
-        listed = [len(streamed), *streamed] if lands else []
-        assert self.landed[: len(listed)].tolist() == listed
-        assert self.landed[len(listed) :].eq(NOTHING_WRITTEN).all()
+        listed = [len(streamed), *streamed] if is_staged else []
+        assert self.staged[: len(listed)].tolist() == listed
+        assert self.staged[len(listed) :].eq(NOTHING_WRITTEN).all()
         assert [key % (1 << 32) for key in self.keys.tolist()] == [
             key | USED * (place in used_places) for place, key in enumerate(layer.keys)
         ]
@@ -287,7 +287,7 @@ def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing:
         x, weight, None, shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),
         torch.zeros(1, dtype=torch.int32), shared.sharing,
     )  # fmt: skip
-    shared.check(layer, lands=False)
+    shared.check(layer, is_staged=False)
 
 
 @pytest.mark.usefixtures("host")

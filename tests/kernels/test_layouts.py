@@ -31,12 +31,12 @@ from coldstream.kernels.experts import cuda as experts_few
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
-    land,
     partition,
     place_group,
     prefetch,
     shapes,
     split,
+    stage,
     stamps,
     wait_answer,
 )
@@ -66,7 +66,7 @@ SHARED_OUT = {
     "Mailbox": partition._Mailbox,
     "Room": partition.Room,
     "Prefetched": partition.Prefetched,
-    "Landing": partition.LandingFields,
+    "Staging": partition.StagingFields,
     "PrefetchNotes": partition.PrefetchNotes,
     "Sharing": partition.Sharing,
     "LayerStamps": stamps.LAYER_STAMPS,
@@ -115,7 +115,7 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "experts_job<false>": experts_many.ExpertsJob,
         "activations": many_tiles.ActivationsArgument,
     },
-    "experts/land.cu": {**SHARED_OUT, "Landed": land._Landed},
+    "experts/stage.cu": {**SHARED_OUT, "StagedLayer": stage._StagedLayer},
     "experts/partition.cu": SHARED_OUT,
     "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
     "experts/prefetch.cu": {**SHARED_OUT, "Target": prefetch._Target},
@@ -257,7 +257,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         **{f"part_positions<{dim}>": draft_block._part_positions(dim) for dim in HEAD_SIZES},
         **{f"sizeof(PartMemory<{dim}>)": draft_block._part_bytes(dim) for dim in HEAD_SIZES},
     },
-    "experts/land.cu": {"warp_size": land.THREADS},
+    "experts/stage.cu": {"warp_size": stage.THREADS},
     "experts/partition.cu": {
         "num_matrices": shapes.MATRICES,
         "num_tallies": len(prefetch.TALLIES),

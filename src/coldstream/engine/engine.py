@@ -99,7 +99,7 @@ class Engine:
                 self._continue_fused(self._fused)
                 self._served.counts.step_s += self._clock() - now
             elif self._in_flight is not None:
-                self._land(self._in_flight)
+                self._end_in_flight(self._in_flight)
             else:
                 self._served.admit(now)
                 self._compute()
@@ -118,7 +118,7 @@ class Engine:
                 self._end_fused(self._fused)
             self._served.end_cancelled()
             if self._in_flight is not None:
-                self._land(self._in_flight, may_go_on=False)
+                self._end_in_flight(self._in_flight, may_go_on=False)
         except BaseException:
             self._served.start_over(self._drop_in_flight())
             raise
@@ -342,7 +342,7 @@ class Engine:
         most = self._lone_cost.prompt_rows_alone(self._target_s)
         return self._cost.prompt_rows_together(num_decoding, wanted, most, self._target_s)
 
-    def _land(self, step: Launched, *, may_go_on: bool = True) -> None:
+    def _end_in_flight(self, step: Launched, *, may_go_on: bool = True) -> None:
         """Takes the tokens of a step, once the next one is launched, if that needs no decision."""
         start = self._clock()
         if self._drafts is not None:

@@ -19,14 +19,14 @@ from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
-from coldstream.experts.staging import STAGING_BUFFERS, LandingCopy
+from coldstream.experts.staging import NUM_PINNED_BUFFERS, StagingCopy
 
 NUM_READERS = 8
 READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Landed:
+class Arrival:
     """The event behind the last copy of a group, and the time from the first copy to there."""
 
     event: torch.cuda.Event
@@ -43,14 +43,14 @@ class Landed:
 class Transfer:
     """A transfer of `num_bytes` in flight."""
 
-    def __init__(self, num_bytes: int, landed: "Landed | Future[Landed]") -> None:
+    def __init__(self, num_bytes: int, arrival: "Arrival | Future[Arrival]") -> None:
         self.num_bytes = num_bytes
-        self._landed = landed
+        self._arrival = arrival
 
     @property
     def is_queued(self) -> bool:
         """Whether `wait` returns at once."""
-        return not isinstance(self._landed, Future) or self._landed.done()
+        return not isinstance(self._arrival, Future) or self._arrival.done()
 
     @property
     def is_over(self) -> bool:
@@ -71,15 +71,15 @@ class Transfer:
         with suppress(ColdstreamError):
             self._result().event.synchronize()
 
-    def _result(self) -> Landed:
-        return self._landed.result() if isinstance(self._landed, Future) else self._landed
+    def _result(self) -> Arrival:
+        return self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
 
 
 class Copies(Protocol):
     """Transfers from the host to the device, in the order in which they are begun."""
 
-    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
-        """Copies to the device address `landing`, once `after` has happened."""
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
+        """Copies to the device address `target`, once `after` has happened."""
 
     def close(self) -> None:
         """Waits for all transfers."""
@@ -91,52 +91,52 @@ class DirectCopies:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
         if after is not None:
             self._stream.wait_event(after)
         begun = _recorded(self._stream)
-        copy_to_device(copies, landing, self._stream)
-        return Transfer(num_bytes_of(copies), Landed(_recorded(self._stream), begun))
+        copy_to_device(copies, target, self._stream)
+        return Transfer(num_bytes_of(copies), Arrival(_recorded(self._stream), begun))
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
-class StagedCopies:
-    """`Copies` from the file, which threads read into page-locked buffers of `landing_bytes`.
+class FileCopies:
+    """`Copies` from the file, which threads read into page-locked buffers of `buffer_bytes`.
 
     Experts that are held in a pool are copied from there.
     """
 
-    def __init__(self, host: HostExperts, landing_bytes: int) -> None:
+    def __init__(self, host: HostExperts, buffer_bytes: int) -> None:
         self._host = host
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._buffers = [
-            torch.empty(landing_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(STAGING_BUFFERS)
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_PINNED_BUFFERS)
         ]
-        self._free: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
+        self._free: list[torch.cuda.Event | None] = [None] * NUM_PINNED_BUFFERS
         self._count = 0
         # A thread gets the device's context with its first call to the runtime.
         self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
         self._readers = ThreadPoolExecutor(NUM_READERS)
 
-    def begin(self, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None) -> Transfer:
-        index, self._count = self._count % STAGING_BUFFERS, self._count + 1
-        future = self._in_order.submit(self._bring, index, copies, landing, after)
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
+        index, self._count = self._count % NUM_PINNED_BUFFERS, self._count + 1
+        future = self._in_order.submit(self._bring, index, copies, target, after)
         return Transfer(num_bytes_of(copies), future)
 
     def _bring(
-        self, index: int, copies: Sequence[LandingCopy], landing: int, after: torch.cuda.Event | None
-    ) -> Landed:
+        self, index: int, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None
+    ) -> Arrival:
         buffer, free = self._buffers[index], self._free[index]
         if free is not None:
             free.synchronize()
         begun = time.perf_counter()
-        target = buffer.numpy()
+        pinned = buffer.numpy()
         pieces = [
             (
                 copy.source + begin,
-                target[copy.offset + begin : copy.offset + min(begin + READ_BYTES, copy.size)],
+                pinned[copy.offset + begin : copy.offset + min(begin + READ_BYTES, copy.size)],
             )
             for copy in copies
             if not copy.is_held
@@ -146,9 +146,9 @@ class StagedCopies:
         seconds = time.perf_counter() - begun
         if after is not None:
             self._stream.wait_event(after)
-        copy_to_device(copies, landing, self._stream, buffer.data_ptr())
-        self._free[index] = landed = _recorded(self._stream)
-        return Landed(landed, seconds)
+        copy_to_device(copies, target, self._stream, buffer.data_ptr())
+        self._free[index] = event = _recorded(self._stream)
+        return Arrival(event, seconds)
 
     def close(self) -> None:
         self._in_order.shutdown()
@@ -156,19 +156,22 @@ class StagedCopies:
         self._stream.synchronize()
 
 
-def num_bytes_of(copies: Sequence[LandingCopy]) -> int:
+def num_bytes_of(copies: Sequence[StagingCopy]) -> int:
     return sum(copy.size for copy in copies)
 
 
 def copy_to_device(
-    copies: Sequence[LandingCopy], landing: int, stream: torch.cuda.Stream, first_source: int | None = None
+    copies: Sequence[StagingCopy],
+    target: int,
+    stream: torch.cuda.Stream,
+    first_source: int | None = None,
 ) -> None:
     """Queues copies from page-locked memory, in any order, with one retry. Raises DeviceError.
 
-    first_source: address of a host copy of the landing, for experts that are not held; None: all are copied
+    first_source: address of a host copy of the buffer, for experts that are not held; None: all are copied
     from their own sources.
     """
-    targets = [driver.CUdeviceptr(landing + copy.offset) for copy in copies]
+    targets = [driver.CUdeviceptr(target + copy.offset) for copy in copies]
     sources = [
         driver.CUdeviceptr(
             copy.source if first_source is None or copy.is_held else first_source + copy.offset

@@ -18,11 +18,11 @@ from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
-from coldstream.kernels.experts.land import land_experts_cuda
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import Landing, Places, Room, sharing_of
+from coldstream.kernels.experts.partition import Places, Room, Staging, sharing_of
 from coldstream.kernels.experts.split import NUM_WORDS
+from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
@@ -35,7 +35,7 @@ class FewRows:
 
     times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
     `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
-    landing: uint8 on the device, free for other uses between two steps, for the experts of a layer that are
+    staging: uint8 on the device, free for other uses between two steps, for the experts of a layer that are
     copied over the bus; the CPU computes those for which it has no place.
     """
 
@@ -46,12 +46,12 @@ class FewRows:
         mailbox: Mailbox,
         chosen: ChosenExperts,
         ring: PrefetchRing | None,
-        landing: torch.Tensor,
+        staging: torch.Tensor,
     ) -> None:
         device = kernels.device
         self.max_rows = len(mailbox.ids)
         self._kernels, self._device, self._tables = kernels, device, tables
-        self._mailbox, self.chosen, self._ring, self._landing = mailbox, chosen, ring, landing
+        self._mailbox, self.chosen, self._ring, self._staging = mailbox, chosen, ring, staging
         self.times = device.zeros((NUM_WORDS,), "int32")
         self.stamps = device.memory.persistent((chosen.num_layers, WORDS), torch.int64).zero_()
         self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
@@ -92,10 +92,10 @@ class FewRows:
             self.stamps[layer] if is_one_launch else None,
         )
         # A single row's router shares its pairs out itself, and nothing is copied before they are computed.
-        landing = self._landing_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
+        staging = self._staging_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
         used = self.chosen.used[layer] if tokens <= MAX_MAILBOX_ROWS else None
         shared_out = partial(
-            sharing_of, stacks, self.times, self._mailbox, layer, places, used, landing=landing
+            sharing_of, stacks, self.times, self._mailbox, layer, places, used, staging=staging
         )
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         later = layer + (ring.distance if ring else 0)
@@ -106,17 +106,17 @@ class FewRows:
         else:
             sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
         routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
-        if landing is not None and self._tables.is_readable:
-            self._device.launch(land_experts_cuda, stacks, landing)
+        if staging is not None and self._tables.is_readable:
+            self._device.launch(stage_experts_cuda, stacks, staging)
         if ring is not None and is_guessing:
             self._fetch(ring, later, tokens)
         return replace(routing, places=places)
 
-    def _landing_for(self, stacks: Stacks, num_pairs: int) -> Landing:
+    def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
         """Places for the experts of a layer that so many pairs may want."""
         most = min(num_pairs, len(stacks[0].addresses))
         chosen = self._device.empty(1 + most, dtype=torch.int32)
-        return Landing(chosen, Room.of(self._landing, stacks, most))
+        return Staging(chosen, Room.of(self._staging, stacks, most))
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]

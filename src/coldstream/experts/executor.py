@@ -52,12 +52,12 @@ class PartialExecutor(WithWholeFfns):
         # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
         self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
         self.prefetch: PrefetchRing | None = None
-        landing = self.ring
+        staging = self.ring
         if prefetching is not None:
             self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers)
-            landing = self.ring[self.prefetch.num_bytes :]
+            staging = self.ring[self.prefetch.num_bytes :]
         chosen = ChosenExperts(device.zeros, num_layers, mailbox.ids.shape[1])
-        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch, landing)
+        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch, staging)
         self.many = ManyRows(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:

@@ -1,6 +1,6 @@
 """The experts of a long prompt: copied through a ring in the device's memory, some computed by the CPU.
 
-A layer's experts go over the bus in groups. A group is computed once it has landed; its landing is reused
+A layer's experts go over the bus in groups. A group is computed once it has arrived; its buffer is reused
 after that. When the router has run, the host knows which tokens chose which experts: those of most tokens go
 over the bus and those of fewest to the CPU, so that both end together. While layer l ends and the mixer of
 l + 1 runs, the first groups of l + 1 are already being copied.
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from coldstream.experts.copies import Copies, DirectCopies, StagedCopies, Transfer
+from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
 from coldstream.experts.host import HostExperts
 from coldstream.experts.staging import (
     CpuShare,
     LayerShape,
     Lookahead,
-    Ring,
     RingShape,
+    StagingRing,
     bus_order,
     least_ring,
     likely_order,
@@ -37,8 +37,8 @@ FEW_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class LandedGroup:
-    """Experts in a landing. By matrix: the address of the first expert's, and the bytes of one expert's."""
+class StagedGroup:
+    """Experts in a buffer. By matrix: the address of the first expert, and the bytes of one expert."""
 
     experts: Sequence[int]
     first: tuple[int, ...]
@@ -62,12 +62,12 @@ class StreamCounters:
 @dataclass(frozen=True)
 class _Group:
     experts: Sequence[int]
-    landing: int
+    buffer: int
     transfer: Transfer
 
 
 class _Moving:
-    """A transfer that is not known to have landed, and those of its experts that it reads in a pool."""
+    """A transfer that is not known to have ended, and those of its experts that it reads in a pool."""
 
     def __init__(self, host: HostExperts, layer: int, held: Iterable[int], transfer: Transfer) -> None:
         self._host, self._layer, self._held = host, layer, tuple(held)
@@ -81,7 +81,7 @@ class _Moving:
 
 
 # Queues the work of groups. The slice, of the pairs sorted by expert, contains all pairs of the groups.
-Compute = Callable[[Sequence[LandedGroup], slice], None]
+Compute = Callable[[Sequence[StagedGroup], slice], None]
 
 
 class ExpertStream:
@@ -95,10 +95,10 @@ class ExpertStream:
         self._host = host
         self._ring_memory = ring
         self._shape = RingShape.of(ring.numel())
-        self._ring = Ring(self._shape.count)
+        self._ring = StagingRing(self._shape.count)
         self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
         self._copies: Copies | None = None
-        self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of landings
+        self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share = Lookahead(), CpuShare()
         self._layers: list[LayerShape] = []
@@ -111,13 +111,13 @@ class ExpertStream:
         self._asked: tuple[int, int, float] | None = None
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
-        """Adds the next layer. ValueError if one of its experts does not fit into a landing."""
+        """Adds the next layer. ValueError if one of its experts does not fit into a buffer."""
         shape = LayerShape(
             tuple(stack.source for stack in stacks),
             tuple(stack.step for stack in stacks),
             tuple(stack.matrix_bytes for stack in stacks),
         )
-        if shape.capacity(self._shape.landing_bytes) < 1:
+        if shape.capacity(self._shape.buffer_bytes) < 1:
             raise ValueError(
                 f"a ring of {self._ring_memory.numel()} bytes is too small for experts of "
                 f"{sum(shape.sizes)} bytes: at least {least_ring(sum(shape.sizes))}"
@@ -173,7 +173,7 @@ class ExpertStream:
     def share_out(self, layer: int, tokens: int, compute: Compute) -> RowsElsewhere | None:
         """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
 
-        `compute` queues the work of landed groups. Returns where work queued next on the current stream finds
+        `compute` queues the work of staged groups. Returns where work queued next on the current stream finds
         the CPU's rows, None if it computes none. Raises ModelChangedError, DeviceError.
         """
         self._ids_there.synchronize()
@@ -212,9 +212,9 @@ class ExpertStream:
     def _learn(self) -> None:
         """Updates the measured rates of the bus and the CPU."""
         while self._moving and self._moving[0].transfer.is_over:
-            landed = self._moving.popleft()
-            landed.finish()
-            self._cpu_share.learn_bus(landed.transfer.num_bytes, landed.transfer.seconds)
+            ended = self._moving.popleft()
+            ended.finish()
+            self._cpu_share.learn_bus(ended.transfer.num_bytes, ended.transfer.seconds)
         if self._asked is not None:
             tokens, num_experts, before = self._asked
             self._asked = None
@@ -233,33 +233,33 @@ class ExpertStream:
             can_begin = groups and self._ring.num_free
             if can_begin:
                 self._begin(layer, groups.popleft())
-            num_landed = len(self._waiting) if few_rows and not groups else self._num_landed()
-            if self._waiting and (num_landed or not can_begin):
-                landed = [self._waiting.popleft() for _ in range(max(1, num_landed))]
-                self._compute(layer, landed, counts, ends, compute)
+            num_arrived = len(self._waiting) if few_rows and not groups else self._num_arrived()
+            if self._waiting and (num_arrived or not can_begin):
+                arrived = [self._waiting.popleft() for _ in range(max(1, num_arrived))]
+                self._compute(layer, arrived, counts, ends, compute)
 
-    def _num_landed(self) -> int:
-        """How many groups at the front of `_waiting` have landed."""
+    def _num_arrived(self) -> int:
+        """How many groups at the front of `_waiting` have arrived."""
         return next(
             (i for i, group in enumerate(self._waiting) if not group.transfer.is_over), len(self._waiting)
         )
 
     def _begin(self, layer: int, experts: Sequence[int]) -> None:
-        """Queues the copy of a group into the next landing, behind the last reader of that landing."""
+        """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
         if self._copies is None:
             readable = self._host.is_readable
-            self._copies = DirectCopies() if readable else StagedCopies(self._host, self._shape.landing_bytes)
-        landing = self._ring.take()
+            self._copies = DirectCopies() if readable else FileCopies(self._host, self._shape.buffer_bytes)
+        buffer = self._ring.take()
         held = self._host.hold(layer, experts)
         copies = list(self._layers[layer].copies(experts, held))
-        transfer = self._copies.begin(copies, self._address(landing), self._read[landing])
-        self._waiting.append(_Group(experts, landing, transfer))
+        transfer = self._copies.begin(copies, self._address(buffer), self._read[buffer])
+        self._waiting.append(_Group(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
 
     def _compute(
         self, layer: int, groups: Sequence[_Group], counts: Array, ends: Array, compute: Compute
     ) -> None:
-        """Queues the work of groups, and frees their landings behind it."""
+        """Queues the work of groups, and frees their buffers behind it."""
         shape = self._layers[layer]
         used = sorted(expert for group in groups for expert in group.experts if counts[expert])
         for group in groups:
@@ -269,31 +269,31 @@ class ExpertStream:
         self.counters.unused[layer] += num_streamed - len(used)
         if used:
             places = slice(int(ends[used[0]] - counts[used[0]]), int(ends[used[-1]]))
-            compute([self._landed(shape, group) for group in groups], places)
+            compute([self._staged(shape, group) for group in groups], places)
         read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record(torch.cuda.current_stream())
         for group in groups:
-            self._read[group.landing] = read
-            self._ring.give_back(group.landing)
+            self._read[group.buffer] = read
+            self._ring.give_back(group.buffer)
 
-    def _landed(self, shape: LayerShape, group: _Group) -> LandedGroup:
-        begin = self._address(group.landing)
+    def _staged(self, shape: LayerShape, group: _Group) -> StagedGroup:
+        begin = self._address(group.buffer)
         first = tuple(begin + offset for offset in shape.offsets(len(group.experts)))
-        return LandedGroup(group.experts, first, shape.sizes)
+        return StagedGroup(group.experts, first, shape.sizes)
 
     def _begin_ahead(self, layer: int, with_cpu: bool) -> None:
         """Begins copies for a layer whose router has not run: the experts of most tokens in the last step."""
         if layer >= len(self._layers):
             return
-        most = self._layers[layer].capacity(self._shape.landing_bytes)
+        most = self._layers[layer].capacity(self._shape.buffer_bytes)
         most *= min(self._lookahead.count, self._ring.num_free)
         experts = likely_order(self._wanted[layer], ~self.resident[layer], with_cpu)[:most]
         for group in self._groups_of(layer, experts):
             self._begin(layer, group)
 
     def _groups_of(self, layer: int, experts: Sequence[int]) -> Iterator[list[int]]:
-        """The experts in file order, in groups of as many as a landing holds."""
-        size, ascending = self._layers[layer].capacity(self._shape.landing_bytes), sorted(experts)
+        """The experts in file order, in groups of as many as a buffer holds."""
+        size, ascending = self._layers[layer].capacity(self._shape.buffer_bytes), sorted(experts)
         return (ascending[begin : begin + size] for begin in range(0, len(ascending), size))
 
     def _drop_groups(self) -> None:
@@ -302,7 +302,7 @@ class ExpertStream:
         self._asked = None
         self._moving.clear()
         self._waiting.clear()
-        self._ring = Ring(self._shape.count)
+        self._ring = StagingRing(self._shape.count)
 
-    def _address(self, landing: int) -> int:
-        return self._ring_memory.data_ptr() + landing * self._shape.landing_bytes
+    def _address(self, buffer: int) -> int:
+        return self._ring_memory.data_ptr() + buffer * self._shape.buffer_bytes

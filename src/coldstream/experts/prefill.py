@@ -1,6 +1,6 @@
 """Experts of steps of many rows: the host shares layers out, and missing experts are copied into a ring.
 
-`expert_stream.py` decides when and where they are copied; this module queues the kernels of landed groups.
+`expert_stream.py` decides when and where they are copied; this module queues the kernels of staged groups.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from coldstream.experts.expert_stream import ExpertStream, LandedGroup
+from coldstream.experts.expert_stream import ExpertStream, StagedGroup
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.kernels.cuda.activations import Activations
@@ -21,8 +21,8 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
 @dataclass(frozen=True)
-class _Landing:
-    """A layer's pairs, and tables int64 [experts] for the addresses of a group that has landed."""
+class _LayerWork:
+    """A layer's pairs, and tables int64 [experts] for the addresses of a group that has arrived."""
 
     pairs: Pairs
     weights: ExpertWeights
@@ -57,26 +57,26 @@ class ManyRows:
         num_experts = len(weights.gate.addresses)
         tables = tuple(self._device.empty(num_experts, dtype=torch.int64) for _ in range(MATRICES))
         pairs = self._kernels.pairs(x, routing.ids, weights)
-        landing = _Landing(pairs, weights, tables)
+        work = _LayerWork(pairs, weights, tables)
         if resident is None or resident.any():
             self._kernels.compute(pairs, weights, pairs.places)
         if stream is None:
-            nothing = LandedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
-            self._compute_groups(landing, [nothing], pairs.places)
+            nothing = StagedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
+            self._compute_groups(work, [nothing], pairs.places)
             return ExpertOutputs(pairs.routed, shared, routing)
-        elsewhere = stream.share_out(layer, len(routing.ids), partial(self._compute_groups, landing))
+        elsewhere = stream.share_out(layer, len(routing.ids), partial(self._compute_groups, work))
         return ExpertOutputs(pairs.routed, shared, routing, elsewhere)
 
-    def _compute_groups(self, landing: _Landing, groups: Sequence[LandedGroup], places: slice) -> None:
+    def _compute_groups(self, work: _LayerWork, groups: Sequence[StagedGroup], places: slice) -> None:
         for i, group in enumerate(groups):
-            self._device.launch(self._place, group, landing.tables, i == 0)
+            self._device.launch(self._place, group, work.tables, i == 0)
         gate, up, down = (
             replace(stack, addresses=table)
-            for stack, table in zip(stacks_of(landing.weights), landing.tables, strict=True)
+            for stack, table in zip(stacks_of(work.weights), work.tables, strict=True)
         )
-        weights = replace(landing.weights, gate=gate, up=up, down=down)
-        self._kernels.compute(landing.pairs, weights, places)
+        weights = replace(work.weights, gate=gate, up=up, down=down)
+        self._kernels.compute(work.pairs, weights, places)
 
     @staticmethod
-    def _place(group: LandedGroup, tables: Sequence[torch.Tensor], clears: bool) -> None:
+    def _place(group: StagedGroup, tables: Sequence[torch.Tensor], clears: bool) -> None:
         place_group_cuda(group.experts, group.first, group.sizes, tables, clears=clears)

@@ -1,6 +1,6 @@
 """Which experts of a layer go through a ring of device memory, and which the CPU computes. Pure.
 
-The ring has landings of equal size, used in cyclic order. A landing holds a group of experts, matrix by
+The ring has buffers of equal size, used in cyclic order. A buffer holds a group of experts, matrix by
 matrix, so that experts adjacent in the file stay adjacent and one copy transfers a run of them.
 """
 
@@ -16,14 +16,14 @@ from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
 Array = np.ndarray[Any, Any]
 
 ALIGNMENT = 256
-MIN_LANDINGS = 3  # one is read, one is written, and one waits
-LANDING_BYTES = 32 * 2**20
-STAGING_BUFFERS = 2  # page-locked, of a landing each, for experts that are read from the file
+MIN_BUFFERS = 3  # one is read, one is written, and one waits
+BUFFER_BYTES = 32 * 2**20
+NUM_PINNED_BUFFERS = 2  # page-locked, of a ring buffer each, for experts that are read from the file
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 
 
-class LandingCopy(NamedTuple):
-    """`size` bytes from the host address `source` to `offset` in the landing.
+class StagingCopy(NamedTuple):
+    """`size` bytes from the host address `source` to `offset` in the buffer.
 
     is_held: whether they lie in a pool, instead of where the file is mapped.
     """
@@ -44,18 +44,18 @@ class LayerShape:
     steps: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def capacity(self, landing_bytes: int) -> int:
-        """How many experts a landing holds; 0 if not even one."""
-        return min(MAX_GROUP, (landing_bytes - MATRICES * ALIGNMENT) // sum(self.sizes))
+    def capacity(self, buffer_bytes: int) -> int:
+        """How many experts a buffer holds; 0 if not even one."""
+        return min(MAX_GROUP, (buffer_bytes - MATRICES * ALIGNMENT) // sum(self.sizes))
 
     def offsets(self, count: int) -> tuple[int, ...]:
-        """Where the matrices of a group of `count` experts begin in its landing."""
+        """Where the matrices of a group of `count` experts begin in its buffer."""
         ends = np.cumsum([-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes])
         return (0, *ends[:-1].tolist())
 
     def copies(
         self, experts: Sequence[int], held: Mapping[int, Sequence[int]] = MappingProxyType({})
-    ) -> Iterator[LandingCopy]:
+    ) -> Iterator[StagingCopy]:
         """The copies that transfer a group of experts in ascending order.
 
         held: those of them that lie elsewhere than in the file: addresses by matrix.
@@ -67,10 +67,10 @@ class LayerShape:
         matrices = zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True)
         for matrix, (source, step, size, offset) in enumerate(matrices):
             for index, expert, count in runs:
-                yield LandingCopy(source + expert * step, offset + places[index] * size, count * size)
+                yield StagingCopy(source + expert * step, offset + places[index] * size, count * size)
             for place, expert in enumerate(experts):
                 if expert in held:
-                    yield LandingCopy(held[expert][matrix], offset + place * size, size, is_held=True)
+                    yield StagingCopy(held[expert][matrix], offset + place * size, size, is_held=True)
 
 
 def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -84,25 +84,25 @@ def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class RingShape:
-    """`count` landings of `landing_bytes` each."""
+    """`count` buffers of `buffer_bytes` each."""
 
     count: int
-    landing_bytes: int
+    buffer_bytes: int
 
     @classmethod
     def of(cls, ring_bytes: int) -> Self:
-        count = max(MIN_LANDINGS, ring_bytes // LANDING_BYTES)
+        count = max(MIN_BUFFERS, ring_bytes // BUFFER_BYTES)
         return cls(count, ring_bytes // count // ALIGNMENT * ALIGNMENT)
 
 
 def least_ring(expert_bytes: int) -> int:
     """The smallest ring through which experts of that size fit, one at a time."""
-    landing = -(-(expert_bytes + MATRICES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
-    return MIN_LANDINGS * landing
+    buffer = -(-(expert_bytes + MATRICES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+    return MIN_BUFFERS * buffer
 
 
-class Ring:
-    """Landings in cyclic order: one is free once the kernel that reads its last group is launched."""
+class StagingRing:
+    """Buffers in cyclic order: one is free once the kernel that reads its last group is launched."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -113,16 +113,16 @@ class Ring:
         return self.count - (self._begun - self._read)
 
     def take(self) -> int:
-        """The next landing; ValueError if none is free."""
+        """The next buffer; ValueError if none is free."""
         if self.num_free == 0:
-            raise ValueError("every landing holds a group that has not been read")
+            raise ValueError("every buffer holds a group that has not been read")
         self._begun += 1
         return (self._begun - 1) % self.count
 
-    def give_back(self, landing: int) -> None:
-        """Frees a landing, whose reader has been launched. ValueError unless it is the oldest one taken."""
-        if self._begun == self._read or landing != self._read % self.count:
-            raise ValueError(f"landing {landing} is not the next to be read")
+    def give_back(self, buffer: int) -> None:
+        """Frees a buffer, whose reader has been launched. ValueError unless it is the oldest one taken."""
+        if self._begun == self._read or buffer != self._read % self.count:
+            raise ValueError(f"buffer {buffer} is not the next to be read")
         self._read += 1
 
 
@@ -150,7 +150,7 @@ def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int
 
 
 class CpuShare:
-    """How many experts of a layer the CPU computes, so that it ends when the last of the others has landed.
+    """How many experts of a layer the CPU computes, so that it ends when the last of the others has arrived.
 
     Estimated from measured rates: of the bus, and of the CPU in steps of about as many rows, as the time of
     an expert grows with its rows.

@@ -41,7 +41,7 @@ CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
 BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
-LANDING_SHARE: Final = 0.9  # the same where a launch copies whole experts for several rows
+STAGED_SHARE: Final = 0.9  # the same where a launch copies whole experts for several rows
 # Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
@@ -89,13 +89,13 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
-    landing = LANDING_SHARE * rates.link_beside_read
+    staged = STAGED_SHARE * rates.link_beside_read
     products = _product_seconds(expert_bytes, rates)
     if is_layer:
-        bus_alone = bus_beside = landing = rates.link_bytes_per_s  # the CPU does not read at full speed
+        bus_alone = bus_beside = staged = rates.link_bytes_per_s  # the CPU does not read at full speed
         products = _assumed_product_seconds(expert_bytes, LAYER_PRODUCT_SHARE * rates.cpu_bytes_per_s)
     return MissTimes(
-        _nanoseconds(expert_bytes / landing),
+        _nanoseconds(expert_bytes / staged),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
         round(1e9 * rates.handshake_s),
         _share(bus_beside, bus_alone),

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.experts.staging import STAGING_BUFFERS, RingShape
+from coldstream.experts.staging import NUM_PINNED_BUFFERS, RingShape
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.spec.model_spec import ModelSpec
@@ -83,6 +83,6 @@ def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -
     for rows in (MAX_MAILBOX_ROWS, max(1, max_cpu_rows)):
         sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
     if spec.is_moe:
-        sizes += [RingShape.of(placement.ring_bytes).landing_bytes] * STAGING_BUFFERS
+        sizes += [RingShape.of(placement.ring_bytes).buffer_bytes] * NUM_PINNED_BUFFERS
     # PyTorch rounds page-locked memory up to powers of two.
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)

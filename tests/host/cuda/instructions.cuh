@@ -1,6 +1,6 @@
 // Stands for the package's cuda/instructions.cuh where its kernels are compiled for the host. Threads take
-// turns, so that memory is in order by itself; copies land at once or when they are waited for, and each look
-// at the clock advances it.
+// turns, so that memory is in order by itself; copies arrive at once or when they are waited for, and each
+// look at the clock advances it.
 #pragma once
 
 #include "cuda/arithmetic.cuh"

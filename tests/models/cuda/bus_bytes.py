@@ -53,10 +53,10 @@ class BusBytes:
         """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
         places: Places = routing.places
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
-        landing = few._landing.data_ptr(), few._landing.data_ptr() + few._landing.numel()
+        staging = few._staging.data_ptr(), few._staging.data_ptr() + few._staging.numel()
         for stack, addresses in zip(stacks, places.addresses[:, routing.ids.unique().long()], strict=True):
             mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
-            first, end = landing if len(routing.ids) > 1 else mapped
+            first, end = staging if len(routing.ids) > 1 else mapped
             read = {address for address in addresses.tolist() if first <= address < end}
             self.read[layer] += len(read) * stack.matrix_bytes
 

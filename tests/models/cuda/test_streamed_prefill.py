@@ -161,7 +161,7 @@ def test_a_system_that_shares_no_file_with_the_device(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", ["copies", "products"])
-def test_nothing_is_read_before_it_landed_or_overwritten_before_it_was_read(
+def test_nothing_is_read_before_it_arrived_or_overwritten_before_it_was_read(
     late: str, demo: dict[int, tuple[np.ndarray, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EX04: with a ring of three experts, each of them late, old bytes would be in the logits."""

@@ -168,7 +168,7 @@ class ExpertCache:
         self._bytes_in_flight -= pool.slot_bytes
         if ok:
             self._failed_once.discard(copy.expert)
-            if pool.land(copy.slot):
+            if pool.complete(copy.slot):
                 self._arrived.append(copy.expert)
             else:
                 self._forget(copy.expert)

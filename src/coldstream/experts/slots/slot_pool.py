@@ -1,6 +1,6 @@
 """Slots of one size in fast memory: the expert in each, and when it may be written again. Pure.
 
-    free ──acquire──▶ loading ──land──▶ ready ──withdraw──▶ free
+    free ──acquire──▶ loading ──complete──▶ ready ──withdraw──▶ free
                          └───release───▶ free
 
 A slot has at most one owner. Its generation grows with every owner, so that an event of an earlier one is
@@ -71,7 +71,7 @@ class SlotPool:
         self.owners[index] = expert
         return index
 
-    def land(self, index: int) -> bool:
+    def complete(self, index: int) -> bool:
         """Ends the copy of a slot. False if the slot lies above the pool's size: it is freed, not ready."""
         if index >= self.size:
             self.release(index)

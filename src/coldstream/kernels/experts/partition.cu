@@ -114,7 +114,7 @@ __device__ __forceinline__ uint64_t time_with(const Board& board, const Sharing&
 // How many missing experts the bus reads; in all threads.
 __device__ __forceinline__ int choose_split(Board& board, const Sharing& sharing, int num_tokens) {
   constexpr int number_bits = 11;
-  const int most = min(board.above[0], sharing.landing.room.count);
+  const int most = min(board.above[0], sharing.staging.room.count);
   uint64_t best = ~uint64_t(0);
 #pragma unroll 1
   for (int number = threadIdx.x; number <= most; number += partition_threads) {
@@ -146,15 +146,15 @@ __device__ __forceinline__ bool is_read(Board& board, bool is_missing, int rows,
 }
 
 // Gives the thread's expert `id`, if the bus reads it, its place, and tells the launch behind this one.
-__device__ __forceinline__ void land(Board& board, const Sharing& sharing, bool is_streamed, int id,
-                                     int64_t (&addresses)[num_matrices]) {
-  const Landing& landing = sharing.landing;
+__device__ __forceinline__ void stage(Board& board, const Sharing& sharing, bool is_streamed, int id,
+                                      int64_t (&addresses)[num_matrices]) {
+  const Staging& staging = sharing.staging;
   __syncthreads();  // the counts of `is_read` have been read
   const int place = count_before(board, is_streamed);
   if (!is_streamed) return;
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) addresses[i] = landing.room.address(place, i);
-  landing.list[1 + place] = id;
+  for (int i = 0; i < num_matrices; i++) addresses[i] = staging.room.address(place, i);
+  staging.list[1 + place] = id;
 }
 
 // The place of the thread's expert, if a token chose it.
@@ -175,9 +175,9 @@ __device__ __forceinline__ void place_by_rows(Board& board, const Sharing& shari
       board.rows[id] = -1;
     }
     if (is_streamed && sharing.stamps) add_up(&sharing.stamps->router.pairs, rows);
-    land(board, sharing, is_streamed, id, addresses);
+    stage(board, sharing, is_streamed, id, addresses);
   }
-  if (id == 0 && sharing.landing.list) sharing.landing.list[0] = num_streamed;
+  if (id == 0 && sharing.staging.list) sharing.staging.list[0] = num_streamed;
   if (rows > 0) place_expert(sharing, id, addresses);
 }
 

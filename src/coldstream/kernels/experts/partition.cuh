@@ -62,8 +62,8 @@ struct Prefetched {
   Room room;       // of no places: nothing is prefetched
 };
 
-// The experts that the next launch copies over the bus; see land.py.
-struct Landing {
+// The experts that the next launch copies over the bus; see stage.py.
+struct Staging {
   int* list;  // their number, and the expert of each place [room.count]
   Room room;  // of no places: the bus reads none
 };
@@ -85,7 +85,7 @@ struct Sharing {
   int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots; or null
   LayerStamps* stamps;  // or null
   uint32_t request;     // for the CPU: the layer and the number of rows; 0: nothing is shared out
-  Landing landing;      // for several tokens
+  Staging staging;      // for several tokens
   Prefetched prefetched;
   PrefetchNotes notes;
 

@@ -3,7 +3,7 @@
 All pairs of an expert go to the same place: *resident*, a slot in the device's memory; *streamed*, over the
 bus; or the *CPU*. `split.py` says which missing experts are streamed. The pairs of one token are shared out
 by its router's launch, and streamed experts are read where the file is mapped. Those of several tokens have a
-launch of their own, and `land.py` copies streamed experts to places on the device. Rows of more than
+launch of their own, and `stage.py` copies streamed experts to places on the device. Rows of more than
 MAX_MAILBOX_ROWS tokens are sent to the CPU by a further launch of many blocks.
 """
 
@@ -76,15 +76,15 @@ class Prefetched(ctypes.Structure):
     _fields_ = (("keys", ctypes.c_void_p), ("room", Room))
 
 
-class LandingFields(ctypes.Structure):
-    """`Landing` as in partition.cuh. All fields 0: none are streamed."""
+class StagingFields(ctypes.Structure):
+    """`Staging` as in partition.cuh. All fields 0: none are streamed."""
 
     _fields_ = (("list", ctypes.c_void_p), ("room", Room))
 
 
 @dataclass(frozen=True)
-class Landing:
-    """Where streamed experts are copied, see land.py.
+class Staging:
+    """Where streamed experts are copied, see stage.py.
 
     chosen: int32 [1 + room.count] at least, on the device, for the number of streamed experts and their ids,
     which the launch that shares a layer out writes and the one behind it reads.
@@ -93,8 +93,8 @@ class Landing:
     chosen: torch.Tensor
     room: Room
 
-    def as_c(self) -> LandingFields:
-        return LandingFields(self.chosen.data_ptr(), self.room)
+    def as_c(self) -> StagingFields:
+        return StagingFields(self.chosen.data_ptr(), self.room)
 
 
 class PrefetchNotes(ctypes.Structure):
@@ -119,7 +119,7 @@ class Sharing(ctypes.Structure):
         ("used", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
         ("request", ctypes.c_uint32),
-        ("landing", LandingFields),
+        ("staging", StagingFields),
         ("prefetched", Prefetched),
         ("notes", PrefetchNotes),
     )
@@ -153,13 +153,13 @@ def sharing_of(
     used: torch.Tensor | None,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
-    landing: Landing | None = None,
+    staging: Staging | None = None,
 ) -> Sharing:
     """The argument of kernels that share out a layer's pairs.
 
     stacks: gate, up, down of the layer, with the addresses of slots; times: int32 [NUM_WORDS] on the device,
     `MissTimes.words`, or 0 if the GPU reads none over the bus; used: int32 [rows, K] on the device, at least
-    T rows, where all ids are noted, or None; landing: for the pairs of several tokens, of which no more
+    T rows, where all ids are noted, or None; staging: for the pairs of several tokens, of which no more
     experts are streamed than it has places. ValueError for sizes out of range.
     """
     tokens, ranks = places.cpu_ids.shape
@@ -186,7 +186,7 @@ def sharing_of(
         None if used is None else used.data_ptr(),
         None if places.stamps is None else places.stamps.data_ptr(),
         (layer + 1) | tokens << ROWS_SHIFT,
-        landing.as_c() if landing else LandingFields(),
+        staging.as_c() if staging else StagingFields(),
         prefetched or Prefetched(),
         notes or PrefetchNotes(),
     )
@@ -202,7 +202,7 @@ def partition_experts_cuda(
 ) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
-    Writes the addresses and the ids that `sharing` names and the list of its landing, and asks the CPU for
+    Writes the addresses and the ids that `sharing` names and the list of its staging, and asks the CPU for
     its pairs. arrivals: int32 [1] on the device, 0 before and after, for more than MAX_MAILBOX_ROWS tokens.
     ValueError for arrays that do not fit.
     """

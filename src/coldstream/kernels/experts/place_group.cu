@@ -20,15 +20,15 @@ struct tables {
 
 // One block. `clears`: every other address of the tables becomes 0, which means not on the device.
 extern "C" __global__ void __launch_bounds__(place_threads)
-    place_group(const __grid_constant__ group landed, const __grid_constant__ tables to, int num_experts,
+    place_group(const __grid_constant__ group staged, const __grid_constant__ tables to, int num_experts,
                 int clears) {
 #pragma unroll
   for (int m = 0; clears && m < num_matrices; m++)
     for (int e = threadIdx.x; e < num_experts; e += place_threads) to.addresses[m][e] = 0;
   __syncthreads();
   const int i = threadIdx.x;
-  if (i >= landed.count) return;
+  if (i >= staged.count) return;
 #pragma unroll
   for (int m = 0; m < num_matrices; m++)
-    to.addresses[m][landed.numbers[i]] = landed.first[m] + i * landed.size[m];
+    to.addresses[m][staged.numbers[i]] = staged.first[m] + i * staged.size[m];
 }

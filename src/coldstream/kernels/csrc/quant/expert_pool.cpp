@@ -169,7 +169,7 @@ const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts)
   }
   lock.unlock();
   reader_->wait([&] {
-    return std::all_of(loading_.begin(), loading_.end(), [&](int32_t e) { return has_landed(e); });
+    return std::all_of(loading_.begin(), loading_.end(), [&](int32_t e) { return has_arrived(e); });
   });
   if (reader_->failed()) return read_failed;
   lock.lock();
@@ -228,15 +228,15 @@ const char* expert_pool::next_round() {
     load_missing();
   }
   round_++;
-  const auto landed = [&](int32_t expert) { return has_landed(expert); };
+  const auto arrived = [&](int32_t expert) { return has_arrived(expert); };
   if (in_round_.empty() && !loading_.empty()) {
     const auto started = std::chrono::steady_clock::now();
     lock.unlock();
-    reader_->wait([&] { return std::any_of(loading_.begin(), loading_.end(), landed); });
+    reader_->wait([&] { return std::any_of(loading_.begin(), loading_.end(), arrived); });
     lock.lock();
     counters_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   }
-  const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(landed));
+  const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(arrived));
   for (auto next = first; next != loading_.end(); ++next) publish(*next);
   in_round_.insert(in_round_.end(), first, loading_.end());
   loading_.erase(first, loading_.end());

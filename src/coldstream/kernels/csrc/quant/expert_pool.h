@@ -149,7 +149,7 @@ class expert_pool {
   int64_t number(int32_t expert) const { return int64_t{layer_} * num_experts_ + expert; }
   size_class& current() { return classes_[layers_[layer_].size_class]; }
   slot& slot_with(int32_t expert) { return current().slots[slot_of_[number(expert)]]; }
-  bool has_landed(int32_t expert) { return slot_with(expert).pending.load(std::memory_order_acquire) == 0; }
+  bool has_arrived(int32_t expert) { return slot_with(expert).pending.load(std::memory_order_acquire) == 0; }
   bool has_kept(const slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
   bool may_overwrite(const slot& of) const {
     return !of.is_pinned && !of.is_staging && of.num_holds == 0 && !has_kept(of);

@@ -21,13 +21,13 @@ std::mutex registry_mutex;
 std::atomic<region_entry*> registry{nullptr};
 struct sigaction previous_action;
 
-struct landing {
+struct jump_target {
   sigjmp_buf environment;
   const void* address;
 };
 
 // Initial-exec: the handler must not be the first to touch a lazily allocated thread-local.
-__attribute__((tls_model("initial-exec"))) thread_local landing* active_landing = nullptr;
+__attribute__((tls_model("initial-exec"))) thread_local jump_target* active_target = nullptr;
 
 bool contains(const region_entry& e, uintptr_t address) {
   return address >= e.begin.load(std::memory_order_acquire) &&
@@ -55,11 +55,11 @@ void call_previous(int signal, siginfo_t* info, void* context) {
 }
 
 void on_bus_error(int signal, siginfo_t* info, void* context) {
-  landing* target = active_landing;
+  jump_target* target = active_target;
   if (target != nullptr && info->si_code > 0 &&
       find_entry(reinterpret_cast<uintptr_t>(info->si_addr)) != nullptr) {
     target->address = info->si_addr;
-    active_landing = nullptr;
+    active_target = nullptr;
     siglongjmp(target->environment, 1);
   }
   call_previous(signal, info, context);
@@ -103,12 +103,12 @@ guarded_region::~guarded_region() {
 }
 
 const void* run_guarded(op& next, int stage, int rows, worker& w) {
-  landing here;
+  jump_target here;
   here.address = nullptr;
   if (sigsetjmp(here.environment, 0) == 0) {
-    active_landing = &here;
+    active_target = &here;
     next.run(stage, rows, w);
-    active_landing = nullptr;
+    active_target = nullptr;
     return nullptr;
   }
   return here.address;

@@ -47,13 +47,13 @@ class file_reader {
   ~file_reader();
 
   void submit(const request& next);
-  // Waits until `landed()` is true or a read has failed; returns whether it is true. Calls `landed` whenever
-  // a `pending` has become 0.
+  // Waits until `is_done()` is true or a read has failed; returns whether it is true. Calls `is_done`
+  // whenever a `pending` has become 0.
   template <typename F>
-  bool wait(F landed) {
+  bool wait(F is_done) {
     std::unique_lock lock(mutex_);
-    progress_.wait(lock, [&] { return landed() || failed_; });
-    return landed();
+    progress_.wait(lock, [&] { return is_done() || failed_; });
+    return is_done();
   }
   bool failed() const { return failed_; }
   // The description of a failure; empty without one.

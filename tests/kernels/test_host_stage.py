@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts import land
-from coldstream.kernels.experts.land import land_experts_cuda
-from coldstream.kernels.experts.partition import Landing, Room
+from coldstream.kernels.experts import stage
+from coldstream.kernels.experts.partition import Room, Staging
 from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
 
 EXPERTS, COLS = 12, 64
@@ -35,7 +35,7 @@ def layer_of(quant_type: QuantType, rows: tuple[int, ...]) -> tuple[list[torch.T
     quant_type=st.sampled_from([QuantType.F32, QuantType.Q8_0]),  # of 16 bytes and of 2
     rows=st.tuples(*[st.integers(1, 150)] * MATRICES),
     experts=st.lists(st.integers(0, EXPERTS - 1), unique=True),
-    blocks=st.sampled_from([1, 5, land.BLOCKS]),
+    blocks=st.sampled_from([1, 5, stage.BLOCKS]),
 )
 @settings(max_examples=40, deadline=None)
 def test_listed_experts_are_in_their_places(
@@ -48,17 +48,17 @@ def test_listed_experts_are_in_their_places(
     room = Room.of(places.tensor.view(-1), stacks, EXPERTS)
     chosen = torch.tensor([len(experts), *experts, *[-1] * (EXPERTS - len(experts))], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(land, "BLOCKS", blocks)
-        land_experts_cuda(stacks, Landing(chosen, room))
-    landed = places.checked()
-    expected = torch.full_like(landed, POISON_BYTE)
+        patch.setattr(stage, "BLOCKS", blocks)
+        stage_experts_cuda(stacks, Staging(chosen, room))
+    staged = places.checked()
+    expected = torch.full_like(staged, POISON_BYTE)
     for place, expert in enumerate(experts):
         offset = 0
         for matrix in data:
             size = matrix.shape[1]
             expected[place, offset : offset + size] = matrix[expert]
             offset += -(-size // ALIGNMENT) * ALIGNMENT
-    assert torch.equal(landed, expected)
+    assert torch.equal(staged, expected)
 
 
 @pytest.mark.parametrize(("num_bytes", "places"), [(0, 0), (767, 0), (768, 1), (5 * 768 - 1, 4), (9000, 6)])

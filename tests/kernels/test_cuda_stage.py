@@ -6,11 +6,11 @@ from cuda_row_cases import CUDA, check_compiles
 from test_cuda_prefetch import COLS, EXPERTS, RANKS, stacks_of, zeros
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.land import PROGRAM, land_experts_cuda
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import Landing, Places, Room, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import Places, Room, Staging, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import MissTimes
+from coldstream.kernels.experts.stage import PROGRAM, stage_experts_cuda
 
 
 def test_kernels_compile() -> None:
@@ -34,20 +34,20 @@ def test_what_the_bus_reads_is_where_its_address_says(quant_type: QuantType, num
         places = Places(
             torch.zeros(MATRICES, EXPERTS, dtype=torch.int64, device=CUDA), zeros((tokens, RANKS), "int32")
         )
-        landing = Landing(zeros((1 + EXPERTS,), "int32"), Room.of(data, stacks, EXPERTS))
+        staging = Staging(zeros((1 + EXPERTS,), "int32"), Room.of(data, stacks, EXPERTS))
         sharing = sharing_of(
             stacks, times, Mailbox.create(RANKS, COLS), 3, places, zeros((tokens, RANKS), "int32"),
-            landing=landing,
+            staging=staging,
         )  # fmt: skip
         partition_experts_cuda(ids, x, sharing)
-        land_experts_cuda(stacks, landing)
+        stage_experts_cuda(stacks, staging)
         torch.cuda.synchronize()
-        num_landed = 0
+        num_staged = 0
         for expert in ids.unique().tolist():
             for address, memory in zip(places.addresses[:, expert].tolist(), memories, strict=True):
                 if address:
                     first = address - data.data_ptr()
-                    landed = data[first : first + memory.shape[1]].cpu()
-                    assert torch.equal(landed, memory[expert])
-            num_landed += bool(places.addresses[0, expert])
-        assert num_landed == min(num_places, len(ids.unique()))
+                    staged = data[first : first + memory.shape[1]].cpu()
+                    assert torch.equal(staged, memory[expert])
+            num_staged += bool(places.addresses[0, expert])
+        assert num_staged == min(num_places, len(ids.unique()))

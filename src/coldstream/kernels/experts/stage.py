@@ -10,33 +10,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.partition import Landing, LandingFields, Stack, stack_of
+from coldstream.kernels.experts.partition import Stack, Staging, StagingFields, stack_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
-PROGRAM = CudaProgram(Path(__file__).with_name("land.cu"), ("land_experts",))
+PROGRAM = CudaProgram(Path(__file__).with_name("stage.cu"), ("stage_experts",))
 THREADS = 32
 BLOCKS = 64
 
 
-class _Landed(ctypes.Structure):
-    """As in land.cu."""
+class _StagedLayer(ctypes.Structure):
+    """As in stage.cu."""
 
     _fields_ = (
         ("matrix", Stack * MATRICES),
         ("bytes", ctypes.c_int64 * MATRICES),
-        ("landing", LandingFields),
+        ("staging", StagingFields),
     )
 
 
-def land_experts_cuda(stacks: Sequence[ExpertTable], landing: Landing) -> None:
+def stage_experts_cuda(stacks: Sequence[ExpertTable], staging: Staging) -> None:
     """Copies the experts that `partition_experts_cuda` listed to their places.
 
     stacks: gate, up and down of the layer, which the device reads over the bus.
     """
-    landed = _Landed(
+    staged = _StagedLayer(
         (Stack * MATRICES)(*map(stack_of, stacks)),
         (ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
-        landing.as_c(),
+        staging.as_c(),
     )
-    PROGRAM.kernel("land_experts").launch((BLOCKS, 1, 1), THREADS, (landed,), overlap=True)
+    PROGRAM.kernel("stage_experts").launch((BLOCKS, 1, 1), THREADS, (staged,), overlap=True)
