@@ -52,10 +52,10 @@ def generate(llm: LLM, params: SamplingParams, num_prompt: int, num_tokens: int)
     return (time.perf_counter() - start) / num_tokens, tokens
 
 
-def compare(llm: LLM, name: str, num_prompt: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+def compare(llm: LLM, name: str, num_prompt: int, num_tokens: int, repeats: int) -> dict[str, Any]:
     """Both ways in turn. Raises RuntimeError if a token differs."""
     ahead, behind = [], []
-    for _ in range(rounds):
+    for _ in range(repeats):
         seconds, tokens = generate(llm, SETTINGS[name], num_prompt, num_tokens)
         ahead.append(seconds)
         with one_by_one(llm):
@@ -68,7 +68,7 @@ def compare(llm: LLM, name: str, num_prompt: int, num_tokens: int, rounds: int) 
         "settings": name,
         "depth": num_prompt,
         "tokens": num_tokens,
-        "rounds": rounds,
+        "repeats": repeats,
         "ahead_tok_s": 1 / statistics.median(ahead),
         "one_by_one_tok_s": 1 / statistics.median(behind),
         "ratio": statistics.median(ratios),
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--depths", type=int, nargs="+", default=[512])
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "ahead.json")
@@ -93,7 +93,7 @@ def main() -> None:
     ctx_size = max(options.depths) + WARM_TOKENS + options.tokens + 1
     with LLM(options.model, device="cuda", ctx_size=ctx_size) as llm:
         rows = [
-            compare(llm, name, depth, options.tokens, options.rounds)
+            compare(llm, name, depth, options.tokens, options.repeats)
             for depth in options.depths
             for name in SETTINGS
         ]

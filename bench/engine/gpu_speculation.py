@@ -40,8 +40,8 @@ ACCEPTED: Final = {"mtp": (0.80, 0.70, 0.63), "dflash": (0.86, 0.70, 0.54, 0.32,
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
 FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
 MAX_DEPTH = 16
-# The host reads what was chosen before it drafts again; or the device goes on by itself, in rounds, where it
-# holds all experts.
+# The host reads what was chosen before it drafts again; or the device, where it holds all experts, goes on by
+# itself in fused steps.
 BY = ("host", "device")
 
 
@@ -99,7 +99,7 @@ class StatedDflash(DflashDrafter):
 
 
 def write_script(script: torch.Tensor, first_id: int, acceptance: Acceptance) -> None:
-    """The drafts of rounds in the text from `first_id` on."""
+    """The drafts of fused steps in the text from `first_id` on."""
     first, depths = first_id - SHORT_PROMPT, script.shape[1]  # first: the token at position 0
     rows = [
         [
@@ -139,7 +139,7 @@ def text(
         "verify_ms": 1e3 * found.verify_s / found.steps,
         "accepted_by_depth": list(found.accepted_by_depth),
         "steps": found.steps,
-        "rounds": found.rounds,
+        "fused_steps": found.fused_steps,
     }
 
 
@@ -197,9 +197,9 @@ class Blocks:
             with DflashFile.open(self._draft) as file:
                 block, depths = runner.load_dflash(file), file.spec.block_size - 1
         if by == "device":
-            from bench.engine.scripted_rounds import script_rounds  # it needs a GPU's packages
+            from bench.engine.scripted_fused_steps import script_fused_steps  # it needs a GPU's packages
 
-            self.script = script_rounds(block, runner.context_length, depths)
+            self.script = script_fused_steps(block, runner.context_length, depths)
         elif runner.tier == "cuda":
             block.fused = None
         return block

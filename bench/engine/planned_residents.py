@@ -221,7 +221,7 @@ def decode(path: Path, device: str, run: RunPlan, token_ids: Sequence[int]) -> d
 
 
 def orders(names: Sequence[str], count: int) -> Iterator[list[str]]:
-    """The names, in each of `count` rounds another one first, and every other round backwards."""
+    """The names, in each of `count` repeats another one first, and every other time backwards."""
     for number in range(count):
         turned = [*names[number % len(names) :], *names[: number % len(names)]]
         yield turned[::-1] if number // len(names) % 2 else turned
@@ -229,7 +229,7 @@ def orders(names: Sequence[str], count: int) -> Iterator[list[str]]:
 
 def measure(path: Path, device: str, planner: Planner, texts: Sequence[Text]) -> list[dict[str, Any]]:
     """For each text its order, and by way what `decode` says. Raises RuntimeError if tokens differ."""
-    rounds = []
+    repeats = []
     names = list(ways_of(planner, texts[0].profile, device))
     for text, order in zip(texts, orders(names, len(texts)), strict=True):
         plans = ways_of(planner, text.profile, device)
@@ -237,9 +237,9 @@ def measure(path: Path, device: str, planner: Planner, texts: Sequence[Text]) ->
         chosen = [way.pop("chosen") for way in ways.values()]
         if any(each != chosen[0] for each in chosen):
             raise RuntimeError(f"ways in the order {order} choose different tokens: {chosen}")
-        rounds.append({"order": order, "ways": ways})
+        repeats.append({"order": order, "ways": ways})
         print({name: round(way["tok_s"], 1) for name, way in ways.items()}, flush=True)
-    return rounds
+    return repeats
 
 
 def hit_rate(uses: Sequence[Sequence[int]]) -> float:
@@ -248,13 +248,13 @@ def hit_rate(uses: Sequence[Sequence[int]]) -> float:
     return hits / (hits + misses)
 
 
-def summary(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def summary(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way: hit rates, the median speed, and that of `kept` over it text by text, rising."""
     rows = []
-    for name in sorted(rounds[0]["ways"], key=WAYS.index):
-        ways = [each["ways"][name] for each in rounds]
+    for name in sorted(repeats[0]["ways"], key=WAYS.index):
+        ways = [each["ways"][name] for each in repeats]
         ratios = [
-            each["ways"]["kept"]["tok_s"] / way["tok_s"] for each, way in zip(rounds, ways, strict=True)
+            each["ways"]["kept"]["tok_s"] / way["tok_s"] for each, way in zip(repeats, ways, strict=True)
         ]
         rows.append(
             {
@@ -283,7 +283,7 @@ def main() -> int:
     threads = options.threads or Hardware.measure().num_physical_cores
     plans = planner(options.model, options.device, threads, options.experts)
     texts = texts_of(options.model, options.texts, threads)
-    rounds = measure(options.model, options.device, plans, texts)
+    repeats = measure(options.model, options.device, plans, texts)
     words = ["python", "-m", "bench.engine.planned_residents"]
     words += [] if options.model == demo_model_path() else [options.model.name]
     for name in ("device", "experts", "texts"):
@@ -302,8 +302,8 @@ def main() -> int:
         "tokens": TOKENS,
         "first_tokens": FIRST_TOKENS,
         "profile_tokens": texts[0].profile.num_steps,
-        "rows": summary(rounds),
-        "rounds": rounds,
+        "rows": summary(repeats),
+        "repeats": repeats,
     }
     write_result(result, options.out, options.commit)
     return 0

@@ -65,11 +65,11 @@ def _gpu_load(found: Mapping[str, Any]) -> str:
 
 def _gpu_equality(found: Mapping[str, Any]) -> str:
     counts = found["statistics"]
-    answers = found["rounds"] * found["requests"]
+    answers = found["repeats"] * found["requests"]
     same = answers - len(found["different"])
     return (
         f"{same} of {answers} answers are those of a server that has each alone, all experts on the GPU and "
-        f"no drafts: {found['requests']} at a time and {found['rounds']} times, with "
+        f"no drafts: {found['requests']} at a time and {found['repeats']} times, with "
         f"{found['experts_share']:.0%} of the experts on the GPU. Beside them {counts['cancelled_requests']} "
         f"requests were given up, {counts['reused_tokens']:,} tokens of prompts were found in the cache, and "
         f"{counts['accepted_tokens']:,} of {counts['drafted_tokens']:,} drafted tokens were accepted.\n"

@@ -106,7 +106,7 @@ def equality(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict
     settings += ("--spec-type", options.spec_type, "--tree-budget", str(options.tree_budget))
     with served(options.model, folder / "shared.log", *settings, device=options.device) as server:
         differs = run_client(
-            server.url, lambda http: together(http, asked, expected, options.rounds, REQUESTS_SEED)
+            server.url, lambda http: together(http, asked, expected, options.repeats, REQUESTS_SEED)
         )
         counts = props(server)["statistics"]
         shares["experts_share"] = share(server)
@@ -115,7 +115,7 @@ def equality(options: argparse.Namespace, folder: Path, vocab_size: int) -> dict
     print(len(differs), "differ", {name: counts[name] for name in names}, file=sys.stderr, flush=True)
     return {
         "requests": REQUESTS,
-        "rounds": options.rounds,
+        "repeats": options.repeats,
         "spec_type": options.spec_type,
         "tree_budget": options.tree_budget,
         "vram": options.vram[-1],
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seconds", type=float, default=12, help="of each number of clients")
     found.add_argument("--tokens", type=int, default=80_000, help="of a conversation's first prompt")
     found.add_argument("--conversations", type=int, default=2)
-    found.add_argument("--rounds", type=int, default=20)
+    found.add_argument("--repeats", type=int, default=20)
     found.add_argument("--spec-type", default="ngram")
     found.add_argument("--tree-budget", type=int, default=4, help="tokens of each draft, whatever they cost")
     found.add_argument("--layers", type=int, default=FULL_SHAPE.layers, help="of a smaller file, for a trial")

@@ -2,7 +2,7 @@
 
 Prompts of many lengths, of which half begin alike; greedy and sampled answers, several to a prompt,
 penalties, log-probabilities, stop strings, prompts that repeat themselves, whose text n-grams draft, and
-JSON schemas. In every round all of them come at random moments in another order, between neighbours of which
+JSON schemas. In every repeat all of them come at random moments in another order, between neighbours of which
 some are given up. An answer has to be the one of the undisturbed server to the last bit of its
 log-probabilities.
 """
@@ -24,7 +24,7 @@ Fields = dict[str, Any]
 SHARED_TOKENS: Final = 640  # that half of the prompts begin with
 REPEATED_TOKENS, REPEATED_AGAIN = 64, 8  # a prompt that repeats itself ends so far in its second time
 GIVEN_UP_SHARE: Final = 0.5  # neighbours, for each request
-SPREAD_S: Final = 2.0  # in which a round's requests arrive
+SPREAD_S: Final = 2.0  # in which a repeat's requests arrive
 KINDS: Final[Sequence[Fields]] = (
     {"temperature": 0},
     {"temperature": 3, "top_k": 0, "logprobs": 2},
@@ -48,7 +48,7 @@ class Wish:
 class Differs:
     """An answer that is not the undisturbed one. Places are of the list of requests."""
 
-    round: int
+    repeat: int
     place: int
     found: Any
     expected: Any
@@ -107,7 +107,7 @@ async def alone(http: httpx2.AsyncClient, asked: Sequence[Wish]) -> list[Fields]
     return [await answered(http, wish) for wish in asked]
 
 
-async def _round(http: httpx2.AsyncClient, asked: Sequence[Wish], chance: random.Random) -> list[Fields]:
+async def _ask_all(http: httpx2.AsyncClient, asked: Sequence[Wish], chance: random.Random) -> list[Fields]:
     """All at random moments between neighbours that are given up: the answers, in the order of `asked`."""
 
     async def late(wish: Wish, delay: float) -> Fields:
@@ -129,13 +129,13 @@ async def _round(http: httpx2.AsyncClient, asked: Sequence[Wish], chance: random
 
 
 async def together(
-    http: httpx2.AsyncClient, asked: Sequence[Wish], expected: Sequence[Fields], rounds: int, seed: int
+    http: httpx2.AsyncClient, asked: Sequence[Wish], expected: Sequence[Fields], repeats: int, seed: int
 ) -> list[Differs]:
-    """The answers that differ, of so many rounds."""
+    """The answers that differ, of so many repeats."""
     chance = random.Random(seed)
     differs = []
-    for number in range(rounds):
-        answers = await _round(http, asked, chance)
+    for number in range(repeats):
+        answers = await _ask_all(http, asked, chance)
         pairs = zip(answers, expected, strict=True)
         differs += [
             Differs(number, place, found, wanted)

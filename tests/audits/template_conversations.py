@@ -145,7 +145,7 @@ def honest() -> dict[str, Conversation]:
             ],
             [WEATHER, SEARCH],
         ),
-        "rounds of calls": (
+        "repeated calls": (
             [
                 *(user("Weather?"), called, result("rain")),
                 *(assistant("", tool_calls=[call("search", {"query": "y"}, 2)]), result("sun", 2, "search")),

@@ -73,7 +73,7 @@ def test_likelier_trees_get_more_nodes() -> None:
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_what_pays_is_learned_by_the_number_of_sequences(num: int) -> None:
-    """Drafts that lose beside others do not end those of an answer that is alone, nor the other way round."""
+    """Drafts that lose beside others do not end those of an answer that is alone, nor vice versa."""
     sizes = SizesByCost("chains")
     alone = go(sizes, [chain(8)], 300, accepted=8, row_s=0.0001)
     together = go(sizes, [chain(8)] * num, 900, accepted=0, row_s=0.01)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.decoding import DraftCounts, SizeReason, StepCosts
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.kernels.fused.reference import Accepted
 
 
 def test_statistics_are_the_sums_of_steps() -> None:
@@ -25,15 +25,20 @@ def test_statistics_are_the_sums_of_steps() -> None:
     assert found.size_s == pytest.approx(0.0006)
     assert found.choose_s == pytest.approx(0.002)
     assert dict(found.reasons) == {"fixed": 2, "not_asked": 1}
-    assert (found.rounds, found.experts, found.cold_experts, found.experts_per_draft) == (0, None, None, None)
+    assert (found.fused_steps, found.experts, found.cold_experts, found.experts_per_draft) == (
+        0,
+        None,
+        None,
+        None,
+    )
 
 
 def test_fused_steps_count_their_whole_time_and_no_reason() -> None:
     counts = DraftCounts("mtp")
-    counts.count_round(Accepted((7, 8, 9), 0, 3, is_last=False), 0.02)
-    counts.count_round(Accepted((), 5, 2, is_last=True), 0.01)
+    counts.count_fused(Accepted((7, 8, 9), 0, 3, is_last=False), 0.02)
+    counts.count_fused(Accepted((), 5, 2, is_last=True), 0.01)
     found = counts.statistics()
-    assert (found.steps, found.rounds, found.drafted, found.accepted_by_depth) == (2, 2, 5, (1, 1))
+    assert (found.steps, found.fused_steps, found.drafted, found.accepted_by_depth) == (2, 2, 5, (1, 1))
     assert found.verify_s == pytest.approx(0.03)
     assert found.reasons == ()
 

@@ -1,10 +1,10 @@
 """Loads a model and answers three requests, again and again, each time with another allocation that fails.
 
-LD_PRELOAD=failing_allocations.so python host_memory_worker.py MODEL RAM_BYTES MOST_ROUNDS
+LD_PRELOAD=failing_allocations.so python host_memory_worker.py MODEL RAM_BYTES MOST_REPEATS
 
-Prints a line for each round: which allocation failed, what became of the load and of each request (the digest
-of what was computed, or the name of the error), and how many files and threads are left. First and after each
-round comes one without a failure, number 0.
+Prints a line for each repeat: which allocation failed, what became of the load and of each request (the
+digest of what was computed, or the name of the error), and how many files and threads are left. First and
+after each repeat comes one without a failure, number 0.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def outcomes(path: str, ram: int) -> Iterator[str]:
                 yield type(error).__name__
 
 
-def rounds(count: int, most: int) -> list[int]:
+def chosen_ones(count: int, most: int) -> list[int]:
     """Which of `count` allocations fail: the first ones, and others evenly."""
     first = min(count, most // 2)
     step = max(1, -(-(count - first) // max(1, most - first)))
@@ -61,7 +61,7 @@ def main() -> None:
     list(outcomes(path, ram))  # what is imported, compiled and cached once
     FAILING(NEVER)
     print(NEVER, *outcomes(path, ram), left_over(), flush=True)
-    for number in rounds(FAILING(NEVER), most):
+    for number in chosen_ones(FAILING(NEVER), most):
         FAILING(number)
         results = list(outcomes(path, ram))
         FAILING(NEVER)

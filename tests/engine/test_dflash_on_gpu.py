@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("cuda.bindings")
 
 from test_drafts_on_gpu import open_runner
-from test_rounds_on_gpu import DEPTHS, Models, check_engine
+from test_fused_steps_on_gpu import DEPTHS, Models, check_engine
 
-from bench.engine.scripted_rounds import script_rounds
+from bench.engine.scripted_fused_steps import script_fused_steps
 from bench.runners import fixed_part_on_gpu, open_model_file
 from builders import Dims, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
@@ -79,18 +79,18 @@ def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, sec
         statistics = found.statistics.speculation
         assert statistics.drafter == "dflash"
         assert statistics.drafted >= 2 * BUDGET
-        assert statistics.rounds == (statistics.steps if share is None else 0)
+        assert statistics.fused_steps == (statistics.steps if share is None else 0)
 
 
 def answer_with(
-    runner: CudaRunner, draft: DflashFile, answers: dict[tuple[int, ...], tuple[int, ...]], *, in_rounds: bool
+    runner: CudaRunner, draft: DflashFile, answers: dict[tuple[int, ...], tuple[int, ...]], *, is_fused: bool
 ) -> tuple[list[RequestOutput], CudaDflashSequence]:
     """Answers to these prompts in turn, with drafts of which two tokens are right; and
     what the drafter knows of the last one.
     """
     drafting = runner.load_dflash(draft)
-    if in_rounds:
-        script = script_rounds(drafting, CONTEXT, draft.spec.block_size)
+    if is_fused:
+        script = script_fused_steps(drafting, CONTEXT, draft.spec.block_size)
     else:
         drafting.fused = None
     context = drafting.new_sequence()
@@ -98,7 +98,7 @@ def answer_with(
     llm = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
     found = []
     for prompt, answer in answers.items():
-        if in_rounds:
+        if is_fused:
             text = [*prompt, *answer, *[0] * draft.spec.block_size]
             for position in range(len(prompt) - 1, len(prompt) + len(answer)):
                 script[position, :2] = torch.tensor(text[position + 1 : position + 3], dtype=torch.int32)
@@ -108,7 +108,7 @@ def answer_with(
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("second", [False, True])
-def test_rounds_leave_the_context_that_steps_of_the_host_leave(
+def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(
     tmp_path: Path, tiny: Path, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose memory grows while they run; of texts that continue each other and of another one."""
@@ -125,12 +125,12 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
         CudaRunner.load(file, spec, plan, cache_size=size, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", second) as draft,
     ):
-        by_host, plain_context = answer_with(runner, draft, answers, in_rounds=False)
-        by_device, context = answer_with(runner, draft, answers, in_rounds=True)
+        by_host, plain_context = answer_with(runner, draft, answers, is_fused=False)
+        by_device, context = answer_with(runner, draft, answers, is_fused=True)
         for one, other, each in zip(by_host, by_device, expected, strict=True):
             assert one.token_ids == other.token_ids == each.token_ids
             statistics = other.statistics.speculation
-            assert statistics.rounds == statistics.steps
+            assert statistics.fused_steps == statistics.steps
             assert statistics.tokens_per_step > 2
         assert context.length == plain_context.length == len(prompts[-1]) + GREEDY.max_tokens - 1
         assert context.has_last
@@ -147,7 +147,7 @@ def test_rounds_leave_the_context_that_steps_of_the_host_leave(
 def test_an_engine_drafts_an_answer_that_is_alone(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a few rounds at a time, and plainly while another one is there."""
+    """In a few fused steps at a time, and plainly while another one is there."""
     monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     file, spec = open_model_file(tiny)
     plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
@@ -157,7 +157,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(
         random_drafter(tmp_path / "drafter", True) as draft,
     ):
         drafting = runner.load_dflash(draft)
-        script = script_rounds(drafting, CONTEXT, DEPTHS)
+        script = script_fused_steps(drafting, CONTEXT, DEPTHS)
         speculation = Speculation(DflashDrafter(drafting.new_sequence()), FixedSizes(BUDGET))
         opened = replace(opened_with(runner, CONTEXT), speculation=speculation)
         models = Models(LLM.from_opened(opened_with(plain, CONTEXT)), LLM.from_opened(opened), script)

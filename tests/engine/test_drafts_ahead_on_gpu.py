@@ -19,7 +19,7 @@ from test_drafts_on_gpu import on_the_host, scripted
 from builders import SMALL_EXPERTS, write_gguf
 from coldstream import kvcache
 from coldstream.decoding import SizeReason, Speculation, TokenTree, TriedDraft
-from coldstream.decoding.round_sizes import FixedRounds, RoundSizes
+from coldstream.decoding.fused_sizes import FixedFusedSizes, FusedSizes
 from coldstream.engine import LLM, OpenedModel, SamplingParams, engine
 from coldstream.engine.job_drafts import JobDrafts
 from coldstream.engine.model_steps import Launched, launch_ahead
@@ -50,8 +50,8 @@ class EveryFourth:
     reason = SizeReason.FIXED
 
     @property
-    def rounds(self) -> RoundSizes:
-        return FixedRounds(0)
+    def fused(self) -> FusedSizes:
+        return FixedFusedSizes(0)
 
     def will_draft(self, most: int, num_sequences: int = 1) -> bool:
         """Of the next step, while the one before is under way."""
@@ -275,7 +275,7 @@ def test_a_drafter_is_not_told_of_a_step_behind_an_end_token(
 def test_where_a_device_drafts_by_itself_no_step_is_launched_ahead_of_it(
     models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once an answer is alone it goes on in rounds, whose sizes say themselves when nothing is drafted."""
+    """Once an answer is alone it goes on in fused steps, whose sizes say when nothing is drafted."""
     plain, opened = models
     found = []
     for idle_steps, has_fused in (((), False), ((), True), ((0,), True)):

@@ -15,7 +15,7 @@ from ram_budgets import least_ram
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc")
-MOST_ROUNDS = {"mapped": 110, "from the disk": 60}  # the latter take three times as long each
+MOST_REPEATS = {"mapped": 110, "from the disk": 60}  # the latter take three times as long each
 ERROR = OutOfMemoryError.__name__
 
 
@@ -48,12 +48,12 @@ def small_budget(path: Path) -> int:
     return least_ram(path, context_length=512) + (1 << 20)
 
 
-@pytest.mark.parametrize("where", MOST_ROUNDS)
+@pytest.mark.parametrize("where", MOST_REPEATS)
 def test_mm02_whichever_allocation_fails_only_its_load_or_request_does(
     model: Path, failing_allocations: Path, where: str
 ) -> None:
-    ram, rounds_most = 1 << 32 if where == "mapped" else small_budget(model), MOST_ROUNDS[where]
-    command = [sys.executable, str(HERE / "host_memory_worker.py"), str(model), str(ram), str(rounds_most)]
+    ram, most_repeats = 1 << 32 if where == "mapped" else small_budget(model), MOST_REPEATS[where]
+    command = [sys.executable, str(HERE / "host_memory_worker.py"), str(model), str(ram), str(most_repeats)]
     done = subprocess.run(
         command,
         env=os.environ | {"LD_PRELOAD": str(failing_allocations)},
@@ -63,12 +63,12 @@ def test_mm02_whichever_allocation_fails_only_its_load_or_request_does(
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (_, *expected, files, threads), *rounds = [line.split() for line in done.stdout.splitlines()]
+    (_, *expected, files, threads), *repeats = [line.split() for line in done.stdout.splitlines()]
     assert expected[0] == "loaded"
     assert len(expected) == 4
     assert ERROR not in expected
     failed_loads = failed_requests = 0
-    for number, *results, files_then, threads_then in rounds:
+    for number, *results, files_then, threads_then in repeats:
         assert (files_then, threads_then) == (files, threads), f"allocation {number} left something behind"
         if number == "0" or results == expected:  # a retry, or an allocation that could be done without
             assert results == expected

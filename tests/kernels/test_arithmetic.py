@@ -54,13 +54,13 @@ def round_to_float32(value: Fraction) -> float:
 @example(a=2.0**-126, b=2.0**-20, c=2.0**-149)
 @example(a=2.0**100, b=2.0**28, c=-(2.0**127))
 @example(a=2.0**-75, b=-(2.0**-75), c=0.0)
-def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+def test_fma_is_one_rounding(a: float, b: float, c: float) -> None:
     expected = round_to_float32(Fraction(a) * Fraction(b) + Fraction(c))
     assert fma(scalar(a), scalar(b), scalar(c)).item() == expected
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_fma_rounds_once_near_ties(seed: int) -> None:
+def test_fma_is_one_rounding_near_ties(seed: int) -> None:
     """Products of short numbers against a much smaller c: rounding twice would show here."""
     generator = np.random.default_rng(seed)
     a, b = (1 + generator.integers(0, 2**12, 8) / 2**12 for _ in range(2))
@@ -70,7 +70,7 @@ def test_fma_rounds_once_near_ties(seed: int) -> None:
         assert actual[k].item() == round_to_float32(Fraction(a[k]) * Fraction(b[k]) + Fraction(c[k]))
 
 
-def test_fma_rounds_once_where_floats_have_fewer_bits() -> None:
+def test_fma_is_one_rounding_where_floats_have_fewer_bits() -> None:
     """257 and almost a half of the least float: half way to 258, if it is rounded before."""
     least = 2.0**-149
     a, b = 2.0**-75 * (1 + 2.0**-23), 2.0**-75 * (1 - 2.0**-23)
@@ -124,7 +124,7 @@ def test_sum_lanes_keeps_the_written_order(x: np.ndarray) -> None:
     assert dot_lanes(torch.from_numpy(x[None]), torch.ones(1, len(x))).item() == lanes_by_hand(list(x))
 
 
-def test_dot_lanes_rounds_each_step_once() -> None:
+def test_dot_lanes_is_one_rounding_a_step() -> None:
     tiny = 2.0**-12
     x, y = torch.zeros(2, 20), torch.zeros(3, 20)
     x[0, 0], y[0, 0] = 1.0, -(1 + 2 * tiny)

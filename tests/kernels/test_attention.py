@@ -91,7 +91,7 @@ def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id:
     torch.testing.assert_close(rest[:3], run(others, make_rows((0, 0, 3)), empty_caches(1)))
 
 
-def test_half_caches_round_keys_and_values() -> None:
+def test_half_caches_hold_keys_and_values_in_half_precision() -> None:
     inputs = random_inputs(5, seed=4)
     rows = make_rows((1, 0, 5))
     caches = empty_caches(2, torch.float16)

@@ -31,9 +31,9 @@ def test_the_server_answers_every_request_though_nothing_is_to_compute() -> None
     server.check()
 
 
-def test_a_round_raises_the_flag_after_the_last_answer_is_forgotten() -> None:
-    operations = link._rounds(0x1000, 0x2000)
-    assert len(operations) == 3 * link._ROUNDS_PER_BATCH < 256
+def test_a_handshake_raises_the_flag_after_the_last_answer_is_forgotten() -> None:
+    operations = link._handshakes(0x1000, 0x2000)
+    assert len(operations) == 3 * link._HANDSHAKES_PER_BATCH < 256
     kinds = driver.CUstreamBatchMemOpType
     write, wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value

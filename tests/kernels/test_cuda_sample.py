@@ -37,10 +37,10 @@ def test_ten_thousand_random_cases() -> None:
     rng = np.random.default_rng(0)
     workspace = torch.zeros(100, ROW_BYTES, dtype=torch.uint8, device=CUDA)
     vocabs = (1, 2, 3, 31, 100, 511, 2047, 2048, 2049, 5000)
-    for round_number in range(100):
-        vocab = vocabs[round_number % len(vocabs)]
+    for number in range(100):
+        vocab = vocabs[number % len(vocabs)]
         cases = [random_case(rng, vocab) for _ in range(100)]
-        check_choices(cases, CUDA, workspace, round_number % 3, ahead=round_number % 2 == 1)
+        check_choices(cases, CUDA, workspace, number % 3, ahead=number % 2 == 1)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,8 @@ from coldstream.kernels.experts import (
     stamps,
     wait_answer,
 )
+from coldstream.kernels.fused import cuda as fused
+from coldstream.kernels.fused.reference import NUM_COLUMNS
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
 from coldstream.kernels.linear import cuda_float_many as float_many
@@ -48,8 +50,6 @@ from coldstream.kernels.linear import few_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.rms_norm import cuda as rms_norm
-from coldstream.kernels.rounds import cuda as rounds
-from coldstream.kernels.rounds.reference import NUM_COLUMNS
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
 from coldstream.kernels.sample import admit
@@ -159,9 +159,9 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "DraftContext": draft_block.CONTEXT_TYPE,
         "DraftAttention": draft_block.Attention,
     },
-    "rounds/rounds.cu": {
-        "RoundState": rounds.DeviceState,
-        "Round": rounds.Round,
+    "fused/fused.cu": {
+        "FusedState": fused.DeviceState,
+        "FusedStep": fused.FusedStep,
     },
     "sample/admit.cu": {
         "StepRows": admit._StepRows,
@@ -335,7 +335,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
     "rms_norm/rms_norm.cu": {"group_elements": GROUP_SIZE},
-    "rounds/rounds.cu": {
+    "fused/fused.cu": {
         "num_columns": NUM_COLUMNS,
         "sizeof(RowSettings) / 4": sample.SETTINGS_WORDS,
     },

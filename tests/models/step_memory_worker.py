@@ -1,9 +1,9 @@
 """The memory of a process between steps of one runner.
 
-python step_memory_worker.py MODEL RAM_BYTES NUM_ROUNDS
+python step_memory_worker.py MODEL RAM_BYTES NUM_REPEATS
 
-A round is a prompt and nine tokens after it: ten steps. Prints KiB of anonymous memory in RAM and of data
-altogether, written or not, after a third of the rounds, after two and after all; the first are to warm up.
+A repeat is a prompt and nine tokens after it: ten steps. Prints KiB of anonymous memory in RAM and of data
+altogether, written or not, after a third of the repeats, after two and after all; the first are to warm up.
 """
 
 import gc
@@ -22,10 +22,10 @@ def kib(path: str, field: str) -> int:
 
 
 def main() -> None:
-    path, ram_bytes, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    path, ram_bytes, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with open_cpu(Path(path), threads=2, context_length=128, ram_bytes=ram_bytes) as runner:
         for _ in range(3):
-            for number in range(rounds):
+            for number in range(repeats):
                 runner.reset()
                 runner.prefill(list(range(1 + 7 * number % 100)))
                 for token in range(9):

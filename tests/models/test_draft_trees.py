@@ -225,7 +225,7 @@ def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str,
                 reference.commit(reference.sequences[0], path)
 
 
-def test_the_reference_that_rounds_as_pytorch_does_knows_trees(small_path: Path) -> None:
+def test_the_reference_with_pytorchs_rounding_knows_trees(small_path: Path) -> None:
     reference, tree = Reference(small_path, exact=False), branching_tree(4)
     first, second = reference.sequences
     reference.step(Batch((Segment(first, prompt(20)), Segment(second, prompt(20)))))

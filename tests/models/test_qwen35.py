@@ -189,7 +189,7 @@ OTHER_TYPES = {
     [(False, INTEGER_TYPES), (False, OTHER_TYPES), (True, INTEGER_TYPES)],
     ids=["dense, integer types", "dense, other types", "moe, integer types"],
 )
-def test_quantised_products_round_about_as_llama_cpp_does(moe, types, gguf_path, token_ids) -> None:
+def test_rounding_of_quantised_products_is_about_that_of_llama_cpp(moe, types, gguf_path, token_ids) -> None:
     """Both round activations to 8 bits, around the same dequantised model: alike for K-types.
 
     For types with blocks of 32 llama.cpp has a scale for every 32 activations and rounds less. In a random

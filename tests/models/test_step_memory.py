@@ -11,8 +11,8 @@ from builders import Dims, write_gguf
 from ram_budgets import least_ram
 
 HERE = Path(__file__).parent
-NUM_ROUNDS = 12
-NUM_STEPS = 10 * NUM_ROUNDS
+NUM_REPEATS = 12
+NUM_STEPS = 10 * NUM_REPEATS
 # Far above what an allocator takes at once, far below a leak of 100 KB in each step.
 MOST_KIB = NUM_STEPS * 10
 
@@ -29,7 +29,7 @@ def test_mm04_steps_after_the_first_take_no_more_memory(tmp_path: Path, is_mappe
         str(HERE / "step_memory_worker.py"),
         str(path),
         str(ram_bytes),
-        str(NUM_ROUNDS),
+        str(NUM_REPEATS),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     _, before, after = ([int(kib) for kib in line.split()] for line in done.stdout.splitlines())

@@ -13,7 +13,7 @@ from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.cost import (
     BUS_BESIDE_SHARE,
     BUS_SHARE,
-    DISK_ROUND_S,
+    DISK_WAIT_S,
     JOIN_S,
     MISSES_SHARE,
     decode_seconds,
@@ -165,4 +165,4 @@ def test_an_expert_that_every_token_wants_gets_every_row() -> None:
 
 def test_what_is_missed_on_the_cpu_is_read_and_then_computed() -> None:
     read_s = FULL_SIZES.num_experts_per_tok * sum(FULL_SIZES.expert_bytes) / H200.disk_bytes_per_s
-    assert on_cpu(0.0)(H200) - on_cpu(1.0)(H200) == pytest.approx(read_s + 40 * DISK_ROUND_S)
+    assert on_cpu(0.0)(H200) - on_cpu(1.0)(H200) == pytest.approx(read_s + 40 * DISK_WAIT_S)

@@ -11,7 +11,7 @@ from test_cost import FIXED, GIB, H200
 from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.ceilings import decode_ceiling
 from coldstream.placement.cost import (
-    DISK_ROUND_S,
+    DISK_WAIT_S,
     decode_seconds,
     disk_seconds,
     prefill_seconds,
@@ -48,7 +48,7 @@ def test_what_a_token_waits_for_the_disk() -> None:
     none, all_of_it = [0.0] * FULL_SIZES.num_layers, [1.0] * FULL_SIZES.num_layers
     assert disk_seconds(FULL_SIZES, H200, none) == 0
     num_bytes = FULL_SIZES.num_experts_per_tok * sum(FULL_SIZES.expert_bytes)
-    expected = num_bytes / H200.disk_bytes_per_s + FULL_SIZES.num_layers * DISK_ROUND_S
+    expected = num_bytes / H200.disk_bytes_per_s + FULL_SIZES.num_layers * DISK_WAIT_S
     assert disk_seconds(FULL_SIZES, H200, all_of_it) == pytest.approx(expected)
 
 

@@ -80,7 +80,7 @@ def test_split_is_disjoint_pure_and_leaves_tables_out(tmp_path: Path) -> None:
     assert data.load_corpus(tmp_path) == corpus
 
 
-def test_tokenizer_round_trip_and_ids(tiny_tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_gives_text_and_ids_back(tiny_tokenizer: Tokenizer) -> None:
     text = "def f(x):\n\treturn 'é日本' + x[12]\r\n\n  # end   \n"
     assert tiny_tokenizer.decode(tiny_tokenizer.encode(text).ids) == text
     ids = [tiny_tokenizer.token_to_id(token) for token in tokenizer.CONTROL_TOKENS]
@@ -162,7 +162,7 @@ def test_orthogonalise_flattens_singular_values() -> None:
     assert values.max() < 1.3
 
 
-def test_checkpoint_round_trip(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     state = random_state(3)
     save_checkpoint(tmp_path, state)
     back = load_checkpoint(tmp_path)
@@ -213,7 +213,7 @@ def test_quantised_types_and_size_limit(
         convert.write_gguf(path, state, TINY, tiny_tokenizer)
 
 
-def test_training_learns_rounds_and_saves(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+def test_training_learns_quantises_and_saves(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     ids, starts = tokenizer.encode_documents(tiny_tokenizer, [data.SourceFile("a", TEXT[:1500])])
     arrays = {"ids": ids, "starts": starts, "bytes": np.int64(1500)}
     arrays = {f"{part}_{key}": value for part in ("train", "held_out") for key, value in arrays.items()}

@@ -1,10 +1,11 @@
-"""How long drafts that do not pay are left alone: being told of tokens costs a drafter time, and a round
-without a draft takes longer than a step.
+"""How long drafts that do not pay are left alone.
+
+Observing tokens costs a drafter time, and a fused step without a draft takes longer than a plain step.
 """
 
 from typing import Final
 
-# Steps before a draft from which on a drafter is told of tokens. With 64 rows of 2,600 the demo model's block
+# Steps before a draft from which on a drafter observes tokens. With 64 rows of 2,600 the demo model's block
 # gives 3.24 tokens a step, with all of them 3.42.
 OBSERVED_STEPS: Final = 64
 AWAKE_STEPS: Final = 512  # of WAKE_DISTANCE steps in which drafts do not pay

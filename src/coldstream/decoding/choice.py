@@ -16,7 +16,7 @@ from coldstream.decoding.sampling import changed_logits, no_token_left, recent_t
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels import _csrc
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.spec.sanity import damaged_logits
 
@@ -228,15 +228,15 @@ class TokenChooser:
         forbids = self._params.min_tokens > 0 and len(self._end_ids) > 0
         return not (forbids or _wants_logits(self._params))
 
-    def round_text(self, context: Sequence[int], num_left: int, most_nodes: int) -> RoundText | None:
-        """What rounds after `context` begin with; None unless a device makes all choices by itself.
+    def fused_text(self, context: Sequence[int], num_left: int, most_nodes: int) -> FusedText | None:
+        """What fused steps after `context` begin with; None unless a device makes all choices by itself.
 
         It must not need the host in between: a penalty depends on tokens that the host has not seen.
         """
         if not self.is_for_device or self._params.has_penalties:
             return None
         settings = self.choice(_NO_LOGITS, context).settings
-        return RoundText(most_nodes, context[-1], num_left, settings, frozenset(self._end_ids))
+        return FusedText(most_nodes, context[-1], num_left, settings, frozenset(self._end_ids))
 
     def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
         """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
-from coldstream.decoding.round_sizes import FixedRounds, RoundsByCost, RoundSizes
+from coldstream.decoding.fused_sizes import FixedFusedSizes, FusedSizes, FusedSizesByCost
 from coldstream.decoding.row_times import StepTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
@@ -42,7 +42,7 @@ class TreeSizes(Protocol):
         """
 
     @property
-    def rounds(self) -> RoundSizes:
+    def fused(self) -> FusedSizes:
         """The sizes where a device drafts and accepts by itself."""
 
     def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
@@ -69,8 +69,8 @@ class FixedSizes:
     reason: ClassVar[SizeReason] = SizeReason.FIXED
 
     @property
-    def rounds(self) -> RoundSizes:
-        return FixedRounds(self.num_nodes)
+    def fused(self) -> FusedSizes:
+        return FixedFusedSizes(self.num_nodes)
 
     def will_draft(self, most: int, num_sequences: int = 1) -> bool:
         return self.budget(most) > 0
@@ -102,7 +102,7 @@ class SizesByCost:
     drafts_beside_prompts: ClassVar[bool] = False  # their steps take a time that says nothing of others
 
     def __init__(self, drafter_name: str) -> None:
-        self.rounds: RoundSizes = RoundsByCost()
+        self.fused: FusedSizes = FusedSizesByCost()
         self._name = drafter_name
         self._acceptance = AcceptanceModel()
         self._learned: dict[int, _Learned] = {}  # by range of sequences

@@ -8,8 +8,8 @@ from typing import Final
 from coldstream.decoding.draft_sizes import TreeSizes
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.tree_size import SizeReason
+from coldstream.kernels.fused.reference import Accepted
 from coldstream.kernels.ops import MAX_TREE_ROWS
-from coldstream.kernels.rounds.reference import Accepted
 
 MAX_TREE_NODES: Final = MAX_TREE_ROWS - 1  # beside the root
 
@@ -29,9 +29,9 @@ class SpeculationStatistics:
     draft_s: float  # time of drafting
     build_s: float  # of this, of putting trees together
     size_s: float  # of deciding how much of drafts is verified
-    verify_s: float  # of computing steps, choosing and committing; of rounds, all of their time
+    verify_s: float  # of computing steps, choosing and committing; of fused steps, all of their time
     choose_s: float  # of this, of choosing tokens along drafts, for which a device's step is waited for
-    rounds: int = 0  # of the steps, those that the device drafted and accepted by itself
+    fused_steps: int = 0  # of the steps, those that the device drafted and accepted by itself
     reasons: tuple[tuple[str, int], ...] = ()  # (name of a `SizeReason`, other steps with it)
     # Of steps with nodes: experts that all rows of a step used together, over all layers, and those of them
     # that were not in fast memory. None where nothing counts them.
@@ -85,7 +85,7 @@ class DraftCounts:
         self._accepted: Counter[int] = Counter()
         self._reasons: Counter[SizeReason] = Counter()
         self._draft_s = self._build_s = self._size_s = self._verify_s = self._choose_s = 0.0
-        self._hits = self._misses = self._num_rounds = 0
+        self._hits = self._misses = self._num_fused = 0
 
     def count(self, num_drafted: int, num_accepted: int, reason: SizeReason, costs: StepCosts) -> None:
         """A step verified so many nodes, for `reason`."""
@@ -105,10 +105,10 @@ class DraftCounts:
             hits, misses = costs.expert_uses
             self._hits, self._misses = self._hits + hits, self._misses + misses
 
-    def count_round(self, accepted: Accepted, seconds: float) -> None:
+    def count_fused(self, accepted: Accepted, seconds: float) -> None:
         """A device drafted and verified by itself, which took `seconds`."""
         self._count(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), StepCosts(seconds))
-        self._num_rounds += 1
+        self._num_fused += 1
 
     def statistics(self) -> SpeculationStatistics:
         """All counts."""
@@ -127,7 +127,7 @@ class DraftCounts:
             size_s=self._size_s,
             verify_s=self._verify_s,
             choose_s=self._choose_s,
-            rounds=self._num_rounds,
+            fused_steps=self._num_fused,
             reasons=tuple(sorted((reason.name.lower(), count) for reason, count in self._reasons.items())),
             experts=num_experts or None,
             cold_experts=self._misses if num_experts else None,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
-from coldstream.decoding.drafters import MtpDrafter, NgramDrafter, with_rounds
+from coldstream.decoding.drafters import MtpDrafter, NgramDrafter, with_fused_steps
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.runner import ModelRunner, States
@@ -29,8 +29,8 @@ def open_speculation(
     new_drafter = _maker(plan, runner, draft)
     drafter = new_drafter()
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
-    # Where a device drafts by itself, it has room for the rounds of one sequence.
-    more = None if with_rounds(drafter) else new_drafter
+    # A device that runs fused steps has room for those of one sequence.
+    more = None if with_fused_steps(drafter) else new_drafter
     return Speculation(drafter, sizes, more)
 
 

@@ -264,7 +264,7 @@ class Engine:
             return False
         start = self._clock()
         try:
-            self._fused = drafts.begin_fused(job, served.counts.count_round)
+            self._fused = drafts.begin_fused(job, served.counts.count_fused)
         except ColdstreamError as error:
             served.fail([job], error)
             return True

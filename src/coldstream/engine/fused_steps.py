@@ -1,7 +1,7 @@
 """Fused speculative steps: a device drafts, verifies and accepts by itself, for the one answer that runs.
 
 A step is launched before the host has seen what the step before it gave. A step drafts a chain of tokens
-and keeps what agrees with the tokens chosen after it (`kernels/rounds/reference.py`). Each token is chosen
+and keeps what agrees with the tokens chosen after it (`kernels/fused/reference.py`). Each token is chosen
 from the logits after exactly the tokens before it, so the tokens are those of plain decoding.
 
 The device knows end tokens and the length of an answer. Where the host ends the answer otherwise, by a stop
@@ -17,11 +17,11 @@ from typing import Final
 from coldstream import kvcache
 from coldstream.decoding import Chosen
 from coldstream.decoding.choice import no_token
-from coldstream.decoding.drafters import DeviceRounds, RoundDrafter
-from coldstream.decoding.round_sizes import RoundSizes
+from coldstream.decoding.drafters import FusedDrafter, FusedRun
+from coldstream.decoding.fused_sizes import FusedSizes
 from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.job import Job
-from coldstream.kernels.rounds.reference import Accepted, RoundText
+from coldstream.kernels.fused.reference import Accepted, FusedText
 from coldstream.models.runner import ModelRunner
 
 MOST_TOKENS: Final = 256  # after one checkpoint: what may have to be computed once more
@@ -42,15 +42,15 @@ class FusedSteps:
         runner: ModelRunner,
         job: Job,
         follower: DraftFollower,
-        drafter: RoundDrafter,
-        sizes: RoundSizes,
+        drafter: FusedDrafter,
+        sizes: FusedSizes,
         on_accepted: OnAccepted,
     ) -> None:
         """follower: of the job, with `drafter`, behind all tokens but the last. `begin` has to follow."""
         self.job = job
         self._runner, self._follower, self._drafter = runner, follower, drafter
         self._sizes, self._on_accepted = sizes, on_accepted
-        self._device: DeviceRounds | None = None
+        self._device: FusedRun | None = None
         self._before: kvcache.Checkpoint | None = None
         self._token_ids = [job.token_ids[-1]]  # the root, and what the steps gave
         self._num_kept = 0  # of these, tokens from the root on that the answer goes on after
@@ -58,7 +58,7 @@ class FusedSteps:
         self._last_time = 0.0  # when the last step had ended, or the first was launched
         self._captured_before = 0
 
-    def begin(self, text: RoundText) -> bool:
+    def begin(self, text: FusedText) -> bool:
         """Begins steps of `text`. False, with nothing changed, where the device has none for it.
 
         That is so without room for a second recurrent state. Raises DeviceError, with the sequence empty.
@@ -66,7 +66,7 @@ class FusedSteps:
         sequence = self._sequence
         with self._whole_or_empty():
             before = self._runner.checkpoint(sequence)
-            device = self._drafter.begin_rounds(self.job.token_ids, sequence, text)
+            device = self._drafter.begin_fused(self.job.token_ids, sequence, text)
         if device is None:
             self._runner.drop(sequence, before)
             return False
@@ -125,7 +125,7 @@ class FusedSteps:
         self._num_in_flight = 0
         with self._whole_or_empty():
             num_held, state = device.end()
-            self._drafter.end_rounds(num_held, state)
+            self._drafter.end_fused(num_held, state)
             wanted = self._token_ids[: self._num_kept]
             if num_held > len(wanted):
                 self._runner.restore(self._sequence, self._before)

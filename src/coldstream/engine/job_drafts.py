@@ -27,12 +27,12 @@ from coldstream.decoding import (
     begin_all_picks,
     uses_between,
 )
-from coldstream.decoding.drafters import with_rounds
+from coldstream.decoding.drafters import with_fused_steps
 from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.fused_steps import FusedSteps
 from coldstream.engine.job import Job
 from coldstream.engine.model_steps import Launched
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.kernels.fused.reference import Accepted
 from coldstream.models.runner import ModelRunner
 
 
@@ -47,7 +47,7 @@ class JobDrafts:
         """speculation: of drafters that nobody else uses."""
         self._runner = runner
         self._speculation, self._sizes = speculation, speculation.sizes
-        self._fused_sizes = speculation.sizes.rounds
+        self._fused_sizes = speculation.sizes.fused
         self._is_one = speculation.more is None
         first = DraftFollower(runner, speculation.drafter)
         self._followers: dict[DraftFollower, Job | None] = {first: None}
@@ -187,7 +187,7 @@ class JobDrafts:
     @property
     def has_fused(self) -> bool:
         """Whether a device may draft by itself."""
-        return with_rounds(self._speculation.drafter) is not None
+        return with_fused_steps(self._speculation.drafter) is not None
 
     @property
     def backs_off(self) -> bool:
@@ -199,13 +199,13 @@ class JobDrafts:
 
         Raises DeviceError, with the job's sequence empty.
         """
-        drafter = with_rounds(self._speculation.drafter)
-        text = job.answer.chooser.round_text(job.token_ids, job.num_left, self._fused_sizes.most)
+        drafter = with_fused_steps(self._speculation.drafter)
+        text = job.answer.chooser.fused_text(job.token_ids, job.num_left, self._fused_sizes.most)
         if drafter is None or text is None:
             return None
 
         def on_accepted(accepted: Accepted, seconds: float) -> None:
-            _counts_of(job, self._speculation).count_round(accepted, seconds)
+            _counts_of(job, self._speculation).count_fused(accepted, seconds)
             on_step(accepted)
 
         follower = self._following(job, job.num_computed)

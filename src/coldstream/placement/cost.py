@@ -36,7 +36,7 @@ FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
 MISSES_SHARE: Final = 0.6  # the same for what a GPU asks for: few experts of a layer, or a dense layer's FFN
 LAYER_PRODUCT_SHARE: Final = 0.3  # of what cores multiply, in an FFN that all of them share
-DISK_ROUND_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
+DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
@@ -213,7 +213,7 @@ def disk_seconds(model: ModelSizes, rates: Rates, disk_rates: Sequence[float]) -
     seconds = 0.0
     for size, disk_rate in zip(model.expert_bytes, disk_rates, strict=True):
         seconds += disk_rate * model.num_experts_per_tok * size / rates.disk_bytes_per_s
-        seconds += (1.0 - (1.0 - disk_rate) ** model.num_experts_per_tok) * DISK_ROUND_S
+        seconds += (1.0 - (1.0 - disk_rate) ** model.num_experts_per_tok) * DISK_WAIT_S
     return seconds
 
 
@@ -229,7 +229,7 @@ def decode_seconds_on_cpu(
         # Missed experts are read while the others are computed, and computed after that.
         missed = (1.0 - hit_rate) * num_bytes
         seconds += max(num_bytes / read, missed / rates.disk_bytes_per_s + missed / read)
-        seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_ROUND_S
+        seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_WAIT_S
     return seconds
 
 

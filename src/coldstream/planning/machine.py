@@ -19,7 +19,7 @@ from coldstream.placement.hardware_file import default_path, fastest_run, store_
 Progress = Callable[[str, int, int], None]
 
 _FAR: Final = 1.5  # times as fast as stored rates explain, which then must be too low
-_NUM_HANDSHAKES: Final = 3  # measurements, each the mean of many rounds; the best counts
+_NUM_HANDSHAKES: Final = 3  # measurements, each the mean of many; the best counts
 
 
 def hardware_of(gpu: Gpu | None) -> Hardware:

@@ -93,11 +93,11 @@ def test_residents_are_hits_from_the_first_token(
     planner: bench.Planner, texts: list[bench.Text], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "TOKENS", 10)
-    rounds = bench.measure(demo_model_path(), "cpu", planner, texts)
-    assert [each["order"] for each in rounds] == [["kept", "forgotten"], ["forgotten", "kept"]]
-    kept, forgotten = bench.summary(rounds)
+    repeats = bench.measure(demo_model_path(), "cpu", planner, texts)
+    assert [each["order"] for each in repeats] == [["kept", "forgotten"], ["forgotten", "kept"]]
+    kept, forgotten = bench.summary(repeats)
     assert kept["first_hit_rate"] > forgotten["first_hit_rate"]
-    for each in rounds:
+    for each in repeats:
         for way in each["ways"].values():
             assert sum(way["first_uses"]) == 8 * 8 * 4  # tokens, layers, experts of each
             assert sum(way["uses"]) == 10 * 8 * 4
@@ -119,11 +119,11 @@ def way(tok_s: float, hits: int, misses: int) -> dict[str, object]:
 
 
 def test_rates_are_of_all_texts_and_ratios_of_each() -> None:
-    rounds = [
+    repeats = [
         {"ways": {"forgotten": way(100, 100, 300), "kept": way(150, 300, 100)}},
         {"ways": {"kept": way(300, 500, 100), "forgotten": way(300, 100, 500)}},
     ]
-    kept, forgotten = bench.summary(rounds)
+    kept, forgotten = bench.summary(repeats)
     assert (kept["way"], kept["hit_rate"], kept["tok_s"]) == ("kept", 0.8, 225)
     assert (forgotten["first_hit_rate"], forgotten["tok_s"]) == (0.2, 200)
     assert forgotten["kept_ratios"] == [1.0, 1.5]

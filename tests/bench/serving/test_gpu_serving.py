@@ -139,7 +139,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_one_answer_that_differs_in_one_round_is_found() -> None:
+def test_one_answer_that_differs_once_is_found() -> None:
     asked = wishes(8, VOCAB, 100, seed=1)
     expected = over(echoing, lambda http: alone(http, asked))
     assert over(echoing, lambda http: together(http, asked, expected, 3, seed=2)) == []
@@ -157,7 +157,7 @@ def test_one_answer_that_differs_in_one_round_is_found() -> None:
         return httpx2.Response(200, json=answer)
 
     (found,) = over(wrong_once, lambda http: together(http, asked, expected, 3, seed=2))
-    assert (found.round, found.place) == (1, 5)
+    assert (found.repeat, found.place) == (1, 5)
     assert found.found["completion_tokens"] == found.expected["completion_tokens"] + 1
 
 

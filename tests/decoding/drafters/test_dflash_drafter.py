@@ -233,7 +233,7 @@ class AnyCalls(RuleBasedStateMachine):
 
 
 def check_same(tree: TokenTree, expected: TokenTree) -> None:
-    """But for what rounding in runs of other sizes may turn round."""
+    """But for what rounding in runs of other sizes may change."""
     assert np.allclose(tree.log_probs, expected.log_probs, atol=1e-4)
     if np.diff(expected.log_probs, prepend=0, append=-99).max(initial=-1) < -1e-3:
         assert (tree.token_ids, tree.parents) == (expected.token_ids, expected.parents)

@@ -16,13 +16,13 @@ from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import Candidates, top_log_probs
 from coldstream.errors import GenerationFault, OutOfMemoryError
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.settings import RowSettings
 
 VOCAB = 12
 Row = tuple[int, bytes]  # a token, and the state before it
 MAX_WAITING = 9
-TEXT = RoundText(3, 0, 9, RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0), frozenset())
+TEXT = FusedText(3, 0, 9, RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0), frozenset())
 COUNTS = st.sampled_from((1, 1, 2, 3, MAX_WAITING, MAX_WAITING + 1, 30))
 
 
@@ -39,7 +39,7 @@ class HashBlock:
         self.rows: list[Row] = []
         self.capacity = 10_000
         self.runs: list[int] = []  # rows of each call
-        self.device = object()  # in place of rounds
+        self.device = object()  # in place of fused steps
         self.logits_of: dict[bytes, np.ndarray] = {}  # by output, in place of the hash
 
     @property
@@ -81,9 +81,9 @@ class HashBlock:
         (token_ids,), (log_probs,) = top_log_probs(logits[None], self.branching)
         return token_ids.tolist(), log_probs.tolist()
 
-    runs_rounds = True
+    has_fused_steps = True
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> Any:
+    def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> Any:
         assert text is TEXT
         return self.device
 
@@ -195,20 +195,20 @@ class AnyCalls(RuleBasedStateMachine):
             told.extend([root, *tokens[:accepted]])
 
     @rule(tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), is_known=st.booleans())
-    def rounds(self, tokens: list[int], is_known: bool) -> None:
+    def fused(self, tokens: list[int], is_known: bool) -> None:
         """A device computes rows of all tokens but the last, which is the next root."""
         told, (root, *following) = self.told, tokens
-        rounds = told.drafter.begin_rounds([*told.tokens, root], kvcache.Sequence(None), TEXT)
+        fused = told.drafter.begin_fused([*told.tokens, root], kvcache.Sequence(None), TEXT)
         if not told.tokens or told.first_known is None:
-            assert rounds is None
+            assert fused is None
             return
-        assert rounds is told.block.device
+        assert fused is told.block.device
         assert told.block.rows == told.rows(root)
         told.first_known, told.root = len(told.tokens) - 1, root
         for token, after in pairwise(tokens):
             told.tokens.append(token)
             told.block.rows.append((after, state_of(told.tokens).tobytes()))
-        told.drafter.end_rounds(len(following), state_of(told.tokens) if is_known else None)
+        told.drafter.end_fused(len(following), state_of(told.tokens) if is_known else None)
         if following:
             told.first_known, told.root = len(told.tokens) - 1 if is_known else None, None
 

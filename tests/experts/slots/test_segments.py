@@ -28,7 +28,7 @@ def test_segments_hold_all_slots_and_are_of_a_size(num_slots: int, slot_bytes: i
 
 
 @pytest.mark.parametrize("slot_bytes", [1_105_920, 1_769_472, 2_064_384, 591_872, 3_244_032])
-def test_what_the_driver_rounds_up_is_no_loss(slot_bytes: int) -> None:
+def test_rounding_up_by_the_driver_is_no_loss(slot_bytes: int) -> None:
     """Less than a thousandth for experts of real models."""
     *_, whole = segment_slots(10_000, slot_bytes)
     num_bytes = whole * slot_bytes

@@ -161,7 +161,7 @@ def test_errors_of_pytorch_are_ours() -> None:
 def test_drafts_are_those_of_the_drafter_in_pytorch(
     tmp_path: Path, target: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind more and more rows, whose memory grows and whose windows come round; then of another text."""
+    """Behind more and more rows, whose memory grows and whose windows wrap around; then of another text."""
     monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
     with pair(tmp_path / "drafter", target, CASES[name]) as both:
         rows = rounded(features(both.plain.spec, sum(CHUNKS)))

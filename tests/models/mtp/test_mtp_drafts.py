@@ -103,13 +103,13 @@ def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, na
         drafted = Drafted(runner, block, max_steps=4, min_followed=0.0)
         drafted.tell(token_ids(20))
         lengths = set()
-        for round_ in range(24):
+        for pass_ in range(24):
             root = random.randrange(256)
             tree = drafted.propose(root)
             path_ = random_path(tree, random)
             lengths.add(len(path_))
             drafted.verify(root, tree, path_)
-            if round_ % 6 == 5:
+            if pass_ % 6 == 5:
                 check_rows(drafted, block)
         assert lengths >= {0, 1, 2}
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coldstream.decoding.drafters.device_rounds import DeviceRounds
+from coldstream.decoding.drafters.fused_drafter import FusedRun
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import (
     NO_CANDIDATES,
@@ -24,7 +24,7 @@ from coldstream.decoding.tree_builder import (
     marginal_source,
 )
 from coldstream.errors import ColdstreamError
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kvcache import Sequence
 from coldstream.models.dflash.spec import DflashSpec, DraftLattice
 
@@ -50,14 +50,14 @@ class DraftContext(Protocol):
         """The candidates of num_rows − 1 positions after `anchor`. Raises a ColdstreamError."""
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether `begin_rounds` may begin any."""
+    def has_fused_steps(self) -> bool:
+        """Whether `begin_fused` may begin any."""
 
-    def begin_rounds(self, sequence: Sequence, text: RoundText) -> DeviceRounds | None:
-        """Rounds of a text, where the drafter's device runs them by itself. Raises a ColdstreamError.
+    def begin_fused(self, sequence: Sequence, text: FusedText) -> FusedRun | None:
+        """Fused steps of a text, where the drafter's device runs them. Raises a ColdstreamError.
 
         sequence: the model's, which holds the text but the root, as does the context. None if there are none
-        for it. What rounds keep is in the context once they have ended.
+        for it. What fused steps keep is in the context once they have ended.
         """
 
 
@@ -130,19 +130,19 @@ class DflashDrafter:
         return 0 <= context[-1] < self._vocab_size
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether the drafter's device can run rounds by itself."""
-        return self._context.runs_rounds
+    def has_fused_steps(self) -> bool:
+        """Whether the drafter's device runs fused steps."""
+        return self._context.has_fused_steps
 
-    def begin_rounds(self, context: Listed[int], sequence: Sequence, text: RoundText) -> DeviceRounds | None:
-        """Rounds after `context`, see `propose` and `DraftContext`; unless None, `end_rounds` has to follow.
+    def begin_fused(self, context: Listed[int], sequence: Sequence, text: FusedText) -> FusedRun | None:
+        """Fused steps after `context`; see `propose` and `DraftContext`. `end_fused` follows unless None.
 
         Raises DeviceError if they cannot be begun, with `sequence` empty.
         """
-        return self._context.begin_rounds(sequence, text) if self._can_draft_after(context) else None
+        return self._context.begin_fused(sequence, text) if self._can_draft_after(context) else None
 
-    def end_rounds(self, num_rows: int, state: Any) -> None:
-        """Rounds have ended after so many rows: tokens that the model has computed, as has the context."""
+    def end_fused(self, num_rows: int, state: Any) -> None:
+        """The fused steps have ended after `num_rows` rows, which the model and the context have computed."""
         self._length += num_rows
 
 

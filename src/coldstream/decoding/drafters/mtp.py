@@ -20,11 +20,11 @@ from contextlib import closing
 from math import inf, isfinite, log
 from typing import Any, Protocol
 
-from coldstream.decoding.drafters.device_rounds import DeviceRounds
+from coldstream.decoding.drafters.fused_drafter import FusedRun
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kvcache import Sequence
 
 State = Any  # a row's hidden state, as the block keeps it
@@ -58,11 +58,11 @@ class DraftBlock(Protocol):
         """
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether `begin_rounds` may begin any."""
+    def has_fused_steps(self) -> bool:
+        """Whether `begin_fused` may begin any."""
 
-    def begin_rounds(self, sequence: Sequence, text: RoundText) -> "DeviceRounds | None":
-        """Rounds of a text after the last row, its root, where the block's device runs them by itself.
+    def begin_fused(self, sequence: Sequence, text: FusedText) -> "FusedRun | None":
+        """Fused steps of a text after the last row, its root, where the block's device runs them.
 
         sequence: the model's, which holds the text but the root. None if there are none for it.
         """
@@ -160,12 +160,12 @@ class MtpDrafter:
             return NO_DRAFT
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether the block's device can run rounds by itself."""
-        return self._block.runs_rounds
+    def has_fused_steps(self) -> bool:
+        """Whether the block's device runs fused steps."""
+        return self._block.has_fused_steps
 
-    def begin_rounds(self, context: Listed[int], sequence: Sequence, text: RoundText) -> DeviceRounds | None:
-        """Rounds after `context`, see `propose` and `DraftBlock`; unless None, `end_rounds` has to follow.
+    def begin_fused(self, context: Listed[int], sequence: Sequence, text: FusedText) -> FusedRun | None:
+        """Fused steps after `context`; see `propose` and `DraftBlock`. Unless None, `end_fused` must follow.
 
         Raises DeviceError if they cannot be begun, with `sequence` empty.
         """
@@ -174,10 +174,10 @@ class MtpDrafter:
         except ColdstreamError:
             self._turn_off()
             return None
-        return self._block.begin_rounds(sequence, text) if is_known else None
+        return self._block.begin_fused(sequence, text) if is_known else None
 
-    def end_rounds(self, num_rows: int, state: State | None) -> None:
-        """Rounds have ended after so many rows: tokens that the model has computed, as has the block.
+    def end_fused(self, num_rows: int, state: State | None) -> None:
+        """The fused steps have ended after `num_rows` rows, which the model and the block have computed.
 
         state: that of the last one, as the block keeps it; None if it is not known.
         """

@@ -47,29 +47,26 @@ template <int head_dim, int stages>
 struct merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
-  static constexpr int round = most_heads <= 2   ? 8
-                               : most_heads <= 4 ? 4
-                               : most_heads <= 8 ? 2
-                                                 : 1;  // batches
-  static constexpr int items_per_warp = (round * most_heads + num_warps - 1) / num_warps;
+  static constexpr int span = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
+  static constexpr int items_per_warp = (span * most_heads + num_warps - 1) / num_warps;
   static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
 
-  struct factors_of_round {
-    merge_factors of[most_heads][round * merge_batch];
-    float maxima[most_heads][round];  // of a batch
+  struct factors_of_span {
+    merge_factors of[most_heads][span * merge_batch];
+    float maxima[most_heads][span];  // of a batch
   };
 
   const merge_arguments& a;
   float (*const staged)[group_elements];  // [stages · merge_batch]
-  factors_of_round& factors;
+  factors_of_span& factors;
   const int64_t row, first_place;  // the latter: of the row in `stats`
   const int num_columns, first_column, first_head, head, num_chunks;
-  float maxima[items_per_warp];  // of the batches before the round, of an item's head
+  float maxima[items_per_warp];  // of the batches before the span, of an item's head
   // Minus zero: added to the first chunk's numbers they leave them as they are, zeros of either sign too.
   float numerator = -0.0f, denominator = -0.0f;
 
   __device__ __forceinline__ merger(const merge_arguments& arguments, float (*values)[group_elements],
-                                    factors_of_round& all_factors, int chunks)
+                                    factors_of_span& all_factors, int chunks)
       : a(arguments),
         staged(values),
         factors(all_factors),
@@ -97,14 +94,13 @@ struct merger {
     commit_copies();
   }
 
-  // Of the round's batches from number `first` on. All threads have done with the factors of the round
-  // before.
-  __device__ __forceinline__ void find_round(int first) {
+  // Of the batches of the span that begins with number `first`. No thread needs the span before any more.
+  __device__ __forceinline__ void find_span(int first) {
     const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0), lane = threadIdx.x % warp_size;
     float2 own[items_per_warp];
 #pragma unroll
     for (int i = 0; i < items_per_warp; i++) {
-      const int item = warp + i * num_warps, of = item / round, batch = item % round;
+      const int item = warp + i * num_warps, of = item / span, batch = item % span;
       const int chunk = (first + batch) * merge_batch + lane;
       own[i] = make_float2(negative_infinity(), 0.0f);
       if (of >= most_heads) continue;
@@ -116,9 +112,9 @@ struct merger {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < items_per_warp; i++) {
-      const int item = warp + i * num_warps, of = item / round, batch = item % round;
+      const int item = warp + i * num_warps, of = item / span, batch = item % span;
       if (of >= most_heads) continue;
-      const float best = lane < round ? factors.maxima[of][lane] : negative_infinity();
+      const float best = lane < span ? factors.maxima[of][lane] : negative_infinity();
       const float before = fmaxf(maxima[i], greatest_of_warp(lane < batch ? best : negative_infinity()));
       maxima[i] = fmaxf(maxima[i], greatest_of_warp(best));
       find_factors(own[i], first + batch == 0, before, factors.of[of] + batch * merge_batch);
@@ -139,11 +135,11 @@ struct merger {
   __device__ __forceinline__ void merge(int batch) {
     const int count = min(merge_batch, num_chunks - batch * merge_batch);
     load(batch + stages - 1);
-    if (batch % round == 0) find_round(batch);
+    if (batch % span == 0) find_span(batch);
     wait_for_copies<stages - 1>();
     __syncthreads();
     const float (*values)[group_elements] = staged + batch % stages * merge_batch;
-    const merge_factors* const own = factors.of[head - first_head] + batch % round * merge_batch;
+    const merge_factors* const own = factors.of[head - first_head] + batch % span * merge_batch;
     if (count == merge_batch) {
 #pragma unroll 8
       for (int i = 0; i < merge_batch; i++) add(own[i], values[i][threadIdx.x]);
@@ -179,7 +175,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
 template <int head_dim, bool has_gate, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
   using merger_of_head = merger<head_dim, stages>;
-  __shared__ typename merger_of_head::factors_of_round factors;
+  __shared__ typename merger_of_head::factors_of_span factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();

@@ -21,7 +21,7 @@ NUM_BURSTS = 3
 
 _MATRIX_SIZE = 4096
 _NUM_PRODUCTS = 20
-_ROUNDS_PER_BATCH = 64  # three operations each, of 256 that a call takes
+_HANDSHAKES_PER_BATCH = 64  # three operations each, of 256 that a call takes
 _NUM_BATCHES = 16
 _LIMIT_S = 5.0
 _WORDS_PER_LINE = 16
@@ -67,14 +67,14 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
 def measure_handshake(num_threads: int) -> float:
     """Seconds for: the device raises a flag, the threads that compute experts answer it, the device goes on.
 
-    The mean of 1024 rounds in a stream, with nothing to compute. Raises DeviceError if the driver has no
+    The mean of 1024 handshakes in a stream, with nothing to compute. Raises DeviceError if the driver has no
     stream memory operations, or without an answer.
     """
     with device_errors():
         words = torch.zeros(2 * _WORDS_PER_LINE, dtype=torch.int32, pin_memory=True)
         request, done = (words[start : start + 1] for start in (0, _WORDS_PER_LINE))
         server = _idle_server(request, done, num_threads)
-        batch = _rounds(request.data_ptr(), done.data_ptr())
+        batch = _handshakes(request.data_ptr(), done.data_ptr())
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         server.begin()
@@ -88,7 +88,7 @@ def measure_handshake(num_threads: int) -> float:
         finally:
             server.end()
         server.check()
-    return float(begin.elapsed_time(end) / 1e3 / (_NUM_BATCHES * _ROUNDS_PER_BATCH))
+    return float(begin.elapsed_time(end) / 1e3 / (_NUM_BATCHES * _HANDSHAKES_PER_BATCH))
 
 
 def measure_products() -> float:
@@ -148,13 +148,13 @@ def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) ->
     return server
 
 
-def _rounds(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
-    """The operations of `_ROUNDS_PER_BATCH` rounds: clear `done`, write a request, wait for `done`."""
+def _handshakes(request: int, done: int) -> list["driver.CUstreamBatchMemOpParams"]:
+    """The operations of a batch of handshakes: clear `done`, write a request, wait for `done`."""
     kinds = driver.CUstreamBatchMemOpType
     write, wait = (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32)
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
     operations = []
-    for _ in range(_ROUNDS_PER_BATCH):
+    for _ in range(_HANDSHAKES_PER_BATCH):
         for kind, address, value in (
             (write, done, 0),
             (write, request, _ONE_ROW_OF_LAYER_0),

@@ -13,7 +13,7 @@ from coldstream import kvcache
 from coldstream.errors import GenerationFault, OutOfMemoryError, host_memory_errors
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -176,10 +176,10 @@ class MtpSequence:
         finally:
             self.cut(num_rows)
 
-    runs_rounds = False  # the host takes part in every step here
+    has_fused_steps = False  # the host takes part in every step here
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> None:
-        """None, see `runs_rounds`."""
+    def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> None:
+        """None, see `has_fused_steps`."""
 
     def cut(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""

@@ -15,11 +15,11 @@ from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, choose_chain_cuda
-from coldstream.kernels.rounds.cuda import RoundArrays, RoundKernels
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.cuda import FusedArrays, FusedKernels
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.models.cuda.dflash_block import DflashBlock, DflashMatrices, kernels_of
 from coldstream.models.cuda.features import FEATURE_TYPE, Features
-from coldstream.models.cuda.fused_draft import FusedRun, FusedShape, FusedSteps
+from coldstream.models.cuda.fused_draft import CudaFusedRun, CudaFusedSteps, FusedShape
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.dflash.context import CommittedRows
@@ -106,7 +106,7 @@ class DflashRings:
         for layer, (first, end) in enumerate(zip(ends.tolist(), ends.tolist()[1:], strict=False)):
             parts = (rows[2 * first : first + end], rows[first + end : 2 * end], positions[first:end])
             if self._capacities:
-                # They keep their places: a ring that has come round does not grow.
+                # They keep their places: a ring that has wrapped around does not grow.
                 count = self._capacities[layer]
                 keys, values = self._rows[2 * old : 2 * (old + count)].chunk(2)
                 here = (keys, values, self._positions[old : old + count])
@@ -161,7 +161,7 @@ class CudaDflash:
         self.fused = None
         if loaded.fused is not None and loaded.features is not None:
             block = DflashFusedDrafter(self.block, loaded.features)
-            self.fused = FusedSteps(loaded, block, steps, begin, make_room)
+            self.fused = CudaFusedSteps(loaded, block, steps, begin, make_room)
 
     def new_sequence(self) -> "CudaDflashSequence":
         """An empty sequence. It takes no memory before its first row."""
@@ -221,12 +221,12 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         self._rings.appended(first, count)
 
     @property
-    def runs_rounds(self) -> bool:
+    def has_fused_steps(self) -> bool:
         """Whether there are fused steps: if all of the model's experts are on the device."""
         return self._drafting.fused is not None
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> FusedRun | None:
-        """Fused steps of a text of which all rows but the root's are here; see `FusedSteps.start`.
+    def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> CudaFusedRun | None:
+        """Fused steps of a text of which all rows but the root's are here; see `CudaFusedSteps.start`.
 
         The rows that they keep are here afterwards. None too if rows that wait cannot be computed. Those are
         missing then.
@@ -267,7 +267,7 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
 
 
 class DflashFusedDrafter:
-    """Implements `FusedDrafter`: the likeliest chain of the candidates of a block."""
+    """Implements `CudaFusedDrafter`: the likeliest chain of the candidates of a block."""
 
     candidate = None  # a draft is whole at once
 
@@ -277,11 +277,11 @@ class DflashFusedDrafter:
 
     @property
     def most_nodes(self) -> int:
-        """See `FusedDrafter`."""
+        """See `CudaFusedDrafter`."""
         return self._block.spec.block_size - 1
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
-        """See `FusedDrafter`."""
+    def draft(self, kernels: FusedKernels, arrays: FusedArrays, shape: FusedShape) -> None:
+        """See `CudaFusedDrafter`."""
         block, num_nodes = self._block, shape.num_rows - 1
         num_rows = block.spec.rows_of_draft(num_nodes, block.spec.block_size)
         block.draft(num_rows, arrays.root, arrays.length)
@@ -291,13 +291,13 @@ class DflashFusedDrafter:
             arrays.model_columns[1 : 1 + num_nodes],
         )
 
-    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
-        """See `FusedDrafter`."""
+    def follow(self, arrays: FusedArrays, shape: FusedShape) -> None:
+        """See `CudaFusedDrafter`."""
         features = self._features.of(slice(shape.num_rows))
         self._block.append(features, self._block.contexts, arrays.first, arrays.count)
 
     def state_of(self, row: int) -> torch.Tensor | None:
-        """See `FusedDrafter`: none is wanted."""
+        """See `CudaFusedDrafter`: none is wanted."""
 
 
 class DflashFusedRows:

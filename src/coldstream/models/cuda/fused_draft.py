@@ -1,8 +1,8 @@
 """Fused speculative steps on a GPU: draft, step, choice and commit, without the host in between.
 
-A fused step is one captured graph. `kernels/rounds/reference.py` defines what the device decides in it. The
+A fused step is one captured graph. `kernels/fused/reference.py` defines what the device decides in it. The
 host launches fused steps, follows behind, and reads which tokens were chosen. All experts are on the device.
-What drafts is a `FusedDrafter`.
+What drafts is a `CudaFusedDrafter`.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.staged import ReadBack
+from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
+from coldstream.kernels.fused.reference import NUM_COLUMNS, Accepted, FusedState, FusedText
 from coldstream.kernels.ops import SHORT_CONTEXT, Rows
-from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
-from coldstream.kernels.rounds.reference import NUM_COLUMNS, Accepted, RoundState, RoundText
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.cuda import write_rows
 from coldstream.kvcache.batch import rows_of
@@ -40,7 +40,7 @@ class FusedShape:
     draws: bool  # whether tokens are drawn rather than the likeliest
 
 
-class FusedDrafter(Protocol):
+class CudaFusedDrafter(Protocol):
     """What drafts in fused steps. All of it is queued, over memory that captured graphs know."""
 
     @property
@@ -49,12 +49,12 @@ class FusedDrafter(Protocol):
 
     @property
     def candidate(self) -> torch.Tensor | None:
-        """int32 [1], what `RoundKernels.extend_draft` takes, for a block that calls it."""
+        """int32 [1], what `FusedKernels.extend_draft` takes, for a block that calls it."""
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
+    def draft(self, kernels: FusedKernels, arrays: FusedArrays, shape: FusedShape) -> None:
         """Writes the tokens of a draft into the model's rows, behind the root."""
 
-    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
+    def follow(self, arrays: FusedArrays, shape: FusedShape) -> None:
         """Takes in the rows that were kept of the model's step."""
 
     def state_of(self, row: int) -> torch.Tensor | None:
@@ -70,7 +70,7 @@ class FusedRows(Protocol):
 
     @property
     def state_id(self) -> int:
-        """Where the block's rows are, for `RoundKernels`."""
+        """Where the block's rows are, for `FusedKernels`."""
 
     def reserve(self, num_rows: int) -> None:
         """Takes memory for so many more rows. Raises OutOfMemoryError with nothing changed."""
@@ -88,7 +88,7 @@ class FusedRows(Protocol):
         """A context after whose failure there are no rows."""
 
 
-class FusedSteps:
+class CudaFusedSteps:
     """Runs fused steps of a model and a drafter.
 
     begin, make_room: as `CudaMtp` has them.
@@ -99,7 +99,7 @@ class FusedSteps:
     def __init__(
         self,
         loaded: Loaded,
-        block: FusedDrafter,
+        block: CudaFusedDrafter,
         steps: CapturedSteps,
         begin: Callable[[], None],
         make_room: Callable[[], bool],
@@ -108,16 +108,16 @@ class FusedSteps:
         self.memory, self.loaded, self.block = loaded.fused, loaded, block
         self._steps, self._begin, self._make_room = steps, begin, make_room
 
-    def start(self, sequence: kvcache.Sequence, rows: FusedRows, text: RoundText) -> "FusedRun | None":
+    def start(self, sequence: kvcache.Sequence, rows: FusedRows, text: FusedText) -> "CudaFusedRun | None":
         """Fused steps of a text whose tokens but the root are in `sequence`.
 
         rows: what the drafter has of it.
-        The sequence has a pending tree until `FusedRun.end`. None, with nothing changed, if there is no
+        The sequence has a pending tree until `CudaFusedRun.end`. None, with nothing changed, if there is no
         room, or the text has more end tokens than the device takes. Raises DeviceError, with both empty.
         """
         if len(text.end_ids) > MAX_ENDS or text.left < 2:
             return None
-        run = FusedRun(self, sequence, rows, text)
+        run = CudaFusedRun(self, sequence, rows, text)
         try:
             run.reserve()
         except OutOfMemoryError:
@@ -140,7 +140,7 @@ class FusedSteps:
         """A fused step, over what the one before it left."""
         loaded, arrays = self.loaded, self.memory.arrays
         num_rows = shape.num_rows
-        kernels = RoundKernels(arrays, num_rows, self.block.candidate)
+        kernels = FusedKernels(arrays, num_rows, self.block.candidate)
         if num_rows > 1:
             self.draft(kernels, shape)
         kernels.write_model_rows()
@@ -153,7 +153,7 @@ class FusedSteps:
         loaded.model.commit(self.memory.path, loaded.sequences.tensors)
         self.block.follow(arrays, shape)
 
-    def draft(self, kernels: RoundKernels, shape: FusedShape) -> None:
+    def draft(self, kernels: FusedKernels, shape: FusedShape) -> None:
         """The block's draft, into the model's rows."""
         self.block.draft(kernels, self.memory.arrays, shape)
 
@@ -173,22 +173,22 @@ def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> 
     return token_ids, replace(rows, batch=batch)
 
 
-class FusedRun:
-    """The fused steps of one text; see `FusedSteps.start`. Implements decoding's `Rounds`."""
+class CudaFusedRun:
+    """The fused steps of one text; see `CudaFusedSteps.start`. Implements decoding's `Rounds`."""
 
     def __init__(
         self,
-        steps: FusedSteps,
+        steps: CudaFusedSteps,
         sequence: kvcache.Sequence,
         block_rows: FusedRows,
-        text: RoundText,
+        text: FusedText,
     ) -> None:
         self._steps, self._text = steps, text
         self._sequence, self._block_rows = sequence, block_rows
         self._cache: SequenceCache = steps.loaded.sequences
         self._first, self._block_first = sequence.length, block_rows.length
         most_nodes = min(text.most_nodes, steps.block.most_nodes)
-        self._most_rows = min(1 + most_nodes, text.left, MAX_ROUND_ROWS)
+        self._most_rows = min(1 + most_nodes, text.left, MAX_FUSED_ROWS)
         self._num_held = 0  # rows that were kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
         self._last_row: int | None = None  # of the last step that was taken, if it kept any
@@ -259,9 +259,9 @@ class FusedRun:
         path = self._cache.accept(self._sequence, range(self._most_rows))
         memory, text = self._steps.memory, self._text
         host = memory.staged.next_on_host()
-        arrays = RoundArrays(host, memory.num_blocks)
+        arrays = FusedArrays(host, memory.num_blocks)
         self._write_tables(host)
-        state = RoundState(self._first, self._block_first, self._left, text.root)
+        state = FusedState(self._first, self._block_first, self._left, text.root)
         arrays.write_state(state, path.state, self._block_rows.state_id, len(text.end_ids))
         arrays.kept[: self._most_rows] = path.kept
         arrays.sources[: self._most_rows] = path.rows
@@ -271,6 +271,6 @@ class FusedRun:
         memory.staged.copy(arrays.num_written)
 
     def _write_tables(self, host: Any) -> None:
-        arrays = RoundArrays(host, self._steps.memory.num_blocks)
+        arrays = FusedArrays(host, self._steps.memory.num_blocks)
         arrays.table[: len(self._sequence.blocks)] = self._sequence.blocks
         self._block_rows.write_table(arrays.block_table)

@@ -6,8 +6,8 @@ from typing import Self
 import torch
 
 from coldstream.kernels.cuda.staged import ReadBack, StagedMemory, StagedRing
+from coldstream.kernels.fused.cuda import FusedArrays
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
-from coldstream.kernels.rounds.cuda import RoundArrays
 from coldstream.kvcache.batch import BatchArrays, BatchSize, PathArrays
 from coldstream.kvcache.cache import num_blocks_of
 
@@ -110,7 +110,7 @@ class FusedMemory:
     """What fused steps read and write, in memory that captured graphs know."""
 
     staged: StagedRing
-    arrays: RoundArrays  # on the device
+    arrays: FusedArrays  # on the device
     results: ReadBack
     num_blocks: int  # of a sequence, at most
 
@@ -118,8 +118,8 @@ class FusedMemory:
     def into(cls, ops: Ops, context_length: int) -> Self:
         """For sequences of up to `context_length` positions."""
         num_blocks = num_blocks_of(context_length)
-        staged = StagedRing(ops.zeros((RoundArrays.num_values(num_blocks),), "int32"))
-        arrays = RoundArrays(staged.values, num_blocks)
+        staged = StagedRing(ops.zeros((FusedArrays.num_values(num_blocks),), "int32"))
+        arrays = FusedArrays(staged.values, num_blocks)
         return cls(staged, arrays, ReadBack(arrays.result), num_blocks)
 
     @property

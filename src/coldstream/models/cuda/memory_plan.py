@@ -13,10 +13,10 @@ from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
+from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN
-from coldstream.kernels.rounds.cuda import PROGRAM as ROUNDS
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
@@ -115,7 +115,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
         if loaded.mtp is not None:
             loaded.mtp.run_all()
     chosen = {
-        (program, instance) for program in (SAMPLER, ADMISSION, ROUNDS) for instance in program.instances
+        (program, instance) for program in (SAMPLER, ADMISSION, FUSED) for instance in program.instances
     }
     return noted | chosen
 

@@ -13,12 +13,12 @@ from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
+from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedText
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT
-from coldstream.kernels.rounds.cuda import MAX_ROUND_ROWS, RoundArrays, RoundKernels
-from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundText
 from coldstream.kvcache.batch import CheckedSegment
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache, WholeOrCleared
-from coldstream.models.cuda.fused_draft import FusedRun, FusedShape, FusedSteps, shaped_rows
+from coldstream.models.cuda.fused_draft import CudaFusedRun, CudaFusedSteps, FusedShape, shaped_rows
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
@@ -48,7 +48,7 @@ class CudaMtp:
         self._loaded, self._steps = loaded.mtp, steps
         self.fused = None
         if loaded.fused is not None:
-            self.fused = FusedSteps(loaded, MtpFusedDrafter(loaded.mtp), steps, begin, make_room)
+            self.fused = CudaFusedSteps(loaded, MtpFusedDrafter(loaded.mtp), steps, begin, make_room)
         self._begin, self._make_room = begin, make_room
         self._found = torch.zeros((MAX_CHAIN, 2, BRANCHING), dtype=torch.int32, pin_memory=True)
 
@@ -171,14 +171,14 @@ class CudaMtpSequence:
         yield from self._block.draft(self._sequence, min(num_steps, 1 + self.room, MAX_CHAIN))
 
     @property
-    def runs_rounds(self) -> bool:
+    def has_fused_steps(self) -> bool:
         """Whether there are fused steps: if all of the model's experts are on the device."""
         return self._block.fused is not None
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> FusedRun | None:
+    def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> CudaFusedRun | None:
         """Fused steps after the last row, which is the text's root; directly after `append`.
 
-        See `FusedSteps.start`. The rows that they keep are in the block afterwards.
+        See `CudaFusedSteps.start`. The rows that they keep are in the block afterwards.
         """
         fused = self._block.fused
         return None if fused is None else fused.start(sequence, self._block.rows_of(self._sequence), text)
@@ -189,20 +189,20 @@ class CudaMtpSequence:
 
 
 class MtpFusedDrafter:
-    """Implements `FusedDrafter`: a chain of the block's likeliest tokens."""
+    """Implements `CudaFusedDrafter`: a chain of the block's likeliest tokens."""
 
-    most_nodes = MAX_ROUND_ROWS - 1
+    most_nodes = MAX_FUSED_ROWS - 1
 
     def __init__(self, mtp: LoadedMtp) -> None:
         self._mtp = mtp
 
     @property
     def candidate(self) -> torch.Tensor:
-        """See `FusedDrafter`."""
+        """See `CudaFusedDrafter`."""
         return self._mtp.candidates[0, :1]
 
-    def draft(self, kernels: RoundKernels, arrays: RoundArrays, shape: FusedShape) -> None:
-        """See `FusedDrafter`. It begins after the block's last output."""
+    def draft(self, kernels: FusedKernels, arrays: FusedArrays, shape: FusedShape) -> None:
+        """See `CudaFusedDrafter`. It begins after the block's last output."""
         step = StepShape(1, is_deep=shape.is_deep)
         columns = arrays.link_columns.view(NUM_COLUMNS, 1)
         self._mtp.run_head()
@@ -211,8 +211,8 @@ class MtpFusedDrafter:
             self._mtp.compute_link(*shaped_rows(columns, arrays.block_table, step))
             kernels.extend_draft(depth)
 
-    def follow(self, arrays: RoundArrays, shape: FusedShape) -> None:
-        """See `FusedDrafter`."""
+    def follow(self, arrays: FusedArrays, shape: FusedShape) -> None:
+        """See `CudaFusedDrafter`."""
         mtp, num_rows = self._mtp, shape.num_rows
         columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
@@ -220,7 +220,7 @@ class MtpFusedDrafter:
         mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
 
     def state_of(self, row: int) -> torch.Tensor | None:
-        """See `FusedDrafter`."""
+        """See `CudaFusedDrafter`."""
         return self._mtp.trunk_states[row].clone()
 
 

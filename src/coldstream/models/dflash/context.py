@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coldstream import kvcache
 from coldstream.errors import ColdstreamError
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec
 
 CHUNK_ROWS: Final = 512  # of a prompt that are computed at once
@@ -130,11 +130,11 @@ class CommittedRows(ABC, Generic[ContextT]):
         self.length = 0
 
     @property
-    def runs_rounds(self) -> bool:
-        """Whether `begin_rounds` may begin any."""
+    def has_fused_steps(self) -> bool:
+        """Whether `begin_fused` may begin any."""
         return False
 
-    def begin_rounds(self, sequence: kvcache.Sequence, text: RoundText) -> Any:
+    def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> Any:
         """None: the host takes part in every step, unless the subclass says otherwise."""
         return None
 

@@ -8,7 +8,7 @@ from coldstream.engine.json_schema import LARK
 
 Schema = Mapping[str, Any]
 
-_MAX_LOOKED_INTO: Final = 200  # schemas of one tool; references may go round in circles
+_MAX_LOOKED_INTO: Final = 200  # schemas of one tool; references may be circular
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from coldstream.json_text import dumped, mended
 from coldstream.server.output.tools import Schema, referred
 
 JSON_TYPES: Final = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
-_MAX_LOOKED_INTO: Final = 200  # schemas for one question; references may go round in circles
+_MAX_LOOKED_INTO: Final = 200  # schemas for one question; references may be circular
 _MAX_LOOKED_INTO_DEEP: Final = 5000
 _MAX_DEPTH: Final = 100
 _TEMPLATE_NAMES: Final = {"True": "true", "False": "false", "None": "null"}

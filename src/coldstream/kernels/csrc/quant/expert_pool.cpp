@@ -49,8 +49,8 @@ expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::v
   }
   slot_of_.assign(layers_.size() * static_cast<size_t>(num_experts), -1);
   counts_.assign(num_experts, 0);
-  round_of_.assign(num_experts, -1);
-  for (auto* list : {&missing_, &loading_, &in_round_}) list->reserve(num_experts);
+  pass_of_.assign(num_experts, -1);
+  for (auto* list : {&missing_, &loading_, &in_pass_}) list->reserve(num_experts);
   used_.reserve(slot_of_.size());
 }
 
@@ -137,7 +137,7 @@ void expert_pool::settle() {
   }
   missing_.clear();
   loading_.clear();
-  release_round();
+  release_pass();
 }
 
 void expert_pool::clear() {
@@ -185,8 +185,8 @@ void expert_pool::keep(int layer) { layers_.at(layer).is_kept = true; }
 
 const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
   std::lock_guard lock(mutex_);
-  release_round();
-  end_round();
+  release_pass();
+  end_pass();
   if (memory_ == nullptr) return no_slots;
   if (reader_->failed()) return read_failed;
   for (int t = 0; t < rows; t++) {
@@ -196,7 +196,7 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
     }
   }
   layer_ = layer;
-  num_rounds_ = 0;
+  num_passes_ = 0;
   std::fill(counts_.begin(), counts_.end(), 0);
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
@@ -209,10 +209,10 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
       }
       slot_with(id).is_pinned = true;
       slot_with(id).used_step = step_;
-      in_round_.push_back(id);
+      in_pass_.push_back(id);
     }
   }
-  counters_.hits += in_round_.size();
+  counters_.hits += in_pass_.size();
   counters_.misses += missing_.size();
   // Those with the most rows first, as the first reads of a prompt fill free slots and stay there.
   std::sort(missing_.begin(), missing_.end(),
@@ -221,15 +221,15 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
   return nullptr;
 }
 
-const char* expert_pool::next_round() {
+const char* expert_pool::next_pass() {
   std::unique_lock lock(mutex_);
-  if (num_rounds_++ > 0) {
-    release_round();
+  if (num_passes_++ > 0) {
+    release_pass();
     load_missing();
   }
-  round_++;
+  pass_++;
   const auto arrived = [&](int32_t expert) { return has_arrived(expert); };
-  if (in_round_.empty() && !loading_.empty()) {
+  if (in_pass_.empty() && !loading_.empty()) {
     const auto started = std::chrono::steady_clock::now();
     lock.unlock();
     reader_->wait([&] { return std::any_of(loading_.begin(), loading_.end(), arrived); });
@@ -238,22 +238,22 @@ const char* expert_pool::next_round() {
   }
   const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(arrived));
   for (auto next = first; next != loading_.end(); ++next) publish(*next);
-  in_round_.insert(in_round_.end(), first, loading_.end());
+  in_pass_.insert(in_pass_.end(), first, loading_.end());
   loading_.erase(first, loading_.end());
-  for (int32_t expert : in_round_) round_of_[expert] = round_;
+  for (int32_t expert : in_pass_) pass_of_[expert] = pass_;
   is_chosen_.store(1, std::memory_order_release);
   is_chosen_.notify_all();
   return reader_->failed() ? read_failed : nullptr;
 }
 
 // Unpins the experts that have been computed.
-void expert_pool::release_round() {
-  for (int32_t expert : in_round_) {
+void expert_pool::release_pass() {
+  for (int32_t expert : in_pass_) {
     slot& from = slot_with(expert);
     from.is_pinned = false;
     if (from.is_staging) current().staging.push_back(slot_of_[number(expert)]);
   }
-  in_round_.clear();
+  in_pass_.clear();
 }
 
 void expert_pool::load_missing() {

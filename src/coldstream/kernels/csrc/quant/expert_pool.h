@@ -2,7 +2,7 @@
 // experts of the running step.
 //
 // A step goes through the layers in order. For each layer, `request` begins to read the missing ones of the
-// given experts; then each call of `next_round` returns those that are in memory and not yet computed, until
+// given experts; then each call of `next_pass` returns those that are in memory and not yet computed, until
 // all are. A slot belongs to one expert at a time: it gets another one only when it is not being read, and is
 // not read before all bytes of its expert have arrived.
 //
@@ -52,7 +52,7 @@ class expert_pool {
   int num_layers() const { return static_cast<int>(layers_.size()); }
   int num_experts() const { return num_experts_; }
   int class_of(int layer) const { return layers_[layer].size_class; }
-  // Addresses of the experts of a layer, [num_experts]; null for missing ones. `request` and `next_round`
+  // Addresses of the experts of a layer, [num_experts]; null for missing ones. `request` and `next_pass`
   // change entries.
   const uint8_t* const* addresses(int layer, int index) const;
   // Throws std::out_of_range.
@@ -100,14 +100,14 @@ class expert_pool {
   // Both return null, or why the step cannot go on, a literal; `request` has then changed nothing. Ids of -1
   // are ignored.
   const char* request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride);
-  const char* next_round();
-  // For other threads while one is in `next_round`: sleeps until it has chosen a round. Call `end_round`
+  const char* next_pass();
+  // For other threads while one is in `next_pass`: sleeps until it has chosen a pass. Call `end_pass`
   // before the next one.
-  void await_round() { is_chosen_.wait(0, std::memory_order_acquire); }
-  void end_round() { is_chosen_.store(0, std::memory_order_relaxed); }
-  bool is_in_round(int32_t expert) const { return round_of_[expert] == round_; }
-  bool is_first_round() const { return num_rounds_ == 1; }
-  // Whether there will be another round.
+  void await_pass() { is_chosen_.wait(0, std::memory_order_acquire); }
+  void end_pass() { is_chosen_.store(0, std::memory_order_relaxed); }
+  bool is_in_pass(int32_t expert) const { return pass_of_[expert] == pass_; }
+  bool is_first_pass() const { return num_passes_ == 1; }
+  // Whether there will be another pass.
   bool is_pending() const { return !missing_.empty() || !loading_.empty(); }
 
   file_reader& reader() { return *reader_; }
@@ -156,7 +156,7 @@ class expert_pool {
   }
   int index_of(int layer, int32_t expert) const;
   void settle();
-  void release_round();
+  void release_pass();
   void load_missing();
   void load(int32_t expert, int index);
   void evict(slot& from);
@@ -188,11 +188,11 @@ class expert_pool {
   std::vector<int32_t> counts_;         // [experts], of pairs
   std::vector<int32_t> missing_;        // without a slot, in reverse order of reading
   std::vector<int32_t> loading_;        // under way
-  std::vector<int32_t> in_round_;       // in memory, computed now or next
-  int num_rounds_ = 0;                  // begun
-  std::atomic<uint32_t> is_chosen_{0};  // whether the next round is
-  int64_t round_ = 0;
-  std::vector<int64_t> round_of_;  // [experts], the last round that computed it
+  std::vector<int32_t> in_pass_;        // in memory, computed now or next
+  int num_passes_ = 0;                  // begun
+  std::atomic<uint32_t> is_chosen_{0};  // whether the next pass is
+  int64_t pass_ = 0;
+  std::vector<int64_t> pass_of_;  // [experts], the last pass that computed it
 };
 
 }  // namespace coldstream

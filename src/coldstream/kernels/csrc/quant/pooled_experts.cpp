@@ -36,22 +36,22 @@ pooled_experts_op::pooled_experts_op(const quant_kernels& kernels, routed_expert
 
 void pooled_experts_op::run(int stage, int rows, worker& w) {
   if (stage == 0) return choose(rows, w);
-  if (stage == num_stages() - 1) from_.pool->end_round();
+  if (stage == num_stages() - 1) from_.pool->end_pass();
   experts_.run(stage - 1, rows, w);
 }
 
-// One worker waits for the disk; the others sleep until it has chosen a round.
+// One worker waits for the disk; the others sleep until it has chosen a pass.
 void pooled_experts_op::choose(int rows, worker& w) {
   expert_pool& pool = *from_.pool;
-  if (w.take() != 0) return pool.await_round();
-  if (const char* problem = pool.next_round()) return w.fail(problem);
+  if (w.take() != 0) return pool.await_pass();
+  if (const char* problem = pool.next_pass()) return w.fail(problem);
   using x_rows = routed_experts_op::x_rows;
-  experts_.set_quantized_rows(pool.is_first_round() ? x_rows::all : x_rows::none);
+  experts_.set_quantized_rows(pool.is_first_pass() ? x_rows::all : x_rows::none);
   const int ranks = from_.num_experts_per_tok;
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
       const int32_t id = from_.topk_ids[t * from_.topk_stride + k];
-      ids_[int64_t{t} * ranks + k] = id >= 0 && pool.is_in_round(id) ? id : not_here;
+      ids_[int64_t{t} * ranks + k] = id >= 0 && pool.is_in_pass(id) ? id : not_here;
     }
   }
 }

@@ -48,7 +48,7 @@ class pooled_experts_op : public op {
   void choose(int rows, worker& w);
 
   pooled_layer from_;
-  std::vector<int32_t> ids_;  // of the round, [rows, num_experts_per_tok]; not_here for other pairs
+  std::vector<int32_t> ids_;  // of the pass, [rows, num_experts_per_tok]; not_here for other pairs
   routed_experts_op experts_;
 };
 

@@ -1,4 +1,4 @@
-"""The decisions of `reference.py` on the device, over memory that a captured round reads and writes."""
+"""The decisions of `reference.py` on the device, over memory that a captured fused step reads and writes."""
 
 import ctypes
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedState
 from coldstream.kernels.ops import MAX_TREE_ROWS
-from coldstream.kernels.rounds.reference import NUM_COLUMNS, RoundState
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.cuda import SETTINGS_WORDS
 
-MAX_ROUND_ROWS = MAX_TREE_ROWS
+MAX_FUSED_ROWS = MAX_TREE_ROWS
 RESULT_WORDS = 2  # before the tokens of a result: how many there are, and the fault
 THREADS = 32
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("rounds.cu"), ("extend_draft", "write_model_rows", "accept_rows")
+    Path(__file__).with_name("fused.cu"), ("extend_draft", "write_model_rows", "accept_rows")
 )
 
 
 class DeviceState(ctypes.Structure):
-    """`RoundState` of rounds.cu."""
+    """`FusedState` of fused.cu."""
 
     _fields_ = tuple(
         (name, ctypes.c_int32)
@@ -32,8 +32,8 @@ class DeviceState(ctypes.Structure):
     )
 
 
-class Round(ctypes.Structure):
-    """`Round` of rounds.cu."""
+class FusedStep(ctypes.Structure):
+    """`FusedStep` of fused.cu."""
 
     _fields_ = (
         *(
@@ -50,8 +50,8 @@ class Round(ctypes.Structure):
 STATE_WORDS = ctypes.sizeof(DeviceState) // 4
 
 
-class RoundArrays:
-    """Everything that rounds of up to MAX_ROUND_ROWS rows read and write, int32 in one piece of memory.
+class FusedArrays:
+    """Everything that fused steps of up to MAX_FUSED_ROWS rows read and write, int32 in one piece of memory.
 
     The memory, [`num_values`], is the host's or a device's. In front are the tables of blocks, then what the
     host writes once for a text, `num_written` in all, then what only the device writes.
@@ -62,23 +62,23 @@ class RoundArrays:
         self._memory, self._end = memory, 0
         self.table, self.block_table = self._next(num_blocks), self._next(num_blocks)
         self.state = self._next(STATE_WORDS)
-        self.kept, self.sources = self._next(MAX_ROUND_ROWS), self._next(MAX_ROUND_ROWS)
-        self.settings = self._next(MAX_ROUND_ROWS * SETTINGS_WORDS).reshape(MAX_ROUND_ROWS, SETTINGS_WORDS)
+        self.kept, self.sources = self._next(MAX_FUSED_ROWS), self._next(MAX_FUSED_ROWS)
+        self.settings = self._next(MAX_FUSED_ROWS * SETTINGS_WORDS).reshape(MAX_FUSED_ROWS, SETTINGS_WORDS)
         self.ends = self._next(MAX_ENDS)
         self.num_written = self._end
-        self.model_columns = self._next(NUM_COLUMNS * MAX_ROUND_ROWS)
-        self.block_columns = self._next(NUM_COLUMNS * MAX_ROUND_ROWS)
+        self.model_columns = self._next(NUM_COLUMNS * MAX_FUSED_ROWS)
+        self.block_columns = self._next(NUM_COLUMNS * MAX_FUSED_ROWS)
         self.link_columns = self._next(NUM_COLUMNS)
         self.count, self.first = self._next(1), self._next(1)
-        self.chosen = self._next(2 * MAX_ROUND_ROWS).reshape(MAX_ROUND_ROWS, 2)
-        self.result = self._next(RESULT_WORDS + MAX_ROUND_ROWS)
+        self.chosen = self._next(2 * MAX_FUSED_ROWS).reshape(MAX_FUSED_ROWS, 2)
+        self.result = self._next(RESULT_WORDS + MAX_FUSED_ROWS)
 
     @staticmethod
     def num_values(num_blocks: int) -> int:
         """int32 values for sequences of up to `num_blocks` blocks."""
         per_row = 2 + SETTINGS_WORDS + 2 * NUM_COLUMNS + 2 + 1
         single = STATE_WORDS + MAX_ENDS + NUM_COLUMNS + 2 + RESULT_WORDS
-        return 2 * num_blocks + per_row * MAX_ROUND_ROWS + single
+        return 2 * num_blocks + per_row * MAX_FUSED_ROWS + single
 
     @property
     def length(self) -> Any:
@@ -103,8 +103,8 @@ class RoundArrays:
     def _of_state(self, offset: int) -> Any:
         return self.state[offset // 4 : offset // 4 + 1]
 
-    def write_state(self, state: RoundState, state_id: int, block_state_id: int, num_ends: int) -> None:
-        """Writes the state before the first round; only to memory of the host."""
+    def write_state(self, state: FusedState, state_id: int, block_state_id: int, num_ends: int) -> None:
+        """Writes the state before the first fused step; only to memory of the host."""
         values = (state.length, state.block_length, state.left, state.root)
         self.state[:] = (*values, 0, state_id, block_state_id, num_ends)
 
@@ -113,22 +113,22 @@ class RoundArrays:
         return self._memory[first : self._end]
 
 
-class RoundKernels:
-    """Launches the decisions of rounds of `num_rows` rows, over arrays on the device.
+class FusedKernels:
+    """Launches the decisions of fused steps of `num_rows` rows, over arrays on the device.
 
     candidate: int32 [1], the likeliest token after the last row of the block that was computed; None where
     `extend_draft` is not used.
     """
 
-    def __init__(self, arrays: RoundArrays, num_rows: int, candidate: torch.Tensor | None) -> None:
-        assert 1 <= num_rows <= MAX_ROUND_ROWS, "a round has a root, and no more rows than a tree"
+    def __init__(self, arrays: FusedArrays, num_rows: int, candidate: torch.Tensor | None) -> None:
+        assert 1 <= num_rows <= MAX_FUSED_ROWS, "a fused step has a root, and no more rows than a tree"
         parts = (
             *(arrays.state, arrays.model_columns, arrays.block_columns, arrays.link_columns, arrays.kept),
             *(arrays.count, arrays.first, arrays.settings, arrays.chosen, arrays.ends, candidate),
             arrays.result,
         )
         addresses = (None if part is None else part.data_ptr() for part in parts)
-        self._round = Round(*addresses, num_rows)
+        self._step = FusedStep(*addresses, num_rows)
 
     def extend_draft(self, depth: int) -> None:
         """Token number `depth` of the draft, and the link's row after it; see `link_row`."""
@@ -143,4 +143,4 @@ class RoundKernels:
         self._launch("accept_rows")
 
     def _launch(self, kernel: str, *args: int) -> None:
-        PROGRAM.kernel(kernel).launch((1, 1, 1), THREADS, (self._round, *args))
+        PROGRAM.kernel(kernel).launch((1, 1, 1), THREADS, (self._step, *args))

@@ -1,7 +1,7 @@
-"""How many tokens each round drafts, where a device drafts and accepts by itself (`engine/fused_steps.py`).
+"""How many tokens each fused step drafts (`engine/fused_steps.py`).
 
-A round is launched before the host knows what the one before it gave, so its size is chosen by what came of
-those before that.
+A fused step is launched before the host knows the result of the step before it. Its size is therefore chosen
+from older results.
 """
 
 from collections import deque
@@ -14,77 +14,77 @@ from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
 from coldstream.decoding.row_times import StepTimes
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.kernels.fused.reference import Accepted
 
 # A step of more than eight rows has other kernels, with which the ninth costs a fifth of a step.
 MOST_NODES: Final = 7
 _BELIEVED: Final = 0.75  # chance of a drafted token to be right, before any was tried
 
 
-class RoundSizes(Protocol):
-    """Chooses the sizes of rounds that follow each other."""
+class FusedSizes(Protocol):
+    """Chooses the sizes of fused steps that follow each other."""
 
     @property
     def most(self) -> int:
         """The most tokens that are drafted."""
 
     def start(self) -> None:
-        """The first of them is next; rounds that were not recorded are none of these."""
+        """A new run of fused steps begins. Steps that were not recorded belong to an older run."""
 
     def backs_off(self) -> bool:
-        """Whether steps without rounds are better for now; the same until something is recorded."""
+        """Whether plain steps are better for now; the same until something is recorded."""
 
     def is_idle(self) -> bool:
-        """Whether they will be for long, so that a drafter need not be told of tokens."""
+        """Whether plain steps will be better for long, so that a drafter need not observe tokens."""
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        """So many steps without rounds took so long together. is_usual: whether others take as long."""
+        """`num_steps` plain steps took `seconds` together. is_usual: whether others take as long."""
 
     def next(self) -> int:
-        """Tokens that the next round drafts."""
+        """Tokens that the next fused step drafts."""
 
     def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
-        """What came of the first round that was not recorded yet, and how long it took.
+        """The result and the seconds of the oldest fused step that was not recorded yet.
 
         is_usual: whether others of its size take as long.
         """
 
 
 @dataclass(frozen=True)
-class FixedRounds:
-    """Rounds that draft `most` tokens."""
+class FixedFusedSizes:
+    """Fused steps that draft `most` tokens."""
 
     most: int
 
     def start(self) -> None:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
 
     def backs_off(self) -> bool:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         return False
 
     def is_idle(self) -> bool:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         return False
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
 
     def next(self) -> int:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         return self.most
 
     def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
 
 
-class RoundsByCost:
-    """Rounds of as many tokens as give the most a second, by what was accepted and how long rounds took.
+class FusedSizesByCost:
+    """Fused steps of as many tokens as give the most a second, by acceptance and measured times.
 
-    The policy is that of trees (`tree_size.py`). The time of a round includes that of its draft, and one
-    without a draft is the plain step that it is compared with; its block goes on, so that it costs a little
-    more than a step of a model without drafts. Once drafts have not paid for long, there are no rounds for
-    a while (`backoff.py`). Acceptance is counted by depth (`acceptance.py`), since the host does not see what
+    The policy is that of trees (`tree_size.py`). The time of a fused step includes its draft. It is
+    compared with a fused step without a draft, which costs a little more than a step of a model without
+    drafts, because the block goes on. Once drafts have not paid for long, fused steps back off for a while
+    (`backoff.py`). Acceptance is counted by depth (`acceptance.py`), since the host does not see what
     the device's block says of its tokens before they are verified.
     """
 
@@ -98,25 +98,25 @@ class RoundsByCost:
         self._backoff = Backoff()
 
     def start(self) -> None:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         self._launched.clear()
         self._is_first = True
 
     def backs_off(self) -> bool:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         return self._backoff.num_steps > 0
 
     def is_idle(self) -> bool:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         return self._backoff.num_steps > OBSERVED_STEPS
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         self._policy.went_on(num_steps, seconds, is_usual=is_usual)
         self._backoff.went_by(num_steps, has_gained=self._policy.has_gained)
 
     def next(self) -> int:
-        """See `RoundSizes`."""
+        """See `FusedSizes`."""
         size = None
         if self._policy.should_draft():
             size = self._policy.choose(self._acceptance.expected(_NAME, _chain(self.most)), 0.0)
@@ -124,7 +124,7 @@ class RoundsByCost:
         return size.num_nodes if size else 0
 
     def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
-        """See `RoundSizes`. The first one is begun with work that others do without."""
+        """See `FusedSizes`. The first step of a run is not timed, as it begins with work of its own."""
         size = self._launched.popleft()
         num_accepted = max(0, len(accepted.token_ids) - 1)
         if not self._is_first:
@@ -135,7 +135,7 @@ class RoundsByCost:
             self._acceptance.record(_NAME, _chain(accepted.num_drafted), range(num_accepted))
 
 
-_NAME: Final = "rounds"
+_NAME: Final = "fused"
 
 
 def _chain(num_nodes: int) -> TokenTree:

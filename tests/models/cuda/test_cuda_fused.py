@@ -1,4 +1,4 @@
-"""Rounds of a model and its block: drafts, tokens and states are those of the CPU; on the host too."""
+"""Fused steps of a model and its block: drafts, tokens and states are those of the CPU; on the host too."""
 
 from pathlib import Path
 
@@ -9,25 +9,25 @@ from runner_cases import token_ids
 from test_cuda_mtp import CONTEXT, Pair, open_gpu, pair, states_of
 
 from coldstream.errors import InvalidRequestError
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.cuda import fused_draft as cuda_rounds
-from coldstream.models.cuda.fused_draft import FusedRun
+from coldstream.models.cuda import fused_draft as cuda_fused
+from coldstream.models.cuda.fused_draft import CudaFusedRun
 
 LENGTH, ROOT = 5, 7
 SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, LENGTH + 1)
 
 
-def begin(both: Pair, left: int) -> FusedRun:
-    """Rounds after a prompt and a root, of which the CPU's block knows as much."""
+def begin(both: Pair, left: int) -> CudaFusedRun:
+    """Fused steps after a prompt and a root, of which the CPU's block knows as much."""
     on_gpu, on_cpu = states_of(both, LENGTH)
     ids = [*token_ids(LENGTH)[1:], ROOT]
     both.on_gpu.append(ids, on_gpu)
     both.on_cpu.append(ids, on_cpu)
-    rounds = both.on_gpu.begin_rounds(both.gpu.sequence, RoundText(3, ROOT, left, SETTINGS, frozenset()))
-    assert rounds is not None
-    return rounds
+    fused = both.on_gpu.begin_fused(both.gpu.sequence, FusedText(3, ROOT, left, SETTINGS, frozenset()))
+    assert fused is not None
+    return fused
 
 
 def follow(both: Pair, rows: list[int], tokens: tuple[int, ...]) -> None:
@@ -39,67 +39,67 @@ def follow(both: Pair, rows: list[int], tokens: tuple[int, ...]) -> None:
     both.on_cpu.append(tokens, states)
 
 
-def check_rounds(both: Pair) -> None:
-    rounds, root, arrays = begin(both, 30), ROOT, both.gpu.runner._loaded.fused.arrays
+def check_fused_steps(both: Pair) -> None:
+    fused, root, arrays = begin(both, 30), ROOT, both.gpu.runner._loaded.fused.arrays
     length = both.on_gpu.length
     for num_nodes in (3, 1, 0, 2, 3):
         expected = [ids[0] for ids, _ in both.on_cpu.chain(num_nodes)]
-        rounds.launch(num_nodes)
-        accepted = rounds.take()
+        fused.launch(num_nodes)
+        accepted = fused.take()
         assert arrays.model_columns[1 : 1 + num_nodes].tolist() == expected
         assert (accepted.num_drafted, accepted.fault, accepted.is_last) == (num_nodes, 0, False)
         follow(both, [root, *accepted.token_ids[:-1]], accepted.token_ids)
         root = accepted.token_ids[-1]
-    num_held, _ = rounds.end()
+    num_held, _ = fused.end()
     assert both.gpu.sequence.length == both.cpu.sequence.length == LENGTH + num_held
     assert both.on_gpu.length == both.on_cpu.length == length + num_held
     assert np.array_equal(both.gpu.prefill([root]), both.cpu.prefill([root]))
 
 
 @pytest.mark.usefixtures("gpu")
-def test_rounds_draft_what_the_host_drafts(tmp_path: Path) -> None:
+def test_fused_steps_draft_what_the_host_drafts(tmp_path: Path) -> None:
     with pair(write_variant(tmp_path, "dense")) as both:
-        check_rounds(both)
+        check_fused_steps(both)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_deep_contexts_have_rounds_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_rounds, "SHORT_CONTEXT", LENGTH + 2)
+def test_deep_contexts_have_fused_steps_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_fused, "SHORT_CONTEXT", LENGTH + 2)
     with pair(write_variant(tmp_path, "dense")) as both:
-        check_rounds(both)
+        check_fused_steps(both)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_rounds_take_blocks_for_their_text_and_no_more(tmp_path: Path) -> None:
+def test_fused_steps_take_blocks_for_their_text_and_no_more(tmp_path: Path) -> None:
     """Up to the end of a text that fills the context."""
     with pair(write_variant(tmp_path, "dense")) as both:
-        rounds = begin(both, 3)
-        rounds.launch(3)
-        rounds.launch(3)
-        first, second = rounds.take(), rounds.take()
+        fused = begin(both, 3)
+        fused.launch(3)
+        fused.launch(3)
+        first, second = fused.take(), fused.take()
         tokens = first.token_ids + second.token_ids
         assert first.num_drafted == 2
         while len(tokens) < 3:
-            rounds.launch(3)
-            tokens += rounds.take().token_ids
+            fused.launch(3)
+            tokens += fused.take().token_ids
         assert len(tokens) == 3
-        assert rounds.end()[0] == 3
+        assert fused.end()[0] == 3
         sequences = both.gpu.runner._loaded.sequences
         assert len(both.gpu.sequence.blocks) == 1
         assert both.gpu.sequence.pending is None
         assert sequences.tree_rows.num_free == sequences.tree_rows.num_blocks
-        rounds = begin_again(both, CONTEXT - LENGTH)
-        assert rounds.end()[0] == 0
+        fused = begin_again(both, CONTEXT - LENGTH)
+        assert fused.end()[0] == 0
 
 
-def begin_again(both: Pair, left: int) -> FusedRun:
+def begin_again(both: Pair, left: int) -> CudaFusedRun:
     both.on_gpu.cut(0)
     both.on_cpu.cut(0)
     return begin(both, left)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_there_are_no_rounds_where_the_device_cannot_run_them(tmp_path: Path) -> None:
+def test_there_are_no_fused_steps_where_the_device_cannot_run_them(tmp_path: Path) -> None:
     """With nothing changed."""
     path = write_variant(tmp_path, "moe")
     with pair(path) as both:
@@ -107,14 +107,14 @@ def test_there_are_no_rounds_where_the_device_cannot_run_them(tmp_path: Path) ->
         both.on_gpu.append([*token_ids(LENGTH)[1:], ROOT], on_gpu)
         free = both.gpu.runner.free
         ends = frozenset(range(MAX_ENDS + 1))
-        for text in (RoundText(3, ROOT, 1, SETTINGS, frozenset()), RoundText(3, ROOT, 9, SETTINGS, ends)):
-            assert both.on_gpu.begin_rounds(both.gpu.sequence, text) is None
+        for text in (FusedText(3, ROOT, 1, SETTINGS, frozenset()), FusedText(3, ROOT, 9, SETTINGS, ends)):
+            assert both.on_gpu.begin_fused(both.gpu.sequence, text) is None
         others = [both.gpu.runner.branch(both.gpu.sequence)]
         while both.gpu.runner.free.num_states:
             others.append(both.gpu.runner.new_sequence())
             both.gpu.runner.extend(others[-1], [1])
-        text = RoundText(3, ROOT, 9, SETTINGS, frozenset())
-        assert both.on_gpu.begin_rounds(both.gpu.sequence, text) is None
+        text = FusedText(3, ROOT, 9, SETTINGS, frozenset())
+        assert both.on_gpu.begin_fused(both.gpu.sequence, text) is None
         for other in others:
             both.gpu.runner.release(other)
         assert both.gpu.runner.free == free
@@ -126,6 +126,6 @@ def test_there_are_no_rounds_where_the_device_cannot_run_them(tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["moe", "dense", "own tables"])
-def test_rounds_on_a_gpu_draft_what_the_host_drafts(tmp_path: Path, name: str) -> None:
+def test_fused_steps_on_a_gpu_draft_what_the_host_drafts(tmp_path: Path, name: str) -> None:
     with pair(write_variant(tmp_path, name)) as both:
-        check_rounds(both)
+        check_fused_steps(both)

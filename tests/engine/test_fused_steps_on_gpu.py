@@ -1,4 +1,4 @@
-"""Answers whose rounds a device drafts and accepts by itself are those without drafts, and so is what they
+"""Answers whose steps a device drafts and accepts by itself are those without drafts, and so is what they
 leave; on the host too.
 """
 
@@ -18,16 +18,16 @@ from engine_clients import alone, engine_of
 from scripted_drafts import KINDS, Scripted, check_same
 from test_drafts_on_gpu import CONTEXT, open_runner, scripted
 
-from bench.engine.scripted_rounds import script_rounds
+from bench.engine.scripted_fused_steps import script_fused_steps
 from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter
-from coldstream.decoding.round_sizes import FixedRounds
+from coldstream.decoding.fused_sizes import FixedFusedSizes
 from coldstream.decoding.speculation import TreeSizes
 from coldstream.engine import LLM, SamplingParams, fused_steps
 from coldstream.engine.opened_model import OpenedModel
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.kernels.fused.reference import Accepted
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -80,7 +80,7 @@ def models_of(path: Path) -> Iterator[Models]:
         open_runner(path, share=None, has_mtp=True) as two,
     ):
         block = two.load_mtp()
-        script = script_rounds(block, CONTEXT, DEPTHS)
+        script = script_fused_steps(block, CONTEXT, DEPTHS)
         speculation = Speculation(MtpDrafter(block.new_sequence()), FixedSizes(3))
         plain, opened = LLM.from_opened(opened_with(one, CONTEXT)), opened_with(two, CONTEXT)
         yield Models(plain, LLM.from_opened(replace(opened, speculation=speculation)), script)
@@ -89,7 +89,7 @@ def models_of(path: Path) -> Iterator[Models]:
 def check_texts(
     models: Models, kind: str, prompts: Sequence[Any], params: SamplingParams, num_nodes: int
 ) -> float:
-    """Tokens a round over all prompts; the last answer is continued from what it left."""
+    """Tokens a fused step over all prompts; the last answer is continued from what it left."""
     drafter, llm, steps = (
         scripted(kind, models.plain, prompts, params, wants_hidden=True, num_tokens=known(params)),
         models.sized(num_nodes),
@@ -101,7 +101,7 @@ def check_texts(
         (found,) = llm.generate(prompt, params)
         check_same(expected, found)
         statistics = found.statistics.speculation
-        assert statistics.rounds == statistics.steps > 0
+        assert statistics.fused_steps == statistics.steps > 0
         steps.append(statistics.tokens_per_step)
     longer = [*found.prompt_token_ids, *found.token_ids, 5, 6]
     (expected,), (found,) = models.plain.generate(longer, params), llm.generate(longer, params)
@@ -114,7 +114,7 @@ def check_texts(
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rounds")
+    folder = tmp_path_factory.mktemp("fused")
     return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=SMALL_EXPERTS, nextn=True, quant="Q8_0")[0]
 
 
@@ -128,7 +128,7 @@ def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[Models]:
 @pytest.mark.parametrize(
     ("kind", "params", "num_nodes"), [("right", GREEDY, 3), ("mostly_right", SEEDED, 2), ("wrong", GREEDY, 1)]
 )
-def test_rounds_on_the_host(models: Models, kind: str, params: SamplingParams, num_nodes: int) -> None:
+def test_fused_steps_on_the_host(models: Models, kind: str, params: SamplingParams, num_nodes: int) -> None:
     tokens = check_texts(models, kind, [[1, 2, 3, 1, 2]], params, num_nodes)
     assert kind == "wrong" or tokens > 1.2
 
@@ -188,9 +188,9 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
         statistics = client.outputs(first)[0].statistics
         assert statistics is not None
         assert statistics.speculation is not None
-        assert 1 < statistics.speculation.rounds < len(wanted[0][1])  # type: ignore[arg-type]
+        assert 1 < statistics.speculation.fused_steps < len(wanted[0][1])  # type: ignore[arg-type]
         counts = client.engine.statistics()
-        assert counts.drafts >= statistics.speculation.rounds - 2
+        assert counts.drafts >= statistics.speculation.fused_steps - 2
         assert counts.accepted_tokens == statistics.speculation.accepted
         again = client.add([*prompt, *client.tokens_so_far(first), 6], few)
         client.drain()
@@ -203,7 +203,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(models: Models) -> None:
 
 
 def check_sizes(models: Models, sizes: TreeSizes, prompts: Sequence[Any], params: SamplingParams) -> None:
-    """Rounds of changing sizes, none among them."""
+    """Fused steps of changing sizes, none among them."""
     speculation = models.drafting.opened.speculation
     assert speculation is not None
     speculation = Speculation(speculation.drafter, sizes)
@@ -216,12 +216,12 @@ def check_sizes(models: Models, sizes: TreeSizes, prompts: Sequence[Any], params
         models.write(drafter, {expected.prompt_token_ids: drafter.answers[expected.prompt_token_ids]})
         (found,) = llm.generate(prompt, params)
         check_same(expected, found)
-        assert found.statistics.speculation.rounds == found.statistics.speculation.steps > 0
+        assert found.statistics.speculation.fused_steps == found.statistics.speculation.steps > 0
     llm.forget()
 
 
-class InTurn(FixedRounds):
-    """Rounds of one token, of most and of none, in turn."""
+class InTurn(FixedFusedSizes):
+    """Fused steps of one token, of most and of none, in turn."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -233,16 +233,16 @@ class InTurn(FixedRounds):
 
 class SizesInTurn(FixedSizes):
     @property
-    def rounds(self) -> InTurn:
+    def fused(self) -> InTurn:
         return InTurn(self.num_nodes)
 
 
-def test_rounds_of_changing_sizes_leave_the_answers(models: Models) -> None:
+def test_fused_steps_of_changing_sizes_leave_the_answers(models: Models) -> None:
     check_sizes(models, SizesInTurn(3), [[1, 2, 3, 1, 2]], replace(SEEDED, max_tokens=9))
 
 
-class BackingOff(FixedRounds):
-    """Two rounds, and then three steps without any, of the last of which the drafter is told."""
+class BackingOff(FixedFusedSizes):
+    """Two fused steps, then three plain ones. The drafter observes the last of them."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -267,7 +267,7 @@ class BackingOff(FixedRounds):
 
 class BackingOffSizes(FixedSizes):
     @property
-    def rounds(self) -> BackingOff:
+    def fused(self) -> BackingOff:
         return BackingOff(self.num_nodes)
 
 
@@ -286,7 +286,7 @@ def check_backoff(models: Models, prompt: Any, params: SamplingParams) -> None:
     (found,) = llm.generate(prompt, params)
     check_same(expected, found)
     once = found.statistics.speculation
-    assert 2 < once.rounds < once.steps - 2
+    assert 2 < once.fused_steps < once.steps - 2
     llm.forget()
     wanted = alone(models.plain, prompt, params)
     with engine_of(opened) as client:
@@ -296,7 +296,7 @@ def check_backoff(models: Models, prompt: Any, params: SamplingParams) -> None:
         statistics = client.outputs(first)[0].statistics
         assert statistics is not None
         assert statistics.speculation is not None
-        assert 2 < statistics.speculation.rounds < statistics.speculation.steps - 2
+        assert 2 < statistics.speculation.fused_steps < statistics.speculation.steps - 2
 
 
 def test_fused_steps_that_back_off_leave_the_answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,14 +321,16 @@ PARAMS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_draft_of_a_round_leaves_the_answers(demo: Models, kind: str, params: SamplingParams) -> None:
+def test_any_draft_of_a_fused_step_leaves_the_answers(
+    demo: Models, kind: str, params: SamplingParams
+) -> None:
     num_nodes = (1, 2, 3, 7, 8, 15, 16, 22, 63)[(KINDS.index(kind) + PARAMS.index(params)) % 9]
     check_texts(demo, kind, PROMPTS, params, num_nodes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "stops"])
-def test_rounds_by_cost_leave_the_answers(demo: Models, params: SamplingParams) -> None:
+def test_fused_sizes_by_cost_leave_the_answers(demo: Models, params: SamplingParams) -> None:
     for _ in range(4):
         check_sizes(demo, SizesByCost("mtp"), PROMPTS, params)
     check_sizes(demo, SizesInTurn(5), PROMPTS, params)

@@ -1,4 +1,4 @@
-"""Sizes of rounds by what came of those before, on a made-up device whose costs are known."""
+"""Sizes of fused steps by what came of those before, on a made-up device whose costs are known."""
 
 import random
 from collections import deque
@@ -6,8 +6,8 @@ from collections import deque
 import pytest
 
 from coldstream.decoding.backoff import AWAKE_STEPS, OBSERVED_STEPS, WAKE_DISTANCE, Backoff
-from coldstream.decoding.round_sizes import MOST_NODES, FixedRounds, RoundsByCost, _chain
-from coldstream.kernels.rounds.reference import Accepted
+from coldstream.decoding.fused_sizes import MOST_NODES, FixedFusedSizes, FusedSizesByCost, _chain
+from coldstream.kernels.fused.reference import Accepted
 
 STEP_S, ROW_S, LINK_S = 2e-3, 3e-4, 2.5e-4
 
@@ -22,11 +22,11 @@ def accepted(num_drafted: int, num_right: int, *, is_last: bool = False) -> Acce
 
 
 def generate(
-    sizes: RoundsByCost, chance: float, num_rounds: int, seed: int = 1
+    sizes: FusedSizesByCost, chance: float, num_steps: int, seed: int = 1
 ) -> tuple[list[int], float, float]:
-    """The sizes of rounds whose tokens are right so often, two at a time in flight; tokens and seconds."""
+    """Sizes of fused steps with two in flight, whose tokens are right with `chance`; tokens and seconds."""
     rng, chosen, in_flight, tokens, seconds = random.Random(seed), [], deque([sizes.next()]), 0, 0.0
-    for _ in range(num_rounds):
+    for _ in range(num_steps):
         in_flight.append(sizes.next())
         num_nodes = in_flight.popleft()
         num_right = next((n for n in range(num_nodes) if rng.random() >= chance), num_nodes)
@@ -39,7 +39,7 @@ def generate(
 
 @pytest.mark.parametrize(("chance", "least_gain"), [(0.95, 1.9), (0.8, 1.35)])
 def test_drafts_that_pay_are_nearly_as_fast_as_the_best_size(chance: float, least_gain: float) -> None:
-    sizes = RoundsByCost()
+    sizes = FusedSizesByCost()
     generate(sizes, chance, 200)
     _, tokens, seconds = generate(sizes, chance, 2000)
     assert tokens / seconds * STEP_S > least_gain
@@ -48,16 +48,16 @@ def test_drafts_that_pay_are_nearly_as_fast_as_the_best_size(chance: float, leas
 
 
 def test_drafts_that_do_not_pay_are_rare() -> None:
-    sizes = RoundsByCost()
+    sizes = FusedSizesByCost()
     generate(sizes, 0.05, 500)
     chosen, tokens, seconds = generate(sizes, 0.05, 3000)
     assert sum(n > 0 for n in chosen) < 0.1 * len(chosen)
     assert tokens / seconds * STEP_S > 0.97
 
 
-def test_rounds_rest_once_they_have_not_paid_for_long() -> None:
+def test_fused_steps_back_off_once_they_have_not_paid_for_long() -> None:
     """And a drafter is told of the last tokens before they are tried again."""
-    sizes = RoundsByCost()
+    sizes = FusedSizesByCost()
     for _ in range(3):  # the first drafts are believed in
         generate(sizes, 0.0, 100)
     assert not sizes.backs_off()
@@ -76,24 +76,24 @@ def test_rounds_rest_once_they_have_not_paid_for_long() -> None:
     assert not sizes.backs_off()
 
 
-def test_rounds_that_pay_never_rest() -> None:
-    sizes = RoundsByCost()
+def test_fused_steps_that_pay_never_back_off() -> None:
+    sizes = FusedSizesByCost()
     for _ in range(20):
         generate(sizes, 0.9, 100)
         assert not sizes.backs_off()
-    assert not FixedRounds(3).backs_off()
+    assert not FixedFusedSizes(3).backs_off()
 
 
 def test_only_sizes_that_have_graphs_are_chosen() -> None:
-    sizes = RoundsByCost()
+    sizes = FusedSizesByCost()
     chosen = [n for chance in (0.9, 0.3, 0.7) for n in generate(sizes, chance, 400)[0]]
     assert set(chosen) <= set(range(1 + MOST_NODES))
     assert max(chosen) <= sizes.most
     assert len(set(chosen)) > 2
 
 
-def test_rounds_in_flight_at_the_end_of_a_text_are_forgotten() -> None:
-    sizes = RoundsByCost()
+def test_fused_steps_in_flight_at_the_end_of_a_text_are_forgotten() -> None:
+    sizes = FusedSizesByCost()
     sizes.next()
     sizes.next()
     sizes.start()
@@ -103,9 +103,9 @@ def test_rounds_in_flight_at_the_end_of_a_text_are_forgotten() -> None:
         sizes.record(accepted(0, 0), 1.0)
 
 
-def test_the_first_round_of_a_text_tells_no_time() -> None:
+def test_the_first_fused_step_of_a_text_tells_no_time() -> None:
     """It is begun with work that no other has, and would make drafts look slow or plain steps."""
-    sizes = RoundsByCost()
+    sizes = FusedSizesByCost()
     for _ in range(40):
         sizes.start()
         sizes.next()
@@ -113,21 +113,21 @@ def test_the_first_round_of_a_text_tells_no_time() -> None:
     assert not sizes._policy._times.has_any
 
 
-def test_fixed_rounds_have_one_size() -> None:
-    sizes = FixedRounds(3)
+def test_fixed_fused_sizes_are_one_size() -> None:
+    sizes = FixedFusedSizes(3)
     assert (sizes.next(), sizes.next(), sizes.most) == (3, 3, 3)
 
 
-def test_the_last_round_of_a_text_says_nothing_of_what_is_accepted() -> None:
+def test_the_last_fused_step_of_a_text_says_nothing_of_what_is_accepted() -> None:
     """Its draft was cut off by the end of the text, not by the model."""
-    sizes, other = RoundsByCost(), RoundsByCost()
+    sizes, other = FusedSizesByCost(), FusedSizesByCost()
     for each, is_last in ((sizes, True), (other, False)):
         for _ in range(40):
             each.next()
             each.record(accepted(3, 0, is_last=is_last), STEP_S)
-    fresh = RoundsByCost()._acceptance.expected("rounds", _chain(3))
-    assert sizes._acceptance.expected("rounds", _chain(3)) == fresh
-    assert other._acceptance.expected("rounds", _chain(3))[0] < fresh[0] / 2
+    fresh = FusedSizesByCost()._acceptance.expected("fused", _chain(3))
+    assert sizes._acceptance.expected("fused", _chain(3)) == fresh
+    assert other._acceptance.expected("fused", _chain(3))[0] < fresh[0] / 2
 
 
 def test_drafts_rest_from_the_512th_step_on_in_which_they_have_not_gained() -> None:

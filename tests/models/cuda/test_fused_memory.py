@@ -1,4 +1,4 @@
-"""What the host takes memory for while rounds run ahead of it. Without a GPU."""
+"""What the host takes memory for while fused steps run ahead of it. Without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.kernels.rounds.reference import RoundText
+from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.settings import RowSettings
-from coldstream.models.cuda.fused_draft import NUM_AHEAD, FusedRun, FusedShape, FusedSteps
+from coldstream.models.cuda.fused_draft import NUM_AHEAD, CudaFusedRun, CudaFusedSteps, FusedShape
 from device_seams import model_device
 
 MOST_NODES, BEFORE = 4, 250
@@ -31,7 +31,7 @@ class Room:
 
 
 class Device:
-    """Keeps as many rows of each round as it is told, in the order of launches, whatever the host knows."""
+    """Keeps as many rows of each fused step as are asked for, in the order of launches."""
 
     def __init__(self, left: int) -> None:
         self.cache, self.block_rows = Room(), Room()
@@ -59,27 +59,27 @@ class Device:
     left=st.integers(2, 60),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, MOST_NODES), st.integers(0, 5)), max_size=40),
 )
-def test_every_round_has_memory_for_all_rows_that_it_and_those_before_it_may_keep(
+def test_every_fused_step_has_memory_for_all_rows_that_it_and_those_before_it_may_keep(
     left: int, events: list[tuple[bool, int, int]]
 ) -> None:
     device = Device(left)
-    text = RoundText(MOST_NODES, 1, left, SETTINGS, frozenset())
+    text = FusedText(MOST_NODES, 1, left, SETTINGS, frozenset())
 
-    def write_tables(self: FusedRun, host: Any) -> None:
+    def write_tables(self: CudaFusedRun, host: Any) -> None:
         for room in (device.cache, device.block_rows):
             room.in_tables = room.rows
 
     with model_device(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedRun, "_write_tables", write_tables)
-        rounds = FusedRun(
-            cast(FusedSteps, device), cast(Any, device.cache), cast(Any, device.block_rows), text
+        patch.setattr(CudaFusedRun, "_write_tables", write_tables)
+        fused = CudaFusedRun(
+            cast(CudaFusedSteps, device), cast(Any, device.cache), cast(Any, device.block_rows), text
         )
         for takes, num_nodes, accepts in events:
-            if rounds._in_flight and (takes or len(rounds._in_flight) == NUM_AHEAD):
-                rounds.take()
+            if fused._in_flight and (takes or len(fused._in_flight) == NUM_AHEAD):
+                fused.take()
             elif device.left:
                 device.accepts = accepts
-                rounds.launch(num_nodes)
-        while rounds._in_flight:
-            rounds.take()
-        assert rounds._num_held == device.held
+                fused.launch(num_nodes)
+        while fused._in_flight:
+            fused.take()
+        assert fused._num_held == device.held

@@ -1,9 +1,9 @@
-"""What a device decides between the steps of a round, in plain Python.
+"""What a device decides within a fused speculative step, in plain Python.
 
-A *round* drafts a chain of k tokens with a block for multi-token prediction, computes the last chosen token
-(the *root*) and the draft in one step of the model, R = k + 1 rows, and keeps as many of them as agree with
-the tokens that are chosen after them. The block then computes the kept rows too, so that the next round
-drafts after the last of them. Nothing of this waits for the host.
+A *fused step* drafts a chain of k tokens with a block for multi-token prediction. It computes the last chosen
+token (the *root*) and the draft in one step of the model, R = k + 1 rows. It keeps as many of them as agree
+with the tokens that are chosen after them. The block then computes the kept rows too, so that the next fused
+step drafts after the last of them. Nothing of this waits for the host.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,18 +18,18 @@ Result = tuple[int, int]  # a chosen token, and 0 or the reason why there is non
 
 
 @dataclass(frozen=True)
-class RoundState:
-    """Where a text is between two rounds."""
+class FusedState:
+    """Where a text is between two fused steps."""
 
     length: int  # positions of the model's sequence
     block_length: int  # rows of the block's sequence
-    left: int  # tokens that may still be chosen; 0: the text has ended, and rounds do nothing
+    left: int  # tokens that may still be chosen; 0: the text has ended, and fused steps do nothing
     root: int  # the token that was chosen last, whose row is not computed yet
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What came of the rows of a round."""
+    """What came of the rows of a fused step."""
 
     token_ids: tuple[int, ...]  # chosen after the first rows, which are kept
     fault: int  # why there is no token after the next row, which is not kept; 0 if that was not the end
@@ -38,8 +38,8 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class RoundText:
-    """What the rounds of a text begin with."""
+class FusedText:
+    """What the fused steps of a text begin with."""
 
     most_nodes: int  # tokens of a draft, at least one
     root: int  # the token that was chosen last
@@ -49,7 +49,7 @@ class RoundText:
 
 
 def model_rows(
-    state: RoundState, draft: Sequence[int], state_id: int, kept: Sequence[int]
+    state: FusedState, draft: Sequence[int], state_id: int, kept: Sequence[int]
 ) -> list[RowColumns]:
     """The rows of the model's step: the root and the draft. Those that could not be kept are left out.
 
@@ -63,7 +63,7 @@ def model_rows(
     return rows
 
 
-def link_row(state: RoundState, num_rows: int, depth: int, token: int, state_id: int) -> RowColumns:
+def link_row(state: FusedState, num_rows: int, depth: int, token: int, state_id: int) -> RowColumns:
     """The row of the block after token number `depth` of the draft, for the next one; NO_ROW if the model's
     step has no row for that.
     """
@@ -73,9 +73,9 @@ def link_row(state: RoundState, num_rows: int, depth: int, token: int, state_id:
 
 
 def accept(
-    state: RoundState, draft: Sequence[int], chosen: Sequence[Result], end_ids: Collection[int]
-) -> tuple[Accepted, RoundState]:
-    """The tokens that a round gives, and the state after it. chosen: after each of the rows.
+    state: FusedState, draft: Sequence[int], chosen: Sequence[Result], end_ids: Collection[int]
+) -> tuple[Accepted, FusedState]:
+    """The tokens that a fused step gives, and the state after it. chosen: after each of the rows.
 
     The row after a token is kept if it was drafted. A text ends with a token of `end_ids`, with the last one
     that is left, and where no token can be chosen.
@@ -93,14 +93,15 @@ def accept(
             break
     count = len(token_ids)
     root = token_ids[-1] if token_ids else state.root
-    after = RoundState(state.length + count, state.block_length + count, left, root)
+    after = FusedState(state.length + count, state.block_length + count, left, root)
     num_drafted = max(0, min(len(draft), state.left - 1))
     return Accepted(tuple(token_ids), fault, num_drafted, after.left == 0), after
 
 
-def block_rows(state: RoundState, token_ids: Sequence[int], num_rows: int, state_id: int) -> list[RowColumns]:
-    """The rows of the block after a round: the accepted tokens, each after the state of the row before it,
-    behind those that the block had in `state`; the others are left out.
+def block_rows(state: FusedState, token_ids: Sequence[int], num_rows: int, state_id: int) -> list[RowColumns]:
+    """The block's rows after a fused step: the accepted tokens, behind the rows of `state`.
+
+    Each follows the state of the row before it. The others are left out.
     """
     rows = []
     for row in range(num_rows):

@@ -1,4 +1,4 @@
-"""What a device decides between the steps of a round: the kernels on the host against their definition."""
+"""What a device decides within a fused step: the kernels on the host against their definition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.rounds.cuda import RESULT_WORDS, DeviceState, RoundArrays, RoundKernels
-from coldstream.kernels.rounds.reference import (
+from coldstream.kernels.fused.cuda import RESULT_WORDS, DeviceState, FusedArrays, FusedKernels
+from coldstream.kernels.fused.reference import (
     NUM_COLUMNS,
-    RoundState,
+    FusedState,
     accept,
     block_rows,
     link_row,
@@ -30,9 +30,9 @@ SETTINGS = RowSettings(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """A round: the state before it, its draft, and what is chosen after each row."""
+    """A fused step: the state before it, its draft, and what is chosen after each row."""
 
-    state: RoundState
+    state: FusedState
     draft: list[int]
     chosen: list[tuple[int, int]]
     end_ids: frozenset[int]
@@ -42,7 +42,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     num_rows = draw(st.sampled_from([1, 2, 3, 5, 33, 64]))
     tokens = st.integers(0, draw(st.sampled_from([1, 3])))
-    state = RoundState(
+    state = FusedState(
         draw(st.integers(1, 600)), draw(st.integers(1, 600)), draw(st.integers(0, 70)), draw(tokens)
     )
     chosen = [(draw(tokens), draw(st.sampled_from([0] * 60 + [3, -1]))) for _ in range(num_rows)]
@@ -57,7 +57,7 @@ def columns_of(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return np.array(rows).T.tolist()
 
 
-def written(arrays: RoundArrays, case: Case) -> None:
+def written(arrays: FusedArrays, case: Case) -> None:
     """What the host writes, and tokens that are chosen later."""
     arrays.write_state(case.state, STATE_ID, BLOCK_STATE_ID, len(case.end_ids))
     num_rows = len(case.chosen)
@@ -67,25 +67,25 @@ def written(arrays: RoundArrays, case: Case) -> None:
     arrays.chosen[:num_rows] = case.chosen
 
 
-def check_round(case: Case, device: str) -> None:
-    memory = Guarded(RoundArrays.num_values(NUM_BLOCKS), dtype=torch.int32, device=torch.device(device))
-    host = np.full(RoundArrays.num_values(NUM_BLOCKS), -7, np.int32)
-    written(RoundArrays(host, NUM_BLOCKS), case)
+def check_fused(case: Case, device: str) -> None:
+    memory = Guarded(FusedArrays.num_values(NUM_BLOCKS), dtype=torch.int32, device=torch.device(device))
+    host = np.full(FusedArrays.num_values(NUM_BLOCKS), -7, np.int32)
+    written(FusedArrays(host, NUM_BLOCKS), case)
     memory.tensor.copy_(torch.from_numpy(host))
     candidate = torch.zeros(1, dtype=torch.int32, device=device)
     num_rows, state = len(case.chosen), case.state
-    kernels = RoundKernels(RoundArrays(memory.tensor, NUM_BLOCKS), num_rows, candidate)
+    kernels = FusedKernels(FusedArrays(memory.tensor, NUM_BLOCKS), num_rows, candidate)
     for depth, token in enumerate(case.draft):
         candidate.fill_(token)
         kernels.extend_draft(depth)
-        link = RoundArrays(memory.checked(), NUM_BLOCKS).link_columns.tolist()
+        link = FusedArrays(memory.checked(), NUM_BLOCKS).link_columns.tolist()
         assert link == list(link_row(state, num_rows, depth, token, BLOCK_STATE_ID))
     kernels.write_model_rows()
     kernels.accept_rows()
-    check_results(RoundArrays(memory.checked().numpy(), NUM_BLOCKS), RoundArrays(host, NUM_BLOCKS), case)
+    check_results(FusedArrays(memory.checked().numpy(), NUM_BLOCKS), FusedArrays(host, NUM_BLOCKS), case)
 
 
-def check_results(found: RoundArrays, before: RoundArrays, case: Case) -> None:
+def check_results(found: FusedArrays, before: FusedArrays, case: Case) -> None:
     """Every number that the kernels wrote, and that they wrote no others."""
     num_rows, state = len(case.chosen), case.state
     accepted, after = accept(state, case.draft, case.chosen, case.end_ids)
@@ -100,7 +100,7 @@ def check_results(found: RoundArrays, before: RoundArrays, case: Case) -> None:
     result = found.result[: RESULT_WORDS + num_rows].tolist()
     assert result == [count, accepted.fault, *accepted.token_ids, *padding]
     told = DeviceState.from_buffer_copy(found.state.tobytes())
-    assert RoundState(told.length, told.block_length, told.left, told.root) == after
+    assert FusedState(told.length, told.block_length, told.left, told.root) == after
     assert (told.last_row, told.state_id) == (max(count - 1, 0), STATE_ID)
     settings = found.settings[:num_rows].copy()
     assert settings[:, POSITION].tolist() == [state.length + 1 + row for row in range(num_rows)]
@@ -115,20 +115,20 @@ def check_results(found: RoundArrays, before: RoundArrays, case: Case) -> None:
 @pytest.mark.usefixtures("gpu")
 @given(cases())
 @settings(max_examples=60)
-def test_rounds_decide_as_defined(case: Case) -> None:
-    check_round(case, "cpu")
+def test_fused_steps_decide_as_defined(case: Case) -> None:
+    check_fused(case, "cpu")
 
 
 @pytest.mark.gpu
 @given(cases())
 @settings(max_examples=200)
-def test_rounds_decide_as_defined_on_a_gpu(case: Case) -> None:
-    check_round(case, "cuda")
+def test_fused_steps_decide_as_defined_on_a_gpu(case: Case) -> None:
+    check_fused(case, "cuda")
 
 
 def test_the_arrays_do_not_overlap_and_fill_their_memory() -> None:
-    memory = np.zeros(RoundArrays.num_values(NUM_BLOCKS), np.int32)
-    arrays = RoundArrays(memory, NUM_BLOCKS)
+    memory = np.zeros(FusedArrays.num_values(NUM_BLOCKS), np.int32)
+    arrays = FusedArrays(memory, NUM_BLOCKS)
     parts = [
         part for name, part in vars(arrays).items() if isinstance(part, np.ndarray) and name != "_memory"
     ]
@@ -140,13 +140,13 @@ def test_the_arrays_do_not_overlap_and_fill_their_memory() -> None:
 
 
 def test_an_ended_text_stays_as_it_is() -> None:
-    state = RoundState(9, 4, 0, 7)
+    state = FusedState(9, 4, 0, 7)
     accepted, after = accept(state, [1, 2], [(1, 0), (2, 0), (3, 0)], frozenset())
     assert (accepted.token_ids, accepted.num_drafted, after) == ((), 0, state)
 
 
 @given(cases())
-def test_rounds_follow_the_plain_loop(case: Case) -> None:
+def test_fused_steps_follow_the_plain_loop(case: Case) -> None:
     """The rows that are kept are those of tokens that were drafted and chosen, up to the end of the text."""
     accepted, after = accept(case.state, case.draft, case.chosen, case.end_ids)
     expected: list[int] = []
