@@ -102,7 +102,7 @@ class Steps:
 
     def _wanted(self, rows: int, resident: Any) -> tuple[float, float]:
         """Experts of a layer that the last step chose, on average, and the bytes of those without a slot."""
-        used = self._runner._partial._executor.few.chosen.used[:, :rows].cpu().numpy()
+        used = self._runner._partial._executor.decode.chosen.used[:, :rows].cpu().numpy()
         chosen = np.zeros_like(resident)
         for layer, ids in enumerate(used[: len(chosen)]):
             chosen[layer, ids.reshape(-1)] = True
@@ -114,7 +114,7 @@ def share_by(runner: Any, times: Any, scale: float) -> None:
     """Has experts shared out as if the CPU took `scale` times as long as the plan's `times` say."""
     cpu = tuple(max(1, round(scale * time)) for time in times.cpu)
     words = torch.tensor(replace(times, cpu=cpu).words(), dtype=torch.int32)
-    runner._partial._executor.few.times.copy_(words)
+    runner._partial._executor.decode.times.copy_(words)
 
 
 def measure(

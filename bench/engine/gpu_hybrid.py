@@ -27,8 +27,8 @@ from bench.runners import plan_with_workers
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.errors import OutOfMemoryError
-from coldstream.experts.prefetch_statistics import PrefetchStatistics
-from coldstream.experts.step_times import PARTS
+from coldstream.experts.gpu_statistics import PARTS
+from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec

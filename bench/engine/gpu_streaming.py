@@ -80,7 +80,7 @@ def shared_out_by_the_host(runner: CudaRunner) -> Iterator[bool]:
     if runner.stream_counters is None:
         yield False
         return
-    limits, few = runner.limits, runner._loaded.ops.model_executor.few
+    limits, few = runner.limits, runner._loaded.ops.model_executor.decode
     runner.limits, few.max_rows = replace(limits, shared_rows=MAX_MAILBOX_ROWS), MAX_MAILBOX_ROWS
     try:
         yield limits.shared_rows > MAX_MAILBOX_ROWS

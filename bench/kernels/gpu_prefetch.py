@@ -75,7 +75,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
         only_bus = MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS)
-        partial.few.times.copy_(torch.tensor(only_bus.words(), dtype=torch.int32))
+        partial.decode.times.copy_(torch.tensor(only_bus.words(), dtype=torch.int32))
     return ops
 
 
@@ -143,7 +143,7 @@ class Stepper:
     def chosen(self) -> list[int]:
         """By the routers in the last step, which the device has ended; RuntimeError if a guess was wrong."""
         executor = executor_of(self.ops)
-        ids = executor.few.chosen
+        ids = executor.decode.chosen
         chosen: list[list[int]] = ids.used[:, 0].tolist()
         if executor.prefetch is not None:
             chosen.append(ids.guessed[LAST, 0].tolist())
@@ -153,7 +153,7 @@ class Stepper:
 
     def counted(self) -> dict[str, int]:
         """Counts of the last layer so far: pairs read over the bus on demand, and the ring's tallies."""
-        _, bus_pairs = read_stamps(executor_of(self.ops).few.stamps)
+        _, bus_pairs = read_stamps(executor_of(self.ops).decode.stamps)
         ring = executor_of(self.ops).prefetch
         tallies = [0] * len(TALLIES) if ring is None else ring.tallies[LAST].tolist()
         return dict(zip(COUNTS, (int(bus_pairs[LAST]), *tallies), strict=True))

@@ -19,9 +19,8 @@ from coldstream import errors
 from coldstream.assets import demo_model_path
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.prefetch_statistics import PrefetchStatistics
-from coldstream.experts.step_times import StepTimes
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
+from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.placement.hardware import GpuHardware
 from dflash_trees import write_drafter
 from hub_server import HubServer

@@ -35,7 +35,7 @@ class _Ops(CudaOps):
         return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
 
 
-class FewRows:
+class DecodeSteps:
     """Routers and experts of few rows, with prefetching; records the accesses of each launch."""
 
     def __init__(

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
-from coldstream.experts.expert_stream import ExpertStream, StagedGroup
 from coldstream.experts.host import HostExperts
+from coldstream.experts.prefill import ExpertStream, StagedGroup
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc

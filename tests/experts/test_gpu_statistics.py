@@ -6,9 +6,8 @@ from dataclasses import asdict
 import numpy as np
 
 from coldstream.cli.bench import describe_gpu, describe_times
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
 from coldstream.experts.slots.cache import Counters
-from coldstream.experts.step_times import StepTimes
 
 # Two layers, in milliseconds: the second one read a pair over the bus.
 SUMS = np.zeros((2, 2, 6), np.uint64)

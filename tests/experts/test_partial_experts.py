@@ -14,15 +14,25 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from partial_cases import RING_BYTES, FewRows
+
+from dataclasses import replace
+
+import pytest
+from partial_cases import RING_BYTES, DecodeSteps
 
 from builders import write_gguf
 from coldstream.errors import GenerationFault
 from coldstream.experts import partial_experts
+from coldstream.experts.partial_experts import SlotShares, slot_shares
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch import Prefetching
+from coldstream.experts.slots.cache import ExpertCache
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.policies import DecayedFrequency
+from coldstream.placement.routing_trace import RoutedModel
+from coldstream.placement.run_plan import RunPlan
 from device_model import Operation, range_of
 from device_seams import any_schedule, model_device, seeds
 
@@ -45,10 +55,10 @@ def few_rows_of(
     prefetching: Prefetching | None = None,
     whole_layers: Collection[int] = (),
     mailbox_rows: int = MAX_MAILBOX_ROWS,
-) -> Iterator[FewRows]:
+) -> Iterator[DecodeSteps]:
     with model_device(seed) as device:
         prefetching = prefetching or Prefetching(1, 2, 8 * PLACE_BYTES)
-        runner = FewRows(device, path, seed, prefetching, whole_layers, mailbox_rows)
+        runner = DecodeSteps(device, path, seed, prefetching, whole_layers, mailbox_rows)
         yield runner
         runner.close()
 
@@ -103,7 +113,7 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
     with few_rows_of(path, seed) as runner:
         runner.step(1)
         runner.device.current.synchronize()
-        rows, stream = MAX_MAILBOX_ROWS + 1, runner.executor.many.stream
+        rows, stream = MAX_MAILBOX_ROWS + 1, runner.executor.prefill.stream
         assert stream is not None
         runner.partial.start_step(rows)
         ids = torch.arange(rows * runner.spec.num_experts_per_tok, dtype=torch.int32) % 8
@@ -123,7 +133,7 @@ def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
             runner.weights[i].down for i in partial
         ]
         assert len(runner.partial.host.server.work()) == len(partial)
-        stream = runner.executor.many.stream
+        stream = runner.executor.prefill.stream
         assert stream is not None
         assert len(stream.resident) == len(partial)
         for number, layer in reversed(list(enumerate(partial))):
@@ -310,7 +320,7 @@ def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended
     with few_rows_of(path, seed) as runner:
         residency, partial = Residency(), runner.partial
         partial._residency = residency  # type: ignore[assignment]
-        used, expected = runner.executor.few.chosen.used, list[int | None]()
+        used, expected = runner.executor.decode.chosen.used, list[int | None]()
         running = deque[Operation | None]()
         partial.host.server = server = Server()  # type: ignore[assignment]
 
@@ -347,3 +357,52 @@ def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended
         assert residency.events.count("prepare") == residency.events.count("start") == len(ways)
         assert [None if ids is None else int(ids.max()) for ids in residency.ids] == expected
         assert all(ids is None or (ids == ids.flat[0]).all() for ids in residency.ids)
+
+
+USES = ((0.5, 0.5, 0.5, 0.5), (0.9, 0.8, 0.2, 0.1), (0.1, 0.2, 0.8, 0.9))
+PLACEMENT = PlacementPlan(
+    model=RoutedModel("00", 3, 4, 2),
+    tier="vram",
+    budget_bytes=10**4,
+    fixed=FixedPart(16, "f16", 8, 0, 0, 0),
+    ring_bytes=0,
+    expert_bytes=(256, 512, 256),
+    resident=((0, 1, 2, 3), (0, 1), (1, 2, 3)),
+    pinned_layers=(0,),
+)
+
+
+def shares(uses: tuple[tuple[float, ...], ...] | None) -> SlotShares:
+    return slot_shares(RunPlan(PLACEMENT, 1, uses))
+
+
+def test_pinned_layers_are_outside_of_slots() -> None:
+    found = shares(USES)
+    assert found.layer_bytes == [512, 256]
+    assert found.num_slots == {512: 2, 256: 3}
+    assert found.residents == [0, 1, 5, 6, 7]
+    assert np.array_equal(found.uses, USES[1:])  # type: ignore[arg-type]
+    assert shares(None).uses is None
+
+
+def test_weights_are_those_of_the_layers_with_slots() -> None:
+    assert shares(USES).weights is None
+    found = slot_shares(RunPlan(replace(PLACEMENT, layer_weights=(5.0, 2.0, 1.0)), 1))
+    assert found.weights is not None
+    assert found.weights.tolist() == [2.0] * 4 + [1.0] * 4
+
+
+@pytest.mark.parametrize(("uses", "stays"), [(USES, True), (None, False)])
+def test_one_use_of_another_expert_pushes_no_planned_one_out(
+    uses: tuple[tuple[float, ...], ...] | None, stays: bool
+) -> None:
+    found = shares(uses)
+    policy = DecayedFrequency.for_late_copies()
+    cache = ExpertCache(found.layer_bytes, 4, found.num_slots, policy, profile=found.uses)
+    for copy in cache.load(found.residents):
+        cache.copied(copy)
+    for used in ([], [2, 4], []):  # residents of neither layer
+        step = cache.start_step().step
+        cache.finish_step(step, np.array(used, np.int64))
+    assert (cache.counters.evictions.sum() == 0) == stays
+    assert (cache.counters.copies.sum() == len(found.residents)) == stays

@@ -1,4 +1,4 @@
-"""The sharing out of a long prompt's experts and their places in the ring, without a device."""
+"""The places of a prefill's experts in the ring, without a device."""
 
 from collections import deque
 from itertools import pairwise
@@ -12,15 +12,11 @@ from coldstream.experts.staging import (
     ALIGNMENT,
     MAX_GROUP,
     MIN_BUFFERS,
-    CpuShare,
     LayerShape,
-    Lookahead,
     RingShape,
     StagingRing,
     adjacent_runs,
-    bus_order,
     least_ring,
-    likely_order,
 )
 
 sizes = st.tuples(*[st.integers(1, 5000)] * 3)
@@ -86,89 +82,3 @@ def test_a_buffer_is_never_written_before_it_was_read(count: int, begins: list[b
     for other in set(range(count)) - set(list(held)[:1]):
         with pytest.raises(ValueError, match="not the next"):
             ring.give_back(other)
-
-
-@given(
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=80),
-    resident=st.integers(0, 2**80),
-    with_cpu=st.booleans(),
-)
-def test_the_missing_experts_that_are_wanted_are_brought_in_order(
-    counts: list[int], resident: int, with_cpu: bool
-) -> None:
-    missing = np.array([not resident >> i & 1 for i in range(len(counts))])
-    order = bus_order(np.array(counts), missing, with_cpu)
-    wanted = [expert for expert, count in enumerate(counts) if count and missing[expert]]
-    assert sorted(order) == wanted
-    if with_cpu:
-        assert [counts[e] for e in order] == sorted((counts[e] for e in order), reverse=True)
-    else:
-        assert order == wanted
-
-
-@given(
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=80),
-    resident=st.integers(0, 2**80),
-    with_cpu=st.booleans(),
-)
-def test_what_was_wanted_most_is_likely(counts: list[int], resident: int, with_cpu: bool) -> None:
-    missing = np.array([not resident >> i & 1 for i in range(len(counts))])
-    order = likely_order(np.array(counts), missing, with_cpu)
-    wanted = [expert for expert, count in enumerate(counts) if count and missing[expert]]
-    if with_cpu and wanted:
-        assert len(order) == (len(wanted) + 1) // 2
-        assert set(order) <= set(wanted)
-        assert min(counts[e] for e in order) >= max((counts[e] for e in {*wanted} - {*order}), default=0)
-    else:
-        assert order[: len(wanted)] == sorted(wanted)
-        assert sorted(order) == np.flatnonzero(missing).tolist()
-
-
-rates = st.floats(1e8, 1e12)
-
-
-@given(
-    bus_rate=rates,
-    cpu_rate=rates,
-    num_experts=st.integers(1, 256),
-    expert_bytes=st.integers(1000, 10**7),
-    ahead=st.integers(0, 10**9),
-)
-def test_bus_and_cpu_end_together(
-    bus_rate: float, cpu_rate: float, num_experts: int, expert_bytes: int, ahead: int
-) -> None:
-    share = CpuShare()
-    for _ in range(60):
-        share.learn_bus(expert_bytes, expert_bytes / bus_rate)
-        share.learn_cpu(300, num_experts, num_experts * expert_bytes / cpu_rate)
-    on_cpu = share.split(300, num_experts, expert_bytes, ahead)
-    assert 1 <= on_cpu <= num_experts
-
-    def seconds(count: int) -> float:
-        bus = (ahead + (num_experts - count) * expert_bytes) / bus_rate
-        return max(bus, count * expert_bytes / cpu_rate)
-
-    one_more = 1.001 * max(expert_bytes / bus_rate, expert_bytes / cpu_rate)
-    assert seconds(on_cpu) <= min(map(seconds, range(1, num_experts + 1))) + one_more
-
-
-def test_rates_of_the_cpu_are_those_of_about_as_many_rows() -> None:
-    share = CpuShare()
-    share.learn_bus(10**9, 0.1)
-    for _ in range(10):
-        share.learn_cpu(100, 10, 0.001)
-        share.learn_cpu(2000, 10, 0.1)
-    assert share.split(120, 100, 10**6, 0) > share.split(1500, 100, 10**6, 0)
-    assert share.split(120, 0, 10**6, 0) == 0
-
-
-def test_the_bus_is_kept_busy_and_no_more() -> None:
-    ahead = Lookahead()
-    for _ in range(10):
-        ahead.learn(0, most=8)
-    assert ahead.count == 8
-    ahead.learn(1, most=8)
-    assert ahead.count == 8
-    for _ in range(10):
-        ahead.learn(3, most=8)
-    assert ahead.count == 1

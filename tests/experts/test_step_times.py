@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.step_times import PARTS, StepTimes, describe_parts
+from coldstream.experts.gpu_statistics import PARTS, StepTimes, describe_parts
 from coldstream.kernels.experts.stamps import SUMS
 
 MODULUS = 2**64

@@ -25,9 +25,8 @@ from coldstream.engine.benchmark import (
 from coldstream.engine.draft_benchmark import DraftedResult, DraftedTest, run_drafted
 from coldstream.errors import ConfigError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
-from coldstream.experts.prefetch_statistics import PrefetchStatistics
-from coldstream.experts.step_times import StepTimes, describe_parts
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes, describe_parts
+from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.kvcache.cache import kv_token_bytes

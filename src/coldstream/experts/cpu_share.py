@@ -1,7 +1,88 @@
-"""Which missing FFNs of a dense model the CPU computes in a step, and which are copied. Pure."""
+"""What the CPU computes of the experts and layers that a GPU lacks, and what goes over the bus. Pure.
+
+Both work at the same time, and the shares let them end together. A prefill shares out the experts of one
+layer after another. A decode step of a dense model shares out its missing layers all at once. (The experts of
+a decode step are shared out on the device: `kernels/experts/partition.cuh`.)
+"""
+
+from typing import Any
+
+import numpy as np
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
+
+Array = np.ndarray[Any, Any]
+
+FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
+
+
+def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
+    """The experts that are `missing` (bool [experts]) and have tokens, by int counts [experts].
+
+    In descending order of tokens with the CPU, which computes the last ones; otherwise in file order.
+    """
+    wanted = np.flatnonzero(missing & (counts > 0))
+    if with_cpu:
+        wanted = wanted[np.argsort(-counts[wanted], kind="stable")]
+    return wanted.tolist()
+
+
+def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int]:
+    """The experts that are `missing`, in the order in which to copy them before the layer's router has run.
+
+    last_counts: int [experts], tokens of the step before. With the CPU only half of those that had any, as
+    the CPU computes the others.
+    """
+    likely = bus_order(last_counts, missing, with_cpu)
+    if with_cpu and likely:
+        return likely[: -(-len(likely) // 2)]
+    return likely + np.flatnonzero(missing & (last_counts == 0)).tolist()
+
+
+class CpuShare:
+    """How many experts of a layer the CPU computes, so that it ends when the last of the others has arrived.
+
+    Estimated from measured rates: of the bus, and of the CPU in steps of about as many rows, as the time of
+    an expert grows with its rows.
+    """
+
+    def __init__(self) -> None:
+        self._bus_rate = FIRST_BUS_RATE
+        self._cpu_seconds: dict[int, float] = {}  # per expert, by the bit length of a step's rows
+
+    def learn_bus(self, num_bytes: int, seconds: float) -> None:
+        """Averages in the rate of a transfer."""
+        if seconds > 0:
+            self._bus_rate = (self._bus_rate + num_bytes / seconds) / 2
+
+    def learn_cpu(self, rows: int, num_experts: int, seconds: float) -> None:
+        """Averages in the CPU's time for `num_experts` experts in a step of `rows` rows."""
+        magnitude, measured = rows.bit_length(), seconds / num_experts
+        self._cpu_seconds[magnitude] = (self._cpu_seconds.get(magnitude, measured) + measured) / 2
+
+    def split(self, rows: int, num_experts: int, expert_bytes: int, bytes_on_their_way: int) -> int:
+        """How many of `num_experts` the CPU computes: at least one, so that its rate stays measured."""
+        if num_experts == 0:
+            return 0
+        on_cpu = self._cpu_seconds.get(rows.bit_length(), expert_bytes / FIRST_CPU_RATE)
+        on_bus = expert_bytes / self._bus_rate
+        waiting = bytes_on_their_way / self._bus_rate
+        return max(1, min(num_experts, round((waiting + num_experts * on_bus) / (on_cpu + on_bus))))
+
+
+class Lookahead:
+    """How many groups of a layer are copied before its router has run, to keep the bus busy."""
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def learn(self, num_on_their_way: int, most: int) -> None:
+        """After the router has run: doubles if no group is in flight, decreases if several are."""
+        if num_on_their_way == 0:
+            self.count = min(2 * self.count, most)
+        elif num_on_their_way > 1:
+            self.count = max(1, self.count - 1)
 
 
 def layers_of_cpu(num_missing: int, rows: int, times: MissTimes) -> frozenset[int]:

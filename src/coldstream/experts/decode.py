@@ -30,7 +30,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import Ahead
 
 
-class FewRows:
+class DecodeExperts:
     """Steps of at most `max_rows` rows, as many as the mailbox has.
 
     times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see

@@ -22,7 +22,7 @@ from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.cuda_layer import Stacks
-from coldstream.kernels.experts.executor import ResidentExecutor
+from coldstream.kernels.experts.executor import ModelExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
@@ -31,6 +31,7 @@ from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, FfnWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.placement.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -221,3 +222,52 @@ def _bytes_of(stacks: Stacks) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class PartialLayers:
+    """The work around each step of a `LayerExecutor`. No layer moves between two steps.
+
+    mailbox: has one rank, as a layer is like the only expert of every row.
+    """
+
+    shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the CPU computes layers
+
+    def __init__(self, mailbox: Mailbox, plan: RunPlan) -> None:
+        self._plan = plan
+        # A prefill asks the CPU for nothing: the smallest mailbox will do for it.
+        bulk = Mailbox.create(1, mailbox.x.shape[1], 1)
+        self.host = HostExperts(plan.threads, mailbox, bulk, 1)
+        self._num_running = 0
+
+    def attach(self, executor: ModelExecutor) -> None:
+        """Call once, before the executor's first step."""
+        assert isinstance(executor, LayerExecutor)
+        executor.times = self._plan.miss_times
+
+    def must_wait(self, rows: int) -> bool:
+        """Whether no step may begin before `ended` is called for another."""
+        return self._num_running > 1
+
+    def start_step(self, rows: int) -> None:
+        """Call right before a step of `rows` rows is launched."""
+        if rows <= MAX_MAILBOX_ROWS:
+            self.host.server.begin()
+
+    def launched(self) -> None:
+        """Call right after the launch."""
+        self._num_running += 1
+
+    def ended(self, num_running: int = 0) -> None:
+        """Call when all steps have ended but the last `num_running` that were launched.
+
+        Raises ModelChangedError if the file could not be read, and GenerationFault.
+        """
+        self._num_running = min(self._num_running, num_running)
+        if not self._num_running:
+            self.host.server.end()
+        self.host.server.check()
+        self.host.mailbox.check()
+
+    def close(self) -> None:
+        """Call when the device is idle; ends threads."""
+        self.host.close()

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable
 import torch
 
 from coldstream.experts.chosen_experts import ChosenExperts
-from coldstream.experts.decode import FewRows
+from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.experts.prefill import ManyRows
+from coldstream.experts.prefill import PrefillExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
@@ -57,8 +57,8 @@ class PartialExecutor(WithWholeFfns):
             self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers)
             staging = self.ring[self.prefetch.num_bytes :]
         chosen = ChosenExperts(device.zeros, num_layers, mailbox.ids.shape[1])
-        self.few = FewRows(kernels, self.tables, mailbox, chosen, self.prefetch, staging)
-        self.many = ManyRows(kernels, self.tables, host, self.ring)
+        self.decode = DecodeExperts(kernels, self.tables, mailbox, chosen, self.prefetch, staging)
+        self.prefill = PrefillExperts(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
         """Call once after loading, with the routers and experts of all layers in the model's order.
@@ -66,8 +66,8 @@ class PartialExecutor(WithWholeFfns):
         ValueError for experts that do not fit into the ring.
         """
         self.tables.number(layers)
-        self.few.number_layers()
-        self.many.number_layers()
+        self.decode.number_layers()
+        self.prefill.number_layers()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""
@@ -82,18 +82,18 @@ class PartialExecutor(WithWholeFfns):
         experts: ExpertWeights,
     ) -> Routing:
         """See `Executor`."""
-        if not experts.gate.is_partial or x.shape[0] > self.few.max_rows:
+        if not experts.gate.is_partial or x.shape[0] > self.decode.max_rows:
             return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
-        return self.few.route(x, weight, shared_gate, num_experts_per_tok, experts)
+        return self.decode.route(x, weight, shared_gate, num_experts_per_tok, experts)
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """See `Executor`."""
         if not weights.gate.is_partial:
             routed, shared = self._kernels.outputs(x, routing.ids, weights)
             return ExpertOutputs(routed, shared, routing)
-        rows = self.many if routing.places is None else self.few
+        rows = self.prefill if routing.places is None else self.decode
         return rows.compute(x, routing, weights)
 
     def finish_step(self) -> None:
         """See `ModelExecutor`."""
-        self.few.finish_step()
+        self.decode.finish_step()

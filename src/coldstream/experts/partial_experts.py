@@ -1,33 +1,67 @@
-"""The state around a model's steps if its GPU does not hold all experts."""
+"""The work around each step of a model whose GPU does not hold all experts."""
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.experts.expert_stream import ExpertStream, StreamCounters
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
 from coldstream.experts.host import HostExperts
-from coldstream.experts.prefetch_statistics import GuessCounter, PrefetchStatistics
+from coldstream.experts.prefetch import GuessCounter, PrefetchStatistics
+from coldstream.experts.prefill import ExpertStream, StreamCounters
 from coldstream.experts.ram_pool import RamPool
-from coldstream.experts.slot_shares import slot_shares
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.experts.slots.residency import ExpertResidency, expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.experts.step_times import StepTimes
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 
+Array = np.ndarray[Any, Any]
+
 # Steps between two attempts to take freed memory for slots again: asking for free memory takes time.
 STEPS_BEFORE_GROWTH = 256
+
+
+@dataclass(frozen=True)
+class SlotShares:
+    """Slots, the experts that are loaded first, and the expected uses."""
+
+    layer_bytes: list[int]  # bytes of an expert, by layer
+    num_slots: dict[int, int]  # by bytes of an expert
+    residents: list[int]  # numbers of experts, ascending
+    uses: Array | None  # expected uses per step, float64 [layers, experts], if known
+    weights: Array | None  # weight of a use, float64 [layers · experts]; None: 1
+
+
+def slot_shares(plan: RunPlan) -> SlotShares:
+    """From `plan`, which must be for a GPU."""
+    placement = plan.placement
+    layers = [layer for layer in range(placement.model.num_layers) if layer not in placement.pinned_layers]
+    counts: Counter[int] = Counter()
+    residents = []
+    for number, layer in enumerate(layers):
+        counts[placement.expert_bytes[layer]] += len(plan.loaded[layer])
+        residents += [number * placement.model.num_experts + expert for expert in plan.loaded[layer]]
+    uses, weights = plan.expected_uses, placement.expert_weights
+    if weights is not None:
+        weights = weights.reshape(placement.model.num_layers, -1)[layers].reshape(-1)
+    return SlotShares(
+        layer_bytes=[placement.expert_bytes[layer] for layer in layers],
+        num_slots=dict(counts),
+        residents=residents,
+        uses=None if uses is None else uses[layers],
+        weights=weights,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +100,7 @@ class PartialExperts:
         assert isinstance(executor, PartialExecutor)
         self._executor = executor
         if executor.prefetch is not None:
-            self._guesses = GuessCounter(executor.few.chosen.num_layers, executor.prefetch.distance)
+            self._guesses = GuessCounter(executor.decode.chosen.num_layers, executor.prefetch.distance)
 
     def fill(self, policy: Policy | None = None, progress: Progress | None = None) -> None:
         """Allocates the slots of the plan on the device, and fills them and the pool, once warm-up steps ran.
@@ -78,7 +112,7 @@ class PartialExperts:
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
         if plan.miss_times is not None:
-            executor.few.times.copy_(torch.tensor(plan.miss_times.words(), dtype=torch.int32))
+            executor.decode.times.copy_(torch.tensor(plan.miss_times.words(), dtype=torch.int32))
         shares = slot_shares(plan)
         assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots
@@ -101,7 +135,7 @@ class PartialExperts:
             pool.load([ids for ids, size in parts if size], progress)
             self._order_pool(self._residency)
         # The warm-up steps are not counted.
-        executor.few.stamps.zero_()
+        executor.decode.stamps.zero_()
         if executor.prefetch is not None:
             executor.prefetch.tallies.zero_()
 
@@ -156,7 +190,7 @@ class PartialExperts:
     @staticmethod
     def _step_times(executor: PartialExecutor) -> StepTimes:
         """Times of steps of few rows; counting begins anew after a step that failed."""
-        stamps = executor.few.stamps
+        stamps = executor.decode.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
             stamps.zero_()
@@ -171,7 +205,7 @@ class PartialExperts:
     def shared_rows(self) -> int:
         """Most rows of a step whose experts the device shares out; once an executor is attached."""
         assert self._executor is not None, "steps are those of an executor"
-        return self._executor.few.max_rows
+        return self._executor.decode.max_rows
 
     def start_step(self, rows: int) -> None:
         """Call right before a step of `rows` rows is launched."""
@@ -195,9 +229,9 @@ class PartialExperts:
         assert executor is not None, "steps are those of an executor"
         ids, rows = None, self._rows
         if rows <= MAX_MAILBOX_ROWS:
-            of_all = executor.few.chosen.copy()
+            of_all = executor.decode.chosen.copy()
             ids = ExpertIds(of_all.used[:, :rows], of_all.guessed[:, :rows])
-        self._in_flight.append(_Launched(ids, executor.few.guesses(rows)))
+        self._in_flight.append(_Launched(ids, executor.decode.guesses(rows)))
         self._is_due = True
         if len(self._in_flight) == 1:
             self._prepare()
@@ -270,7 +304,7 @@ class PartialExperts:
 
     @property
     def _stream(self) -> ExpertStream | None:
-        return None if self._executor is None else self._executor.many.stream
+        return None if self._executor is None else self._executor.prefill.stream
 
     def close(self) -> None:
         """Call when the device is idle; frees slots and ends threads."""

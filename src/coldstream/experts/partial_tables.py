@@ -17,7 +17,7 @@ class PartialTables:
     """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
     `layers` has the tables of each layer that may miss an expert and `routers` its router's weight, in the
-    model's order, without `whole_layers`, and numbered as in `slot_shares`. `host` is None over a
+    model's order, without `whole_layers`, and numbered as by `slot_shares`. `host` is None over a
     `MemoryPlan`.
     """
 

@@ -1,23 +1,310 @@
-"""Experts of steps of many rows: the host shares layers out, and missing experts are copied into a ring.
+"""The experts of a long prompt: copied through a ring in the device's memory, some computed by the CPU.
 
-`expert_stream.py` decides when and where they are copied; this module queues the kernels of staged groups.
+A layer's experts go over the bus in groups. A group is computed once it has arrived; its buffer is reused
+after that. When the router has run, the host knows which tokens chose which experts: those of most tokens go
+over the bus and those of fewest to the CPU, so that both end together. While layer l ends and the mixer of
+l + 1 runs, the first groups of l + 1 are already being copied.
 """
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
-from coldstream.experts.expert_stream import ExpertStream, StagedGroup
+from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
+from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
+from coldstream.experts.staging import LayerShape, RingShape, StagingRing, least_ring
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels, Pairs
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MATRICES
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.experts.wait_answer import wait_answer_cuda
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+
+Array = np.ndarray[Any, Any]
+
+FEW_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class StagedGroup:
+    """Experts in a buffer. By matrix: the address of the first expert, and the bytes of one expert."""
+
+    experts: Sequence[int]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class StreamCounters:
+    """Counts of the experts without a slot in steps of long prompts, by layer: int64 [layers] each.
+
+    wanted: chosen by any token of a step; streamed: copied over the bus; unused: those of the streamed that
+    no token chose; on_cpu: computed by the CPU.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.wanted = np.zeros(num_layers, np.int64)
+        self.streamed = np.zeros(num_layers, np.int64)
+        self.unused = np.zeros(num_layers, np.int64)
+        self.on_cpu = np.zeros(num_layers, np.int64)
+
+
+@dataclass(frozen=True)
+class _Group:
+    experts: Sequence[int]
+    buffer: int
+    transfer: Transfer
+
+
+class _Moving:
+    """A transfer that is not known to have ended, and those of its experts that it reads in a pool."""
+
+    def __init__(self, host: HostExperts, layer: int, held: Iterable[int], transfer: Transfer) -> None:
+        self._host, self._layer, self._held = host, layer, tuple(held)
+        self.transfer = transfer
+
+    def finish(self) -> None:
+        """Returns when the transfer reads and writes no more, whether it failed or not."""
+        self.transfer.finish()
+        self._host.release(self._layer, self._held)
+        self._held = ()
+
+
+# Queues the work of groups. The slice, of the pairs sorted by expert, contains all pairs of the groups.
+Compute = Callable[[Sequence[StagedGroup], slice], None]
+
+
+class ExpertStream:
+    """Shares out the missing experts of a step between bus and CPU, layer by layer; one step at a time.
+
+    ring: uint8 [bytes] on the device. `resident`, bool [layers, experts], says which experts are in slots and
+    need no copy; the caller sets it before each step.
+    """
+
+    def __init__(self, host: HostExperts, ring: torch.Tensor) -> None:
+        self._host = host
+        self._ring_memory = ring
+        self._shape = RingShape.of(ring.numel())
+        self._ring = StagingRing(self._shape.count)
+        self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
+        self._copies: Copies | None = None
+        self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of buffers
+        self._moving: deque[_Moving] = deque()
+        self._lookahead, self._cpu_share = Lookahead(), CpuShare()
+        self._layers: list[LayerShape] = []
+        self._wanted: list[Array] = []  # per layer, tokens of the last such step by expert
+        self.resident = np.zeros((0, 0), bool)
+        self.counters = StreamCounters(0)
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._ids_there, self._x_there = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        # The CPU's last request: rows of the step, number of experts, and its `bulk_seconds` before.
+        self._asked: tuple[int, int, float] | None = None
+
+    def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
+        """Adds the next layer. ValueError if one of its experts does not fit into a buffer."""
+        shape = LayerShape(
+            tuple(stack.source for stack in stacks),
+            tuple(stack.step for stack in stacks),
+            tuple(stack.matrix_bytes for stack in stacks),
+        )
+        if shape.capacity(self._shape.buffer_bytes) < 1:
+            raise ValueError(
+                f"a ring of {self._ring_memory.numel()} bytes is too small for experts of "
+                f"{sum(shape.sizes)} bytes: at least {least_ring(sum(shape.sizes))}"
+            )
+        num_experts = len(stacks[0].addresses)
+        self._layers.append(shape)
+        self._wanted.append(np.zeros(num_experts, np.int64))
+        self.resident = np.zeros((len(self._layers), num_experts), bool)
+        self.counters = StreamCounters(len(self._layers))
+
+    def start_step(self, rows: int) -> None:
+        """Call before a step of `rows` rows whose experts are shared out."""
+        self._drop_groups()
+        while not self._host.bulk_done[0]:
+            time.sleep(0)  # the CPU still computes for a step that failed
+        if rows <= self._host.max_rows:
+            self._host.bulk_server.begin()
+
+    def end_step(self) -> None:
+        """Call when the device has finished the step.
+
+        Raises ModelChangedError if an expert could not be read, GenerationFault if the CPU did not answer in
+        time.
+        """
+        self.settle()  # nothing moves any more: what a pool keeps in place for copies is free again
+        self._host.bulk_server.end()
+        self._host.bulk_server.check()
+        self._host.bulk.check()
+
+    def settle(self) -> None:
+        """Waits for all copies into the ring, also those of a failed step; then it may be used otherwise."""
+        for moving in self._moving:
+            moving.finish()
+
+    def close(self) -> None:
+        """Waits for all copies and ends their threads."""
+        self.settle()
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+
+    def ask(self, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """Queues the copy of float32 rows x [T, E] and their expert ids, int32 [T, K], to the host."""
+        tokens = len(ids)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._host.wanted_ids[:tokens].copy_(ids, non_blocking=True)
+            self._ids_there.record(self._side)
+            if tokens <= self._host.max_rows:
+                self._host.bulk.x[:tokens].copy_(x, non_blocking=True)
+            self._x_there.record(self._side)
+
+    def share_out(self, layer: int, tokens: int, compute: Compute) -> RowsElsewhere | None:
+        """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
+
+        `compute` queues the work of staged groups. Returns where work queued next on the current stream finds
+        the CPU's rows, None if it computes none. Raises ModelChangedError, DeviceError.
+        """
+        self._ids_there.synchronize()
+        ids = self._host.wanted_ids[:tokens].numpy()
+        num_experts = self.resident.shape[1]
+        counts = np.bincount(ids.reshape(-1), minlength=num_experts)
+        self._wanted[layer] = counts
+        self._learn()
+        self._lookahead.learn(len(self._moving), self._shape.count)
+        missing = ~self.resident[layer]
+        self.counters.wanted[layer] += np.count_nonzero(missing & (counts > 0))
+        for group in self._waiting:
+            missing[group.experts] = False
+        with_cpu = tokens <= self._host.max_rows
+        order = bus_order(counts, missing, with_cpu)
+        num_on_cpu = self._num_on_cpu(layer, tokens, len(order)) if with_cpu else 0
+        streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
+        self.counters.on_cpu[layer] += num_on_cpu
+        if on_cpu:
+            self._x_there.synchronize()
+            self._asked = tokens, num_on_cpu, self._host.bulk_seconds
+            self._host.ask_bulk(layer, ids, on_cpu)
+        self._stream(layer, streamed, counts, tokens <= FEW_ROWS, compute)
+        self._begin_ahead(layer + 1, with_cpu)
+        torch.cuda.current_stream().wait_event(self._x_there)
+        if not on_cpu:
+            return None
+        box = self._host.bulk
+        wait_answer_cuda(box)
+        return RowsElsewhere(box.ids[:tokens], box.out[:tokens], box.done)
+
+    def _num_on_cpu(self, layer: int, tokens: int, num_experts: int) -> int:
+        moving = sum(each.transfer.num_bytes for each in self._moving)
+        return self._cpu_share.split(tokens, num_experts, sum(self._layers[layer].sizes), moving)
+
+    def _learn(self) -> None:
+        """Updates the measured rates of the bus and the CPU."""
+        while self._moving and self._moving[0].transfer.is_over:
+            ended = self._moving.popleft()
+            ended.finish()
+            self._cpu_share.learn_bus(ended.transfer.num_bytes, ended.transfer.seconds)
+        if self._asked is not None:
+            tokens, num_experts, before = self._asked
+            self._asked = None
+            self._cpu_share.learn_cpu(tokens, num_experts, self._host.bulk_seconds - before)
+
+    def _stream(
+        self, layer: int, experts: Sequence[int], counts: Array, few_rows: bool, compute: Compute
+    ) -> None:
+        """Has groups copied and computed, first those that `_begin_ahead` began.
+
+        few_rows: launches then cost more than they compute, so the last groups share one launch.
+        """
+        groups = deque(self._groups_of(layer, experts))
+        ends = np.cumsum(counts)
+        while groups or self._waiting:
+            can_begin = groups and self._ring.num_free
+            if can_begin:
+                self._begin(layer, groups.popleft())
+            num_arrived = len(self._waiting) if few_rows and not groups else self._num_arrived()
+            if self._waiting and (num_arrived or not can_begin):
+                arrived = [self._waiting.popleft() for _ in range(max(1, num_arrived))]
+                self._compute(layer, arrived, counts, ends, compute)
+
+    def _num_arrived(self) -> int:
+        """How many groups at the front of `_waiting` have arrived."""
+        return next(
+            (i for i, group in enumerate(self._waiting) if not group.transfer.is_over), len(self._waiting)
+        )
+
+    def _begin(self, layer: int, experts: Sequence[int]) -> None:
+        """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
+        if self._copies is None:
+            readable = self._host.is_readable
+            self._copies = DirectCopies() if readable else FileCopies(self._host, self._shape.buffer_bytes)
+        buffer = self._ring.take()
+        held = self._host.hold(layer, experts)
+        copies = list(self._layers[layer].copies(experts, held))
+        transfer = self._copies.begin(copies, self._address(buffer), self._read[buffer])
+        self._waiting.append(_Group(experts, buffer, transfer))
+        self._moving.append(_Moving(self._host, layer, held, transfer))
+
+    def _compute(
+        self, layer: int, groups: Sequence[_Group], counts: Array, ends: Array, compute: Compute
+    ) -> None:
+        """Queues the work of groups, and frees their buffers behind it."""
+        shape = self._layers[layer]
+        used = sorted(expert for group in groups for expert in group.experts if counts[expert])
+        for group in groups:
+            group.transfer.wait()  # each, not only the last: another's error would go unseen
+        num_streamed = sum(len(group.experts) for group in groups)
+        self.counters.streamed[layer] += num_streamed
+        self.counters.unused[layer] += num_streamed - len(used)
+        if used:
+            places = slice(int(ends[used[0]] - counts[used[0]]), int(ends[used[-1]]))
+            compute([self._staged(shape, group) for group in groups], places)
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record(torch.cuda.current_stream())
+        for group in groups:
+            self._read[group.buffer] = read
+            self._ring.give_back(group.buffer)
+
+    def _staged(self, shape: LayerShape, group: _Group) -> StagedGroup:
+        begin = self._address(group.buffer)
+        first = tuple(begin + offset for offset in shape.offsets(len(group.experts)))
+        return StagedGroup(group.experts, first, shape.sizes)
+
+    def _begin_ahead(self, layer: int, with_cpu: bool) -> None:
+        """Begins copies for a layer whose router has not run: the experts of most tokens in the last step."""
+        if layer >= len(self._layers):
+            return
+        most = self._layers[layer].capacity(self._shape.buffer_bytes)
+        most *= min(self._lookahead.count, self._ring.num_free)
+        experts = likely_order(self._wanted[layer], ~self.resident[layer], with_cpu)[:most]
+        for group in self._groups_of(layer, experts):
+            self._begin(layer, group)
+
+    def _groups_of(self, layer: int, experts: Sequence[int]) -> Iterator[list[int]]:
+        """The experts in file order, in groups of as many as a buffer holds."""
+        size, ascending = self._layers[layer].capacity(self._shape.buffer_bytes), sorted(experts)
+        return (ascending[begin : begin + size] for begin in range(0, len(ascending), size))
+
+    def _drop_groups(self) -> None:
+        """Drops groups that a failed step left; all other work of the device has ended."""
+        self.settle()
+        self._asked = None
+        self._moving.clear()
+        self._waiting.clear()
+        self._ring = StagingRing(self._shape.count)
+
+    def _address(self, buffer: int) -> int:
+        return self._ring_memory.data_ptr() + buffer * self._shape.buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -29,7 +316,7 @@ class _LayerWork:
     tables: tuple[torch.Tensor, ...]
 
 
-class ManyRows:
+class PrefillExperts:
     """Steps of any number of rows. `stream` is None over a `MemoryPlan`, without a `host`."""
 
     def __init__(

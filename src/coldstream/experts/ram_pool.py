@@ -5,7 +5,7 @@ The CPU's threads read what the GPU asks them for into the pool and compute it t
 a copy reads it, and says between steps which slots are overwritten first. Those are the ones of experts that
 the GPU holds by now, as their bytes are there twice, and then those of the lowest scores.
 
-Layers are numbered from 0 without those that the GPU holds whole, as in `slot_shares.py`.
+Layers are numbered as by `partial_experts.py:slot_shares`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

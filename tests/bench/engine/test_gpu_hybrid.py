@@ -12,7 +12,7 @@ from bench.full_size_model import FullSizeWriter
 from bench.report import gpu as report_gpu
 from bench.report import tables as report_tables
 from coldstream.errors import OutOfMemoryError
-from coldstream.experts.step_times import PARTS
+from coldstream.experts.gpu_statistics import PARTS
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coldstream.experts.decode import FewRows
+from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.partition import Places
@@ -32,11 +32,11 @@ class BusBytes:
     @contextmanager
     def noted(self) -> Iterator["BusBytes"]:
         """Inside, of all steps."""
-        compute, fetch = FewRows.compute, PrefetchRing.fetch
+        compute, fetch = DecodeExperts.compute, PrefetchRing.fetch
 
-        def computed(few: FewRows, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
-            self._note_reads(few, stacks_of(weights), few._tables.number_of(weights), routing)
-            return compute(few, x, routing, weights)
+        def computed(decode: DecodeExperts, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
+            self._note_reads(decode, stacks_of(weights), decode._tables.number_of(weights), routing)
+            return compute(decode, x, routing, weights)
 
         def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
             self._num_fetches += 1
@@ -45,15 +45,17 @@ class BusBytes:
             self._note_copies(ring, layer, stacks, lambda: fetch(ring, layer, rows, stacks))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FewRows, "compute", computed)
+            patch.setattr(DecodeExperts, "compute", computed)
             patch.setattr(PrefetchRing, "fetch", fetched)
             yield self
 
-    def _note_reads(self, few: FewRows, stacks: Sequence[ExpertTable], layer: int, routing: Routing) -> None:
+    def _note_reads(
+        self, decode: DecodeExperts, stacks: Sequence[ExpertTable], layer: int, routing: Routing
+    ) -> None:
         """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
         places: Places = routing.places
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
-        staging = few._staging.data_ptr(), few._staging.data_ptr() + few._staging.numel()
+        staging = decode._staging.data_ptr(), decode._staging.data_ptr() + decode._staging.numel()
         for stack, addresses in zip(stacks, places.addresses[:, routing.ids.unique().long()], strict=True):
             mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
             first, end = staging if len(routing.ids) > 1 else mapped

@@ -10,7 +10,7 @@ from one_sequence import OneSequence
 from runner_cases import token_ids
 
 from coldstream.assets import demo_model_path
-from coldstream.experts.step_times import PARTS, StepTimes
+from coldstream.experts.gpu_statistics import PARTS, StepTimes
 
 pytestmark = pytest.mark.gpu
 

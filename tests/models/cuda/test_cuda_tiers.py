@@ -13,7 +13,7 @@ from runner_cases import VARIANTS, reference_logits, token_ids, write_family, wr
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
-from coldstream.experts.staging import CpuShare
+from coldstream.experts.cpu_share import CpuShare
 from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency
 

@@ -18,8 +18,9 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import DeviceError, ModelChangedError
 from coldstream.experts import copies
 from coldstream.experts.copies import DirectCopies
+from coldstream.experts.cpu_share import CpuShare
 from coldstream.experts.prefetch import Prefetching
-from coldstream.experts.staging import CpuShare, least_ring
+from coldstream.experts.staging import least_ring
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS

@@ -1,8 +1,8 @@
 """What stands around the steps of a model whose GPU does not hold all of it."""
 
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
+from coldstream.experts.dense_layers import PartialLayers
 from coldstream.experts.partial_experts import PartialExperts
-from coldstream.experts.partial_layers import PartialLayers
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.mailbox import Mailbox

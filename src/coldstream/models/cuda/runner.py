@@ -12,8 +12,9 @@ import torch
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.experts.expert_stream import StreamCounters
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.partial_experts import PartialExperts
+from coldstream.experts.prefill import StreamCounters
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
@@ -87,8 +88,8 @@ class CudaRunner(ModelRunner):
                     self._load(executor, progress)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
                 self._run_first_steps()
-                if self._partial:
-                    self._partial.fill(policy, progress)
+                if self._partial_experts:
+                    self._partial_experts.fill(policy, progress)
         except BaseException:
             self._release()
             raise
@@ -188,6 +189,11 @@ class CudaRunner(ModelRunner):
         return self._partial is not None
 
     @property
+    def _partial_experts(self) -> PartialExperts | None:
+        """None if the device holds all experts, or the model has none."""
+        return self._partial if isinstance(self._partial, PartialExperts) else None
+
+    @property
     def tier(self) -> str:
         return "cuda"
 
@@ -198,29 +204,29 @@ class CudaRunner(ModelRunner):
 
     @property
     def disk(self) -> DiskStatistics | None:
-        return self._partial.disk if self._partial else None
+        return self._partial_experts.disk if self._partial_experts else None
 
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
         with device_errors():
-            return self._partial.statistics() if self._partial else None
+            return self._partial_experts.statistics() if self._partial_experts else None
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:
         return None if self.expert_cache is None else self.expert_cache.counters.totals
 
     def expert_map(self) -> ExpertMap | None:
-        return self._partial.expert_map() if self._partial else None
+        return self._partial_experts.expert_map() if self._partial_experts else None
 
     @property
     def expert_cache(self) -> ExpertCache | None:
         """The experts in the slots, with hits and misses; None if all experts are on the device."""
-        return self._partial.cache if self._partial else None
+        return self._partial_experts.cache if self._partial_experts else None
 
     @property
     def stream_counters(self) -> StreamCounters | None:
         """Counts of experts streamed for long prompts; None if all experts are on the device."""
-        return self._partial.stream_counters if self._partial else None
+        return self._partial_experts.stream_counters if self._partial_experts else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -269,8 +275,8 @@ class CudaRunner(ModelRunner):
     def take_back(self, sequence: Sequence) -> None:
         """See `ModelRunner`."""
         super().take_back(sequence)
-        if self._partial:
-            self._partial.left_out()
+        if self._partial_experts:
+            self._partial_experts.left_out()
 
     def _shape_of(self, segments: Collection[CheckedSegment]) -> StepShape:
         count = sum(len(segment.token_ids) for segment in segments)
@@ -329,7 +335,7 @@ class CudaRunner(ModelRunner):
         self._can_make_room = False
         with device_errors():
             self._ended()
-            return self._partial.shrink() > 0
+            return self._partial_experts is not None and self._partial_experts.shrink() > 0
 
     def _commit(self, path: AcceptedPath) -> None:
         torch.cuda.current_stream().synchronize()

@@ -16,8 +16,8 @@ from stream_cases import BUFFER_BYTES, CHUNK, MAX_CPU_ROWS, NUM_EXPERTS, NUM_LAY
 
 from builders import write_gguf
 from coldstream.errors import DeviceError, ModelChangedError
-from coldstream.experts import expert_stream
-from coldstream.experts.staging import CpuShare
+from coldstream.experts import prefill
+from coldstream.experts.cpu_share import CpuShare
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from device_model import Pieces
@@ -61,7 +61,7 @@ def test_ex04_every_pair_is_computed_once_of_bytes_that_have_arrived(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuShare, "split", SHARES[share])
-        patch.setattr(expert_stream, "FEW_ROWS", few_rows)
+        patch.setattr(prefill, "FEW_ROWS", few_rows)
         with prompts_of(path, seed, registers) as prompts:
             for rows in (MAX_CPU_ROWS, CHUNK, 3, MAX_CPU_ROWS):
                 prompts.step(rows)
@@ -84,7 +84,7 @@ def test_ex04_experts_of_a_pool_stay_until_they_are_copied_and_others_come_from_
     """While the CPU has others read into the pool."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuShare, "split", SHARES[share])
-        patch.setattr(expert_stream, "FEW_ROWS", few_rows)
+        patch.setattr(prefill, "FEW_ROWS", few_rows)
         with prompts_of(path, seed, num_slots=num_slots) as prompts:
             pool = prompts.host.pool
             assert pool is not None
@@ -305,6 +305,4 @@ def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Pat
 
 def test_a_ring_that_no_expert_fits_into_is_refused(path: Path) -> None:
     with prompts_of(path, seed=1) as prompts, pytest.raises(ValueError, match="too small"):
-        expert_stream.ExpertStream(prompts.host, prompts.ring[: BUFFER_BYTES // 2]).add_layer(
-            prompts.layers[0]
-        )
+        prefill.ExpertStream(prompts.host, prompts.ring[: BUFFER_BYTES // 2]).add_layer(prompts.layers[0])
