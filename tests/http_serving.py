@@ -71,10 +71,10 @@ class Scripted:
             submission.request.params.n,
             lambda stream: self.cancelled.append(stream.request_id),
         )
-        self._telling = asyncio.create_task(self._tell(stream))
+        self._reporting = asyncio.create_task(self._report(stream))
         return stream
 
-    async def _tell(self, stream: EventStream) -> None:
+    async def _report(self, stream: EventStream) -> None:
         for each in self._script:
             if isinstance(each, asyncio.Event):
                 await each.wait()

@@ -16,7 +16,7 @@ from coldstream.models.read_spec import read_spec
 MOST_BYTES = 40_000_000  # of both files
 NEW_TOKENS = 96
 NODES = 7
-# Accepted tokens of a step by temperature; 2.99 and 2.68 were measured. Told of the layer before each tap, or
+# Accepted tokens of a step by temperature; 2.99 and 2.68 were measured. With features of the layer before, or
 # of each row too late, it has 2.39 and 2.28 at most; without its mask within blocks 0.96 and 0.90.
 LEAST = {0.0: 2.7, 0.8: 2.5}
 PROMPTS = (  # written for this test

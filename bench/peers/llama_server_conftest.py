@@ -3,7 +3,7 @@
 It takes the place of their own, which downloads models. Outcomes go to outcomes.jsonl beside it, under the
 names of tests and the numbers of their cases. Tests that count what a server did, or what its cache has, get
 one that no other test has used. Names of models are left out of requests: llama.cpp's server takes any name,
-and `coldstream serve` refuses other names than its model's. What `llama-server` is told of all requests
+and `coldstream serve` refuses other names than its model's. What `llama-server` gets for all requests
 (seed, temperature and length) is given with each, its own form of completions becomes OpenAI's, and the empty
 text with which OpenAI's streams of chats begin becomes llama.cpp's null.
 """

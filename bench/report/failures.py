@@ -8,7 +8,7 @@ from bench.report.tables import Row, load, table
 def kills() -> str:
     """What came of the requests, and how soon the engine was back."""
     r, found = _result("kills")
-    back, errors_s, requests = found["back_s"], found["told_s"], found["requests"]
+    back, errors_s, requests = found["back_s"], found["answered_s"], found["requests"]
     held = found["descriptors"]
     rows = [
         [

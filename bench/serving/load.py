@@ -6,7 +6,7 @@ Clients ask for completions of source code over HTTP. *Closed loop*: each of N c
 when the last one is answered; all N take turns, as the machine is faster at some times than at others. *Open
 loop*: requests arrive at random times, half as many again as the server
 answers in the closed loop; each is answered or refused (429). *First token*: short streams, alone and beside
-a long prompt. The clients run on the same cores: what these spend on them is told apart.
+a long prompt. The clients run on the same cores: what these spend on them is distinguished.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 A server on the CPU with the bundled model answers a stream without end and a question for /health every few
 milliseconds, from threads of this process. Meanwhile it is sent bodies of `bad_body_kinds.py`. Asked for: an
 answer within a second, /health within 100 ms, and at most four times the body and 64 MiB more memory in both
-of the server's processes. The longest gap of the stream is told, and with nothing bad the same for
+of the server's processes. The longest gap of the stream is reported, and with nothing bad the same for
 comparison. A kind that misses a time or a bound fails the run.
 """
 

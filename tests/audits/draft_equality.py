@@ -134,7 +134,7 @@ def compare(
         plain = answer(opened, None, prompt, params)
         for pair in itertools.islice(turns, options.pairs):
             drafter = drafter_of(pair, [*prompt, *plain], opened, own)
-            # Without nodes there is nothing to verify, but the drafter is told of every token.
+            # Without nodes there is nothing to verify, but the drafter observes every token.
             speculation = Speculation(drafter, FixedSizes(min(pair.budget, MAX_NODES)))
             found = answer(opened, speculation, prompt, params)
             pair.answers += 1

@@ -49,7 +49,7 @@ class Kill:
     at_s: float  # since the first request
     while_loading: bool
     in_flight: int  # requests
-    told_s: float | None  # until the last of those had its answer or error; None without any
+    answered_s: float | None  # until the last of those had its answer or error; None without any
     noticed_s: float  # until /health said so
     back_s: float | None  # until /health said that the engine is ready; None if it was killed before that
     half_written: int  # files of the cache that it left
@@ -178,11 +178,13 @@ class Killer:
     def kills(self) -> list[Kill]:
         """All of them; once the traffic has ended."""
         outcomes = self._traffic.outcomes
-        told = [
+        reported = [
             max((outcomes[number].ended_s - killed_s for number in in_flight), default=None)
             for killed_s, in_flight in self._watched
         ]
-        return [Kill(**{**asdict(kill), "told_s": s}) for kill, s in zip(self._kills, told, strict=True)]
+        return [
+            Kill(**{**asdict(kill), "answered_s": s}) for kill, s in zip(self._kills, reported, strict=True)
+        ]
 
     async def _before(self) -> _Before:
         prefixes = (await self._http.get("/props")).json()["cache"]["prefixes"]
@@ -284,12 +286,12 @@ def figures(kills: Sequence[Kill], outcomes: Sequence[Outcome], limit_s: float) 
     """The counts and times of all kills and requests."""
     counts = Counter(outcome.kind for outcome in outcomes)
     back = [kill.back_s for kill in kills if kill.back_s is not None]
-    told = [kill.told_s for kill in kills if kill.told_s is not None]
+    reported = [kill.answered_s for kill in kills if kill.answered_s is not None]
     return {
         "kills": len(kills),
         "kills_while_loading": sum(kill.while_loading for kill in kills),
         "kills_that_left_half_a_file": sum(kill.half_written > 0 for kill in kills),
-        "kills_with_requests": len(told),
+        "kills_with_requests": len(reported),
         "in_flight": sum(kill.in_flight for kill in kills),
         "requests": {kind: counts[kind] for kind in KINDS},
         "answers_with_kept_prefixes": sum(
@@ -297,7 +299,7 @@ def figures(kills: Sequence[Kill], outcomes: Sequence[Outcome], limit_s: float) 
         ),
         "prefixes_from_files": sum(kill.restored for kill in kills),
         "back_s": quantiles(back),
-        "told_s": quantiles(told),
+        "answered_s": quantiles(reported),
         "missed": [f"back only after {each:.1f} s" for each in back if each > limit_s],
     }
 

@@ -34,7 +34,7 @@ BODY: Final[Fields] = {"prompt": "import os", "max_tokens": 256, "ignore_eos": T
 
 @dataclass
 class Steady:
-    """Streams one after the other, for as long as it is told."""
+    """Streams one after the other, until it is stopped."""
 
     http: httpx2.AsyncClient
     arrivals: list[float]  # of tokens, `time.monotonic()`

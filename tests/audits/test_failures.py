@@ -107,8 +107,8 @@ def test_the_time_to_load_is_the_first_one() -> None:
     assert load_time(log) == 1.75
 
 
-def kill(back_s: float | None, told_s: float | None) -> Kill:
-    return Kill(0.0, back_s is None, 2 if told_s else 0, told_s, 0.1, back_s, 0, 3, 20, 1 << 20)
+def kill(back_s: float | None, answered_s: float | None) -> Kill:
+    return Kill(0.0, back_s is None, 2 if answered_s else 0, answered_s, 0.1, back_s, 0, 3, 20, 1 << 20)
 
 
 def test_figures_of_kills() -> None:
@@ -167,7 +167,7 @@ def test_the_command_has_what_is_not_usual() -> None:
     assert failures.command(parse(["--storm-s", "5"])) == "python -m tests.audits.failures --storm-s 5"
 
 
-def test_two_kills_are_told_and_every_answer_is_right(tmp_path: Path) -> None:
+def test_two_kills_are_reported_and_every_answer_is_right(tmp_path: Path) -> None:
     counts = {"count": 2, "clients": 2, "num_questions": 3}
     found = failure_kills.kills(demo_model_path(), tmp_path, threads=1, seed=1, **counts)
     assert found["faults"] == []

@@ -1,4 +1,4 @@
-"""An answer on the screen: how it ended, and what a terminal may not be told."""
+"""An answer on the screen: how it ended, and what a terminal may not get."""
 
 import io
 import signal
@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
-def test_a_terminal_is_told_no_control_characters_and_a_file_all_of_them(kind: type[io.StringIO]) -> None:
+def test_a_terminal_gets_no_control_characters_and_a_file_all_of_them(kind: type[io.StringIO]) -> None:
     out = kind()
     writer = AnswerWriter(out)
     writer.write("")

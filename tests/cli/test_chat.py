@@ -214,7 +214,7 @@ def test_a_full_context_offers_to_forget_the_oldest_messages(
     assert "error" not in capsys.readouterr().err
 
 
-def test_who_forgets_nothing_is_told_what_else_there_is(
+def test_who_forgets_nothing_learns_what_else_there_is(
     full_chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = full_chat.messages

@@ -101,7 +101,7 @@ def test_a_file_of_something_else_is_refused_and_the_conversation_stays(
     assert len(chat.messages) == 2
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "coldstream").write_text("a file")
     kept = KeptChat(tmp_path / "coldstream", "0123")
     assert not kept.prepare()

@@ -112,7 +112,7 @@ def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str)
     ],
 )
 def test_the_errors_are_not_read(folder: Path, command: str, code: int) -> None:
-    """An error keeps its code; a note that can't be told ends the program as any other output does."""
+    """An error keeps its code; a note that can't be shown ends the program as any other output does."""
     assert _run_with_closed_pipes(folder, command, "stderr")[0] == code
 
 

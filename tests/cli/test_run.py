@@ -248,7 +248,7 @@ def test_without_history_a_chat_leaves_nothing_behind(model: str, tmp_path: Path
     assert not (tmp_path / "coldstream").exists()
 
 
-def test_doubts_about_a_file_are_told_and_it_runs(tmp_path: Path) -> None:
+def test_doubts_about_a_file_are_reported_and_it_runs(tmp_path: Path) -> None:
     model = make_model()
     for name in model.tensors:
         if name.endswith("attn_norm.weight"):

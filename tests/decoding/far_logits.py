@@ -47,28 +47,30 @@ class FarStep:
         self.device = device or FarDevice()
         self.chosen: list[list[int]] = []  # rows of each call
         self.brought: list[list[int]] = []
-        self.told: list[RowSettings] = []
+        self.observed: list[RowSettings] = []
 
     def __getitem__(self, row: int) -> "FarLogits":
         return FarLogits(self, row)
 
     def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> FarChoice:
         self.chosen.append(list(rows))
-        self.told += settings
+        self.observed += settings
         first = len(self.device.results)
         found = [self._choose(self.values[row], each) for row, each in zip(rows, settings, strict=True)]
         self.device.results += found
         return FarChoice(self.device, first, len(rows))
 
     def _choose(self, logits: Logits, settings: RowSettings) -> Result:
-        told = dict(vars(settings))
-        recent, seed, position = told.pop("recent"), told.pop("seed"), told.pop("position")
+        observed = dict(vars(settings))
+        recent, seed, position = observed.pop("recent"), observed.pop("seed"), observed.pop("position")
         known = [self.device.results[-1 - id_][0] if id_ < 0 else id_ for id_ in recent]
         context = [0] * (position - len(recent)) + known
         if num_bad := int((~np.isfinite(logits)).sum()):
             return 0, num_bad
         try:
-            return sample_token(logits, context, SamplingParams(**told, repeat_last_n=len(recent)), seed), 0
+            return sample_token(
+                logits, context, SamplingParams(**observed, repeat_last_n=len(recent)), seed
+            ), 0
         except GenerationFault:
             return 0, -1
 

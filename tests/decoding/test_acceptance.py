@@ -126,7 +126,7 @@ def test_only_nodes_whose_parent_was_accepted_are_trials() -> None:
     assert model.expected("d", tree)[2] < untried.expected("d", tree)[2]
 
 
-def test_drafters_depths_and_scores_are_told_apart() -> None:
+def test_drafters_depths_and_scores_are_distinguished() -> None:
     model = AcceptanceModel()
     for _ in range(200):
         model.record("bad", _chain(0.85, 0.85), [])

@@ -84,7 +84,7 @@ def test_drafts_grow_node_by_node_from_what_is_known() -> None:
 
 
 def test_a_node_seen_first_in_a_hard_stretch_is_not_taken_for_a_bad_one() -> None:
-    """What it brings is told from the node before it in the same draft."""
+    """What it brings is known from the node before it in the same draft."""
     asked = AskedNodes()
     easy, hard = [0.9 * n for n in range(12)], [0.0] * 12
     for draft in range(60):

@@ -116,7 +116,7 @@ def test_rows_of_another_step_are_refused_and_a_row_twice() -> None:
         begin_choices([Choice(step[row], [0], GREEDY, 0) for row, step in enumerate(steps)]).outcomes()
 
 
-def test_a_device_is_told_every_setting_by_its_name() -> None:
+def test_a_device_gets_every_setting_by_its_name() -> None:
     settings = {
         "temperature": 0.25,
         "top_k": 5,
@@ -128,7 +128,7 @@ def test_a_device_is_told_every_setting_by_its_name() -> None:
     }
     step = FarStep(np.zeros((1, 9), np.float32))
     begin_choices([Choice(step[0], [8, 0, 1, 7], SamplingParams(**settings, repeat_last_n=3), 9)]).outcomes()  # type: ignore[arg-type]
-    assert step.told == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
+    assert step.observed == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
 
 
 def test_sp07_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:

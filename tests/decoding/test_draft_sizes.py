@@ -86,19 +86,19 @@ def test_what_pays_is_learned_by_the_number_of_sequences(num: int) -> None:
 
 
 @pytest.mark.parametrize("row_s", [0.003, 0.01, 0.03])
-def test_a_drafter_is_told_of_at_least_64_tokens_before_it_is_asked_again(row_s: float) -> None:
+def test_a_drafter_observes_at_least_64_tokens_before_it_is_asked_again(row_s: float) -> None:
     """And of few others, where a draft takes as long as a step."""
-    sizes, told, num_told = SizesByCost("chains"), 0, 0
+    sizes, observed, num_reported = SizesByCost("chains"), 0, 0
     for step in range(6000):
         is_idle = sizes.is_idle()
-        told, num_told = (0 if is_idle else told + 1), num_told + (not is_idle)
+        observed, num_reported = (0 if is_idle else observed + 1), num_reported + (not is_idle)
         if (budget := sizes.budget(63)) > 0:
-            assert told > min(step, 64)
+            assert observed > min(step, 64)
             sizes.sizes([chain(budget)], 0.01)
             sizes.record([TriedDraft(chain(3), ())], 0.01 + 3 * row_s)
         else:
             sizes.record([TriedDraft(NO_DRAFT, ())], 0.01)
-    assert num_told < 2000
+    assert num_reported < 2000
 
 
 @pytest.mark.parametrize("num", [1, 3, 9])

@@ -56,7 +56,7 @@ def test_drafts_that_do_not_pay_are_rare() -> None:
 
 
 def test_fused_steps_back_off_once_they_have_not_paid_for_long() -> None:
-    """And a drafter is told of the last tokens before they are tried again."""
+    """And a drafter observes the last tokens before they are tried again."""
     sizes = FusedSizesByCost()
     for _ in range(3):  # the first drafts are believed in
         generate(sizes, 0.0, 100)

@@ -254,9 +254,9 @@ class WithoutTheRoot(Rule):
 
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
         def chosen(node: int, path: Sequence[int]) -> Chosen:
-            told = list(path)
-            told[len(context) - 1] = (told[len(context) - 1] + 1) % VOCAB
-            return self.chooser(rows[1 + node], told)
+            observed = list(path)
+            observed[len(context) - 1] = (observed[len(context) - 1] + 1) % VOCAB
+            return self.chooser(rows[1 + node], observed)
 
         return chosen
 

@@ -119,8 +119,8 @@ def test_trap_44_nodes_on_a_device_have_penalties_for_the_root_too() -> None:
     chooser = TokenChooser(params, 3, 2, ())
     pick = begin_all_picks({0: (chooser, [rows[row] for row in range(4)], tree, [3, 3])})[0]
     assert rows.chosen == [[0, 1, 2, 3]]
-    assert [list(each.recent) for each in rows.told] == [[3, 3], [3, 1], [1, 2], [3, 0]]
-    assert [each.position for each in rows.told] == [2, 3, 4, 3]
+    assert [list(each.recent) for each in rows.observed] == [[3, 3], [3, 1], [1, 2], [3, 0]]
+    assert [each.position for each in rows.observed] == [2, 3, 4, 3]
     assert pick(1, [3, 3, 1, 2]) == chooser(rows.values[2], [3, 3, 1, 2])
 
 

@@ -235,7 +235,7 @@ def test_how_many_steps_have_no_draft_is_known_before(case: tuple[int, float, in
 
 
 @given(losing, st.integers(1, 40))
-def test_steps_told_of_together_are_those_told_of_one_by_one(
+def test_steps_recorded_together_are_those_recorded_one_by_one(
     case: tuple[int, float, int], num_steps: int
 ) -> None:
     num_before, draft_s, step_ms = case
@@ -361,7 +361,7 @@ def test_a_cheap_drafter_without_a_draft_is_asked_often() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
-def test_it_is_a_pure_function_of_what_it_was_told(seed: int) -> None:
+def test_it_is_a_pure_function_of_what_was_recorded(seed: int) -> None:
     runs = [_Run(seed, noise=0.5) for _ in range(2)]
     for run in runs:
         run.go(300, lambda rows: 0.01 + 0.002 * (rows - 1), _chain(0.6, 9), 0.002)

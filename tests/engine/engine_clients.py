@@ -33,7 +33,7 @@ class FakeClock:
 
 
 class Client:
-    """Requests to one engine and all that was told of them."""
+    """Requests to one engine and all that was reported of them."""
 
     def __init__(self, engine: Engine, opened: OpenedModel) -> None:
         self.engine = engine
@@ -84,7 +84,7 @@ class Client:
         return [completion(index, pieces[index]) for index in sorted(pieces)]
 
     def answers(self, request_id: int) -> list[Answer]:
-        return [told(output) for output in self.outputs(request_id)]
+        return [answer_of(output) for output in self.outputs(request_id)]
 
     def error(self, request_id: int) -> ColdstreamError | None:
         last = self.events[request_id][-1]
@@ -115,7 +115,7 @@ def engine_of(
     assert opened.runner.free == before, "all memory is given back"
 
 
-def told(output: CompletionOutput) -> Answer:
+def answer_of(output: CompletionOutput) -> Answer:
     """All that an answer says but for times and what was reused."""
     statistics = output.statistics
     counts = (statistics.prompt_tokens, statistics.generated_tokens, statistics.seed)
@@ -127,7 +127,7 @@ def alone(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> list[Answe
     assert params.seed is not None
     llm.forget()
     own = [replace(params, n=1, seed=derived_seed(params.seed, index)) for index in range(params.n)]
-    return [told(plain_output(llm.opened, prompt, each)) for each in own]
+    return [answer_of(plain_output(llm.opened, prompt, each)) for each in own]
 
 
 def rows_of_steps(

@@ -1,4 +1,4 @@
-"""Drafters that propose what a test wants, right or wrong, and check what they are told."""
+"""Drafters that propose what a test wants, right or wrong, and check what they observe."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ BUDGETS = [1, 2, 3, 7, 8, 15, 16, 22, 63]
 
 @dataclass
 class Scripted:
-    """A drafter that proposes what `draft` makes of the context, and checks what it is told."""
+    """A drafter that proposes what `draft` makes of the context, and checks what it observes."""
 
     kind: str
     answers: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # of the plain model
@@ -40,7 +40,7 @@ class Scripted:
         return self.drafted(context, budget)
 
     def drafted(self, context: Sequence[int], budget: int) -> TokenTree:
-        """What `propose` returns, whatever the drafter was told."""
+        """What `propose` returns, whatever the drafter observed."""
         at = Drafting(context, self._following(context), self.vocab_size, self.end_id)
         return DRAFTS[self.kind](at, budget)
 

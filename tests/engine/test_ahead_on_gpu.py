@@ -63,7 +63,7 @@ def models(
         yield gpu, cpu
 
 
-def told(piece: Piece) -> tuple[object, ...]:
+def reported(piece: Piece) -> tuple[object, ...]:
     reused = piece.statistics.reused_tokens if piece.statistics else None
     return piece.text, piece.token_ids, piece.finish_reason, piece.stop_reason, reused
 
@@ -74,8 +74,8 @@ def check_conversation(gpu: LLM, cpu: LLM, params: SamplingParams) -> None:
     cpu.forget()
     prompt, held = [1, 2, 3], 0
     for turn in range(3):
-        found = [told(piece) for piece in gpu.stream(prompt, params)]
-        assert found == [told(piece) for piece in cpu.stream(prompt, params)], turn
+        found = [reported(piece) for piece in gpu.stream(prompt, params)]
+        assert found == [reported(piece) for piece in cpu.stream(prompt, params)], turn
         assert found[-1][-1] == held, turn
         prompt += [token_id for piece in found for token_id in piece[1]]
         held, prompt = len(prompt) - 1, [*prompt, 7 + turn]
@@ -123,28 +123,28 @@ def test_an_answer_that_is_left_early_can_be_continued(models: tuple[LLM, LLM]) 
 def test_a_runner_says_which_steps_have_ended(
     path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps run while the one before is looked at; a row that an end token leaves out is told."""
-    told: list[object] = []
+    """Steps run while the one before is looked at; a row that an end token leaves out is reported."""
+    reported: list[object] = []
     ended = PartialExperts.ended
 
     def noting(self: PartialExperts, num_running: int = 0) -> None:
         if self._in_flight:
-            told.append((len(self._in_flight), num_running))
+            reported.append((len(self._in_flight), num_running))
         ended(self, num_running)
 
     with gpu_on(compiled_for_the_host), on_partial_gpu(path) as gpu:
         params = replace(GREEDY, max_tokens=4)
         gpu.generate([[3, 1]], params)
         monkeypatch.setattr(PartialExperts, "ended", noting)
-        monkeypatch.setattr(PartialExperts, "left_out", lambda self: told.append("left out"))
+        monkeypatch.setattr(PartialExperts, "left_out", lambda self: reported.append("left out"))
         (answer,) = gpu.generate([[3, 1]], params)[0].outputs
-        assert told == [(2, 1), (2, 1), (2, 1), (1, 0)]
-        told.clear()
+        assert reported == [(2, 1), (2, 1), (2, 1), (1, 0)]
+        reported.clear()
         gpu.generate([[3, 1]], replace(params, ignore_eos=False, stop_token_ids=answer.token_ids[:1]))
-        assert told == [(2, 1), "left out"]
-        told.clear()
+        assert reported == [(2, 1), "left out"]
+        reported.clear()
         gpu.generate([[3, 1]], params)
-        assert told[0] == (1, 0), "the step that was left"
+        assert reported[0] == (1, 0), "the step that was left"
 
 
 def test_steps_are_launched_ahead_unless_the_host_chooses(

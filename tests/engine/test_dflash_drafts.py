@@ -1,4 +1,4 @@
-"""A DFlash drafter is told the residual streams of a sequence, and leaves its answers as they are."""
+"""A DFlash drafter observes the residual streams of a sequence, and leaves its answers as they are."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ PROMPTS = ["def add(a, b):\n", "and the re in d", "class Shape:"]
 
 @dataclass
 class Recorder:
-    """A drafter that keeps what it is told. It proposes a right token behind a wrong one."""
+    """A drafter that keeps what it observes. It proposes a right token behind a wrong one."""
 
     aux_layers: tuple[int, ...] = AUX_LAYERS
     name: str = "recorder"
@@ -69,7 +69,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunne
     opened.close()
 
 
-def test_a_drafter_with_taps_is_told_the_features_of_every_committed_token(runner: CpuRunner) -> None:
+def test_a_drafter_with_taps_observes_the_features_of_every_committed_token(runner: CpuRunner) -> None:
     """Of a prompt in several chunks, of accepted nodes, and of what follows them."""
     prompt = [i % 300 for i in range(530)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -15,20 +15,20 @@ follows = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.booleans()
 
 
 class Listener:
-    """Keeps what it is told; −1 where it was not told."""
+    """Keeps what it observes; −1 where it did not observe."""
 
     name = "listener"
     wants_hidden = False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.observed: list[int] = []
 
     def cut(self, length: int) -> None:
-        self.told = [*self.told, *[-1] * length][:length]
+        self.observed = [*self.observed, *[-1] * length][:length]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
-        self.told += token_ids
+        self.observed += token_ids
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         return NO_DRAFT
@@ -44,7 +44,7 @@ class Runner:
 def test_what_a_drafter_knows_is_of_the_sequence_that_it_follows(
     texts: list[list[int]], follows: list[tuple[int, int, bool]], wants_hidden: bool
 ) -> None:
-    """Owners with the same tokens share what was told; without hidden states nothing is left out."""
+    """Owners with the same tokens share what was observed; without hidden states nothing is left out."""
     drafter = Listener()
     drafter.wants_hidden = wants_hidden
     follower = DraftFollower(cast(ModelRunner, Runner()), drafter)
@@ -55,10 +55,10 @@ def test_what_a_drafter_knows_is_of_the_sequence_that_it_follows(
         if goes_on and length < len(text):
             follower.extend(text[length : length + 1], follower.states_of(range(1)))
             length += 1
-        assert len(drafter.told) == length
-        assert all(told in (-1, token) for told, token in zip(drafter.told, text, strict=False))
-        assert wants_hidden or -1 not in drafter.told
+        assert len(drafter.observed) == length
+        assert all(observed in (-1, token) for observed, token in zip(drafter.observed, text, strict=False))
+        assert wants_hidden or -1 not in drafter.observed
         assert follower.num_common(text) >= length
     follower.forget()
-    assert not drafter.told
+    assert not drafter.observed
     assert follower.num_common(texts[0]) == 0

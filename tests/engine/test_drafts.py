@@ -177,7 +177,7 @@ def test_trap_40_trap_ngram_corrupts_states_256_greedy_tokens_and_what_follows(
 def test_sp01_a_draft_beyond_the_vocabulary_is_refused_before_it_is_computed(demo: Pair) -> None:
     """No drafter of a model's own vocabulary makes one; the engine goes on with what it had."""
 
-    class Beyond(Told):
+    class Beyond(Observing):
         def propose(self, context: Sequence[int], budget: int) -> TokenTree:
             return TokenTree((self.vocab_size,), (-1,), (0.0,))
 
@@ -205,8 +205,8 @@ class Sleepy(FixedSizes):
         return 0 if self.is_idle() else super().budget(most)
 
 
-class Told(Scripted):
-    """Is told of gaps too."""
+class Observing(Scripted):
+    """Observes gaps too."""
 
     gaps: int = 0
 
@@ -224,7 +224,7 @@ class Told(Scripted):
 def test_sp10_drafting_that_pauses_and_goes_on_leaves_the_answer(demo: Pair) -> None:
     params = replace(PARAMS["greedy"], max_tokens=120, ignore_eos=True)
     plain = demo.expected(PROMPTS[0], params)
-    drafter = Told("right", {plain.prompt_token_ids: plain.token_ids}, demo.vocab_size)
+    drafter = Observing("right", {plain.prompt_token_ids: plain.token_ids}, demo.vocab_size)
     llm = demo.speculating(drafter, Sleepy())
     for prompt in (PROMPTS[0], [*plain.prompt_token_ids, *plain.token_ids]):
         expected, (drafted,) = demo.expected(prompt, params), llm.generate(prompt, params)
@@ -235,7 +235,7 @@ def test_sp10_drafting_that_pauses_and_goes_on_leaves_the_answer(demo: Pair) -> 
 
 def test_lists_and_several_answers_have_the_same_text_with_drafts(demo: Pair) -> None:
     answers = demo.scripted("right", PROMPTS, PARAMS["greedy"]).answers
-    llm = demo.speculating(Told("right", answers, demo.vocab_size), FixedSizes(4))
+    llm = demo.speculating(Observing("right", answers, demo.vocab_size), FixedSizes(4))
     params = replace(PARAMS["seeded"], n=2)
     both = [[each.outputs for each in model.generate(PROMPTS, params)] for model in (demo.plain, llm)]
     for plain, listed in zip(*both, strict=True):

@@ -1,4 +1,4 @@
-"""Steps between drafts are launched before their tokens are known; answers, states and what drafters are told
+"""Steps between drafts are launched before their tokens are known; answers, states and what drafters observe
 are as without that. On the host.
 """
 
@@ -72,12 +72,12 @@ class EveryFourth:
 
 @dataclass
 class Noting(Scripted):
-    """Keeps what it is told: tokens, −1 for those that it was not told of, and the state of each."""
+    """Keeps what it observes: tokens, −1 for those that it did not observe, and the state of each."""
 
     states: list[Any] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
-        assert length == 0 or length >= len(self.token_ids), "no row was told that is not held"
+        assert length == 0 or length >= len(self.token_ids), "no row was observed that is not held"
         self.token_ids = [*self.token_ids[:length], *[-1] * (length - len(self.token_ids))]
         self.states = [*self.states[:length], *[None] * (length - len(self.states))]
 
@@ -174,7 +174,7 @@ def test_experts_of_drafts_are_those_that_their_steps_used(
 
 
 @pytest.mark.parametrize(("wants_hidden", "idle_steps"), [(True, ()), (False, ()), (True, (4,))])
-def test_drafters_are_told_of_each_step_once_with_its_own_states(
+def test_drafters_observe_each_step_once_with_its_own_states(
     models: tuple[LLM, OpenedModel],
     monkeypatch: pytest.MonkeyPatch,
     wants_hidden: bool,
@@ -250,7 +250,7 @@ def test_an_engine_launches_steps_ahead_between_drafts_and_tells_of_each_once(
         np.testing.assert_array_equal(ahead_states[at], states[at])
 
 
-def test_a_drafter_is_not_told_of_a_step_behind_an_end_token(
+def test_a_drafter_does_not_observe_a_step_behind_an_end_token(
     models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which was launched before it was known that the answer ends."""

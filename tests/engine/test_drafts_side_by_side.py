@@ -30,7 +30,7 @@ TREE_ROWS = 64
 
 @dataclass
 class Oracle:
-    """A drafter that knows whole texts, and checks that it is told of the sequence that it drafts for."""
+    """A drafter that knows whole texts, and checks that it observes the sequence that it drafts for."""
 
     kind: str
     texts: Sequence[Sequence[int]]
@@ -40,25 +40,25 @@ class Oracle:
     name: str = "oracle"
 
     def __post_init__(self) -> None:
-        self.told: list[int] = []  # −1 where it was not told
+        self.observed: list[int] = []  # −1 where it did not observe
         self.num_asked = 0
         self.hidden: dict[tuple[int, ...], bytes] = {}  # after these tokens
 
     def cut(self, length: int) -> None:
-        self.told = [*self.told, *[-1] * length][:length]
+        self.observed = [*self.observed, *[-1] * length][:length]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
         assert (hidden is not None) == self.wants_hidden
         assert hidden is None or len(hidden) == len(token_ids)
         for i, token_id in enumerate(token_ids):
-            self.told.append(token_id)
+            self.observed.append(token_id)
             if hidden is not None:
-                self.hidden[tuple(self.told)] = hidden[i].tobytes()
+                self.hidden[tuple(self.observed)] = hidden[i].tobytes()
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         self.num_asked += 1
-        assert len(self.told) + 1 == len(context)
-        assert all(mine in (-1, token) for mine, token in zip(self.told, context, strict=False))
+        assert len(self.observed) + 1 == len(context)
+        assert all(mine in (-1, token) for mine, token in zip(self.observed, context, strict=False))
         known = (text[len(context) :] for text in self.texts if list(text[: len(context)]) == list(context))
         following = tuple(next(known, ()))
         return DRAFTS[self.kind](Drafting(context, following, self.vocab_size, end_id=0), budget)
@@ -161,7 +161,7 @@ def test_a_trees_budget_shrinks_as_requests_share_the_step(opened: OpenedModel, 
 
 
 @pytest.mark.parametrize("kind", ["right", "mostly_right", "random"])
-def test_each_drafter_is_told_the_states_of_its_own_rows(opened: OpenedModel, kind: str) -> None:
+def test_each_drafter_observes_the_states_of_its_own_rows(opened: OpenedModel, kind: str) -> None:
     texts = right_texts(opened, 4)
     made: list[Oracle] = []
 
@@ -169,7 +169,7 @@ def test_each_drafter_is_told_the_states_of_its_own_rows(opened: OpenedModel, ki
         made.append(Oracle(kind, texts, opened.runner.spec.vocab_size, wants_hidden=True))
         return made[-1]
 
-    told: list[dict[tuple[int, ...], bytes]] = []
+    observed: list[dict[tuple[int, ...], bytes]] = []
     for at_once in (1, 4):
         made.clear()
         with engine_of(drafting(opened, new, FixedSizes(5))) as client:
@@ -178,9 +178,9 @@ def test_each_drafter_is_told_the_states_of_its_own_rows(opened: OpenedModel, ki
                 if at_once == 1 or i == 2:  # the last one comes while the others decode
                     client.drain() if at_once == 1 else client.step()
             client.drain()
-        told.append({key: value for each in made for key, value in each.hidden.items()})
-    assert told[0] == told[1]
-    assert len(told[0]) >= sum(map(len, texts)) - len(texts)
+        observed.append({key: value for each in made for key, value in each.hidden.items()})
+    assert observed[0] == observed[1]
+    assert len(observed[0]) >= sum(map(len, texts)) - len(texts)
 
 
 class Recorded(FixedSizes):
@@ -218,7 +218,7 @@ def test_what_came_of_drafts_is_learned_once(opened: OpenedModel) -> None:
     assert [len(step) for step in Recorded.tried] == [3] * len(Recorded.tried)
 
 
-def test_steps_in_which_a_device_made_what_others_use_are_told_so(
+def test_steps_in_which_a_device_made_what_others_use_are_marked_so(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Capturing(Oracle):
@@ -329,7 +329,7 @@ def test_an_error_along_one_tree_leaves_the_others(
 
 
 def test_an_error_of_one_answer_ends_the_others_to_the_same_prompt(opened: OpenedModel) -> None:
-    """One of them has a tree in the same step, of which nothing is told any more."""
+    """One of them has a tree in the same step, of which nothing is observed any more."""
     params = replace(GREEDY, n=2, temperature=1.0)
     texts = right_texts(opened, 1, params)
 

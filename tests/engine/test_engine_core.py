@@ -117,8 +117,8 @@ def test_mid_drain_admission(opened: OpenedModel) -> None:
             client.step()
         steps = rows_of_steps(opened.runner)
         late = client.add([2] * 9, SAMPLED)
-        told = client.step()
-        assert Started(late, 0, 9) in told
+        reported = client.step()
+        assert Started(late, 0, 9) in reported
         assert sorted(steps[0]) == [1, 1, 9]
         client.drain()
         assert all(step.count(1) >= 2 for step in steps[:6])
@@ -196,7 +196,7 @@ def test_ca03_a_prompt_that_is_cancelled_half_way_leaves_nothing_that_is_not_kno
 
 
 def test_trap_52_cancel_invalidates_stale_work(opened: OpenedModel) -> None:
-    """One that comes while a step computes: what the step gives for the request is told to nobody."""
+    """One that comes while a step computes: what the step gives for the request is reported to nobody."""
     with engine_of(opened) as client:
 
         def cancel(token_ids: Sequence[int], logits: Logits) -> Logits:

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from engine_clients import Answer, Client, alone, engine_of
-from engine_clients import told as told_of
+from engine_clients import Answer, Client, alone, answer_of, engine_of
 from scripted_drafts import KINDS
-from test_drafts import PARAMS, PROMPTS, Pair, Told
+from test_drafts import PARAMS, PROMPTS, Observing, Pair
 
 from coldstream import kvcache
 from coldstream.assets import demo_model_path
@@ -27,12 +26,12 @@ def demo() -> Iterator[Pair]:
     pair.close()
 
 
-def told(demo: Pair, params: SamplingParams = GREEDY, kind: str = "right") -> Told:
-    """A drafter that knows the answers, and checks what it is told of."""
-    return Told(kind, demo.scripted(kind, PROMPTS, params).answers, demo.vocab_size)
+def observed(demo: Pair, params: SamplingParams = GREEDY, kind: str = "right") -> Observing:
+    """A drafter that knows the answers, and checks what it observes."""
+    return Observing(kind, demo.scripted(kind, PROMPTS, params).answers, demo.vocab_size)
 
 
-def drafting(demo: Pair, drafter: Told, num_nodes: int = 6) -> OpenedModel:
+def drafting(demo: Pair, drafter: Observing, num_nodes: int = 6) -> OpenedModel:
     return replace(demo.opened, speculation=Speculation(drafter, FixedSizes(num_nodes)))
 
 
@@ -55,7 +54,7 @@ def add(client: Client, demo: Pair, prompt: str, params: SamplingParams) -> int:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) -> None:
-    opened = drafting(demo, told(demo, seeded(params)))
+    opened = drafting(demo, observed(demo, seeded(params)))
     with engine_of(opened) as client:
         for prompt in PROMPTS:
             each = add(client, demo, prompt, params)
@@ -82,7 +81,7 @@ def test_experts_of_a_step_count_for_each_answer_that_has_a_draft_in_it(
 
     monkeypatch.setattr(CpuRunner, "step", counting)
     monkeypatch.setattr(CpuRunner, "expert_uses", property(lambda self: (uses[0], uses[1])))
-    with engine_of(drafting(demo, told(demo))) as client:
+    with engine_of(drafting(demo, observed(demo))) as client:
         each = add(client, demo, PROMPTS[0], GREEDY)
         client.drain()
         found = client.outputs(each)[0].statistics.speculation
@@ -94,7 +93,7 @@ def test_experts_of_a_step_count_for_each_answer_that_has_a_draft_in_it(
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_draft_leaves_the_answers(demo: Pair, kind: str) -> None:
     drafter = demo.scripted(kind, PROMPTS, GREEDY)
-    lenient = Told(kind, drafter.answers, drafter.vocab_size, drafter.end_id)
+    lenient = Observing(kind, drafter.answers, drafter.vocab_size, drafter.end_id)
     lenient.propose = lenient.drafted  # type: ignore[method-assign]
     with engine_of(drafting(demo, lenient)) as client:
         each = add(client, demo, PROMPTS[0], GREEDY)
@@ -103,8 +102,8 @@ def test_any_draft_leaves_the_answers(demo: Pair, kind: str) -> None:
 
 
 def test_it_is_drafted_again_once_the_others_are_gone(demo: Pair) -> None:
-    """In between it decodes beside them, of which the drafter is not told."""
-    drafter = told(demo)
+    """In between it decodes beside them, which the drafter does not observe."""
+    drafter = observed(demo)
     short = replace(GREEDY, max_tokens=4)
     with engine_of(drafting(demo, drafter, num_nodes=2)) as client:
         first = add(client, demo, PROMPTS[0], GREEDY)
@@ -125,7 +124,7 @@ def test_it_is_drafted_again_once_the_others_are_gone(demo: Pair) -> None:
 def test_no_draft_is_longer_than_what_is_left_of_the_answer_without_the_token_that_follows_it(
     demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, asked = told(demo), []
+    drafter, asked = observed(demo), []
     propose = drafter.propose
 
     def noted(context: Sequence[int], budget: int) -> TokenTree:
@@ -145,7 +144,7 @@ def test_no_draft_is_longer_than_what_is_left_of_the_answer_without_the_token_th
 
 
 def test_the_next_turn_is_drafted_from_what_is_reused(demo: Pair) -> None:
-    with engine_of(drafting(demo, told(demo))) as client:
+    with engine_of(drafting(demo, observed(demo))) as client:
         first = add(client, demo, PROMPTS[1], GREEDY)
         client.drain()
         turn = [*ids_of(demo, PROMPTS[1]), *client.tokens_so_far(first), 7, 7]
@@ -160,7 +159,7 @@ def test_an_answer_of_a_list_is_drafted_once_it_is_alone_and_so_is_what_follows_
     """The list's engine and the sequence that is live afterwards have one drafter, which followed another
     answer than the last one.
     """
-    drafter = told(demo)
+    drafter = observed(demo)
     llm = LLM.from_opened(drafting(demo, drafter))
     params = [seeded(GREEDY), replace(seeded(GREEDY), max_tokens=4)]
     long, short = (output.outputs[0] for output in llm.generate(PROMPTS[:2], params))
@@ -173,9 +172,9 @@ def test_an_answer_of_a_list_is_drafted_once_it_is_alone_and_so_is_what_follows_
     assert after.statistics.reused_tokens == len(turn) - 3
     llm.forget()
     for prompt, each, answer in zip(PROMPTS, params, (long, short), strict=False):
-        assert [told_of(answer)] == plain(demo, prompt, each)
+        assert [answer_of(answer)] == plain(demo, prompt, each)
     demo.plain.forget()
-    assert [told_of(after)] == alone(demo.plain, turn, seeded(GREEDY))
+    assert [answer_of(after)] == alone(demo.plain, turn, seeded(GREEDY))
 
 
 def test_drafters_of_a_closed_engine_give_their_memory_back() -> None:
@@ -208,7 +207,7 @@ def test_the_products_own_drafters_leave_the_answers(demo: Pair, spec_type: str)
 
 
 def test_sizes_are_chosen_by_what_steps_take(demo: Pair) -> None:
-    drafter = told(demo)
+    drafter = observed(demo)
     opened = replace(demo.opened, speculation=Speculation(drafter, SizesByCost("scripted")))
     with engine_of(opened) as client:
         each = add(client, demo, PROMPTS[0], GREEDY)
@@ -222,7 +221,7 @@ def test_sizes_are_chosen_by_what_steps_take(demo: Pair) -> None:
 def test_sp08_cancel_invalidates_the_rest_of_a_draft(demo: Pair) -> None:
     num_prompt = len(ids_of(demo, PROMPTS[0]))
 
-    with engine_of(drafting(demo, told(demo))) as client:
+    with engine_of(drafting(demo, observed(demo))) as client:
 
         def cancel(token_ids: Sequence[int], logits: Logits) -> Logits:
             if len(token_ids) == num_prompt + 5:
@@ -250,7 +249,7 @@ def test_an_error_along_a_draft(demo: Pair, error: type[BaseException]) -> None:
             raise error
         return logits
 
-    with engine_of(drafting(demo, told(demo))) as client:
+    with engine_of(drafting(demo, observed(demo))) as client:
         each = add(client, demo, PROMPTS[0], replace(GREEDY, logits_processors=[fail]))
         if error is KeyboardInterrupt:
             with pytest.raises(KeyboardInterrupt):
@@ -266,7 +265,7 @@ def test_an_error_along_a_draft(demo: Pair, error: type[BaseException]) -> None:
 def test_sp06_a_grammar_holds_along_drafts(demo: Pair) -> None:
     params = replace(GREEDY, grammar=Grammar("regex", "[a-z]{20,30} = [0-9]+"), max_tokens=30)
     wanted = plain(demo, PROMPTS[0], params)
-    drafter = Told("right", {tuple(ids_of(demo, PROMPTS[0])): wanted[0][1]}, demo.vocab_size)  # type: ignore[dict-item]
+    drafter = Observing("right", {tuple(ids_of(demo, PROMPTS[0])): wanted[0][1]}, demo.vocab_size)  # type: ignore[dict-item]
     with engine_of(drafting(demo, drafter)) as client:
         each = add(client, demo, PROMPTS[0], params)
         client.drain()
@@ -275,7 +274,7 @@ def test_sp06_a_grammar_holds_along_drafts(demo: Pair) -> None:
 
 
 def test_sp08_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, calls = drafting(demo, told(demo)), []
+    opened, calls = drafting(demo, observed(demo)), []
     commit = opened.runner.commit
 
     def interrupted(sequence: kvcache.Sequence, rows: Sequence[int]) -> None:

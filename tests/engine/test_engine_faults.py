@@ -227,8 +227,8 @@ def test_sc02_an_owner_with_many_parts_has_one_share(opened: OpenedModel) -> Non
         other = client.add([7], SAMPLED, namespace="b")
         ended = []
         while not client.engine.is_idle:
-            told = [event for event in client.step() if isinstance(event, Delta)]
-            ended += [event.request_id for event in told if event.piece.finish_reason is not None]
+            reported = [event for event in client.step() if isinstance(event, Delta)]
+            ended += [event.request_id for event in reported if event.piece.finish_reason is not None]
     assert ended.index(other) <= 3
     assert set(ended) == {*flood, other}
 

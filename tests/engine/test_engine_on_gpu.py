@@ -30,7 +30,7 @@ __all__ = ["path"]
 
 @pytest.fixture(scope="module")
 def models(path: Path, compiled_for_the_host: HostDevice) -> Iterator[tuple[LLM, LLM]]:
-    """With experts that come and go, whose steps are told apart: what is hardest to get right."""
+    """With experts that come and go, whose steps are distinguished: what is hardest to get right."""
     with gpu_on(compiled_for_the_host), WAYS["some experts"](path) as gpu, on_cpu(path) as cpu:
         yield gpu, cpu
 

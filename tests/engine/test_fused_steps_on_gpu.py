@@ -246,11 +246,11 @@ class BackingOff(FixedFusedSizes):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        object.__setattr__(self, "told", [])
+        object.__setattr__(self, "observed", [])
 
     @property
     def place(self) -> int:
-        return sum(self.told) % 5
+        return sum(self.observed) % 5
 
     def backs_off(self) -> bool:
         return self.place >= 2
@@ -259,10 +259,10 @@ class BackingOff(FixedFusedSizes):
         return 2 <= self.place < 4
 
     def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
-        self.told.append(1)
+        self.observed.append(1)
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:
-        self.told.append(num_steps)
+        self.observed.append(num_steps)
 
 
 class BackingOffSizes(FixedSizes):

@@ -112,7 +112,7 @@ def mixed_params(count: int) -> list[SamplingParams]:
 Answer = tuple[object, ...]
 
 
-def told(output: CompletionOutput) -> Answer:
+def answer_of(output: CompletionOutput) -> Answer:
     """All that an answer says but for times and what was reused."""
     statistics = output.statistics
     counts = (statistics.prompt_tokens, statistics.generated_tokens, statistics.seed, statistics.threads)
@@ -123,7 +123,7 @@ def together(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPa
     outputs = llm.generate(prompts, params)
     assert [list(output.prompt_token_ids) for output in outputs] == [list(prompt) for prompt in prompts]
     assert all([each.index for each in out.outputs] == list(range(len(out.outputs))) for out in outputs)
-    return [[told(each) for each in output.outputs] for output in outputs]
+    return [[answer_of(each) for each in output.outputs] for output in outputs]
 
 
 def alone(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Answer]]:
@@ -132,7 +132,7 @@ def alone(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParam
     def answer(prompt: list[int], each: SamplingParams, index: int) -> Answer:
         assert each.seed is not None
         own = replace(each, n=1, seed=derived_seed(each.seed, index))
-        return told(plain_output(llm.opened, prompt, own))
+        return answer_of(plain_output(llm.opened, prompt, own))
 
     return [
         [answer(prompt, each, index) for index in range(each.n)]
@@ -218,7 +218,7 @@ def test_answers_to_one_prompt_share_its_rows(llm: LLM, monkeypatch: pytest.Monk
     expected = alone(llm, [prompt], [params])
     steps = steps_of(llm, monkeypatch)
     outputs = llm.generate([prompt], params)[0].outputs
-    assert [told(each) for each in outputs] == expected[0]
+    assert [answer_of(each) for each in outputs] == expected[0]
     assert steps == [[len(prompt)]] + [[1] * 3] * 11 + [[1] * 2]
     assert [each.statistics.reused_tokens for each in outputs] == [0] + [len(prompt) - 1] * 2
 
@@ -235,7 +235,7 @@ def test_prompts_begin_with_an_earlier_answer(path: Path, size: CacheSize) -> No
         longer = [*prompts[2], *outputs[2].token_ids, 5]
         assert llm.generate([longer], SAMPLED)[0].statistics.reused_tokens == len(longer) - 2
         llm.forget()
-        assert [[told(output.outputs[0])] for output in outputs] == alone(llm, prompts, [SAMPLED] * 3)
+        assert [[answer_of(output.outputs[0])] for output in outputs] == alone(llm, prompts, [SAMPLED] * 3)
 
 
 def test_an_error_is_the_one_of_the_first_prompt_that_has_one(llm: LLM) -> None:

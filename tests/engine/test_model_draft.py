@@ -196,14 +196,14 @@ def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -
 
 
 def test_a_folder_is_converted_at_its_first_use_with_progress(model: str, drafter: str, home: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     config = EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter)
     for expected in (True, False):
-        told.clear()
-        opened = open_model(config, progress=lambda what, done, total: told.append(what))
+        reported.clear()
+        opened = open_model(config, progress=lambda what, done, total: reported.append(what))
         assert opened.plan.spec_type == "dflash"
         opened.close()
-        assert ("converting the drafter" in told) == expected
+        assert ("converting the drafter" in reported) == expected
     (path,) = (home / ".cache" / "coldstream" / "drafters").glob("*.gguf")
     converted = plan_by_name(replace(config, model_draft=str(path)))
     assert converted.plan.fixed == plan_by_name(config).plan.fixed

@@ -204,7 +204,7 @@ def test_a_stream_takes_settings_of_one_answer(llm: LLM) -> None:
         llm.stream("def", [GREEDY])  # type: ignore[arg-type]
 
 
-def test_progress_is_told_to_a_function(llm: LLM) -> None:
+def test_progress_is_reported_to_a_function(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="progress must be a function, not 5"):
         llm.stream("def", progress=5)  # type: ignore[arg-type]
 

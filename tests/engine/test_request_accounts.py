@@ -1,4 +1,4 @@
-"""What a request is told of itself: how long it may be, whose hits it counts, how far its prompt has come."""
+"""What a request learns of itself: its longest length, whose hits it counts, how far its prompt has come."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_a_request_that_used_no_expert_has_no_hit_rate(
 
 def test_progress_hears_of_every_chunk(llm: LLM) -> None:
     heard: list[tuple[int, int]] = []
-    list(llm.stream([1] * (2 * CHUNK + 3), GREEDY, progress=lambda *told: heard.append(told)))
+    list(llm.stream([1] * (2 * CHUNK + 3), GREEDY, progress=lambda *reported: heard.append(reported)))
     total = 2 * CHUNK + 3
     # The last chunk is short, so the checkpoint before the last token ends a step.
     assert heard == [(CHUNK, total), (2 * CHUNK, total), (total - 1, total), (total, total)]

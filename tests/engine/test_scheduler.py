@@ -46,7 +46,7 @@ def filled(wanted: dict[int, int], max_running: int = 64, num_rows: int = NUM_RO
 wants = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(lambda each: dict(enumerate(each)))
 
 
-def test_what_prompts_want_is_told_to_who_says_how_many_rows_they_get() -> None:
+def test_what_prompts_want_is_known_to_who_says_how_many_rows_they_get() -> None:
     asked = []
 
     def most(num_decoding: int, wanted: Sequence[int]) -> int:

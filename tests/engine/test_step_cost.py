@@ -63,7 +63,7 @@ def served(
 
 
 def learned(seconds_of: Callable[[int], float]) -> StepCost:
-    """What decoding and prompts alone have told."""
+    """What decoding and prompts alone have shown."""
     cost = StepCost(NUM_ROWS)
     for rows in (1, 2, 4, 8, 16, 32, 48, 64, NUM_ROWS):
         for _ in range(9):

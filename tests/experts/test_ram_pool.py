@@ -182,13 +182,13 @@ def test_what_was_done_before_the_pool_was_emptied_does_not_count(file: GGUFFile
         assert pool.statistics().misses == 1
 
 
-def test_progress_is_told_and_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+def test_progress_is_reported_and_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     with GGUFFile.open(path) as file, opened(file, 6) as (_, pool):
-        told: list[tuple[int, int]] = []
-        pool.load([[1, 2], [], [3]], lambda done, total: told.append((done, total)))
-        assert told == [(2, 3), (3, 3)]
+        reported: list[tuple[int, int]] = []
+        pool.load([[1, 2], [], [3]], lambda done, total: reported.append((done, total)))
+        assert reported == [(2, 3), (3, 3)]
         statistics = pool.statistics()
         assert (statistics.num_slots, statistics.num_experts) == (6, NUM_ALL)
         assert statistics.bytes_read > 0

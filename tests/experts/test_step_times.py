@@ -93,7 +93,7 @@ def test_a_clock_that_goes_back_a_little_takes_from_its_part_alone() -> None:
     assert times.other == (0.0, 10e-9)
 
 
-def test_a_step_that_failed_half_way_leaves_nothing_to_tell() -> None:
+def test_a_step_that_failed_half_way_leaves_nothing_to_report() -> None:
     sums, pairs = summed([[Layer(1, 1, 1, 1, 1, 1)] * 3] * 2, 10**15)
     sums[2] = summed([[Layer(1, 1, 1, 1, 1, 1)] * 3], 10**15)[0][2]
     times = StepTimes.of(sums, pairs)

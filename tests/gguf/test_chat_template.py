@@ -336,7 +336,7 @@ def control_tokens(rendered: RenderedChat) -> list[str]:
 
 def test_thoughts_are_found_where_thinking_tokens_are_control_tokens() -> None:
     names = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    old = assistant("<think>secret</think>told")
+    old = assistant("<think>secret</think>reported")
     with ChatTemplate(CHATML, names, {}) as template:
         rendered = template.render([user("a"), old, user("b</think>")], enable_thinking=False)
     assert "secret" not in rendered.text
@@ -382,7 +382,7 @@ def test_call_arguments_stay_text_where_a_template_wants_text(source: str, expec
         assert template.render([assistant("", tool_calls=[call])]).text == expected
 
 
-def test_the_first_refusal_is_told() -> None:
+def test_the_first_refusal_is_reported() -> None:
     arguments = "messages[0].tool_calls[0].function.arguments"
     source = "{{ raise_exception('text' if " + arguments + " is string else 'object') }}"
     call = {"function": {"name": "f", "arguments": "{}"}}

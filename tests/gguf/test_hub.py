@@ -168,7 +168,7 @@ def test_what_is_not_there_lists_what_is(hub: Hub) -> None:
         pull(f"{REPO}:Q4_K_N", hub=hub)
 
 
-def test_a_misspelt_repository_is_told_the_right_one(server: HubServer, hub: Hub) -> None:
+def test_a_misspelt_repository_gets_the_right_one_suggested(server: HubServer, hub: Hub) -> None:
     server.repos = ["org/other", REPO]
     with pytest.raises(ModelNotFoundError, match=rf"has no such repository or file; did you mean {REPO}\?$"):
         pull("org/tiny-GUFF", hub=hub)

@@ -164,7 +164,7 @@ def test_news_that_were_lost_say_nothing(path: Path, file: OpenFile, watch: Writ
     with other.open("rb") as stream:
         watch.add(stream.fileno())
         limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
-        for index in range(limit // 2 + 2):  # changes in turn: equal ones are told once
+        for index in range(limit // 2 + 2):  # changes in turn: equal ones are reported once
             os.utime(path if index == 0 else other, ns=(index, path.stat().st_mtime_ns))
             append(other)
         overwrite(path, 100, keeps_time=True)

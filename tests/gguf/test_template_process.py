@@ -261,7 +261,7 @@ def test_nothing_that_the_environment_offers_is_denied(render: Callable[..., str
     assert render("{{ '<b>x</b> &lt;y' | striptags }}") == "x <y"
 
 
-def test_what_the_template_wrote_is_told() -> None:
+def test_what_the_template_wrote_is_reported() -> None:
     process = TemplateProcess("<|{{ m }}|>{{ own }}{{ messages[0].role }}{{ m }}")
     messages = [{"role": "user"}]
     chat = process.render({"m": "m|", "messages": messages}, {"own": "own"}, ["user"])

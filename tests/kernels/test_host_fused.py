@@ -99,9 +99,9 @@ def check_results(found: FusedArrays, before: FusedArrays, case: Case) -> None:
     padding = [-1] * (num_rows - count)
     result = found.result[: RESULT_WORDS + num_rows].tolist()
     assert result == [count, accepted.fault, *accepted.token_ids, *padding]
-    told = DeviceState.from_buffer_copy(found.state.tobytes())
-    assert FusedState(told.length, told.block_length, told.left, told.root) == after
-    assert (told.last_row, told.state_id) == (max(count - 1, 0), STATE_ID)
+    observed = DeviceState.from_buffer_copy(found.state.tobytes())
+    assert FusedState(observed.length, observed.block_length, observed.left, observed.root) == after
+    assert (observed.last_row, observed.state_id) == (max(count - 1, 0), STATE_ID)
     settings = found.settings[:num_rows].copy()
     assert settings[:, POSITION].tolist() == [state.length + 1 + row for row in range(num_rows)]
     settings[:, POSITION] = SETTINGS.position

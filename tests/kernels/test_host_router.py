@@ -169,7 +169,7 @@ def test_router_of_any_shape(experts: int, cols: int, ranks: int, tokens: int, g
 
 
 def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> None:
-    """The places that are filled next are counted by their layers and forgotten; the next kernel is told."""
+    """The places that are filled next are counted by layer and forgotten; the next kernel learns it."""
     tokens, ranks, experts, cols, layer = 1, 8, 20, 48, 2
     generator = torch.Generator().manual_seed(1)
     x, weight = (

@@ -85,7 +85,7 @@ def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding
     runner: OneSequence, seed: int, length: int
 ) -> None:
     """Each beginning of a path from the root alone to a leaf, of chains and of trees with branches; and
-    what the auxiliary layers put out, which drafters are told.
+    what the auxiliary layers put out, which drafters observe.
     """
     random = Random(seed)
     tree = next(tree for tree in iter(lambda: random_tree(random), None) if 2 < len(tree.parents) < 24)
@@ -93,13 +93,13 @@ def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding
     for count in range(1, len(path) + 1):
         sequence = begun(runner, length)
         verify(runner, sequence, tree)
-        told = np.array(runner.runner.features(path[:count]))
+        observed = np.array(runner.runner.features(path[:count]))
         runner.commit(sequence, path[:count])
         wanted, features = decoded(runner, length, [tree.token_ids[row] for row in path[:count]])
         found = held(runner, sequence)
         assert len(found.states) == len(found.convolutions) == 3
         assert found == wanted
-        assert np.array_equal(told, features)
+        assert np.array_equal(observed, features)
         runner.release(sequence)
 
 

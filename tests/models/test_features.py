@@ -55,20 +55,20 @@ def test_trap_29_every_tap_holds_its_own_layer(tmp_path: Path, name: str) -> Non
 
 def test_trap_30_every_token_of_a_prompt_has_features_whatever_its_chunk(tmp_path: Path) -> None:
     path, ids = write_variant(tmp_path, "moe"), token_ids(CONTEXT)
-    told: list[np.ndarray] = []
+    observed: list[np.ndarray] = []
     tokens: list[int] = []
 
     def on_chunk(chunk: Sequence[int], features: np.ndarray) -> None:
         tokens.extend(chunk)
-        told.append(features)
+        observed.append(features)
 
     with open_keeping(path) as opened:
         runner, size = opened.runner, opened.chunk_size
         runner.extend(opened.sequence, ids, None, on_chunk, runner.features)
         assert tokens == ids
-        assert [len(part) for part in told] == [size, CONTEXT - size]
+        assert [len(part) for part in observed] == [size, CONTEXT - size]
         opened.reset()
-        whole = np.concatenate(told)
+        whole = np.concatenate(observed)
         for end in (3, 4, 40):
             first = opened.position
             opened.extend(ids[first:end])

@@ -96,29 +96,29 @@ def test_there_are_none_before_a_step_after_a_failed_one_and_after_the_logits_of
     check_none()
 
 
-def test_each_chunk_of_a_prompt_is_told_before_its_progress(runner: OneSequence) -> None:
+def test_each_chunk_of_a_prompt_is_observed_before_its_progress(runner: OneSequence) -> None:
     ids, size = token_ids(CONTEXT), runner.chunk_size
     calls: list[object] = []
-    told: list[np.ndarray] = []
+    observed: list[np.ndarray] = []
 
     def on_chunk(chunk: Sequence[int], hidden: np.ndarray) -> None:
         calls.append(list(chunk))
-        told.append(hidden.copy())
+        observed.append(hidden.copy())
 
     runner.runner.extend(runner.sequence, ids, lambda done, total: calls.append(done), on_chunk)
     assert calls == [ids[:size], size, ids[size:], CONTEXT]
     runner.reset()
     for number, token in enumerate(ids[:20]):
         runner.extend([token])
-        assert np.array_equal(runner.hidden([0])[0], told[0][number])
+        assert np.array_equal(runner.hidden([0])[0], observed[0][number])
 
 
 def test_an_observer_that_fails_leaves_the_sequence_empty(runner: OneSequence) -> None:
     def fail(chunk: Sequence[int], hidden: np.ndarray) -> None:
-        raise KeyError("told")
+        raise KeyError("observed")
 
     runner.extend([1, 2])
-    with pytest.raises(KeyError, match="told"):
+    with pytest.raises(KeyError, match="observed"):
         runner.runner.extend(runner.sequence, [3], None, fail)
     assert runner.position == 0
 

@@ -124,7 +124,7 @@ async def test_a_full_engine_refuses_and_closing_ends_a_request(replica: EngineR
     assert state.live.statistics.cancelled_requests == 2
 
 
-async def test_a_deadline_is_told_as_the_time_that_is_left(replica: EngineReplica) -> None:
+async def test_a_deadline_is_passed_on_as_the_time_that_is_left(replica: EngineReplica) -> None:
     *_, last = await messages(asked(replica, submission(replica, 1, ENDLESS), remaining_s=0.0))
     assert isinstance(last, Failed)
     assert isinstance(last.error, DeadlineError)

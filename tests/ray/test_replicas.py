@@ -85,8 +85,8 @@ def single() -> Iterator[LocalClient]:
 async def states() -> dict[str, ReplicaState]:
     """All replicas that answer, asked without the server."""
     try:
-        told = serve.get_deployment_handle(REPLICA, APP).broadcast("state")
-        answers = await told.results_async(return_exceptions=True)
+        reported = serve.get_deployment_handle(REPLICA, APP).broadcast("state")
+        answers = await reported.results_async(return_exceptions=True)
     except DeploymentUnavailableError:
         return {}
     found = [decode(answer, ReplicaState) for answer in answers if isinstance(answer, bytes)]
@@ -230,16 +230,16 @@ async def test_state_is_that_of_all_replicas_together(http: httpx2.AsyncClient) 
         await asked_where(http, f"x{number} = 1\n" * 12)
     live = [state.live.statistics for state in (await both_idle()).values() if state.live]
     assert all(one.generated_tokens for one in live)
-    told = (await http.get("/live")).json()
-    assert told["statistics"]["generated_tokens"] == sum(one.generated_tokens for one in live)
-    assert told["statistics"]["memory"]["num_blocks"] == sum(one.memory.num_blocks for one in live)
+    reported = (await http.get("/live")).json()
+    assert reported["statistics"]["generated_tokens"] == sum(one.generated_tokens for one in live)
+    assert reported["statistics"]["memory"]["num_blocks"] == sum(one.memory.num_blocks for one in live)
     assert (
         f"coldstream_generated_tokens_total {float(sum(one.generated_tokens for one in live))}"
         in (await http.get("/metrics")).text
     )
     props = (await http.get("/props")).json()
     assert (props["state"], props["model"]["ctx_size"]) == ("ready", CTX_SIZE)
-    assert props["statistics"] == told["statistics"]
+    assert props["statistics"] == reported["statistics"]
 
 
 async def test_a_lost_replica_costs_its_answers_one_error_and_comes_back(http: httpx2.AsyncClient) -> None:

@@ -28,9 +28,9 @@ def test_a_prompt_with_several_answers_is_counted_once() -> None:
     assert "reasoning_tokens" not in found["completion_tokens_details"]
 
 
-@pytest.mark.parametrize(("told", "counted"), [(0, 0), (22, 22), (24, 23)])
-def test_a_thought_has_no_more_tokens_than_its_answer(told: int, counted: int) -> None:
-    assert usage(ANSWERS, told)["completion_tokens_details"]["reasoning_tokens"] == counted
+@pytest.mark.parametrize(("reported", "counted"), [(0, 0), (22, 22), (24, 23)])
+def test_a_thought_has_no_more_tokens_than_its_answer(reported: int, counted: int) -> None:
+    assert usage(ANSWERS, reported)["completion_tokens_details"]["reasoning_tokens"] == counted
 
 
 def test_answers_side_by_side_count_by_the_one_that_took_longest() -> None:
@@ -60,7 +60,7 @@ def test_rates_are_of_the_tokens_after_the_first() -> None:
     assert many["predicted_per_token_ms"] == pytest.approx(200)
 
 
-def test_progress_is_told_in_milliseconds() -> None:
+def test_progress_is_reported_in_milliseconds() -> None:
     reports = PromptProgressReports(time.monotonic() - 2)
     first, second = reports.of(Started(1, 64, 1000)), reports.of(PromptProgress(1, 256, 1000))
     assert first

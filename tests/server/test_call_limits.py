@@ -1,4 +1,4 @@
-"""How many calls of an answer are told of, in each of the three interfaces."""
+"""How many calls of an answer are reported, in each of the three interfaces."""
 
 from typing import Any
 

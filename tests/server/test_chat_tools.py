@@ -114,8 +114,8 @@ async def test_a_custom_tool_is_shown_as_the_function_that_stands_for_it(
     sizes = []
     for tool in (CUSTOM, {"type": "function", "function": function}):
         body = {"messages": ASKED["messages"], "tools": [tool], "max_tokens": 1}
-        told = (await thinking_http.post("/v1/chat/completions", json=body)).json()
-        sizes.append(told["usage"]["prompt_tokens"])
+        reported = (await thinking_http.post("/v1/chat/completions", json=body)).json()
+        sizes.append(reported["usage"]["prompt_tokens"])
     assert sizes[0] == sizes[1]
 
 

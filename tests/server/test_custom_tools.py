@@ -14,21 +14,21 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 
 def read(arguments: str, cuts: list[int]) -> tuple[str, str]:
-    """What was told piece by piece, and the whole input, of arguments that come cut at some places."""
+    """What was reported piece by piece, and the whole input, of arguments that come cut at some places."""
     reader = CustomInput()
     places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
-    told = "".join(reader.push(arguments[a:b]) for a, b in pairwise(places))
-    return told + reader.finish(), reader.text
+    reported = "".join(reader.push(arguments[a:b]) for a, b in pairwise(places))
+    return reported + reader.finish(), reader.text
 
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=5), st.sampled_from(["", ' , "more": 1']))
-def test_an_input_is_told_whole_wherever_its_json_is_cut(text: str, cuts: list[int], more: str) -> None:
+def test_an_input_is_emitted_whole_wherever_its_json_is_cut(text: str, cuts: list[int], more: str) -> None:
     arguments = f"{arguments_of_input(text)[:-1]}{more}}}"
     assert json.loads(arguments)["input"] == text
     assert read(arguments, cuts) == (text, text)
 
 
-def test_an_input_is_told_while_it_is_written() -> None:
+def test_an_input_is_emitted_while_it_is_written() -> None:
     reader = CustomInput()
     pieces = ['{"input": "', "*** Begin", "\\", 'n"', " }"]
     assert [reader.push(piece) for piece in pieces] == ["", "*** Begin", "", "\n", ""]
@@ -49,7 +49,7 @@ def test_an_input_under_another_name_is_found(arguments: str, text: str) -> None
     assert read(arguments, []) == (text, text)
 
 
-def test_the_model_is_told_of_the_grammar() -> None:
+def test_the_model_sees_the_grammar() -> None:
     lark: Any = function_of_custom("patch", "Edits files.", "lark", "start: /x+/")
     assert lark["description"] == "Edits files."
     assert lark["parameters"]["properties"]["input"]["x-lark"] == "start: /x+/"

@@ -1,4 +1,4 @@
-"""What clients are told of a model, by its plan."""
+"""What clients learn of a model, by its plan."""
 
 from dataclasses import replace
 from pathlib import Path

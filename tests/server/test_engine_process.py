@@ -146,7 +146,7 @@ async def test_nothing_is_kept_of_a_question_that_was_answered_or_given_up(
     assert not running.counts
     monkeypatch.setattr(supervisor, "COUNT_S", 0.0)
     for _ in range(3):
-        await engine.live()  # what was told last
+        await engine.live()  # what was reported last
     assert not running.counts
     await submit(engine, "a", SamplingParams(max_tokens=2))
     assert not running.taken
@@ -166,10 +166,10 @@ async def test_the_live_state_has_the_uses_of_experts(engine: Supervisor, llm: L
     assert live.experts.resident is None
 
 
-async def test_progress_of_a_long_prompt_is_told(engine: Supervisor) -> None:
+async def test_progress_of_a_long_prompt_is_reported(engine: Supervisor) -> None:
     events = await submit(engine, "x = 1\n" * 190, SamplingParams(max_tokens=1), progress=True)
-    told = [event for event in events if isinstance(event, PromptProgress)]
-    assert all(event.done <= event.total for event in told)
+    reported = [event for event in events if isinstance(event, PromptProgress)]
+    assert all(event.done <= event.total for event in reported)
 
 
 async def test_a_prompt_beyond_the_context_is_refused(engine: Supervisor) -> None:
@@ -288,7 +288,7 @@ async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
             await supervisor.opened()
 
 
-def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
+def reported(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
     """The last thing that an engine process says to a parent who sends these bytes, and its exit code."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -308,10 +308,10 @@ def told(*frames: bytes, version: str = __version__) -> tuple[FromEngine, int]:
         (framed(Open(CONFIG, EngineLimits(), PromptCache()), ToEngine) * 2,),
     ],
 )
-async def test_pr10_malformed_frames_end_the_process_with_an_error_that_is_told(
+async def test_pr10_malformed_frames_end_the_process_with_an_error_that_is_reported(
     frames: tuple[bytes, ...],
 ) -> None:
-    last, code = told(*frames)
+    last, code = reported(*frames)
     assert isinstance(last, Died)
     assert code == last.error.exit_code != 0
 
@@ -321,7 +321,7 @@ async def test_kept_prefixes_in_ram_are_a_part_of_the_plan_or_refused() -> None:
     message = Open(config, EngineLimits(), PromptCache(ram_bytes=1 << 20))
     with engine_process.open_real(message, lambda what, done, total: None) as (engine, facts):
         assert facts.prompt_cache_bytes == engine.live().statistics.prefixes.tiers[0].budget_bytes == 1 << 20
-    last, code = told(framed(replace(message, cache=PromptCache(ram_bytes=1 << 30)), ToEngine))
+    last, code = reported(framed(replace(message, cache=PromptCache(ram_bytes=1 << 30)), ToEngine))
     assert isinstance(last, Died)
     assert isinstance(last.error, OutOfMemoryError)
     assert re.search(
@@ -340,7 +340,7 @@ async def test_pr03_the_engine_leaves_when_its_socket_closes() -> None:
 
 async def test_an_upgrade_under_a_running_server_is_named() -> None:
     """Whatever its messages look like by then."""
-    last, _ = told(b"\0\0\0\5hello", version="0.0.0")
+    last, _ = reported(b"\0\0\0\5hello", version="0.0.0")
     assert isinstance(last, Died)
     assert isinstance(last.error, ConfigError)
     assert "start the server again" in str(last.error)
@@ -425,8 +425,8 @@ async def test_while_steps_give_no_events_the_parent_hears_of_a_healthy_engine_e
             engine_process._serve(engine_process._Connection(child), Silent(clock, 400))
         child.close()
         with parent.makefile("rb") as stream:
-            told = []
+            reported = []
             while header := stream.read(4):
-                told.append(decode(stream.read(payload_length(header)), FromEngine))
-    assert told == [Alive()] * 100  # and not at every step
+                reported.append(decode(stream.read(payload_length(header)), FromEngine))
+    assert reported == [Alive()] * 100  # and not at every step
     assert RestartPolicy().hang_s > 3 * engine_process.ALIVE_S

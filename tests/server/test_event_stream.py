@@ -96,7 +96,7 @@ async def test_waiting_for_an_event_may_be_cancelled_and_loses_none() -> None:
     assert left == []
 
 
-async def test_leaving_early_is_told_once_and_ends_who_waits() -> None:
+async def test_leaving_early_is_reported_once_and_ends_who_waits() -> None:
     events, left = stream()
     waiting = asyncio.ensure_future(anext(events, None))
     await asyncio.sleep(0)

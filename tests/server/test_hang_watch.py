@@ -14,7 +14,7 @@ POLICY = RestartPolicy(hang_s=LIMIT_S)
 STILL = Work(1.0, 0)
 
 
-async def told(
+async def reported(
     silences: Sequence[float], policy: RestartPolicy = POLICY, works: Sequence[Work | None] = ()
 ) -> str | None:
     """What the watch says of these silences, one at each look a second; None if it wants to see another."""
@@ -58,7 +58,7 @@ async def test_sc09_silence_beyond_the_limit_counts_when_it_is_seen_twice_in_tur
     silences: list[float], result: float | None
 ) -> None:
     expected = None if result is None else f"it made no progress for {result} s"
-    assert await told(silences) == expected
+    assert await reported(silences) == expected
 
 
 SLOW = RestartPolicy(hang_s=100, still_s=2 + LIMIT_S)
@@ -82,12 +82,12 @@ SAYS = "it made no progress for 9 s, and neither computed nor read anything"
 async def test_sc09_what_computes_or_reads_does_not_stand_still(
     works: list[Work | None], result: str | None
 ) -> None:
-    assert await told([9] * len(works), SLOW, works) == result
+    assert await reported([9] * len(works), SLOW, works) == result
 
 
 async def test_sc09_what_gives_signs_of_life_or_has_nothing_to_do_does_not_stand_still() -> None:
-    assert await told([0] * 9, SLOW, [STILL] * 9) is None
-    assert await told([1] * 9, SLOW, [STILL] * 9) is None
+    assert await reported([0] * 9, SLOW, [STILL] * 9) is None
+    assert await reported([1] * 9, SLOW, [STILL] * 9) is None
 
 
 def test_sc09_stillness_begins_with_the_first_look() -> None:

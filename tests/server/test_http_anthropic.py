@@ -211,8 +211,8 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
     asked = {**RAW, "messages": anthropic_history, "thinking": {"type": "adaptive"}}
     counted = (await thinking_http.post("/v1/messages/count_tokens", json=asked)).json()
     chat = {"messages": chat_history, "max_tokens": 1, "temperature": 0, "enable_thinking": True}
-    told = (await thinking_http.post("/v1/chat/completions", json=chat)).json()
-    assert counted["input_tokens"] == told["usage"]["prompt_tokens"]
+    reported = (await thinking_http.post("/v1/chat/completions", json=chat)).json()
+    assert counted["input_tokens"] == reported["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(

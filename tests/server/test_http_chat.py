@@ -121,10 +121,10 @@ async def test_logprobs_are_the_librarys_and_the_same_in_a_stream(openai: AsyncO
             (found.logprob for found in by_id.values() if found.rank <= 2), reverse=True
         )
     chunks = await streamed(openai, **request)
-    told = [
+    reported = [
         each for chunk in chunks for c in chunk.choices if c.logprobs for each in c.logprobs.content or ()
     ]
-    assert told == logprobs.content
+    assert reported == logprobs.content
 
 
 async def test_stop_strings_penalties_and_biases_are_those_of_the_library(
@@ -156,12 +156,12 @@ async def test_parts_of_text_and_the_developers_role_are_read(openai: AsyncOpenA
         },
         {"role": "user", "content": [{"type": "text", "text": "import os\nimport sys\n"}]},
     ]
-    told = await openai.chat.completions.create(**GREEDY)
+    reported = await openai.chat.completions.create(**GREEDY)
     same = await openai.chat.completions.create(**{**GREEDY, "messages": parts})
-    assert same.choices[0].message.content == told.choices[0].message.content
+    assert same.choices[0].message.content == reported.choices[0].message.content
     assert same.usage is not None
-    assert told.usage is not None
-    assert same.usage.prompt_tokens == told.usage.prompt_tokens
+    assert reported.usage is not None
+    assert same.usage.prompt_tokens == reported.usage.prompt_tokens
 
 
 async def test_several_system_messages_at_the_beginning_are_one(thinking: AsyncOpenAI) -> None:
@@ -175,7 +175,7 @@ async def test_several_system_messages_at_the_beginning_are_one(thinking: AsyncO
     assert prompts[0] == prompts[1]
 
 
-async def test_prompt_progress_is_told_to_those_who_ask(http: httpx2.AsyncClient) -> None:
+async def test_prompt_progress_is_reported_to_those_who_ask(http: httpx2.AsyncClient) -> None:
     messages = [{"role": "user", "content": "import argparse, collections\n" * 100}]
     body = {"messages": messages, "max_tokens": 2, "stream": True, "cache_salt": "progress"}
     text = (await http.post("/v1/chat/completions", json={**body, "return_progress": True})).text
@@ -202,9 +202,9 @@ async def test_prompt_progress_begins_with_the_cache_and_ends_with_the_prompt(
     body = {**asked, "max_tokens": 2, "stream": True, "return_progress": True, "cache_salt": path}
     for _ in range(2):
         events = events_of((await http.post(path, json=body)).text)[:-1]
-    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
-    assert told[0]["processed"] == told[0]["cache"] > 0
-    assert told[-1]["processed"] == told[-1]["total"]
+    reported = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert reported[0]["processed"] == reported[0]["cache"] > 0
+    assert reported[-1]["processed"] == reported[-1]["total"]
     answer = next(index for index, event in enumerate(events) if _has_text(event))
     assert all("prompt_progress" not in event for event in events[answer:])
 
@@ -213,7 +213,7 @@ def _has_text(event: dict[str, Any]) -> bool:
     return any(each.get("text") or (each.get("delta") or {}).get("content") for each in event["choices"])
 
 
-async def test_timings_and_cached_tokens_are_told(http: httpx2.AsyncClient) -> None:
+async def test_timings_and_cached_tokens_are_reported(http: httpx2.AsyncClient) -> None:
     messages = [{"role": "user", "content": "import argparse\nimport collections\n" * 30}]
     body = {"messages": messages, "max_tokens": 4, "cache_salt": "timings"}
     first = (await http.post("/v1/chat/completions", json=body)).json()
@@ -445,8 +445,8 @@ async def test_endless_calls_end_at_a_limit(
     reasons = []
     for event in events_of(response.text)[:-1] if is_streamed else [response.json()]:
         for choice in event["choices"]:
-            told = choice["delta" if is_streamed else "message"].get("tool_calls") or ()
-            calls[choice["index"]] = calls.get(choice["index"], 0) + sum("id" in each for each in told)
+            reported = choice["delta" if is_streamed else "message"].get("tool_calls") or ()
+            calls[choice["index"]] = calls.get(choice["index"], 0) + sum("id" in each for each in reported)
             reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
     assert calls == dict.fromkeys(range(fields.get("n", 1)), most)
     assert reasons == ["tool_calls"] * fields.get("n", 1)

@@ -172,15 +172,15 @@ async def test_rq02_bodies_are_bounded_whatever_their_headers_say(connect: Conne
 
     headers = {"Content-Type": "application/json"}
     async with connect(max_body_bytes=1000) as http:
-        told = await http.post("/v1/completions", content=b" " * 1001, headers=headers)
+        reported = await http.post("/v1/completions", content=b" " * 1001, headers=headers)
         chunked = await http.post("/v1/completions", content=parts(), headers=headers)
         fits = await http.post(
             "/v1/completions", content=b" " * 958 + json.dumps(BODY).encode(), headers=headers
         )
         absurd = {**headers, "Content-Length": "9" * 5000}
         assert (await http.post("/v1/completions", content=b"{}", headers=absurd)).status_code == 400
-    assert (told.status_code, chunked.status_code) == (413, 413)
-    assert told.json()["error"]["code"] == chunked.json()["error"]["code"] == "body_too_large"
+    assert (reported.status_code, chunked.status_code) == (413, 413)
+    assert reported.json()["error"]["code"] == chunked.json()["error"]["code"] == "body_too_large"
     assert (len(b" " * 958 + json.dumps(BODY).encode()), fits.status_code) == (1000, 200)
 
 

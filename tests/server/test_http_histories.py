@@ -109,8 +109,8 @@ async def test_a_late_system_message_is_in_the_prompt_behind_what_came_before(
 async def test_responses_place_late_developer_messages_as_chats_do(prompt: Prompt) -> None:
     turns = [USER, {"role": "developer", "content": BRIEF}, {"role": "user", "content": "go"}]
     items = [{"type": "message", **turn} for turn in turns]
-    told = await prompt("/v1/responses", {"input": items, "max_output_tokens": 1})
-    assert told == await chat_prompt(prompt, turns)
+    reported = await prompt("/v1/responses", {"input": items, "max_output_tokens": 1})
+    assert reported == await chat_prompt(prompt, turns)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ async def test_efforts_of_every_route_become_those_of_the_template(
 
 
 async def test_no_effort_is_no_thought(prompt: Prompt) -> None:
-    told = await chat_prompt(prompt, [USER], reasoning_effort="none")
-    assert told == await chat_prompt(prompt, [USER], enable_thinking=False)
-    assert told.startswith("<|im_start|>user")
+    reported = await chat_prompt(prompt, [USER], reasoning_effort="none")
+    assert reported == await chat_prompt(prompt, [USER], enable_thinking=False)
+    assert reported.startswith("<|im_start|>user")
 
 
 async def test_props_say_what_efforts_become(connect: Connect, strict: Strict) -> None:
@@ -189,9 +189,11 @@ async def test_the_servers_template_settings_give_way_to_those_of_requests(
 )
 async def test_earlier_calls_of_any_kind_are_shown(prompt: Prompt, call: dict[str, Any], shown: str) -> None:
     answer = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", **call}]}
-    told = await chat_prompt(prompt, [USER, answer, {"role": "tool", "tool_call_id": "a", "content": "done"}])
-    assert f"<tool_call>{shown}</tool_call>" in told
-    assert "<|im_start|>tool\ndone<|im_end|>" in told
+    reported = await chat_prompt(
+        prompt, [USER, answer, {"role": "tool", "tool_call_id": "a", "content": "done"}]
+    )
+    assert f"<tool_call>{shown}</tool_call>" in reported
+    assert "<|im_start|>tool\ndone<|im_end|>" in reported
 
 
 async def test_the_older_form_of_calls_is_that_of_tools(prompt: Prompt) -> None:
@@ -215,8 +217,8 @@ async def test_answers_of_other_servers_are_texts(prompt: Prompt) -> None:
         ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
         ({"content": None, "audio": {"id": "audio_1"}}, f"[audio {LEFT_OUT}"),
     ):
-        told = await chat_prompt(prompt, [USER, {"role": "assistant", **message}, USER])
-        assert f"<|im_start|>assistant\n{text}<|im_end|>" in told
+        reported = await chat_prompt(prompt, [USER, {"role": "assistant", **message}, USER])
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in reported
 
 
 async def test_results_with_pictures_and_references_are_texts_in_their_order(prompt: Prompt) -> None:
@@ -228,7 +230,7 @@ async def test_results_with_pictures_and_references_are_texts_in_their_order(pro
         {"type": "hologram"},
     ]
     call = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"p": "a"}}
-    told = await messages_prompt(
+    reported = await messages_prompt(
         prompt,
         [
             USER,
@@ -241,8 +243,8 @@ async def test_results_with_pictures_and_references_are_texts_in_their_order(pro
     )
     lines = ["read", f"[image image/png {LEFT_OUT}", "[tool TaskStop can be called]"]
     lines.append(f"[content of type hologram {LEFT_OUT}")
-    assert "<|im_start|>tool\n" + "\n".join(lines) + "<|im_end|>" in told
-    assert "<tool_call>Read|p=a</tool_call>" in told
+    assert "<|im_start|>tool\n" + "\n".join(lines) + "<|im_end|>" in reported
+    assert "<tool_call>Read|p=a</tool_call>" in reported
 
 
 async def test_what_other_servers_tools_did_is_the_assistants_text(prompt: Prompt) -> None:
@@ -255,9 +257,9 @@ async def test_what_other_servers_tools_did_is_the_assistants_text(prompt: Promp
         },
         {"type": "text", "text": "It rains."},
     ]
-    told = await messages_prompt(prompt, [USER, {"role": "assistant", "content": answer}, USER])
+    reported = await messages_prompt(prompt, [USER, {"role": "assistant", "content": answer}, USER])
     text = '[called web_search with {"query": "rain"}]\n[result of web search]\nRain\nhttp://r\nIt rains.'
-    assert f"<|im_start|>assistant\n{text}<|im_end|>" in told
+    assert f"<|im_start|>assistant\n{text}<|im_end|>" in reported
 
 
 async def test_the_last_message_is_continued_where_asked(prompt: Prompt) -> None:

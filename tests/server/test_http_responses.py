@@ -112,8 +112,8 @@ async def test_a_thought_is_an_item_of_its_own(thinking: AsyncOpenAI) -> None:
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens > 0
     streamed = [event async for event in await thinking.responses.create(**GREEDY, stream=True)]
-    told = "".join(event.delta for event in streamed if event.type == "response.reasoning_text.delta")
-    assert told == thought.content[0].text
+    reported = "".join(event.delta for event in streamed if event.type == "response.reasoning_text.delta")
+    assert reported == thought.content[0].text
     plain = await thinking.responses.create(**GREEDY, **QUICK)
     assert [item.type for item in plain.output] == ["message"]
 
@@ -319,7 +319,7 @@ async def test_a_call_that_does_not_fit_its_item_is_text(saying: Saying) -> None
     assert json.loads(item.content[0].text) == {"timeout_ms": 9}
 
 
-async def test_a_function_that_the_model_made_up_is_told_as_it_was_called(saying: Saying) -> None:
+async def test_a_function_that_the_model_made_up_is_reported_as_it_was_called(saying: Saying) -> None:
     async with saying(written("fly", height="3")) as client:
         response, _ = await both(client, tools=[FILES])
     (call,) = response.output
@@ -390,11 +390,11 @@ async def test_calls_of_the_history_go_by_the_names_that_the_model_was_given(
             {"role": "tool", "content": result},
         ]
     messages.append(items[-1])
-    told = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
+    reported = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
     chat = {"messages": messages, "max_tokens": 24, "temperature": 0}
     same = (await thinking_http.post("/v1/chat/completions", json=chat)).json()
-    assert told["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
-    assert told["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
+    assert reported["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    assert reported["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -403,13 +403,13 @@ async def test_only_allowed_tools_are_offered(thinking_http: httpx2.AsyncClient,
     choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
     request = {**GREEDY, **QUICK, "max_output_tokens": 200, "parallel_tool_calls": False}
     some = {**request, "tools": [*TOOLS, FILES], "tool_choice": choice}
-    told = (await thinking_http.post("/v1/responses", json=some)).json()
+    reported = (await thinking_http.post("/v1/responses", json=some)).json()
     alone = {**request, "tools": TOOLS, "tool_choice": mode}
     same = (await thinking_http.post("/v1/responses", json=alone)).json()
-    assert told["usage"]["input_tokens"] == same["usage"]["input_tokens"]
-    assert told["tool_choice"] == choice
+    assert reported["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+    assert reported["tool_choice"] == choice
     if mode == "required":
-        assert [item["name"] for item in told["output"]] == ["turn"]
+        assert [item["name"] for item in reported["output"]] == ["turn"]
 
 
 async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
@@ -440,11 +440,11 @@ async def test_history_is_that_of_a_chat_with_thoughts_calls_and_results(
         {"role": "tool", "tool_call_id": "c2", "content": "too"},
         {"role": "user", "content": "And now?"},
     ]
-    told = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
+    reported = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
     chat = {"messages": messages, "max_tokens": 24, "temperature": 0}
     same = (await thinking_http.post("/v1/chat/completions", json=chat)).json()
-    assert told["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
-    assert told["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
+    assert reported["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    assert reported["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ async def test_what_cannot_be_served_is_refused(openai: AsyncOpenAI, changes: An
         await openai.responses.create(**{**GREEDY, **changes})
 
 
-async def test_what_clients_ask_for_is_accepted_and_told_again(saying: Saying) -> None:
+async def test_what_clients_ask_for_is_accepted_and_repeated(saying: Saying) -> None:
     """With what Codex sends, and more of the documented fields."""
     asked = {
         "store": True,
@@ -516,17 +516,17 @@ async def test_what_clients_ask_for_is_accepted_and_told_again(saying: Saying) -
         stream = {**asked, "extra_body": {"stream_options": asked.pop("stream_options")}}
         response, events = await both(client, **{**stream, **asked})
     last = events[-1].response
-    for told in (response, events[0].response, last):
-        given = told.model_dump()
+    for reported in (response, events[0].response, last):
+        given = reported.model_dump()
         kept = ("metadata", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user", "top_logprobs")
         assert {name: given[name] for name in kept} == {name: asked[name] for name in kept}
-        assert (told.truncation, told.service_tier, told.parallel_tool_calls) == (
+        assert (reported.truncation, reported.service_tier, reported.parallel_tool_calls) == (
             "disabled",
             "default",
             False,
         )
-        assert (told.text.verbosity, told.reasoning.effort) == ("low", "none")
-        assert [tool.type for tool in told.tools] == ["function", "custom", "namespace"]
+        assert (reported.text.verbosity, reported.reasoning.effort) == ("low", "none")
+        assert [tool.type for tool in reported.tools] == ["function", "custom", "namespace"]
     assert events[0].response.usage is None
     assert (last.usage.input_tokens, last.usage.input_tokens_details.cached_tokens) == (5, 2)
     assert (last.usage.output_tokens, last.usage.total_tokens) == (9, 14)
@@ -554,8 +554,8 @@ async def test_a_sealed_thought_takes_the_place_of_its_text(
         {},
     ):
         items = [SAME[1], {"type": "reasoning", "summary": [], **given}, call, result]
-        told = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
-        sizes.append(told["usage"]["input_tokens"])
+        reported = (await thinking_http.post("/v1/responses", json={**GREEDY, "input": items})).json()
+        sizes.append(reported["usage"]["input_tokens"])
     assert sizes[0] == sizes[1] > sizes[2]
 
 

@@ -16,7 +16,7 @@ def test_loopback_needs_no_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "localhost.example", "127.0.0.1.example"])
-def test_au05_other_addresses_without_a_key_are_refused_unless_told_so(host: str) -> None:
+def test_au05_other_addresses_without_a_key_are_refused_unless_allowed(host: str) -> None:
     with pytest.raises(ConfigError, match="no key protects it: give --api-key"):
         check_exposure(ServerSettings(host=host))
     check_exposure(ServerSettings(host=host, api_keys=("secret",)))

@@ -174,7 +174,7 @@ async def test_the_live_state_has_counts_and_every_expert(
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-async def test_the_live_state_is_told_when_there_is_no_engine(
+async def test_the_live_state_is_reported_when_there_is_no_engine(
     connect: Connect, local_client: LocalClient, is_known: bool
 ) -> None:
     health = Health("restarting", what="weights", done=1, total=4, reason="it died", restarts=2)

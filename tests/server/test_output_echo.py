@@ -1,4 +1,4 @@
-"""What was told of an answer, sent back as history, is the text that the model wrote: its prefix is kept."""
+"""A reported answer, sent back as history, is the text that the model wrote: its prefix is kept."""
 
 from collections.abc import Iterator
 from pathlib import Path

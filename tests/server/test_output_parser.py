@@ -1,4 +1,4 @@
-"""Reasoning, content and calls are told apart in any answer, wherever its text is cut into pieces."""
+"""Reasoning, content and calls are distinguished in any answer, wherever its text is cut into pieces."""
 
 import sys
 from itertools import pairwise
@@ -155,7 +155,7 @@ def test_a_call_of_no_tool_in_a_thought_is_a_thought(family: str) -> None:
 
 
 @every_family
-def test_a_call_of_an_unknown_function_is_told_for_the_client_to_refuse(family: str) -> None:
+def test_a_call_of_an_unknown_function_is_emitted_for_the_client_to_refuse(family: str) -> None:
     call = ("delete_all", {"n": 3, "why": "a b", "deep": {"x": [None]}})
     assert calls_of(events_of(family, rendered(family, *call))) == [call]
 
@@ -176,7 +176,7 @@ def test_ids_are_different() -> None:
     assert all(len(each) == 29 and each.startswith("call_") for each in ids)
 
 
-def test_strings_are_told_while_they_are_written() -> None:
+def test_strings_are_emitted_while_they_are_written() -> None:
     parser = output_parser(XML_TEMPLATE, TOOLS, is_thinking=False)
     head = parser.push("<tool_call>\n<function=write_file>\n<parameter=content>\none\ntw")
     assert joined(head) == [ToolCallStart(0, "", "write_file"), ToolCallArguments(0, '{"content": "one\\ntw')]
@@ -273,7 +273,7 @@ def test_arguments_of_json_within_a_string_are_opened() -> None:
 
 @given(length=st.integers(0, 200))
 def test_an_answer_that_ends_inside_a_call_has_no_half_of_it(length: int) -> None:
-    """Told calls that end are whole; of others the text is there, for a client that wants it."""
+    """Observing calls that end are whole; of others the text is there, for a client that wants it."""
     whole = rendered("xml", *WRITE)
     text = whole[: min(length, len(whole))]
     events = events_of("xml", text)
@@ -468,15 +468,15 @@ def test_events_do_not_depend_on_where_the_text_is_cut(
 
 @settings(max_examples=400)
 @given(family=st.sampled_from(FAMILIES), text=texts, is_thinking=st.booleans())
-def test_what_is_told_of_a_call_is_always_the_beginning_of_json(
+def test_what_is_emitted_of_a_call_is_always_the_beginning_of_json(
     family: str, text: str, is_thinking: bool
 ) -> None:
     """Of complete calls and of those that the end of the answer cuts, after each character."""
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     for event in events_of(family, text, is_thinking=is_thinking):
         if isinstance(event, ToolCallArguments):
-            told[event.index] = told.get(event.index, "") + event.json_fragment
-            assert is_json_prefix(told[event.index]), told
+            reported[event.index] = reported.get(event.index, "") + event.json_fragment
+            assert is_json_prefix(reported[event.index]), reported
 
 
 strings = st.text(st.sampled_from("ab \n\t\"\\<>/é{}'"), max_size=12) | st.sampled_from(

@@ -104,7 +104,7 @@ def spoken(value: Any) -> Iterator[str]:
 
 
 def names_of(tools: list[dict[str, Any]]) -> Iterator[str]:
-    """Names of the tools that a model can be told of, those inside namespaces among them."""
+    """Names of the tools that a model can learn of, those inside namespaces among them."""
     for tool in tools:
         if tool.get("type") in (None, "function", "custom"):
             yield tool.get("function", tool)["name"]
@@ -128,8 +128,8 @@ async def test_a_recorded_request_is_served_with_all_that_it_says(
     assert "error" not in [event.get("type") for event in events_of(response.text) if event != "[DONE]"]
     (prompt,) = recording.prompts
     history = list(spoken(body.get("messages", body.get("input"))))
-    told = [text for text in FOUND if any(text in each for each in history)]
-    missing = [text for text in (*told, *names_of(body.get("tools", []))) if text not in prompt]
+    reported = [text for text in FOUND if any(text in each for each in history)]
+    missing = [text for text in (*reported, *names_of(body.get("tools", []))) if text not in prompt]
     assert not missing, f"the prompt is without {missing}"
 
 

@@ -42,8 +42,8 @@ def test_log_probabilities_are_of_the_texts_of_messages() -> None:
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
     added = [event["part"] for event in events if event["type"] == "response.content_part.added"]
     assert added[1] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    told = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
-    assert tokens_of([each for logprobs in told for each in logprobs]) == ["Yes", ", ", "so"]
+    reported = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert tokens_of([each for logprobs in reported for each in logprobs]) == ["Yes", ", ", "so"]
     (part,) = output[1]["content"]
     assert tokens_of(part["logprobs"]) == ["Yes", ", ", "so"]
 
@@ -67,16 +67,16 @@ async def test_log_probabilities_are_those_of_the_message(openai: AsyncOpenAI) -
     assert "".join(each.token for each in part.logprobs) == part.text
     assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
     events = [event async for event in await openai.responses.create(**wanted, stream=True)]
-    told = [each for e in events if e.type == "response.output_text.delta" for each in e.logprobs]
+    reported = [each for e in events if e.type == "response.output_text.delta" for each in e.logprobs]
     done = next(e for e in events if e.type == "response.output_text.done")
-    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert [each.token for each in reported] == [each.token for each in part.logprobs]
     assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
     (plain,) = (await openai.responses.create(**asked)).output
     assert plain.type == "message"
     assert plain.content[0].to_dict()["logprobs"] == []
 
 
-async def test_log_probabilities_of_thoughts_and_calls_are_not_told(thinking: AsyncOpenAI) -> None:
+async def test_log_probabilities_of_thoughts_and_calls_are_not_reported(thinking: AsyncOpenAI) -> None:
     asked: Any = {**GREEDY, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     response = await thinking.responses.create(**asked)
     assert [item.type for item in response.output] == ["reasoning"]

@@ -52,10 +52,10 @@ def documented() -> Iterator[Any]:
 @pytest.mark.parametrize("item", documented())
 def test_every_documented_item_is_read_or_replaced(item: Any) -> None:
     """A type that a later client brings shows here, as the placeholder of an unknown one."""
-    told = messages(USER, item, AFTER)
-    assert told[0] == USER
-    assert told[-1] == AFTER
-    said = [message["content"] for message in told[1:-1] if "content" in message]
+    reported = messages(USER, item, AFTER)
+    assert reported[0] == USER
+    assert reported[-1] == AFTER
+    said = [message["content"] for message in reported[1:-1] if "content" in message]
     assert not any("cannot read" in text for text in said), said
 
 
@@ -107,7 +107,7 @@ def test_an_item_of_an_unknown_type_is_a_placeholder() -> None:
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
-def test_what_other_servers_ran_is_told_in_the_answer(item: Any, shown: str) -> None:
+def test_what_other_servers_ran_is_shown_in_the_answer(item: Any, shown: str) -> None:
     answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
     assert messages(USER, item, answer)[1:] == [{"role": "assistant", "content": f"{shown}\nSo."}]
 
@@ -150,8 +150,8 @@ def test_what_other_servers_ran_is_told_in_the_answer(item: Any, shown: str) -> 
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
 def test_what_a_call_gave_is_a_message_of_the_tool(item: Any, content: str) -> None:
-    told = messages(USER, {"call_id": "c", **item}, AFTER)
-    assert told[1:-1] == [{"role": "tool", "tool_call_id": "c", "content": content}]
+    reported = messages(USER, {"call_id": "c", **item}, AFTER)
+    assert reported[1:-1] == [{"role": "tool", "tool_call_id": "c", "content": content}]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_what_the_client_ran_is_a_call_of_the_answer(item: Any, name: str, argum
 
 
 def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
-    told = messages(
+    reported = messages(
         USER,
         {
             "type": "reasoning",
@@ -213,10 +213,16 @@ def test_calls_of_any_kind_that_follow_each_other_are_one_answer() -> None:
         {"role": "assistant", "content": "Done."},
         {"role": "assistant", "content": "Really."},
     )
-    assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", *["assistant"] * 2]
-    assert told[1]["reasoning_content"] == "plan\n\nmore"
-    assert told[1]["content"].startswith("[called web_search")
-    assert [call["id"] for call in told[1]["tool_calls"]] == ["c1", "c2"]
+    assert [message["role"] for message in reported] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        *["assistant"] * 2,
+    ]
+    assert reported[1]["reasoning_content"] == "plan\n\nmore"
+    assert reported[1]["content"].startswith("[called web_search")
+    assert [call["id"] for call in reported[1]["tool_calls"]] == ["c1", "c2"]
 
 
 def test_a_thought_that_only_its_author_can_read_says_nothing() -> None:

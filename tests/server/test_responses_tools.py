@@ -74,7 +74,7 @@ def test_tools_that_come_later_rename_none(tools: Any, loaded: Any) -> None:
     assert after[: len(before)] == before
 
 
-def test_a_namespace_is_a_part_of_the_name_and_told_once() -> None:
+def test_a_namespace_is_a_part_of_the_name_and_named_once() -> None:
     members = (FUNCTION, {**FUNCTION, "name": "write"}, {"type": "web_search"})
     found = offered(namespace("mcp__files__", *members, description="The disk."))
     assert names(found) == ["mcp__files__read", "mcp__files__write"]
@@ -215,7 +215,7 @@ def test_arguments_become_the_fields_of_an_item_if_they_fit(kind: str, arguments
 
 @pytest.mark.parametrize("kind", ["function", "custom"])
 @pytest.mark.parametrize("name", ["", "my tool", "a\n", "a" * 129, "<tool_call>"])
-def test_a_name_that_no_model_can_be_told_is_refused_by_itself(kind: str, name: str) -> None:
+def test_a_name_that_no_model_can_read_is_refused_by_itself(kind: str, name: str) -> None:
     with pytest.raises(ProblemError) as refusal:
         offered({"type": kind, "name": name})
     assert refusal.value.problem.param == "tools"

@@ -122,7 +122,7 @@ async def test_pr01_readers_that_have_stopped_do_not_hold_up_the_end(begin: Begi
             assert await served.task is None
 
 
-async def test_the_second_signal_is_told_to_the_caller(begin: Begin) -> None:
+async def test_the_second_signal_is_reported_to_the_caller(begin: Begin) -> None:
     async with begin("serve") as served:
         await served.until("ready")
         async with served.client.stream("POST", "/v1/completions", json=prompt(WAIT)) as stream:

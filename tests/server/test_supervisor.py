@@ -1,4 +1,4 @@
-"""A supervised engine process whose engine follows a script: what dies, what comes back, and who is told."""
+"""A supervised engine process whose engine follows a script: what dies, comes back, and who learns of it."""
 
 import asyncio
 import os

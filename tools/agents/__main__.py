@@ -91,7 +91,7 @@ def talks(client: Client, template: str, urls: dict[int, str], bin_folder: Path)
 def hold_all(
     options: argparse.Namespace, versions: dict[str, str], templates: dict[str, Path]
 ) -> list[Outcome]:
-    """Every conversation, told on standard error as it ends; records the requests if that is asked for."""
+    """Every conversation, with a line on standard error as it ends; records the requests if asked for."""
     outcomes: list[Outcome] = []
     recorded: dict[str, list[Talk]] = {}
     for template, path in templates.items():

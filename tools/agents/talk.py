@@ -108,8 +108,8 @@ class Talk:
             if (exchange.status != 200 or exchange.error) and not _is_beyond_context(exchange):
                 self.problems.append(f"{where}: {exchange.path} {exchange.status} {exchange.error[:300]}")
         if ended.returncode and not any(map(_is_beyond_context, exchanges)):
-            told = f"{ended.stdout[-SHOWN_OF_OUTPUT:]}{ended.stderr[-SHOWN_OF_OUTPUT:]}"
-            self.problems.append(f"{where}: exit status {ended.returncode}: {told}")
+            reported = f"{ended.stdout[-SHOWN_OF_OUTPUT:]}{ended.stderr[-SHOWN_OF_OUTPUT:]}"
+            self.problems.append(f"{where}: exit status {ended.returncode}: {reported}")
         if num_left and not any(map(_is_beyond_context, exchanges)):
             self.problems.append(f"{where}: {num_left} of {len(turn.steps)} steps were not asked for")
         if turn.written not in (self.work / "door.txt").read_text():

@@ -81,7 +81,9 @@ def agreement(
     ours, _ = tapped(model, torch.from_numpy(ids)[None], taps)
     rows: list[np.ndarray] = []
     sequence = runner.new_sequence()
-    runner.extend(sequence, ids.tolist(), None, lambda chunk, told: rows.append(told), runner.features)
+    runner.extend(
+        sequence, ids.tolist(), None, lambda chunk, observed: rows.append(observed), runner.features
+    )
     runner.release(sequence)
     theirs = torch.from_numpy(np.concatenate(rows)).unflatten(-1, (len(taps), -1))
     ours = ours[0].unflatten(-1, (len(taps), -1))

@@ -64,7 +64,7 @@ def _not_an_argument(words: Sequence[str], ctx: click.Context) -> click.UsageErr
     "-sys",
     "system_prompt",
     metavar="TEXT",
-    help="What the model is told before the conversation.",
+    help="A system message before the conversation.",
 )
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option(

@@ -100,7 +100,7 @@ def parse_parallel(text: str) -> int:
     "--drop-volatile",
     is_flag=True,
     help="Leave lines out of system prompts that coding agents change with each request or day, so that kept "
-    "prefixes still fit: docs/server.md lists them. The model is not told what they say.",
+    "prefixes still fit: docs/server.md lists them. The model does not see them.",
 )
 @click.option(
     "--restart-on-change",

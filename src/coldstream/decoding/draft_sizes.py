@@ -37,9 +37,7 @@ class TreeSizes(Protocol):
         """Nodes that the drafter of each sequence is asked for, at most `most`; 0: the next step is plain."""
 
     def is_idle(self, num_sequences: int = 1) -> bool:
-        """Whether nothing will be drafted for long where so many run, so that drafters need not be told of
-        tokens.
-        """
+        """Whether nothing will be drafted for long where so many run: drafters need not observe tokens."""
 
     @property
     def fused(self) -> FusedSizes:
@@ -95,8 +93,8 @@ class SizesByCost:
     Of several sequences' trees the likeliest nodes come first, whichever tree they are in. What pays is
     learned apart for one sequence, two, three and so on, by the ranges of `row_times.py`.
 
-    Being told of tokens costs a drafter time too. Where the next draft is more than 64 steps away it is not,
-    and once drafts have not paid for 512 steps, it is asked in 512 of 4,096 steps only.
+    Observing tokens costs a drafter time too. A drafter whose next draft is more than 64 steps away observes
+    none. Once drafts have not paid for 512 steps, it is asked in 512 of 4,096 steps only.
     """
 
     drafts_beside_prompts: ClassVar[bool] = False  # their steps take a time that says nothing of others

@@ -18,14 +18,14 @@ exploration what it takes beyond as many plain steps as it gave tokens.
 Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
 compared with plain steps that follow each other: one after a step with a draft finds other weights in the
 caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
-Texts that are easy to draft for a while and then hard are told from such as are always hard by how much
+Texts that are easy to draft for a while and then hard differ from texts that are always hard by how much
 the gain of a draft varies: drafts pay as long as their mean gain may be positive.
 So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
 A step with a draft in which a device made what later ones use, which takes it thirty steps, says nothing of
 whether drafts pay; but a probe or an exploration pays for that too.
 
 How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
-So they need not be asked about nor told of one by one, and a drafter can be told of the last of them only.
+So they need not be asked about nor recorded one by one, and a drafter may observe the last of them only.
 
 Everything is a pure function of the calls so far: times are passed in.
 """
@@ -53,7 +53,7 @@ _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
-# Steps that are told of together: many enough to take no time, few enough for times to be new.
+# Steps that are recorded together: many enough to take no time, few enough for times to be new.
 
 
 class SizeReason(Enum):
@@ -100,10 +100,10 @@ def expected_rates(
 
 
 class SizePolicy:
-    """Decides for the drafts of one sequence, or of about as many sequences in each step, and is told the
-    times of their steps.
+    """Decides for the drafts of one sequence, or of about as many sequences in each step, by the times of
+    their steps.
 
-    times: may be shared with the policies of other drafters, one of which is told of each step. probe_share:
+    times: may be shared with the policies of other drafters, one of which records each step. probe_share:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
     the whole is neither.
 

@@ -1,4 +1,4 @@
-"""A drafter that follows one sequence after another, and knows which tokens of it the drafter was told of."""
+"""A drafter that follows one sequence after another, and knows which tokens of it the drafter observed."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -52,7 +52,7 @@ class DraftFollower:
         self._known, self._owner = [], None
 
     def num_common(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, are those that the drafter was told of."""
+        """How many of these tokens, from the first on, are those that the drafter observed."""
         pairs = zip(self._known, token_ids, strict=False)
         shorter = min(len(self._known), len(token_ids))
         return next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)

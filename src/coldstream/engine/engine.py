@@ -78,7 +78,7 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Ends the answers of a request in the next step, with the reason `cancelled`.
 
-        Nothing that is computed already is told of it any more. Unknown and finished ones are ignored.
+        What is computed already is not reported any more. Unknown and finished ones are ignored.
         """
         self._served.cancel(request_id)
 
@@ -221,9 +221,9 @@ class Engine:
             return
         self._in_flight = launched
         self._served.scheduler.served({job.key: count for job, count in counts.items()})
-        self._served.tell_progress(counts.keys())
+        self._served.report_progress(counts.keys())
         if self._drafts is not None:
-            self._drafts.tell(launched)
+            self._drafts.observe(launched)
         if self._may_run_ahead(launched):
             self._in_flight_since = start
             return
@@ -356,7 +356,7 @@ class Engine:
         self._in_flight = following
         self._take(step, following)
         if self._drafts is not None and following is not None:
-            self._drafts.tell(following, is_ahead=True)
+            self._drafts.observe(following, is_ahead=True)
         end = self._clock()
         self._served.counts.step_s += end - start
         self._record_cost(step, end - self._in_flight_since, is_chunk=False)
@@ -431,7 +431,7 @@ class Engine:
                 raise outcome
             if job.num_missing <= 0:
                 job.tokens.append(outcome.token_id, self._runner.spec.vocab_size)
-                self._served.tell(job, job.push(outcome))
+                self._served.report(job, job.push(outcome))
         except ColdstreamError as error:
             self._served.fail([job], error)
             return
@@ -461,9 +461,9 @@ class Engine:
             yield chosen
 
     def _push_all(self, job: Job, tokens: Iterable[Chosen]) -> None:
-        """Tells tokens that `Job.tokens` has, up to the answer's last or a cancellation."""
+        """Reports tokens that `Job.tokens` has, up to the answer's last or a cancellation."""
         for chosen in tokens:
-            self._served.tell(job, job.push(chosen))
+            self._served.report(job, job.push(chosen))
             if job.has_ended or job.request_id in self._served.cancelled:
                 break
 

@@ -1,4 +1,4 @@
-"""What the engine tells of a request while it serves it."""
+"""What the engine reports of a request while it serves it."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Started:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """More tokens of a prompt are computed; told after each step that did not finish it."""
+    """More tokens of a prompt are computed; reported after each step that did not finish it."""
 
     request_id: int
     done: int

@@ -1,8 +1,8 @@
-"""Drafts for the answers that an engine decodes: what their drafters are told, and tokens along their trees.
+"""Drafts for the answers that an engine decodes: what their drafters observe, and tokens along their trees.
 
 Each answer has a drafter of its own, which follows its sequence. A tree has the fewer nodes the more answers
 share a step. If there is but one drafter, as where a device drafts by itself, only an answer that is alone
-has drafts: beside others it decodes plainly, its drafter is told of nothing, and it goes on with a gap.
+has drafts: beside others it decodes plainly, its drafter observes nothing, and it goes on with a gap.
 """
 
 import time
@@ -39,8 +39,8 @@ from coldstream.models.runner import ModelRunner
 class JobDrafts:
     """Drafters and the jobs that they follow.
 
-    The order in a step: `draft`; what is launched then; `tell`; `chosen` for each job without a tree that had
-    a token before, `begin_picks` and `verified` for the others; `end_step`.
+    The order in a step: `draft`; what is launched then; `observe`; `chosen` for each job without a tree that
+    had a token before, `begin_picks` and `verified` for the others; `end_step`.
     """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
@@ -109,8 +109,8 @@ class JobDrafts:
         self._drafted = dict(zip(jobs, trees, strict=True))
         return {job: tree for job, tree in self._drafted.items() if tree}
 
-    def tell(self, launched: Launched, *, is_ahead: bool = False) -> None:
-        """Tells of the rows that a step has committed, and notes where the others are.
+    def observe(self, launched: Launched, *, is_ahead: bool = False) -> None:
+        """Lets drafters observe the rows that a step has committed, and notes where the others are.
 
         The step is the model's last. is_ahead: it was launched before its tokens were known, which now are of
         those jobs that go on.
@@ -160,7 +160,7 @@ class JobDrafts:
             self._count(job, len(tree), len(walk.accepted), self._choose_s + walk.choose_s)
 
     def _commit(self, job: Job, token_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps these rows, with these tokens, of the job's tree, and tells its drafter."""
+        """Keeps these rows, with these tokens, of the job's tree; its drafter observes them."""
         assert job.sequence is not None
         follower = self._following(job, job.num_computed)
         states = follower.states_of(np.array(rows) + self._first_rows[job]) if rows else None
@@ -195,7 +195,7 @@ class JobDrafts:
         return self.has_fused and self._fused_sizes.backs_off()
 
     def begin_fused(self, job: Job, on_step: Callable[[Accepted], None]) -> FusedSteps | None:
-        """Begins fused steps of a job; None if there are none for it. on_step: is told what each gave.
+        """Begins fused steps of a job; None if there are none for it. on_step: called with each result.
 
         Raises DeviceError, with the job's sequence empty.
         """

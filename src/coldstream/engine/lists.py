@@ -14,7 +14,7 @@ from coldstream.engine.shared_engine import CallerRequests
 from coldstream.errors import ColdstreamError
 
 ListProgress = Callable[[int, int], None]
-"""Is told how many requests of a list are finished, and of how many."""
+"""Called with the number of finished requests of a list, and of all."""
 
 
 def generate_list(

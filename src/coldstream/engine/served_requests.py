@@ -1,5 +1,5 @@
 """The requests of an engine from their submission to their last event: who waits, who has memory, what is
-told, and how each ends. Takes no steps.
+reported, and how each ends. Takes no steps.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,7 +31,7 @@ MIN_SHARED: Final = 64  # tokens that two prompts compute once: fewer are not wo
 
 
 class ServedRequest:
-    """A submission whose events are not all told."""
+    """A submission whose events are not all reported."""
 
     def __init__(self, submission: Submission, first_key: int, now: float) -> None:
         """first_key: of the first answer; the others have those after it. now: by the deadline's clock."""
@@ -41,7 +41,7 @@ class ServedRequest:
             self.late_from = now + _LATE_SHARE * (submission.deadline - now)
         self.jobs: list[Job] = []  # of all answers
         self.has_started = False
-        self.num_told = 0  # tokens of the prompt, in `PromptProgress`
+        self.num_reported = 0  # tokens of the prompt, in `PromptProgress`
         for index, request in enumerate(submission.request.answers()):
             first = self.jobs[0] if self.jobs else None
             self.jobs.append(Job(first_key + index, submission, index, request, first))
@@ -141,7 +141,7 @@ class ServedRequests:
                 return
             self.scheduler.admit(key)
             if begins:
-                self._tell_start(job)
+                self._report_start(job)
 
     def preempt(self) -> bool:
         """Takes the memory of the last of the running answers. False if there is only one."""
@@ -153,22 +153,22 @@ class ServedRequests:
         self._is_short = True
         return True
 
-    def tell_progress(self, jobs: Collection[Job]) -> None:
-        """Tells how far the prompts of jobs are that a step had rows of."""
+    def report_progress(self, jobs: Collection[Job]) -> None:
+        """Reports how far the prompts of jobs are that a step had rows of."""
         for job in jobs:
             request = self._requests[job.request_id]
             wants = request.submission.progress and job.index == 0
-            if wants and request.num_told < job.num_computed < job.num_prompt:
-                request.num_told = job.num_computed
+            if wants and request.num_reported < job.num_computed < job.num_prompt:
+                request.num_reported = job.num_computed
                 self._events.append(PromptProgress(job.request_id, job.num_computed, job.num_prompt))
 
-    def tell(self, job: Job, pieces: Collection[Piece]) -> None:
-        """Tells the pieces of one more token."""
+    def report(self, job: Job, pieces: Collection[Piece]) -> None:
+        """Reports the pieces of one more token."""
         self.counts.generated_tokens += 1
         self._events += [Delta(job.request_id, job.index, piece) for piece in pieces]
 
     def finish(self, job: Job) -> None:
-        """Tells the last piece of an answer, which is not scheduled any more."""
+        """Reports the last piece of an answer, which is not scheduled any more."""
         piece = job.last_piece("length", self._opened.runner)
         self._events.append(Delta(job.request_id, job.index, piece))
         self._forget(job)
@@ -306,7 +306,7 @@ class ServedRequests:
         job.follows = (other, length)
         return True
 
-    def _tell_start(self, job: Job) -> None:
+    def _report_start(self, job: Job) -> None:
         request = self._requests[job.request_id]
         if not request.has_started:
             request.has_started = True

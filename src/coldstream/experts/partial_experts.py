@@ -197,7 +197,7 @@ class PartialExperts:
         return times
 
     def must_wait(self, rows: int) -> bool:
-        """Whether no step of `rows` rows may begin before `ended` was told of all others."""
+        """Whether no step of `rows` rows may begin before `ended` was called for all others."""
         streams = self._has_streamed or rows > self.shared_rows  # through a ring that other steps use as well
         return (streams and bool(self._in_flight)) or len(self._in_flight) > 1
 
@@ -237,7 +237,7 @@ class PartialExperts:
             self._prepare()
 
     def left_out(self) -> None:
-        """Tells that the last step had no row of a sequence: nothing is learnt from it."""
+        """Notes that the last step had no row of a sequence: nothing is learnt from it."""
         if self._in_flight:
             self._in_flight[-1] = replace(self._in_flight[-1], ids=None)
 

@@ -1,7 +1,7 @@
 """Chat messages → the prompt that a model was trained on, by the template in its own file.
 
-Unit of work: one conversation. Knows no token ids: it returns text in which the control tokens are told
-apart, and `Tokenizer.encode_segments` makes ids of it. The template itself runs in `template_process.py`.
+Unit of work: one conversation. Knows no token ids: it returns text in which the control tokens are
+marked, and `Tokenizer.encode_segments` makes ids of it. The template itself runs in `template_process.py`.
 
 **Why no message can forge a turn.** Templates write control tokens as plain characters, so nothing in a
 finished text distinguishes a template's `<|im_end|>` from a user's. Therefore the renderer notes who wrote

@@ -31,7 +31,7 @@ from coldstream.server.served_model import ServedModel
 
 TRIES: Final = 3  # replicas that are asked to begin a request
 ROUTE_S: Final = 5.0  # for Ray to have a replica to ask
-STATE_S: Final = 5.0  # for all replicas to tell their state
+STATE_S: Final = 5.0  # for all replicas to report their state
 LOOK_S: Final = 0.5  # between two looks for the first replica
 LOAD_S: Final = 5.0  # what `Retry-After` says while no replica is there
 LOST_S: Final = 1.0  # the same where others are
@@ -114,8 +114,8 @@ class ReplicasClient:
         """End the answers of a request as cancelled; unknown ids are ignored."""
         if request_id in self._calls:
             with suppress(TimeoutError, *_Lost):
-                told = self._replicas.broadcast("cancel", request_id)
-                await told.results_async(timeout_s=STATE_S, return_exceptions=True)
+                sent = self._replicas.broadcast("cancel", request_id)
+                await sent.results_async(timeout_s=STATE_S, return_exceptions=True)
 
     async def health(self) -> Health:
         """ready while one replica is. Of all that are, the age of the one that moved last."""
@@ -148,7 +148,7 @@ class ReplicasClient:
         states = sorted(await self._states() or (), key=lambda state: state.replica)
         live = [state.live for state in states if state.live is not None]
         if not live:
-            raise ServiceUnavailable("no replica tells its state: try again later", LOAD_S)
+            raise ServiceUnavailable("no replica reports its state: try again later", LOAD_S)
         return total_live(live)
 
     async def _is_accepted(self, call: _Call) -> bool:
@@ -247,8 +247,8 @@ class ReplicasClient:
     async def _states(self) -> list[ReplicaState] | None:
         """The states of all replicas that have one; None if some have not answered in time."""
         try:
-            told = self._replicas.broadcast("state")
-            answers = await told.results_async(timeout_s=STATE_S, return_exceptions=True)
+            sent = self._replicas.broadcast("state")
+            answers = await sent.results_async(timeout_s=STATE_S, return_exceptions=True)
         except TimeoutError:
             return None
         except _Lost:  # there is none

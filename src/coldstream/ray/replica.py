@@ -23,7 +23,7 @@ from coldstream.server.local_client import LocalClient
 from coldstream.server.messages import Accepted, Died, Refused
 from coldstream.server.restarts import RestartPolicy
 
-LIVE_S: Final = 1.0  # for the engine to tell its state between two steps
+LIVE_S: Final = 1.0  # for the engine to report its state between two steps
 _HANG_S: Final = RestartPolicy().hang_s
 
 
@@ -37,7 +37,7 @@ class EngineReplica:
         self._opened.grammars.prepare()
         tiers = open_tiers(options.tiers, self._opened)
         self._client = LocalClient(self._opened, options.name, options.limits, tiers)
-        self._live: LiveState | None = None  # as told last
+        self._live: LiveState | None = None  # as reported last
 
     async def submit(
         self, payload: bytes, fingerprint: str, remaining_s: float | None, route: None
@@ -73,7 +73,7 @@ class EngineReplica:
         await self._client.cancel(request_id)
 
     async def state(self) -> bytes:
-        """A `ReplicaState`; in a step that takes long with the counts that were told last."""
+        """A `ReplicaState`; in a step that takes long with the counts that were reported last."""
         try:
             async with asyncio.timeout(LIVE_S):
                 self._live = await self._client.live()

@@ -1,4 +1,4 @@
-"""The engine process: opens a model, then computes what it is told over a socket, in one thread.
+"""The engine process: opens a model, then computes what comes over a socket, in one thread.
 
 Started by the API process as `python -m coldstream.server.engine_process SOCKET PARENT VERSION`, never
 forked. It ends when the socket closes and when its parent dies. Ctrl-C and SIGTERM are the parent's affair,
@@ -202,7 +202,7 @@ def _first_message(connection: _Connection) -> Open:
 
 
 def _throttled(connection: _Connection) -> OpenProgress:
-    """Tells the parent how loading goes, now and then; what is new is told at once."""
+    """Reports to the parent how loading goes, now and then; what is new, at once."""
     last = ("", float("-inf"))
 
     def report(what: str, done: int, total: int) -> None:

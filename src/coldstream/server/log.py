@@ -72,7 +72,7 @@ class Log:
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-            except OSError:  # nobody can be told, and nothing else depends on it
+            except OSError:  # nobody can be notified, and nothing else depends on it
                 self._num_dropped += 1
 
 

@@ -1,4 +1,4 @@
-"""When an engine that died is started again. Pure: told of deaths and of tokens.
+"""When an engine that died is started again. Pure: deaths and tokens are passed in.
 
 The first death is forgiven at once; those without a token in between wait twice as long each time, and
 after `max_deaths` of them the breaker opens: requests are refused for `cool_down_s`, then one start is tried,

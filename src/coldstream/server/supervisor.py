@@ -52,7 +52,7 @@ from coldstream.server.served_model import EngineFacts, ServedModel
 
 FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
 NO_CACHE: Final = PromptCache()
-COUNT_S: Final = 1.0  # for the engine to tell its statistics between two steps
+COUNT_S: Final = 1.0  # for the engine to report its statistics between two steps
 
 OnProgress = Callable[[str, int, int], None]
 OnState = Callable[[Health], None]
@@ -83,7 +83,7 @@ class _Running:
 class Supervisor:
     """An engine process that is started again when it dies. An async context manager for one event loop.
 
-    on_progress: told how loading goes. on_state: told of each change of state, for logs.
+    on_progress: called with the progress of loading. on_state: called with each change of state, for logs.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ class Supervisor:
         return (await self.live()).statistics
 
     async def live(self) -> LiveState:
-        """The running engine's state; in a step that takes long the one that it told last.
+        """The running engine's state; in a step that takes long the one that it reported last.
 
-        Raises ServiceUnavailable if none runs, or it has told none.
+        Raises ServiceUnavailable if none runs, or it has reported none.
         """
         running = self._running if self._is_ready else None
         if running is None:

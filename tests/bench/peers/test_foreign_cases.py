@@ -1,4 +1,4 @@
-"""What is told of other projects' cases: counts by file, and a reason for each failure."""
+"""The report on other projects' cases: counts by file, and a reason for each failure."""
 
 from bench.peers.foreign_cases import VLLM, summary
 

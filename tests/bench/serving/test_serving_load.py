@@ -53,7 +53,7 @@ def test_numbers_of_clients_take_turns_that_begin_with_another_one(monkeypatch: 
         assert (row["server_cores"], row["client_cores"]) == (2, 0.5)
 
 
-def test_what_is_refused_and_lost_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_and_lost_is_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = measured(Played((200, 429, 0, 500)), monkeypatch, 1, turns=1).values()
     assert (row["answered"], row["refused"], row["lost"]) == (8, 8, 16)
     assert row["tok_s"] == NEW_TOKENS

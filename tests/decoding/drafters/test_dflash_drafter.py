@@ -48,7 +48,7 @@ class ScriptedContext:
         return self.lattice
 
 
-def told(context: ScriptedContext, count: int = 3, **options: Any) -> DflashDrafter:
+def observed(context: ScriptedContext, count: int = 3, **options: Any) -> DflashDrafter:
     drafter = DflashDrafter(context, **options)
     drafter.extend(list(range(count)), np.zeros((count, 2), np.float32))
     return drafter
@@ -63,7 +63,7 @@ MARGINAL = marginal([[0.6, 0.35], [0.5, 0.4]])  # tokens 10, 11 at the first pos
 
 
 def test_a_marginal_lattice_gives_the_likeliest_paths() -> None:
-    tree = told(ScriptedContext(MARGINAL)).propose([0, 1, 2, 3], 5)
+    tree = observed(ScriptedContext(MARGINAL)).propose([0, 1, 2, 3], 5)
     assert tree.token_ids == (10, 11, 12, 13, 12)
     assert tree.parents == (-1, -1, 0, 0, 1)
     assert np.allclose(np.exp(tree.log_probs), [0.6, 0.35, 0.3, 0.24, 0.175])
@@ -74,7 +74,7 @@ def test_a_conditional_lattice_gives_other_tokens_after_other_parents() -> None:
     first = [[0.3, 0.7], [0.9, 0.1]]  # its first row alone counts
     second = [[0.8, 0.2], [0.1, 0.9]]
     lattice = DraftLattice(np.array([[10, 11], [12, 13]]), np.log(np.array([first, second])))
-    tree = told(ScriptedContext(lattice)).propose([0, 1, 2, 3], 6)
+    tree = observed(ScriptedContext(lattice)).propose([0, 1, 2, 3], 6)
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -86,21 +86,21 @@ def test_a_conditional_lattice_gives_other_tokens_after_other_parents() -> None:
 
 def test_a_candidate_that_the_head_excludes_ends_a_list() -> None:
     lattice = DraftLattice(np.array([[10, 11]]), np.array([[0.0, -np.inf]]))
-    assert told(ScriptedContext(lattice)).propose([0, 1, 2, 3], 6).token_ids == (10,)
+    assert observed(ScriptedContext(lattice)).propose([0, 1, 2, 3], 6).token_ids == (10,)
 
 
 def test_the_block_is_as_long_as_was_given_whatever_the_budget() -> None:
     context = ScriptedContext(MARGINAL)
-    assert told(context).propose([0, 1, 2, 7], 1).token_ids == (10,)
+    assert observed(context).propose([0, 1, 2, 7], 1).token_ids == (10,)
     assert context.calls == [(7, 8, 8)]
     context = ScriptedContext(MARGINAL)
-    told(context, num_rows=4, branching=3).propose([0, 1, 2, 7], 60)
+    observed(context, num_rows=4, branching=3).propose([0, 1, 2, 7], 60)
     assert context.calls == [(7, 4, 3)]
 
 
 def test_a_causal_block_has_no_more_rows_than_the_tree_may_be_deep() -> None:
     context = ScriptedContext(MARGINAL, spec_of(config(is_causal=True)))
-    drafter = told(context, num_rows=6)
+    drafter = observed(context, num_rows=6)
     for budget in (1, 4, 5, 60):
         drafter.propose([0, 1, 2, 7], budget)
     assert [call[1] for call in context.calls] == [2, 5, 6, 6]
@@ -127,7 +127,7 @@ def test_nothing_is_proposed_without_the_last_row_or_for_another_context() -> No
     for other in ([0, 1, 2], [0, 1, 2, 3, 4], []):
         assert drafter.propose(other, 8) == NO_DRAFT
     assert drafter.propose([0, 1, 2, 3], 8) != NO_DRAFT
-    drafter.cut(5)  # two more that it was not told of
+    drafter.cut(5)  # two more that it did not observe
     assert drafter.propose([0, 1, 2, 3, 4, 5], 8) == NO_DRAFT
     drafter.extend([], np.zeros((0, 2), np.float32))
     drafter.extend([6], np.zeros((1, 2), np.float32))
@@ -137,7 +137,7 @@ def test_nothing_is_proposed_without_the_last_row_or_for_another_context() -> No
 @pytest.mark.parametrize("anchor", [-1, VOCAB, 10**9])
 def test_trap_32_an_anchor_that_is_no_token_has_no_draft(anchor: int) -> None:
     context = ScriptedContext(MARGINAL)
-    drafter = told(context)
+    drafter = observed(context)
     assert drafter.propose([0, 1, 2, anchor], 8) == NO_DRAFT
     assert not context.calls
     assert drafter.propose([0, 1, 2, 3], 8) != NO_DRAFT
@@ -151,14 +151,14 @@ def test_a_draft_that_is_not_finite_stops_it_until_a_cut(bad: float, kind: str) 
     if kind == "conditional":
         values = np.stack([values, values])
     context = ScriptedContext(DraftLattice(MARGINAL.token_ids, values))
-    drafter = told(context)
+    drafter = observed(context)
     assert drafter.propose([0, 1, 2, 3], 8) == NO_DRAFT
     context.lattice = MARGINAL
     assert drafter.propose([0, 1, 2, 3], 8) == NO_DRAFT
     drafter.extend([3], np.zeros((1, 2), np.float32))
     assert drafter.propose([0, 1, 2, 3, 4], 8) == NO_DRAFT
     assert context.length == 3
-    drafter.cut(4)  # of which the last was told while it was off
+    drafter.cut(4)  # of which the last was observed while it was off
     assert drafter.propose([0, 1, 2, 3, 4], 8) == NO_DRAFT
     drafter.extend([4], np.zeros((1, 2), np.float32))
     assert drafter.propose([0, 1, 2, 3, 4, 5], 8) != NO_DRAFT
@@ -168,7 +168,7 @@ def test_a_draft_that_is_not_finite_stops_it_until_a_cut(bad: float, kind: str) 
 @pytest.mark.parametrize("where", ["extend", "propose"])
 def test_a_failure_stops_it_until_a_cut(error: Exception, where: str) -> None:
     context = ScriptedContext(MARGINAL)
-    drafter = told(context)
+    drafter = observed(context)
     context.failure = error
     if where == "extend":
         drafter.extend([3], np.zeros((1, 2), np.float32))
@@ -191,7 +191,7 @@ def test_drafters_say_which_layers_they_read() -> None:
 
 
 class AnyCalls(RuleBasedStateMachine):
-    """After any calls a drafter proposes what a fresh one does that was told the same at once."""
+    """After any calls a drafter proposes what a fresh one does that observed the same at once."""
 
     values = config(**MIXED | {"sliding_window": 10_000})
 
@@ -210,9 +210,9 @@ class AnyCalls(RuleBasedStateMachine):
         rows = features(self.model.spec, count, self.seed)
         self.tokens += token_ids
         self.rows = np.concatenate((self.rows, rows))
-        told_rows = rows.copy()
-        self.drafter.extend(token_ids, told_rows)
-        told_rows[:] = np.nan  # valid during the call only
+        passed_rows = rows.copy()
+        self.drafter.extend(token_ids, passed_rows)
+        passed_rows[:] = np.nan  # valid during the call only
 
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:

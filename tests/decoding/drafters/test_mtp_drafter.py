@@ -114,8 +114,8 @@ def expected_chain(rows: list[Row], depth: int) -> tuple[list[int], list[float]]
     return tokens, log_probs
 
 
-class Told:
-    """A drafter, the sequence it is told of, and by the contract the rows that its block has to have."""
+class Observing:
+    """A drafter, the sequence it observes, and by the contract the rows that its block has to have."""
 
     def __init__(self, *, branching: int = 1, **options: Any) -> None:
         self.block = HashBlock(branching)
@@ -124,7 +124,7 @@ class Told:
         self.tokens: list[int] = []
         self.missing: set[int] = set()  # rows
         self.first_known: int | None = 0  # the first state that the drafter still has, None: not the last
-        self.root: int | None = None  # of the last proposal, until it is told of tokens
+        self.root: int | None = None  # of the last proposal, until it observes tokens
 
     def extend(self, token_ids: list[int]) -> None:
         first = len(self.tokens)
@@ -136,9 +136,9 @@ class Told:
         self.root = None
         self.tokens += token_ids
         ends = range(first + 1, len(self.tokens) + 1)
-        told = np.stack([state_of(self.tokens[:end]) for end in ends])
-        self.drafter.extend(token_ids, told)
-        told[:] = np.nan  # valid during the call only
+        observed = np.stack([state_of(self.tokens[:end]) for end in ends])
+        self.drafter.extend(token_ids, observed)
+        observed[:] = np.nan  # valid during the call only
         first_kept = max(self.first_known, len(self.tokens) - MAX_WAITING)
         self.missing |= set(range(self.first_known, first_kept))
         self.first_known = first_kept
@@ -166,57 +166,59 @@ class Told:
 
 
 class AnyCalls(RuleBasedStateMachine):
-    """In any order of calls the block has the rows of a drafter that was told the same at once."""
+    """In any order of calls the block has the rows of a drafter that observed the same at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = Told()
+        self.observed = Observing()
         self.random = np.random.default_rng(5)
 
     @rule(count=COUNTS)
     def extend(self, count: int) -> None:
-        self.told.extend(self.random.integers(0, VOCAB, count).tolist())
+        self.observed.extend(self.random.integers(0, VOCAB, count).tolist())
 
     @rule(root=st.integers(0, VOCAB - 1), data=st.data())
     def propose_and_accept(self, root: int, data: st.DataObject) -> None:
         """Or reject the whole draft, root included."""
-        told = self.told
-        tree = told.propose(root)
-        if not told.tokens or told.first_known is None:
+        observed = self.observed
+        tree = observed.propose(root)
+        if not observed.tokens or observed.first_known is None:
             assert tree == NO_DRAFT
             return
-        assert told.block.rows == told.rows(root)
-        tokens, log_probs = expected_chain(told.rows(root), 3)
+        assert observed.block.rows == observed.rows(root)
+        tokens, log_probs = expected_chain(observed.rows(root), 3)
         assert list(tree.token_ids) == tokens
         assert np.allclose(tree.log_probs, log_probs)
         assert tree.parents == (-1, 0, 1)
         accepted = data.draw(st.integers(-1, 3))
         if accepted >= 0:
-            told.extend([root, *tokens[:accepted]])
+            observed.extend([root, *tokens[:accepted]])
 
     @rule(tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), is_known=st.booleans())
     def fused(self, tokens: list[int], is_known: bool) -> None:
         """A device computes rows of all tokens but the last, which is the next root."""
-        told, (root, *following) = self.told, tokens
-        fused = told.drafter.begin_fused([*told.tokens, root], kvcache.Sequence(None), TEXT)
-        if not told.tokens or told.first_known is None:
+        observed, (root, *following) = self.observed, tokens
+        fused = observed.drafter.begin_fused([*observed.tokens, root], kvcache.Sequence(None), TEXT)
+        if not observed.tokens or observed.first_known is None:
             assert fused is None
             return
-        assert fused is told.block.device
-        assert told.block.rows == told.rows(root)
-        told.first_known, told.root = len(told.tokens) - 1, root
+        assert fused is observed.block.device
+        assert observed.block.rows == observed.rows(root)
+        observed.first_known, observed.root = len(observed.tokens) - 1, root
         for token, after in pairwise(tokens):
-            told.tokens.append(token)
-            told.block.rows.append((after, state_of(told.tokens).tobytes()))
-        told.drafter.end_fused(len(following), state_of(told.tokens) if is_known else None)
+            observed.tokens.append(token)
+            observed.block.rows.append((after, state_of(observed.tokens).tobytes()))
+        observed.drafter.end_fused(len(following), state_of(observed.tokens) if is_known else None)
         if following:
-            told.first_known, told.root = len(told.tokens) - 1 if is_known else None, None
+            observed.first_known, observed.root = len(observed.tokens) - 1 if is_known else None, None
 
-    @precondition(lambda self: self.told.tokens)
+    @precondition(lambda self: self.observed.tokens)
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        last = len(self.told.tokens)
-        self.told.cut(data.draw(st.sampled_from(sorted({0, 1, last // 2, max(0, last - 2), last - 1, last}))))
+        last = len(self.observed.tokens)
+        self.observed.cut(
+            data.draw(st.sampled_from(sorted({0, 1, last // 2, max(0, last - 2), last - 1, last})))
+        )
 
 
 TestAnyCalls = AnyCalls.TestCase
@@ -224,52 +226,52 @@ TestAnyCalls.settings = settings(max_examples=60, stateful_step_count=25, deadli
 
 
 def test_a_step_after_a_verified_one_computes_its_rows_and_the_root_in_one_run() -> None:
-    told = Told()
-    told.extend([3])
-    told.extend([1, 2, 5, 7])
-    assert told.block.runs == []
-    told.propose(4)
-    assert told.block.runs == [5, 1, 1]
-    told.extend([4, 8, 9])  # the root, which has been computed, and two that were accepted
-    told.propose(0)
-    assert told.block.runs[3:] == [3, 1, 1]
+    observed = Observing()
+    observed.extend([3])
+    observed.extend([1, 2, 5, 7])
+    assert observed.block.runs == []
+    observed.propose(4)
+    assert observed.block.runs == [5, 1, 1]
+    observed.extend([4, 8, 9])  # the root, which has been computed, and two that were accepted
+    observed.propose(0)
+    assert observed.block.runs[3:] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("counts", [[100], [1] * 100, [60, 1, 39]])
 def test_the_last_rows_wait_for_a_proposal_and_those_before_are_left_out(counts: list[int]) -> None:
-    told = Told()
+    observed = Observing()
     for count in counts:
-        told.extend(list(range(10)) * (count // 10) + [3] * (count % 10))
-    assert told.block.runs == []
-    told.propose(3)
-    assert told.block.runs == [MAX_WAITING, 1, 1]
-    assert told.block.rows == told.rows(3)
-    assert told.missing == set(range(100 - MAX_WAITING))
-    told.extend([3, 4])
-    told.propose(5)
-    assert told.block.runs[3:] == [2, 1, 1]
-    assert len(told.block.rows) == MAX_WAITING + 2
+        observed.extend(list(range(10)) * (count // 10) + [3] * (count % 10))
+    assert observed.block.runs == []
+    observed.propose(3)
+    assert observed.block.runs == [MAX_WAITING, 1, 1]
+    assert observed.block.rows == observed.rows(3)
+    assert observed.missing == set(range(100 - MAX_WAITING))
+    observed.extend([3, 4])
+    observed.propose(5)
+    assert observed.block.runs[3:] == [2, 1, 1]
+    assert len(observed.block.rows) == MAX_WAITING + 2
 
 
 def test_another_root_replaces_the_row_of_the_first() -> None:
-    told = Told()
-    told.extend([1, 2])
-    told.propose(3)
-    told.propose(4)
-    assert told.block.rows == told.rows(4)
-    told.extend([5, 6])
-    told.propose(7)
-    assert told.block.rows == told.rows(7)
+    observed = Observing()
+    observed.extend([1, 2])
+    observed.propose(3)
+    observed.propose(4)
+    assert observed.block.rows == observed.rows(4)
+    observed.extend([5, 6])
+    observed.propose(7)
+    assert observed.block.rows == observed.rows(7)
 
 
 @pytest.mark.parametrize("branching", [1, 2, 5, VOCAB + 3])
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 64])
 def test_the_tree_is_the_likeliest_of_the_chain_and_its_siblings(branching: int, budget: int) -> None:
-    told = Told(max_steps=4, branching=branching)
-    told.extend([1, 2, 3])
-    tree = told.propose(4, budget)
+    observed = Observing(max_steps=4, branching=branching)
+    observed.extend([1, 2, 3])
+    tree = observed.propose(4, budget)
     nodes: list[tuple[float, tuple[int, ...]]] = []
-    chain, before, rows = (), 0.0, told.rows(4)
+    chain, before, rows = (), 0.0, observed.rows(4)
     for _ in range(4):
         output = output_of(rows)
         logits = logits_of(output).astype(np.float64)
@@ -284,136 +286,138 @@ def test_the_tree_is_the_likeliest_of_the_chain_and_its_siblings(branching: int,
         paths.append((*(() if parent < 0 else paths[parent]), token))
     assert paths == [path for _, path in nodes]
     assert np.allclose(tree.log_probs, [log_prob for log_prob, _ in nodes])
-    assert len(told.block.runs) <= 1 + max(len(path) for path in paths)
+    assert len(observed.block.runs) <= 1 + max(len(path) for path in paths)
 
 
 def test_a_row_is_computed_only_if_the_tree_has_room_for_what_it_predicts() -> None:
-    told = Told(max_steps=8)
-    told.extend([1])
+    observed = Observing(max_steps=8)
+    observed.extend([1])
     for budget in (1, 2, 5):
-        told.block.runs.clear()
-        assert len(told.propose(2, budget)) == budget
-        assert len(told.block.runs) == budget
+        observed.block.runs.clear()
+        assert len(observed.propose(2, budget)) == budget
+        assert len(observed.block.runs) == budget
 
 
 @pytest.mark.parametrize("min_followed", [0.9, 0.2, 0.02])
 def test_unlikely_paths_are_not_followed(min_followed: float) -> None:
-    told = Told(max_steps=8, branching=3, min_followed=min_followed)
-    every = Told(max_steps=8, branching=3)
-    for each in (told, every):
+    observed = Observing(max_steps=8, branching=3, min_followed=min_followed)
+    every = Observing(max_steps=8, branching=3)
+    for each in (observed, every):
         each.extend([1, 2])
-    tree, whole = told.propose(3), every.propose(3)
+    tree, whole = observed.propose(3), every.propose(3)
     nodes = zip(whole.token_ids, whole.parents, whole.log_probs, strict=True)
     followed = [-1, *(i for i, log_prob in enumerate(whole.log_probs) if log_prob >= np.log(min_followed))]
     expected = [(token, log_prob) for token, parent, log_prob in nodes if parent in followed]
     assert list(zip(tree.token_ids, tree.log_probs, strict=True)) == expected
     assert 3 <= len(expected) < len(whole)
-    assert len(told.block.runs) == max(tree.depths)
+    assert len(observed.block.runs) == max(tree.depths)
 
 
 def test_nothing_is_proposed_before_a_state_is_known_and_for_another_context() -> None:
-    told = Told()
-    assert told.propose(1) == NO_DRAFT
-    told.extend([1, 2])
+    observed = Observing()
+    assert observed.propose(1) == NO_DRAFT
+    observed.extend([1, 2])
     for context in ([1, 2], [1, 2, 3, 4]):
-        assert told.drafter.propose(context, 8) == NO_DRAFT
-    assert told.propose(3) != NO_DRAFT
-    told.cut(1)  # whose state has been used
-    assert told.propose(2) == NO_DRAFT
-    told.extend([2])
-    assert told.propose(3) != NO_DRAFT
-    assert told.block.rows == told.rows(3)
-    assert told.missing == {0}
+        assert observed.drafter.propose(context, 8) == NO_DRAFT
+    assert observed.propose(3) != NO_DRAFT
+    observed.cut(1)  # whose state has been used
+    assert observed.propose(2) == NO_DRAFT
+    observed.extend([2])
+    assert observed.propose(3) != NO_DRAFT
+    assert observed.block.rows == observed.rows(3)
+    assert observed.missing == {0}
 
 
 def test_a_cut_within_what_waits_loses_nothing() -> None:
-    told = Told()
-    told.extend([1, 2, 3, 4])
-    told.cut(2)
-    assert told.propose(9) != NO_DRAFT
-    assert told.block.rows == told.rows(9)
-    assert not told.missing
+    observed = Observing()
+    observed.extend([1, 2, 3, 4])
+    observed.cut(2)
+    assert observed.propose(9) != NO_DRAFT
+    assert observed.block.rows == observed.rows(9)
+    assert not observed.missing
 
 
 def test_a_drafter_may_begin_within_a_sequence() -> None:
     """Such as one whose first tokens were computed for another request."""
-    told = Told()
-    told.drafter.cut(5)
-    told.tokens, told.first_known, told.missing = [1, 2, 3, 4, 5], None, {0, 1, 2, 3}
-    assert told.propose(6) == NO_DRAFT
-    told.extend([6, 7])
-    assert told.propose(8) != NO_DRAFT
-    assert told.block.rows == told.rows(8)
-    told.extend([8])
-    told.drafter.cut(12)  # four more that it was not told of
-    told.tokens += [0, 1, 2, 3]
-    told.first_known, told.missing = None, told.missing | {7, 8, 9, 10}
-    told.extend([4, 5])
-    assert told.propose(6) != NO_DRAFT
-    assert told.block.rows == told.rows(6)
-    told.cut(7)
-    told.extend([1])
-    assert told.propose(2) != NO_DRAFT
-    assert told.block.rows == told.rows(2)
+    observed = Observing()
+    observed.drafter.cut(5)
+    observed.tokens, observed.first_known, observed.missing = [1, 2, 3, 4, 5], None, {0, 1, 2, 3}
+    assert observed.propose(6) == NO_DRAFT
+    observed.extend([6, 7])
+    assert observed.propose(8) != NO_DRAFT
+    assert observed.block.rows == observed.rows(8)
+    observed.extend([8])
+    observed.drafter.cut(12)  # four more that it did not observe
+    observed.tokens += [0, 1, 2, 3]
+    observed.first_known, observed.missing = None, observed.missing | {7, 8, 9, 10}
+    observed.extend([4, 5])
+    assert observed.propose(6) != NO_DRAFT
+    assert observed.block.rows == observed.rows(6)
+    observed.cut(7)
+    observed.extend([1])
+    assert observed.propose(2) != NO_DRAFT
+    assert observed.block.rows == observed.rows(2)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("count", [1, MAX_WAITING], ids=["step", "prompt"])
 def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) -> None:
-    told = Told()
-    told.extend([1, 2, 3])
-    told.propose(4)
-    told.extend([4])
+    observed = Observing()
+    observed.extend([1, 2, 3])
+    observed.propose(4)
+    observed.extend([4])
     states = np.zeros((count, 2), np.float32)
     states[count // 2, 1] = bad
-    told.drafter.extend([5] * count, states)
-    told.tokens += [5] * count
+    observed.drafter.extend([5] * count, states)
+    observed.tokens += [5] * count
     for _ in range(2):
-        assert told.propose(6) == NO_DRAFT
-        told.drafter.extend([6], np.zeros((1, 2), np.float32))
-        told.tokens.append(6)
-    told.first_known = None  # of a state that was told while it was off
-    told.cut(4)
-    told.extend([7, 8])
-    assert told.propose(9) != NO_DRAFT
-    assert told.block.rows == told.rows(9)
+        assert observed.propose(6) == NO_DRAFT
+        observed.drafter.extend([6], np.zeros((1, 2), np.float32))
+        observed.tokens.append(6)
+    observed.first_known = None  # of a state that was observed while it was off
+    observed.cut(4)
+    observed.extend([7, 8])
+    assert observed.propose(9) != NO_DRAFT
+    assert observed.block.rows == observed.rows(9)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_stop_it_until_a_cut(bad: float, depth: int) -> None:
-    told = Told()
-    told.extend([1, 2])
-    rows = told.rows(3)
+    observed = Observing()
+    observed.extend([1, 2])
+    rows = observed.rows(3)
     tokens, _ = expected_chain(rows, 3)
     for token in tokens[:depth]:
         rows.append((token, output_of(rows).tobytes()))
     logits = np.zeros(VOCAB, np.float32)
     logits[7] = bad
-    told.block.logits_of[output_of(rows).tobytes()] = logits
-    assert told.propose(3) == NO_DRAFT
-    told.block.logits_of.clear()
-    assert told.propose(3) == NO_DRAFT
-    told.first_known = None
-    told.drafter.extend([3], state_of([1, 2, 3])[None])
-    told.tokens.append(3)
-    told.cut(2)
-    assert told.propose(3) == NO_DRAFT
-    told.extend([3])
-    assert told.propose(4) != NO_DRAFT
-    assert told.block.rows == told.rows(4)
+    observed.block.logits_of[output_of(rows).tobytes()] = logits
+    assert observed.propose(3) == NO_DRAFT
+    observed.block.logits_of.clear()
+    assert observed.propose(3) == NO_DRAFT
+    observed.first_known = None
+    observed.drafter.extend([3], state_of([1, 2, 3])[None])
+    observed.tokens.append(3)
+    observed.cut(2)
+    assert observed.propose(3) == NO_DRAFT
+    observed.extend([3])
+    assert observed.propose(4) != NO_DRAFT
+    assert observed.block.rows == observed.rows(4)
 
 
 def test_it_stops_where_the_block_has_no_room() -> None:
-    told = Told(max_steps=8)
-    told.extend([1, 2, 3])
-    told.block.capacity = 5
-    assert len(told.propose(4)) == 3  # rows: three computed, then two of the draft, and what those predict
-    told.extend([4, 5, 6])
-    assert told.propose(7) == NO_DRAFT
-    assert told.propose(7) == NO_DRAFT
-    told.block.capacity = 100
-    told.cut(0)
-    told.extend([1, 2])
-    assert told.propose(3) != NO_DRAFT
-    assert told.block.rows == told.rows(3)
+    observed = Observing(max_steps=8)
+    observed.extend([1, 2, 3])
+    observed.block.capacity = 5
+    assert (
+        len(observed.propose(4)) == 3
+    )  # rows: three computed, then two of the draft, and what those predict
+    observed.extend([4, 5, 6])
+    assert observed.propose(7) == NO_DRAFT
+    assert observed.propose(7) == NO_DRAFT
+    observed.block.capacity = 100
+    observed.cut(0)
+    observed.extend([1, 2])
+    assert observed.propose(3) != NO_DRAFT
+    assert observed.block.rows == observed.rows(3)

@@ -123,6 +123,6 @@ class SmallPool:
         for number in experts:
             self._read(0, number)
             yield [number]
-            assert not +self.holds, "copies have ended, and were told of"
+            assert not +self.holds, "copies have ended, and `ended` was called"
             self._pieces[0].fill(255)
             self._owners[0] = None

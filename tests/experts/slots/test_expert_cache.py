@@ -92,7 +92,7 @@ def test_with_steps_launched_ahead_late_copies_ask_for_slower_recency(seed: int)
     assert late.counters.copies.sum() < 0.3 * usual.counters.copies.sum()
 
 
-# ---- copies that fail, are late, or are told of twice
+# ---- copies that fail, are late, or are reported twice
 
 
 def test_ex01_a_failed_copy_is_begun_again_once() -> None:

@@ -330,7 +330,7 @@ def test_pc03_an_equal_hash_of_other_tokens_is_never_a_hit(memory: Memory) -> No
     cache.check_integrity()
 
 
-def test_pages_with_one_key_are_told_apart_by_their_tokens() -> None:
+def test_pages_with_one_key_are_distinguished_by_their_tokens() -> None:
     keys = PageKeys(b"root", digest=lambda content: b"the same")
     index: PageIndex[str] = PageIndex()
     ids = np.arange(100, dtype=np.int32)

@@ -179,7 +179,7 @@ def test_drafts_are_those_of_the_drafter_in_pytorch(
 
 @pytest.mark.parametrize("name", ["full", "second"])
 def test_rows_that_are_missing_are_not_seen(tmp_path: Path, target: Path, device: str, name: str) -> None:
-    """Neither rows of tokens that it was not told of, nor what an earlier text left at their positions."""
+    """Neither rows of tokens that it did not observe, nor what an earlier text left at their positions."""
     with pair(tmp_path / "drafter", target, CASES[name]) as both:
         rows = rounded(features(both.plain.spec, 40))
         both.append(rows[:20])

@@ -316,7 +316,7 @@ def test_memory_is_bounded_by_the_windows_where_layers_have_one(
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
 
-def test_rows_that_were_not_told_are_missing_and_the_others_keep_their_positions(opened: Open) -> None:
+def test_rows_that_were_not_observed_are_missing_and_the_others_keep_their_positions(opened: Open) -> None:
     model = opened(config(**ALL_SLIDING))
     rows = features(model.spec, 40)
     sequence = sequence_with(model, rows[:5])
@@ -360,7 +360,7 @@ def test_a_failure_loses_no_rows_but_those_being_computed(
             assert not sequence.has_last
             assert are_same(kept_rows(sequence), kept), "no layer has rows that another lacks"
         sequence.append(features(model.spec, 2))
-        sequence.cut(20)  # whose rows that were told cannot be computed
+        sequence.cut(20)  # whose rows that were observed cannot be computed
     sequence.cut(3)
     assert sequence.has_last
     assert are_same(kept_rows(sequence), kept)
@@ -384,9 +384,9 @@ def test_rows_that_wait_are_copies_and_are_cut_like_others(
         (32, 1, 33),
         (33, 7, 40),
     ):
-        told = rows[start : start + count].copy()
-        sequence.append(told)
-        told[:] = np.nan
+        observed = rows[start : start + count].copy()
+        sequence.append(observed)
+        observed[:] = np.nan
         sequence.cut(length)
         assert (sequence.length, sequence.has_last) == (length, True)
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)

@@ -90,21 +90,21 @@ class Progress:
     """What a conversion says of itself."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.observed: list[tuple[int, int]] = []
 
     def __call__(self, done: int, total: int) -> None:
-        self.told.append((done, total))
+        self.observed.append((done, total))
 
 
 def test_a_folder_is_converted_once_with_progress(folder: Path, cache: Path) -> None:
     progress, again = Progress(), Progress()
     path = converted(folder, progress, cache)
-    done, total = progress.told[-1]
+    done, total = progress.observed[-1]
     assert done == total == sum(values.nbytes for values in random_tensors(_spec(path)).values()) // 2
-    assert [each for each, _ in progress.told] == sorted({each for each, _ in progress.told})
+    assert [each for each, _ in progress.observed] == sorted({each for each, _ in progress.observed})
     before = path.stat()
     assert converted(folder, again, cache) == path
-    assert again.told == []
+    assert again.observed == []
     after = path.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert oct(cache.stat().st_mode & 0o777) == "0o700"
@@ -171,11 +171,11 @@ def test_a_damaged_file_is_made_anew(folder: Path, cache: Path, damage: str) -> 
     DAMAGES[damage](path)
     progress = Progress()
     assert converted(folder, progress, cache) == path
-    assert progress.told
+    assert progress.observed
     assert path.read_bytes() == content
     again = Progress()
     converted(folder, again, cache)
-    assert again.told == []
+    assert again.observed == []
 
 
 def _touch(folder: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_folder_that_has_changed_is_converted_anew(
     change(folder)
     progress = Progress()
     assert converted(folder, progress, cache) == path
-    assert progress.told
+    assert progress.observed
 
 
 def test_a_file_of_another_version_is_made_anew(
@@ -205,7 +205,7 @@ def test_a_file_of_another_version_is_made_anew(
     monkeypatch.setattr(converting, "VERSION", 2)
     progress = Progress()
     assert converted(folder, progress, cache) == path
-    assert progress.told
+    assert progress.observed
 
 
 def test_of_two_at_once_one_waits_for_the_other(folder: Path, cache: Path) -> None:
@@ -218,7 +218,7 @@ def test_of_two_at_once_one_waits_for_the_other(folder: Path, cache: Path) -> No
 
     path = converted(folder, begin_the_second, cache)
     second.join()
-    assert waiting.told == []
+    assert waiting.observed == []
     assert [each.suffix for each in sorted(cache.iterdir())] == [".gguf", ".json", ".lock"]
     assert path.exists()
 
@@ -238,7 +238,7 @@ def test_a_folder_that_changes_meanwhile_is_an_error(folder: Path, cache: Path) 
         converted(folder, lambda done, total: _touch(folder), cache)
     progress = Progress()
     converted(folder, progress, cache)
-    assert progress.told
+    assert progress.observed
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def test_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         default_cache()
 
 
-def test_folders_and_their_files_are_told_from_others(folder: Path, tmp_path: Path) -> None:
+def test_folders_and_their_files_are_distinguished_from_others(folder: Path, tmp_path: Path) -> None:
     assert folder_of(folder) == folder
     for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
         assert folder_of(folder / name) == folder

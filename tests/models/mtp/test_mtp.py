@@ -110,7 +110,7 @@ def test_the_window_of_the_model_is_the_window_of_the_block(path: Path) -> None:
 
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_do_not_depend_on_tier_threads_or_how_they_are_told(path: Path, tier: str, threads: int) -> None:
+def test_rows_do_not_depend_on_tier_threads_or_how_they_come(path: Path, tier: str, threads: int) -> None:
     count = CpuMtp.chunk_size + 9
     ids, hidden = token_ids(count), states(count)
     with open_cpu(path, threads=2, tier="generic", context_length=count) as runner:

@@ -50,7 +50,7 @@ class Drafted:
         self.drafter = MtpDrafter(self.rows, **options)  # type: ignore[arg-type]
         self.tokens: list[int] = []
 
-    def tell(self, token_ids: list[int], chunk_size: int = CONTEXT) -> None:
+    def extend(self, token_ids: list[int], chunk_size: int = CONTEXT) -> None:
         """A prompt, in runs of the trunk of at most `chunk_size`."""
         for start in range(0, len(token_ids), chunk_size):
             chunk = token_ids[start : start + chunk_size]
@@ -82,10 +82,10 @@ def random_path(tree: TokenTree, random: Random) -> list[int]:
 
 
 def check_rows(drafted: Drafted, block: CpuMtp) -> None:
-    """Those of a drafter that was told all tokens at once, for any root."""
+    """Those of a drafter that observed all tokens at once, for any root."""
     fresh = Drafted(drafted.runner, block)
     drafted.propose(7)
-    fresh.tell(drafted.tokens)
+    fresh.extend(drafted.tokens)
     fresh.propose(7)
     assert drafted.rows.length == fresh.rows.length == len(drafted.tokens)
     assert np.array_equal(keys_and_values(block, drafted.rows), keys_and_values(block, fresh.rows))
@@ -101,7 +101,7 @@ def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, na
     with open_runner(path) as runner:
         block = runner.load_mtp()
         drafted = Drafted(runner, block, max_steps=4, min_followed=0.0)
-        drafted.tell(token_ids(20))
+        drafted.extend(token_ids(20))
         lengths = set()
         for pass_ in range(24):
             root = random.randrange(256)
@@ -119,10 +119,10 @@ def test_chunks_of_a_prompt_change_nothing(tmp_path: Path, chunk_size: int) -> N
     with open_runner(write_variant(tmp_path, "moe")) as runner:
         block = runner.load_mtp()
         drafted = Drafted(runner, block)
-        drafted.tell(token_ids(CONTEXT - 60), chunk_size)
+        drafted.extend(token_ids(CONTEXT - 60), chunk_size)
         drafted.propose(7)
         fresh = Drafted(runner, block)
-        fresh.tell(drafted.tokens)
+        fresh.extend(drafted.tokens)
         fresh.propose(7)
         assert drafted.rows.length == fresh.rows.length == MAX_WAITING
         assert np.array_equal(keys_and_values(block, drafted.rows), keys_and_values(block, fresh.rows))
@@ -145,7 +145,7 @@ def test_states_after_the_last_norm_come_from_the_trunk_and_within_the_chain(
         outputs = reference.feed_block([expected[-1][0]], outputs.hidden[-1:])
     with open_runner(path) as runner:
         drafted = Drafted(runner, runner.load_mtp(branching=1), max_steps=depth, min_followed=0.0)
-        drafted.tell(ids[:-1])
+        drafted.extend(ids[:-1])
         tree = drafted.propose(ids[-1])
     assert tree.parents == (-1, 0, 1, 2, 3)
     assert list(tree.token_ids) == [token for token, _ in expected]
@@ -157,7 +157,7 @@ def test_it_drafts_up_to_the_end_of_the_context(tmp_path: Path) -> None:
         drafted = Drafted(
             runner, runner.load_mtp(branching=1), max_steps=4, min_followed=0.0, max_waiting=CONTEXT
         )
-        drafted.tell(token_ids(CONTEXT - 3))
+        drafted.extend(token_ids(CONTEXT - 3))
         for room in (3, 2, 1):
             assert len(drafted.propose(1)) == 1 + room
             drafted.verify(1, TokenTree(), [])
@@ -171,7 +171,7 @@ def test_trap_46_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
     with open_runner(demo_model_path()) as runner:
         prompt = Tokenizer.from_metadata(runner.file.metadata).encode(source)[:200]
         drafted = Drafted(runner, runner.load_mtp(branching=1), max_steps=2, min_followed=0.0)
-        drafted.tell(prompt)
+        drafted.extend(prompt)
         plain = runner.new_sequence()
         logits = runner.extend(plain, prompt)
         greedy: list[int] = []
@@ -218,8 +218,8 @@ def test_sp09_a_tree_is_accepted_as_far_as_its_spine_and_further() -> None:
         runner.release(plain)
         options = {"max_steps": 4, "min_followed": 0.0}
         chains, trees = (Drafted(runner, runner.load_mtp(branching=wide), **options) for wide in (1, 4))
-        chains.tell(prompt)
-        trees.tell(prompt)
+        chains.extend(prompt)
+        trees.extend(prompt)
         counts: dict[str, list[int]] = {"chain": [], "tree": []}
         for i, root in enumerate(greedy[:NUM_DRAFTS]):
             chain, tree = chains.propose(root), trees.propose(root, 63)

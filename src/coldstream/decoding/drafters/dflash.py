@@ -62,7 +62,7 @@ class DraftContext(Protocol):
 
 
 class DflashDrafter:
-    """A `Drafter`, which is told features: see `aux_layers`.
+    """A `Drafter` that observes features: see `aux_layers`.
 
     num_rows: of the block, the anchor included; None for as many as the drafter was trained with.
     branching: candidates at each depth, for a drafter of the first kind.
@@ -110,7 +110,7 @@ class DflashDrafter:
             self._is_off = True
 
     def propose(self, context: Listed[int], budget: int) -> TokenTree:
-        """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
+        """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was observed."""
         if not self._can_draft_after(context):
             return NO_DRAFT
         num_rows = self._context.spec.rows_of_draft(budget, self._num_rows)

@@ -7,7 +7,7 @@ from coldstream.decoding.token_tree import TokenTree
 
 
 class Drafter(Protocol):
-    """Proposes what may follow one sequence, whose computed tokens it is told of.
+    """Proposes what may follow one sequence, whose computed tokens it observes.
 
     A drafter may be wrong in any way: tokens do not depend on what it proposes. Its methods do not raise.
     """
@@ -28,8 +28,9 @@ class Drafter(Protocol):
         """
 
     def cut(self, length: int) -> None:
-        """The sequence now has `length` computed tokens: the first of those that the drafter was told of, and
-        if there are more, others that it will not be told of.
+        """The sequence now has `length` computed tokens: the first ones that the drafter observed.
+
+        If there are more, the drafter does not observe the others.
         """
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:

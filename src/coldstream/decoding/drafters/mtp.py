@@ -87,9 +87,9 @@ class MtpDrafter:
     the next `cut`.
 
     It may be cut to any length. If the state of the last token then is not known, it proposes nothing until
-    it is told of a further token, and the block goes on without the rows that it cannot compute. That is so
+    it observes a further token, and the block goes on without the rows that it cannot compute. That is so
     for all lengths but the present one and those of waiting rows. A length beyond the present one says that
-    the tokens between were computed without the drafter being told.
+    the drafter did not observe the tokens between.
     """
 
     name = "mtp"
@@ -152,7 +152,7 @@ class MtpDrafter:
         self._states += self._block.keep(hidden)
 
     def propose(self, context: Listed[int], budget: int) -> TokenTree:
-        """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was told."""
+        """See `Drafter`. NO_DRAFT too for a context that is not one token longer than what was observed."""
         try:
             return self._drafted(budget) if self._catch_up(context) else NO_DRAFT
         except ColdstreamError:

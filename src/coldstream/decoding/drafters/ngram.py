@@ -32,9 +32,9 @@ DOUBT: Final = 10.0  # see the formula above
 
 
 class NgramDrafter:
-    """A `Drafter` of one sequence. The context it is given decides; what it was told only says where to look.
+    """A `Drafter` of one sequence. The context it is given decides; what it observed only says where to look.
 
-    So a draft always is a continuation that is in the context, even if other tokens were told.
+    So a draft always is a continuation that is in the context, even if other tokens were observed.
     """
 
     def __init__(self, *, max_n: int = 4, min_n: int = 1, most_matches: int = 16) -> None:
@@ -44,7 +44,7 @@ class NgramDrafter:
         self._most_matches = most_matches
         self._token_ids: list[int] = []
         self._num_indexed = 0  # tokens that the tables below have taken in
-        # By hash of the last n tokens: the length of the told sequence when they were last its end.
+        # By hash of the last n tokens: the length of the sequence when they were last its end.
         self._latest: dict[int, int] = {}
         # By n and length: the length before at which the sequence had the same end, or 0.
         self._earlier: dict[int, list[int]] = {n: [0] for n in self._orders}
@@ -78,7 +78,7 @@ class NgramDrafter:
         self._token_ids += token_ids
 
     def _index(self) -> None:
-        """Takes in all that was told. Only before a draft, so that tokens without drafts cost nothing."""
+        """Takes in all that was observed. Only before a draft, so that tokens without drafts cost nothing."""
         for end in range(self._num_indexed + 1, len(self._token_ids) + 1):
             for n in self._orders:
                 if end < n:
@@ -110,7 +110,7 @@ class NgramDrafter:
         for _ in range(self._most_matches):
             if not end:
                 break
-            # Not so if other tokens have the same hash, or if the context is not what was told.
+            # Not so if other tokens have the same hash, or if the context is not what was observed.
             if end < len(context) and tuple(context[end - n : end]) == last:
                 ends.append(end)
             end = self._earlier[n][end]

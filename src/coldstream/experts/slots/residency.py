@@ -66,7 +66,7 @@ class ExpertResidency:
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
         self._next_step = self._begin_step()
-        self._running: deque[int] = deque()  # steps that have begun, of which `ended` was not told
+        self._running: deque[int] = deque()  # steps that have begun, for which `ended` was not called
         self._ended: deque[tuple[int, Array | None]] = deque()  # steps to finish, and what they used
 
     @property
@@ -116,7 +116,7 @@ class ExpertResidency:
     def shrink(self) -> int:
         """Frees the memory of some slots, whose experts are then missing. Returns its bytes, or 0.
 
-        The device must be idle, and `ended` told so of all steps but one that has begun and has not been
+        The device must be idle, and `ended` called for all steps but one that has begun and has not been
         prepared for: it may go on or be repeated.
         """
         size = self._slots.largest

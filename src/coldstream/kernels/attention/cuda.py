@@ -65,7 +65,7 @@ class BatchArguments(ctypes.Structure):
 
     @classmethod
     def of(cls, rows: Rows) -> "BatchArguments":
-        """ValueError for rows that are told apart by states alone."""
+        """ValueError for rows that are distinguished by states alone."""
         batch = rows.batch
         if batch is None:
             raise ValueError("attention over integers takes rows with block tables")

@@ -60,7 +60,7 @@ def _load_libraries() -> None:
 
 
 def libraries() -> Iterator[tuple[str, int]]:
-    """Paths, and modes of loading; none where PyTorch is imported, missing, or told to load otherwise."""
+    """Paths, and modes of loading; none where PyTorch is imported, missing, or set to load otherwise."""
     if "torch" in sys.modules or os.getenv("TORCH_USE_RTLD_GLOBAL"):
         return
     found = importlib.util.find_spec("torch")

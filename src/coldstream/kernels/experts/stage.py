@@ -2,7 +2,7 @@
 
 Kernels of several rows read weights in pieces of a few hundred bytes, for which the bus has a third of its
 rate, and some of them read an expert more than once. Whole experts are copied nearly as fast as by the copy
-engines, which cannot be told addresses that the device has chosen (docs/notes/offloaded-experts.md).
+engines, which cannot take addresses that the device has chosen (docs/notes/offloaded-experts.md).
 """
 
 import ctypes

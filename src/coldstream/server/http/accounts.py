@@ -1,4 +1,4 @@
-"""What is told of an answer beside its text: its end, counts, times and progress.
+"""What is reported of an answer beside its text: its end, counts, times and progress.
 
 In the shapes of OpenAI's API and, where that has none, of llama.cpp's server.
 """

@@ -31,7 +31,7 @@ class _Call:
     texts: list[str] = field(default_factory=list)  # of its arguments or input
 
     def shown(self, text: str, *, is_begun: bool = False) -> Fields:
-        """The call with a text of its arguments or input; is_begun: as all but the first deltas tell it."""
+        """The call with a text of its arguments or input; is_begun: as in all deltas but the first."""
         kind, part = ("function", "arguments") if self.input is None else ("custom", "input")
         if is_begun:
             return {kind: {part: text}}
@@ -41,7 +41,7 @@ class _Call:
 class ChatAnswer:
     """One answer, from its first piece to its last.
 
-    num_top: likeliest tokens to tell of; None: nothing. custom_names: of the tools whose
+    num_top: likeliest tokens to report; None: none. custom_names: of the tools whose
     input is a text.
     """
 
@@ -139,7 +139,7 @@ class ChatAnswer:
                 return []
 
     def _grown(self, index: int, text: str) -> list[Fields]:
-        """What more text of a call's arguments or input is told as."""
+        """The deltas for more text of a call's arguments or input."""
         call = self._calls[index]
         call.texts.append(text)
         return [_call_delta(index, call.shown(text, is_begun=True))] if text else []

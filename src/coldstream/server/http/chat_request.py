@@ -160,7 +160,7 @@ class ChatRequest(ConstraintFields, SamplingFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told for each; None: nothing is."""
+        """How many of the likeliest tokens are reported for each token; None: none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -171,7 +171,7 @@ def _choice(choices: list[str] | None) -> Grammar | None:
 
 
 def _ebnf(text: str | None) -> Grammar | None:
-    """GBNF, or Lark, which is told by its rule `start:` or by `%llguidance`."""
+    """GBNF, or Lark, which is recognised by its rule `start:` or by `%llguidance`."""
     if not text:
         return None
     is_lark = any(

@@ -38,7 +38,7 @@ _WITH_PARTS: Final = ("message", "reasoning")
 class ResponseItems:
     """The items of one answer, from its first piece to its last.
 
-    logprobs: gives those of a piece's tokens, of which the messages' are told; None: nothing is told of them.
+    logprobs: gives those of a piece's tokens; the messages' are reported. None: none are.
     has_sealed_thoughts: whether thoughts come as `sealed`, too.
     """
 
@@ -210,7 +210,7 @@ class ResponseItems:
         }
 
     def _done(self, item: Fields) -> Iterator[Fields]:
-        """The events that end what the deltas of an item told; items that came as a whole have none."""
+        """The events that end what the deltas of an item reported; items that came as a whole have none."""
         if item["type"] not in _DELTAS:
             return
         name, part = _DELTAS[item["type"]]

@@ -192,7 +192,7 @@ def sealed(thought: str) -> str:
 
 
 def _thought(fields: _Reader) -> str:
-    """The text of a thought, or what was told of it."""
+    """The text of a thought, or what was reported of it."""
     text, hidden = fields.text("content"), fields.name("encrypted_content") or ""
     if not text and hidden.startswith(_SEAL):
         with suppress(ValueError):  # damaged on its way: its summary, if there is one, is all that is known

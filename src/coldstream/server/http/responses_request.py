@@ -49,14 +49,14 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer is written. The model is not told of `verbosity`."""
+    """How the answer is written. The model does not see `verbosity`."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Body):
-    """How much is thought before the answer. A `summary` is accepted: thoughts are told as they are."""
+    """How much is thought before the answer. A `summary` is accepted: thoughts are reported as they are."""
 
     effort: Name | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

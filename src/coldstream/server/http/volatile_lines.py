@@ -2,7 +2,7 @@
 
 A changed line near the beginning of a prompt makes all that follows new to the prefix cache. With
 `ServerSettings.drop_volatile` these lines are left out of system and developer messages, and of nothing else:
-the model is not told what they say. Which lines they are is `DROPPED`, and nothing beside it.
+the model does not see them. Which lines they are is `DROPPED`, and nothing beside it.
 """
 
 import re

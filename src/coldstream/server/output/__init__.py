@@ -1,4 +1,4 @@
-"""The text of answers: reasoning, content and calls of tools, told apart while they come. Knows no HTTP.
+"""The text of answers: reasoning, content and calls of tools, distinguished while they come. Knows no HTTP.
 
 Which format a model writes its calls in is read off its chat template, which shows it to the model.
 """

@@ -1,4 +1,4 @@
-"""What an answer's text turns out to be, in the order in which it is told."""
+"""What an answer's text turns out to be, in the order in which it is emitted."""
 
 from dataclasses import dataclass
 

@@ -4,7 +4,7 @@
     {"name": NAME, "arguments": {KEY: VALUE, …}}
     </tool_call>
 
-A call is told when it is complete, as only then it is known to be JSON. Models deviate where nothing else
+A call is emitted when it is complete, as only then it is known to be JSON. Models deviate where nothing else
 can be meant, so this is read, too: line breaks in strings without an escape, `parameters` for `arguments`,
 arguments as JSON within a string, the shape `{"function": {"name", "arguments"}}` of OpenAI's API, several
 calls in one tag or in a list, and a missing closing tag before the next call or the end of the answer.

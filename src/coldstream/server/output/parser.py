@@ -1,6 +1,6 @@
-"""Tells reasoning, content and calls apart in the text of an answer, while it comes.
+"""Distinguishes reasoning, content and calls in the text of an answer, while it comes.
 
-What is told does not depend on where the text is cut into pieces, except for how the texts of events are cut.
+Events do not depend on where the text is cut into pieces, except for how their texts are cut.
 A thought ends at its closing tag, or where a call of a known tool begins: models forget to close it. One that
 never ends is reasoning to the last. Blanks around tags are no part of what lies between them.
 """
@@ -39,7 +39,7 @@ def new_call_id() -> str:
 
 
 class OutputParser:
-    """The parser of one answer. The unit of work is `push`: a piece of text in, what it tells out."""
+    """The parser of one answer. The unit of work is `push`: a piece of text in, its events out."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class OutputParser:
     ) -> None:
         """calls: None if calls are content. has_thoughts: whether tags of thoughts count at all.
         is_thinking: whether the answer begins inside a thought. max_calls: with the end of so many the answer
-        is complete, and nothing is told any more.
+        is complete, and nothing is emitted any more.
         """
         self._max_calls = max_calls
         self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
@@ -118,12 +118,12 @@ class OutputParser:
         found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
         if not found:
             held = 0 if is_last else num_held(self._text, tags)
-            self._tell(len(self._text) - held, events)
+            self._emit(len(self._text) - held, events)
             if is_last:
-                self._tell_blanks(events)
+                self._emit_blanks(events)
             return False
         place, tag = min(found)
-        self._tell(place, events)
+        self._emit(place, events)
         if tag == THINK_END:
             self._text = self._text[len(tag) :]
             self._end_thought(is_closed=True)
@@ -135,7 +135,7 @@ class OutputParser:
         if isinstance(begun, Begun):
             self._begin_call(begun, events)
         else:
-            self._tell(1, events)
+            self._emit(1, events)
         return True
 
     def _begin_call(self, begun: Begun, events: list[OutputEvent]) -> None:
@@ -144,9 +144,9 @@ class OutputParser:
         self._readers, self._phase = list(begun.readers), _Phase.CALL
         self._read = [self._text[: begun.num_read]]
         self._text = self._text[begun.num_read :]
-        self._tell_start(events)
+        self._emit_start(events)
 
-    def _tell_start(self, events: list[OutputEvent]) -> None:
+    def _emit_start(self, events: list[OutputEvent]) -> None:
         events.append(ToolCallStart(self._num_calls, self._new_id(), self._readers[0].name))
 
     def _read_call(self, events: list[OutputEvent], is_last: bool) -> bool:
@@ -169,7 +169,7 @@ class OutputParser:
         del self._readers[0]
         self._read = []
         if self._readers and not self.is_complete:
-            self._tell_start(events)
+            self._emit_start(events)
             return True
         self._phase = _Phase.TEXT
         self._blanks = _Blanks(keeps_first=self._has_content)
@@ -180,18 +180,18 @@ class OutputParser:
         self._is_close_due = not is_closed
         self._blanks = _Blanks(keeps_first=self._has_content)
 
-    def _tell(self, num_chars: int, events: list[OutputEvent]) -> None:
-        """Tells the first characters of the text, all but blanks that a tag may follow."""
+    def _emit(self, num_chars: int, events: list[OutputEvent]) -> None:
+        """Emits the first characters of the text, all but blanks that a tag may follow."""
         text = self._blanks.push(self._text[:num_chars])
         self._text = self._text[num_chars:]
-        self._tell_text(text, events)
+        self._emit_text(text, events)
 
-    def _tell_blanks(self, events: list[OutputEvent]) -> None:
-        """Tells blanks at the end of the answer, which no tag follows; those behind a call are none of it."""
+    def _emit_blanks(self, events: list[OutputEvent]) -> None:
+        """Emits blanks at the end of the answer, which no tag follows; those behind a call are none of it."""
         if self._num_calls == 0:
-            self._tell_text(self._blanks.flush(), events)
+            self._emit_text(self._blanks.flush(), events)
 
-    def _tell_text(self, text: str, events: list[OutputEvent]) -> None:
+    def _emit_text(self, text: str, events: list[OutputEvent]) -> None:
         if not text:
             return
         is_thought = self._phase is _Phase.THOUGHT
@@ -207,15 +207,15 @@ class _Blanks:
         self._keeps = keeps_first
 
     def push(self, text: str) -> str:
-        """What is to be told now."""
+        """What is to be emitted now."""
         text = self.held + text
         kept = text.rstrip()
         self.held = text[len(kept) :]
         if not kept:
             return ""
-        told = kept if self._keeps else kept.lstrip()
+        emitted = kept if self._keeps else kept.lstrip()
         self._keeps = True
-        return told
+        return emitted
 
     def flush(self) -> str:
         """The blanks that are held, unless nothing came before them that they could be part of."""

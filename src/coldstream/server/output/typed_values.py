@@ -47,7 +47,7 @@ class ValueSchema:
 
     @property
     def is_any_string(self) -> bool:
-        """Whether every text is itself the value, so that it can be told while it is written."""
+        """Whether every text is itself the value, so that it can be emitted while it is written."""
         return self.types == frozenset(("string",)) and not _Inspection(self.whole).lists_values(self.schema)
 
     def allows(self, value: Any, *, is_deep: bool = False) -> bool:

@@ -15,7 +15,7 @@ too: a line that opens a parameter which the tool declares and the call does not
 tags of the call before another call or the end of the answer. `<tool_call>` may be missing. A parameter
 whose tag has no name is left out.
 
-Strings are told while they are written, other values when they are complete.
+Strings are emitted while they are written, other values when they are complete.
 """
 
 import re

@@ -90,7 +90,7 @@ class expert_pool {
 
   // For clients on different threads: locked from before `follow` until a layer has been computed.
   std::mutex& turn() { return turn_; }
-  // For a client that is told layers and not steps: begins a step unless this layer comes after the last one,
+  // For a client that knows layers and not steps: begins a step unless this layer comes after the last one,
   // in a step of the same kind that has not failed.
   void follow(int layer, bool is_prefill);
   void begin_step(bool is_prefill);

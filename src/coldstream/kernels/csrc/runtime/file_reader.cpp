@@ -121,16 +121,16 @@ void file_reader::serve() {
     std::string failure = read(next);
     lock.lock();
     num_active_--;
-    bool tell = num_active_ == 0;  // for `settle`
+    bool is_reported = num_active_ == 0;  // for `settle`
     if (!failure.empty()) {
       if (!failed_) failure_ = std::move(failure);
       failed_ = true;
       queue_.clear();
-      tell = true;
+      is_reported = true;
     } else if (next.pending->fetch_sub(1, std::memory_order_release) == 1) {
-      tell = true;
+      is_reported = true;
     }
-    if (tell) progress_.notify_all();
+    if (is_reported) progress_.notify_all();
   }
 }
 
