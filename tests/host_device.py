@@ -1,4 +1,4 @@
-"""The GPU's kernels on the host: real launchers, real kernels compiled for it, threads that take turns.
+"""The GPU's kernels on the host: real launchers, real kernels compiled for it, threads that alternate.
 
 A launch ends before it returns, and fails if its threads wait forever. `host/grid.cpp` emulates barriers;
 instructions without an emulation need a GPU (`host/cuda/instructions.cuh`).

@@ -7,7 +7,7 @@ its launch to the first byte of its answer: once with nothing kept from earlier 
 measured rates lie in the user's directories, which are empty then), several times with both, and once more
 of each kind under `sampled_start.py`, which says where the time goes.
 
-With --peer, that program of llama.cpp answers the same prompt in turns with the later starts, with the
+With --peer, that program of llama.cpp answers the same prompt between the later starts, with the
 experts of as many layers on the GPU as leave it within the same memory. By default it lays out anew the
 weights that the CPU multiplies, and runs the model once on tokens of its own before the prompt; it is timed
 without either as well.

@@ -206,7 +206,7 @@ class Blocks:
 
 
 def measure(options: argparse.Namespace, vram: str) -> dict[str, Any]:
-    """All sizes with so much memory, in turns that begin at another one for each text, as texts differ.
+    """All sizes with so much memory, interleaved; each text begins with another size, as texts differ.
 
     What is not timed of a text is so long that its experts are in as far as they go, and the first ones are
     gone again at its end.

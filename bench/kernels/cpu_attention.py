@@ -3,7 +3,7 @@
     python -m bench.kernels.cpu_attention --out docs/results/cpu_attention.json
 
 One row and a prompt's part of 512 rows, behind so many positions of random keys and values. Times are medians
-of calls in turns, so that a busy machine slows all types.
+of calls interleaved, so that a busy machine slows all types.
 """
 
 import argparse

@@ -156,7 +156,7 @@ def delta_net_case(num_rows: int) -> Case:
 
 
 def median_times(calls: list[Callable[[], object]], budget_s: float) -> list[float]:
-    """Median seconds of each call, run in turns until `budget_s` has passed (five turns at least)."""
+    """Median seconds of each call, interleaved until `budget_s` has passed (five times at least)."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + budget_s
     while len(times[0]) < 5 or time.perf_counter() < end:

@@ -39,7 +39,7 @@ from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
 EXPERT_ROWS = 16
 LAUNCHES = 24
-TURNS = 5  # of each tree's kernels
+REPEATS = 5  # of each tree's kernels
 ROTATION_BYTES = 256 << 20  # several times the L2 cache
 Q4K, Q6K, F32 = QuantType.Q4_K, QuantType.Q6_K, QuantType.F32
 Matrix = tuple[QuantType, int]
@@ -163,7 +163,7 @@ class OtherSources:
 def compare(case: Case, other: OtherSources) -> tuple[float, float, list[float]]:
     """Medians of this tree's and the other's microseconds, and the ratio other / ours of each turn."""
     ours, theirs = [], []
-    for _ in range(TURNS):
+    for _ in range(REPEATS):
         ours.append(time_launch(case.launch, case.num_bytes))
         with other.used():
             theirs.append(time_launch(case.launch, case.num_bytes))

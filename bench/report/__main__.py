@@ -54,13 +54,13 @@ from bench.report.serving import gpu_serving, serving
 from bench.report.streaming import (
     gpu_ahead,
     gpu_cold_rows,
+    gpu_interleaved,
     gpu_pairs,
     gpu_pairs_again,
     gpu_streaming,
     gpu_streaming_depth,
     gpu_streaming_shared,
     gpu_streams,
-    gpu_turns,
 )
 from bench.report.tables import Row, load, table
 from bench.report.tests import (
@@ -361,7 +361,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "gpu_streaming_shared": gpu_streaming_shared,
     "gpu_pairs": gpu_pairs,
     "gpu_pairs_again": gpu_pairs_again,
-    "gpu_turns": gpu_turns,
+    "gpu_interleaved": gpu_interleaved,
     "gpu_cold_rows": gpu_cold_rows,
     "gpu_streams": gpu_streams,
     "gpu_attention": gpu_attention,

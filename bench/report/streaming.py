@@ -122,7 +122,7 @@ def gpu_pairs_again() -> str:
     return _pairs(tuple(zip(("", " again", ""), files, strict=True)))
 
 
-def gpu_turns() -> str:
+def gpu_interleaved() -> str:
     """The old commit and a later one, interleaved."""
     results = [load(f"gpu/pairs/h100/turns_{name}") for name in ("decode", "prefill")]
     rows: list[Row] = []

@@ -3,7 +3,7 @@
     python -m bench.serving.load --out docs/results/serving.json
 
 Clients ask for completions of source code over HTTP. *Closed loop*: each of N clients sends its next request
-when the last one is answered; all N take turns, as the machine is faster at some times than at others. *Open
+when the last one is answered; all N are interleaved, as a machine is not equally fast at all times. *Open
 loop*: requests arrive at random times, half as many again as the server
 answers in the closed loop; each is answered or refused (429). *First token*: short streams, alone and beside
 a long prompt. The clients run on the same cores: what these spend on them is distinguished.

@@ -19,7 +19,9 @@ def table(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int,
     return code, json.loads(out.read_text())
 
 
-def test_pairs_of_a_drafter_and_a_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pairs_of_a_drafter_and_a_size_are_interleaved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     code, found = table(
         monkeypatch, tmp_path / "out.json", "--prompts", "12", "--pairs", "10", "--tokens", "6"
     )

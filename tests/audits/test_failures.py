@@ -146,7 +146,7 @@ def test_tokens_must_come_back_soon_and_stay(after: list[int], back_s: int | Non
     assert bool(failure_storm.missed(found)) == is_missed
 
 
-def test_next_turns_must_be_soon_and_little_computed_again() -> None:
+def test_the_next_turn_must_be_soon_and_little_computed_again() -> None:
     first, soon = Turn("first turn", 4.0, 8000, 0, 0), Turn("next turn", 0.2, 8060, 8000, 2048)
     found = conversations.figures([first, soon])
     assert (found["next_turn_ratio"], found["faults"], found["missed"]) == (20.0, [], [])

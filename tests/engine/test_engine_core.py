@@ -338,7 +338,7 @@ def test_what_rows_cost_beside_others_leaves_the_steps_of_a_prompt_alone_short(o
         assert sum(steps[0]) <= 96, "a third of the target is 80 ms"
 
 
-def test_sc01_prompts_take_turns(opened: OpenedModel) -> None:
+def test_sc01_prompts_alternate(opened: OpenedModel) -> None:
     """A short prompt is not kept waiting by long ones before it."""
     with engine_of(opened) as client:
         for each in range(3):

@@ -279,7 +279,7 @@ def test_an_answer_of_the_longest_escapes_and_shortest_runs_has_room() -> None:
     process.close()
 
 
-def test_threads_take_turns() -> None:
+def test_threads_are_serialised() -> None:
     process = TemplateProcess("{{ text }}")
     results: dict[int, list[str]] = {}
 

@@ -3,7 +3,7 @@
 //
 // In which order is random but for what barriers say: between two barriers of a block one warp after another
 // runs as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is
-// seen. Up to three blocks are under way at a time, and take turns after some warps. A block's shared memory
+// seen. Up to three blocks are under way at a time, and alternate after some warps. A block's shared memory
 // is what the kernels' library has of memory for each thread: it is brought in and out when another block
 // takes its turn, full of poison at first. Unit of work: one launch.
 #include <string.h>

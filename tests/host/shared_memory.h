@@ -1,4 +1,4 @@
-// The shared memory of blocks that take turns: what the kernels' library has of memory for each thread of the
+// The shared memory of blocks that alternate: what the kernels' library has of memory for each thread of the
 // host.
 #pragma once
 

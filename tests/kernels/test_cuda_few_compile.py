@@ -62,7 +62,7 @@ def _cases() -> Iterator[tuple[str, str, str]]:
     """Source, instance and architecture.
 
     The instance of all types has every line that the others have, and so is compiled for each architecture;
-    of those of some types each kernel has every second one, for one architecture, by turns.
+    of those of some types each kernel has every second one, for one architecture, alternately.
     """
     yield from (
         ("quantize/quantize.cu", f"coldstream::quantize<{size}>", arch)

@@ -70,7 +70,7 @@ def test_products(quant_type: QuantType, rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])
 def test_products_in_a_graph_wait_for_the_values_of_their_weight(rows: int) -> None:
-    """In a graph, where launches may overlap; the weights take turns in the same memory."""
+    """In a graph, where launches may overlap; the weights alternate in the same memory."""
     ops, x = device_ops(), activations(rows, rows, HIDDEN)
     weights = [random_weight(QuantType.IQ4_XS, (2048, HIDDEN), seed) for seed in range(2)]
     on_device_x, copies = on_device(ops, x), [on_gpu(weight) for weight in weights]

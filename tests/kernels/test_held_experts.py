@@ -139,7 +139,7 @@ def test_a_server_computes_what_a_pool_reads(file: ExpertFile, num_slots: int, i
 
 
 def test_two_servers_and_holds_of_other_threads_share_a_pool(file: ExpertFile) -> None:
-    """Servers take turns by layers; holds, orders and counts come at any time."""
+    """Servers alternate by layers; holds, orders and counts come at any time."""
     pool, ends = file.pool(5), threading.Event()
     clients = [Client(pool, file), Client(pool, file, is_prefill=True)]
     problems: list[str] = []

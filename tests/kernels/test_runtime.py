@@ -134,7 +134,7 @@ def test_pr05_a_million_tiny_jobs_with_more_threads_than_cores() -> None:
     assert out.eq(1_000_000).all()
 
 
-def test_pr05_concurrent_callers_take_turns() -> None:
+def test_pr05_concurrent_callers_are_serialised() -> None:
     runtime = _csrc.Runtime(2)
     graphs = [capture_sum(runtime, capacity=4, num_ops=3) for _ in range(8)]
 

@@ -65,7 +65,7 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Mo
 @pytest.mark.sharded
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier: str) -> None:
-    """With one thread or two by turns, which share out rows alike whatever the tier and the cache."""
+    """With one thread or two alternately, which share out rows alike whatever the tier and the cache."""
     turn = CACHES.index((model.arch, model.kv_type)) + _csrc.supported_tiers().index(tier)
     random = Random(f"{model.path.name} {model.kv_type}")  # the same trees for all, which the oracle knows
     with open_runner(model.path, threads=1 + turn % 2, tier=tier, kv_type=model.kv_type) as runner:

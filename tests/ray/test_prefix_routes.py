@@ -80,7 +80,7 @@ def test_loads_never_part_by_more_than_the_lead_and_one(
 
 
 @given(replicas, st.integers(1, 20))
-def test_prompts_that_share_nothing_take_turns(names: list[str], repeats: int) -> None:
+def test_prompts_that_share_nothing_alternate(names: list[str], repeats: int) -> None:
     routes = PrefixRoutes()
     for number in range(repeats):
         turn = []

@@ -172,7 +172,7 @@ async def test_keys_do_not_share_prefixes(url: str, http: httpx2.AsyncClient) ->
     async with client(url, KEYS[1]) as other:
         second, answer = await asked_where(other, prompt)
         assert cached(answer) == 0
-        assert second != first  # the router has not compared it with the first one's, and they take turns
+        assert second != first  # the router has not compared it with the first one's, and they alternate
         again, answer = await asked_where(other, prompt)
     assert (again, cached(answer) > 32) == (second, True)
     back, answer = await asked_where(http, prompt)

@@ -44,7 +44,7 @@ class DraftedResult:
 
     test: DraftedTest
     samples: tuple[float, ...]
-    plain_samples: tuple[float, ...]  # without drafts, in turns with the others
+    plain_samples: tuple[float, ...]  # without drafts, interleaved with the others
     speculation: SpeculationStatistics  # of the last repetition
 
     @property

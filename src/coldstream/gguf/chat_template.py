@@ -68,7 +68,7 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A file's chat template. A context manager; may be shared between threads, which then take turns."""
+    """A file's chat template. A context manager; may be shared between threads, which wait for each other."""
 
     def __init__(
         self,

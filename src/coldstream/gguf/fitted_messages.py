@@ -54,7 +54,7 @@ def _with_role(message: Mapping[str, Any]) -> Message:
 
 
 def _is_plain(turns: Sequence[Message]) -> bool:
-    """Whether the user and the assistant take turns, which every template accepts."""
+    """Whether the user and the assistant alternate, which every template accepts."""
     return not any(turn.get("tool_calls") for turn in turns) and all(
         turn["role"] == ("assistant" if index % 2 else "user") for index, turn in enumerate(turns)
     )

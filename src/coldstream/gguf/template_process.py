@@ -52,7 +52,7 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders one template in a process of its own. Calls from several threads take turns.
+    """Renders one template in a process of its own. Calls from several threads are serialised.
 
     In a forked child, `start` and `render` raise GenerationFault and `close` does nothing.
     """

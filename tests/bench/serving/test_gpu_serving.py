@@ -56,7 +56,7 @@ def test_a_text_that_leaves_its_walk_is_no_figure() -> None:
         over(lambda request: walking(request, skips=True), lambda http: stream(http, range(7, 12), 4))
 
 
-def test_turns_extend_the_prompt_and_change_a_line_of_it() -> None:
+def test_each_turn_extends_the_prompt_and_change_a_line_of_it() -> None:
     prompts: list[list[int]] = []
 
     def noting(request: httpx2.Request) -> httpx2.Response:

@@ -1,4 +1,4 @@
-"""How the benchmark of a server lets numbers of clients take turns, and what it says of them."""
+"""How the benchmark of a server interleaves numbers of clients, and what it says of them."""
 
 import asyncio
 from typing import Any
@@ -41,7 +41,9 @@ def measured(client: Played, monkeypatch: pytest.MonkeyPatch, *counts: int, turn
     return asyncio.run(closed_loops(played, counts, 8.0, turns))
 
 
-def test_numbers_of_clients_take_turns_that_begin_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_clients_are_interleaved_and_begin_with_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = Played()
     found = measured(client, monkeypatch, 1, 2, 4, turns=4)
     assert client.most_of_loops == [1, 2, 4, 2, 4, 1, 4, 1, 2, 1, 2, 4]

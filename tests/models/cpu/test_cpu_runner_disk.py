@@ -64,7 +64,7 @@ def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
         return logits, [runner.decode(token) for token in token_ids(40)]
 
 
-# One thread or several, by turns, share out experts alike wherever these come from.
+# One thread or several, alternately, share out experts alike wherever these come from.
 @pytest.mark.parametrize(
     ("share", "threads"),
     [(share, 1 + (i + j) % 3) for i, share in enumerate(SHARES) for j in range(1 + (i == 0))],

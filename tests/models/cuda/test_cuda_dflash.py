@@ -192,7 +192,7 @@ def test_rows_that_are_missing_are_not_seen(tmp_path: Path, target: Path, device
         both.check(4)
 
 
-def test_sequences_take_turns(tmp_path: Path, target: Path, device: str) -> None:
+def test_sequences_alternate(tmp_path: Path, target: Path, device: str) -> None:
     with pair(tmp_path / "drafter", target, CASES["second"]) as one:
         other = Pair(one.on_gpu._drafting.new_sequence(), one.plain._model.new_sequence())
         rows = rounded(features(one.plain.spec, 40))

@@ -97,7 +97,7 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0  # of bodies that are being read
-        self._turn = anyio.CapacityLimiter(1)  # of large bodies, whose memory would add up
+        self._large_bodies = anyio.CapacityLimiter(1)  # of large bodies, whose memory would add up
 
     async def read(self, request: Request, model: type[BaseModel]) -> BaseModel:
         """The body as `model`. Raises ProblemError, ClientDisconnect, and what `receive` raises."""
@@ -111,7 +111,7 @@ class Bodies:
                 taken += len(part)
             if len(data) <= INLINE_BYTES:
                 return validated(value_of(data), model)
-            return await run_sync(_read_large, data, model, limiter=self._turn)
+            return await run_sync(_read_large, data, model, limiter=self._large_bodies)
         finally:
             self._num_bytes -= taken
 

@@ -108,7 +108,7 @@ void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, dou
         "child process, or start it with the 'spawn' method");
   }
   if (ops.empty()) return;
-  std::lock_guard turn(turn_);
+  std::lock_guard caller(callers_);
   reserve_memory(ops);
   fault_.store(nullptr, std::memory_order_relaxed);
   failure_.store(nullptr, std::memory_order_relaxed);

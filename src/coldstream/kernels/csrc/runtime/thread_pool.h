@@ -49,7 +49,7 @@ class thread_pool {
     thread_pool& pool_;
   };
 
-  // Runs `ops` in order and returns when all workers are done; concurrent callers take turns. With `seconds`
+  // Runs `ops` in order and returns when all workers are done; concurrent callers are serialised. With `seconds`
   // [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc, and
   // std::invalid_argument with the message of an op that failed; the pool stays usable after each of them.
   void run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds = nullptr);
@@ -77,7 +77,7 @@ class thread_pool {
   std::unique_ptr<scratch[]> memory_;  // one per worker
   scratch shared_;
   std::unique_ptr<std::vector<std::thread>> threads_;
-  std::mutex turn_;
+  std::mutex callers_;
   stage_work work_;
 
   // On separate cache lines: the word that all workers poll, and the counter of tasks.
