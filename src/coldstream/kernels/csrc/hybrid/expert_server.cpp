@@ -149,7 +149,7 @@ void expert_server::compute(const layer& of, int rows) {
 
 void expert_server::compute_pooled(const layer& of, int rows) {
   expert_pool& pool = *of.pool;
-  std::lock_guard lock(pool.mutex());
+  std::lock_guard lock(pool.clients());
   pool.follow(of.pool_layer, is_prefill_);
   if (const char* problem = pool.request(of.pool_layer, box_.ids, rows, box_.num_ranks, box_.num_ranks)) {
     if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());

@@ -14,7 +14,7 @@
 // `hold` keeps an expert where it is while others than the running step read it, a copy engine for example.
 //
 // Any thread may call `hold`, `release`, `owners`, `set_order` and `count` at any time; all else is called by
-// one thread at a time: one of a stage or, with several clients, the one that has `mutex` locked.
+// one thread at a time: one of a stage or, with several clients, the one that has `clients` locked.
 #pragma once
 
 #include <atomic>
@@ -89,7 +89,7 @@ class expert_pool {
   void clear();
 
   // For clients on different threads: locked from before `follow` until a layer has been computed.
-  std::mutex& mutex() { return mutex_; }
+  std::mutex& clients() { return clients_; }
   // For a client that knows layers and not steps: begins a step unless this layer comes after the last one,
   // in a step of the same kind that has not failed.
   void follow(int layer, bool is_prefill);
@@ -169,7 +169,7 @@ class expert_pool {
 
   std::unique_ptr<file_reader> reader_;
   const int num_experts_;
-  std::mutex mutex_;
+  std::mutex clients_;
   mutable std::mutex mutex_;  // of slots, their classes, addresses and counters; never held during a wait
   std::vector<layer> layers_;
   std::vector<size_class> classes_;

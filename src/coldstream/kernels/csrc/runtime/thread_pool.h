@@ -49,9 +49,10 @@ class thread_pool {
     thread_pool& pool_;
   };
 
-  // Runs `ops` in order and returns when all workers are done; concurrent callers are serialised. With `seconds`
-  // [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc, and
-  // std::invalid_argument with the message of an op that failed; the pool stays usable after each of them.
+  // Runs `ops` in order and returns when all workers are done; concurrent callers are serialised. With
+  // `seconds` [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc,
+  // and std::invalid_argument with the message of an op that failed; the pool stays usable after each of
+  // them.
   void run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds = nullptr);
 
  private:
