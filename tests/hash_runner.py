@@ -64,10 +64,10 @@ class HashRunner(ModelRunner):
     def current_logits(self) -> Logits:
         return self._logits(self.token_ids)
 
-    def branch(self, sequence: Sequence) -> Sequence:
-        branch = super().branch(sequence)
-        self._tokens[branch] = list(self._tokens[sequence])
-        return branch
+    def fork(self, sequence: Sequence) -> Sequence:
+        fork = super().fork(sequence)
+        self._tokens[fork] = list(self._tokens[sequence])
+        return fork
 
     def close(self) -> None:
         assert not self.closed, "closed twice"
@@ -81,7 +81,7 @@ class HashRunner(ModelRunner):
             self._last = sequence = segment.sequence
             tokens = self._tokens.setdefault(sequence, [])
             tokens[sequence.length :] = segment.token_ids.tolist()
-            self._tokens |= {branch: tokens[: sequence.length + each] for each, branch in segment.branches}
+            self._tokens |= {fork: tokens[: sequence.length + each] for each, fork in segment.forks}
             ends = range(sequence.length + 1, len(tokens) + 1)
             self._contexts += [tokens[:end] for end in ends]
             self.computed += len(ends)

@@ -3,8 +3,8 @@
     python -m bench.engine.gpu_depth full.gguf     writes the file first if it isn't there (21 GB)
 
 A context is filled once, in the runner's chunks, each timed. At every depth asked for, steps of 1 to 64 rows
-continue it, each number of rows in a branch of its own, and their logits are brought to the host; medians,
-after two steps that aren't counted: the first copies what a branch shares. Then a greedy text continues it,
+continue it, each number of rows in a fork of its own, and their logits are brought to the host; medians,
+after two steps that aren't counted: the first copies what a fork shares. Then a greedy text continues it,
 each step launched before the host knows its token.
 """
 
@@ -47,12 +47,12 @@ def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int])
 
 def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], count: int) -> float:
     """Median seconds of steps of `count` rows behind what `sequence` has, which stays as it is."""
-    branch = runner.branch(sequence)
+    fork = runner.fork(sequence)
     samples = [
-        seconds_of(runner, branch, token_ids[start : start + count])
+        seconds_of(runner, fork, token_ids[start : start + count])
         for start in range(0, len(token_ids), count)
     ]
-    runner.release(branch)
+    runner.release(fork)
     return statistics.median(samples[UNTIMED_STEPS:])
 
 

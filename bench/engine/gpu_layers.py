@@ -46,7 +46,7 @@ from coldstream.planning.machine import measured_hardware
 
 DEPTH = 512
 GIB = 2**30
-CONTEXTS = 3  # of a prompt, and branches of it
+CONTEXTS = 3  # of a prompt, and forks of it
 ROOM_BYTES = 24 * GIB  # for all but FFNs
 
 

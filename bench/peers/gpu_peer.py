@@ -9,7 +9,7 @@ weights on the CPU are page-locked; flash attention; micro-batches of 2048 token
 8192; f16 keys and values; the number of threads that decodes fastest. The most likely token after each text
 must be the next id, as these files make it.
 
-A model is loaded once per placement. Steps of some rows and decoding continue branches of one text that is
+A model is loaded once per placement. Steps of some rows and decoding continue forks of one text that is
 filled once. `sequences` are steps of a token for each of several texts, each with its own memory: what bounds
 a server. The file is written anew after each placement.
 """
@@ -37,7 +37,7 @@ from coldstream.planning.config import parse_size
 
 PARTS = ("prefill", "decode", "steps", "sequences")
 SWEEP_TOKENS = 48  # decoded with each number of threads
-MAIN, BRANCH = 0, 1  # sequences
+MAIN, FORK = 0, 1  # sequences
 LISTS = {
     "cpu_layers": ([0, 40, 34, 16], "layers whose experts or FFN are on the CPU: one placement each"),
     "prompts": ([168, 512, 2048, 8192], "tokens"),
@@ -75,7 +75,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Of the context in which texts are filled and branch."""
+        """Of the context in which texts are filled and fork."""
         more = max(self.steps * max(self.rows, default=0), self.generate + 1, SWEEP_TOKENS + 1)
         return max(self.stops, default=0) + more
 
@@ -87,10 +87,10 @@ def ids(context: Context, start: int, count: int, text: int = 0) -> list[int]:
 
 
 def append(context: Context, counts: dict[int, int]) -> float:
-    """Seconds to append so many tokens of its text to each sequence; in a context of branches all have the
+    """Seconds to append so many tokens of its text to each sequence; in a context of forks all have the
     same text.
     """
-    texts = {s: 0 if context.are_branches else s for s in counts}
+    texts = {s: 0 if context.are_forks else s for s in counts}
     return context.extend(
         {s: ids(context, context.lengths[s], count, texts[s]) for s, count in counts.items()}
     )
@@ -98,7 +98,7 @@ def append(context: Context, counts: dict[int, int]) -> float:
 
 def check_walk(context: Context, sequences: Collection[int]) -> None:
     """Raises RuntimeError if the likeliest tokens behind what these have aren't the next of their texts."""
-    texts = [0 if context.are_branches else s for s in sequences]
+    texts = [0 if context.are_forks else s for s in sequences]
     expected = [
         ids(context, context.lengths[s], 1, text)[0] for s, text in zip(sequences, texts, strict=True)
     ]
@@ -128,7 +128,7 @@ def prefill(model: Model, threads: int, count: int, repetitions: int) -> dict[st
         num_tokens=count,
         micro_batch=micro_batch,
         num_sequences=1,
-        are_branches=False,
+        are_forks=False,
         threads=threads,
     ) as context:
         samples = []
@@ -139,20 +139,20 @@ def prefill(model: Model, threads: int, count: int, repetitions: int) -> dict[st
 
 
 def decode(context: Context, count: int, runs: int) -> list[float]:
-    """Tokens a second of `count` tokens one by one behind one more than the text has, in `runs` branches."""
+    """Tokens a second of `count` tokens one by one behind one more than the text has, in `runs` forks."""
     samples = []
     for _ in range(runs):
-        context.branch(MAIN, BRANCH)
-        extend(context, {BRANCH: 1})
-        samples.append(count / sum(append(context, {BRANCH: 1}) for _ in range(count)))
-        check_walk(context, [BRANCH])
+        context.fork(MAIN, FORK)
+        extend(context, {FORK: 1})
+        samples.append(count / sum(append(context, {FORK: 1}) for _ in range(count)))
+        check_walk(context, [FORK])
     return samples
 
 
 def few_rows(context: Context, count: int, work: Work) -> dict[str, Any]:
     """Milliseconds of steps of `count` rows behind what the text has."""
-    context.branch(MAIN, BRANCH)
-    samples = [1e3 * extend(context, {BRANCH: count}) for _ in range(work.steps)]
+    context.fork(MAIN, FORK)
+    samples = [1e3 * extend(context, {FORK: count}) for _ in range(work.steps)]
     return figures(samples[UNTIMED_STEPS:])
 
 
@@ -193,7 +193,7 @@ def side_by_side(model: Model, threads: int, count: int, work: Work) -> dict[str
         num_tokens=count * (work.sequence_depth + 2 * work.steps),
         micro_batch=CHUNK,
         num_sequences=count,
-        are_branches=False,
+        are_forks=False,
         threads=threads,
     ) as context:
         extend(context, dict.fromkeys(range(count), work.sequence_depth))
@@ -209,7 +209,7 @@ def measure(model: Model, work: Work) -> dict[str, Any]:
         num_tokens=work.num_tokens,
         micro_batch=CHUNK,
         num_sequences=2,
-        are_branches=True,
+        are_forks=True,
         threads=work.threads[0],
     ) as context:
         # Kernels are loaded when the clock starts.

@@ -288,17 +288,17 @@ class Context:
         num_tokens: int,
         micro_batch: int,
         num_sequences: int,
-        are_branches: bool,
+        are_forks: bool,
         threads: int,
     ) -> None:
-        """num_tokens: in all sequences. are_branches: they share positions, and one may become a branch of
+        """num_tokens: in all sequences. are_forks: they share positions, and one may become a fork of
         another; without, each has its own memory, which is faster.
         """
         library = model.library
-        self.model, self.c, self.are_branches = model, library.c, are_branches
+        self.model, self.c, self.are_forks = model, library.c, are_forks
         params: Any = library.ContextParams.from_buffer_copy(library.context_defaults)
         params.n_ctx, params.n_batch, params.n_ubatch = num_tokens, num_tokens, micro_batch
-        params.n_seq_max, params.kv_unified = num_sequences, are_branches
+        params.n_seq_max, params.kv_unified = num_sequences, are_forks
         params.n_outputs_max = max(MAX_OUTPUTS, num_sequences)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = FLASH_ATTENTION
@@ -330,7 +330,7 @@ class Context:
         self.c.llama_memory_clear(self.memory, False)
         self.lengths = [0] * len(self.lengths)
 
-    def branch(self, source: int, to: int) -> None:
+    def fork(self, source: int, to: int) -> None:
         """Sequence `to` is what `source` is, which stays as it is."""
         self.c.llama_memory_seq_rm(self.memory, to, -1, -1)
         self.c.llama_memory_seq_cp(self.memory, source, to, -1, -1)

@@ -86,7 +86,7 @@ def test_tokens_and_prefixes_are_those_of_steps_that_end_there(path: Path, size:
             prompts.append((prompt, borders, data.draw(st.sampled_from((1, 1, 2)))))
         found = served(opened, prompts)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job, "MIN_BRANCH_ROWS", NEVER)
+            patch.setattr(job, "MIN_FORK_ROWS", NEVER)
             expected = served(opened, prompts)
         # Where memory is short, it may be another prefix that gives way.
         assert found[: 3 if size == SIZES["room"] else 1] == expected[: 3 if size == SIZES["room"] else 1]
@@ -162,7 +162,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("part", ["_run_trunk", "_logits_of"])
-def test_a_step_that_fails_leaves_no_branch(
+def test_a_step_that_fails_leaves_no_fork(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     with engine_of(opened) as client:
@@ -182,11 +182,11 @@ def test_a_step_that_fails_leaves_no_branch(
         (Engine, "_may_run_ahead"),
         (Engine, "_take_outcomes"),
         (model_steps.Launched, "outcomes"),
-        (JobMemory, "keep_branch"),
+        (JobMemory, "keep_fork"),
         (CpuRunner, "_run_trunk"),
     ],
 )
-def test_an_interruption_anywhere_leaves_no_branch_and_the_same_tokens(
+def test_an_interruption_anywhere_leaves_no_fork_and_the_same_tokens(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
     wanted = alone(LLM.from_opened(opened), PROMPT, SAMPLED)

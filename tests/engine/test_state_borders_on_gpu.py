@@ -47,7 +47,7 @@ def test_what_a_step_in_flight_has_left_is_kept_once_its_token_is_known(models: 
 
 
 @pytest.mark.parametrize("how", ["cancelled", "interrupted", "closed"])
-def test_a_step_in_flight_that_nobody_waits_for_gives_its_branches_back(
+def test_a_step_in_flight_that_nobody_waits_for_gives_its_forks_back(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     gpu, cpu = models
@@ -76,14 +76,14 @@ def test_a_step_in_flight_that_nobody_waits_for_gives_its_branches_back(
     assert gpu.opened.runner.free == before
 
 
-def test_a_step_that_fails_behind_the_host_leaves_no_branch(
+def test_a_step_that_fails_behind_the_host_leaves_no_fork(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some experts are in the file, which is looked at once the step has ended."""
     runner = models[0].opened.runner
-    before, (text, branch) = runner.free, (runner.new_sequence() for _ in range(2))
-    (logits,) = runner.step(Batch((Segment(text, PROMPT, branches=((17, branch),)),)))
-    assert (text.length, branch.length) == (34, 17)
+    before, (text, fork) = runner.free, (runner.new_sequence() for _ in range(2))
+    (logits,) = runner.step(Batch((Segment(text, PROMPT, forks=((17, fork),)),)))
+    assert (text.length, fork.length) == (34, 17)
 
     def fail() -> None:
         raise DeviceError("made to fail")
@@ -92,5 +92,5 @@ def test_a_step_that_fails_behind_the_host_leaves_no_branch(
         patch.setattr(runner, "check_file", fail)
         with pytest.raises(DeviceError):
             np.asarray(logits)
-    assert (text.length, branch.length) == (0, 0)
+    assert (text.length, fork.length) == (0, 0)
     assert runner.free == before

@@ -57,7 +57,7 @@ class Part:
 
 
 def line(num_rows: int) -> tuple[int, ...]:
-    """The parents of a draft tree without branches."""
+    """The parents of a draft tree without forks."""
     return tuple(range(-1, num_rows - 1))
 
 
@@ -102,7 +102,7 @@ def batch_of(
     batch = BatchRows(
         segments, tables, indices, parents, kept,
         has_trees=bool((kept >= 0).any()),
-        has_branches=any(part.parents not in (None, line(part.num_rows)) for part in parts),
+        is_branching=any(part.parents not in (None, line(part.num_rows)) for part in parts),
         is_deep=is_deep,
     )  # fmt: skip
     return Rows(positions, segments, batch)

@@ -8,7 +8,7 @@ from delta_cases import DeltaCase
 from hypothesis import strategies as st
 
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import MIN_BRANCH_ROWS, BatchRows, Rows
+from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, Rows
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def some_chains(draw: st.DrawFn, num_states: int, most_rows: int = 40) -> list[C
     """Chains with borders, short and long ones without, in any order; no two have a state in common."""
     chains, free = [], draw(st.permutations(range(num_states)))
     while free and len(chains) < 4:
-        num_rows = draw(st.one_of(st.integers(1, 3), st.integers(MIN_BRANCH_ROWS + 1, most_rows)))
-        most = min(3, len(free) - 1) if num_rows > MIN_BRANCH_ROWS else 0
-        places = st.integers(MIN_BRANCH_ROWS, max(MIN_BRANCH_ROWS, num_rows - 1))
+        num_rows = draw(st.one_of(st.integers(1, 3), st.integers(MIN_FORK_ROWS + 1, most_rows)))
+        most = min(3, len(free) - 1) if num_rows > MIN_FORK_ROWS else 0
+        places = st.integers(MIN_FORK_ROWS, max(MIN_FORK_ROWS, num_rows - 1))
         borders = sorted(draw(st.sets(places, max_size=most)))
         chains.append(Chain(num_rows, tuple(free[: len(borders) + 1]), tuple(borders)))
         free = free[len(borders) + 1 :]

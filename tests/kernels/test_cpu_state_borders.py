@@ -10,12 +10,12 @@ from state_borders import Chain, rows_of, separately, some_chains, states_of
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import batch_rows
-from coldstream.kernels.ops import MIN_BRANCH_ROWS
+from coldstream.kernels.ops import MIN_FORK_ROWS
 from coldstream.kernels.reference_ops import ReferenceOps
 
 Runtimes = list[_csrc.Runtime]
 NUM_STATES = 8
-MIN = MIN_BRANCH_ROWS
+MIN = MIN_FORK_ROWS
 
 
 def case_of(chains: list[Chain], head_dim: int = 16, num_taps: int = 4) -> DeltaCase:

@@ -73,7 +73,7 @@ def test_a_few_hundred_rows_far_into_a_text_are_computed_in_parts(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "is_deep", "branches", "kind"),
+    ("num_rows", "is_deep", "is_branching", "kind"),
     [
         (1, True, False, "fewest"),
         (1, False, False, "fewest"),
@@ -90,11 +90,11 @@ def test_a_few_hundred_rows_far_into_a_text_are_computed_in_parts(
     ],
 )
 def test_warpgroups_take_what_they_are_faster_at(
-    num_rows: int, is_deep: bool, branches: bool, kind: str
+    num_rows: int, is_deep: bool, is_branching: bool, kind: str
 ) -> None:
     shape = AttentionShape(16, 2, 256, CACHE_TYPES["i16"])
-    assert kind_of(shape, num_rows, branches, is_deep, by_warpgroups=True) == kind
-    assert kind_of(shape, num_rows, branches, is_deep, by_warpgroups=False) in (
+    assert kind_of(shape, num_rows, is_branching, is_deep, by_warpgroups=True) == kind
+    assert kind_of(shape, num_rows, is_branching, is_deep, by_warpgroups=False) in (
         "fewest", "few", "middle", "many",
     )  # fmt: skip
-    assert (kind, branches) in IntegerKernels(shape, WITH_WARPGROUPS)._forms
+    assert (kind, is_branching) in IntegerKernels(shape, WITH_WARPGROUPS)._forms

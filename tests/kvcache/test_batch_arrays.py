@@ -58,16 +58,16 @@ def test_rows_of_a_batch_name_their_sequences_and_parents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parents", "has_branches"),
+    ("parents", "is_branching"),
     [(None, False), ([-1], False), ([-1, 0, 1], False), ([-1, 0, 0], True), ([-1, -1], True)],
 )
-def test_a_draft_has_branches_unless_each_row_follows_the_one_before(
-    parents: list[int] | None, has_branches: bool
+def test_a_draft_is_branching_unless_each_row_follows_the_one_before(
+    parents: list[int] | None, is_branching: bool
 ) -> None:
     cache = SequenceCache(Shape(), CpuOps(1), CacheSize(6, 3, 8), "f32")
     segment = Segment(cache.new(), [1] * len(parents or [1, 2]), parents)
     [checked] = check_batch(Batch([segment]), cache, BatchLimits(100, 400, 400, 3))
-    assert checked.has_branches == has_branches
+    assert checked.is_branching == is_branching
 
 
 def test_rows_behind_a_batch_are_of_no_sequence() -> None:

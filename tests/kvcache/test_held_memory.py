@@ -86,7 +86,7 @@ def test_a_cleared_sequence_holds_nothing() -> None:
 def test_the_last_of_several_holders_needs_no_copy(num_holders: int) -> None:
     cache = cache_of(num_holders, num_holders)
     first = sequence_of(cache, 10)
-    holders = [first, *(cache.branch(first) for _ in range(num_holders - 1))]
+    holders = [first, *(cache.fork(first) for _ in range(num_holders - 1))]
     reserve(cache, *(Demand(each, 1) for each in holders))
     assert held(cache) == (num_holders, num_holders, 0)
     assert len({each.state for each in holders}) == len({each.blocks[0] for each in holders}) == num_holders
@@ -96,7 +96,7 @@ def test_the_last_of_several_holders_needs_no_copy(num_holders: int) -> None:
 def test_every_holder_but_the_last_needs_a_copy(num_blocks: int, num_states: int, what: str) -> None:
     cache = cache_of(num_blocks, num_states)
     first = sequence_of(cache, 10)
-    holders = [first, cache.branch(first), cache.branch(first)]
+    holders = [first, cache.fork(first), cache.fork(first)]
     with pytest.raises(OutOfMemoryError, match=f"2 more .*{what}.* are needed and 1 of 2 are free"):
         reserve(cache, *(Demand(each, 1) for each in holders))
     assert held(cache) == (1, 1, 0)
@@ -105,12 +105,12 @@ def test_every_holder_but_the_last_needs_a_copy(num_blocks: int, num_states: int
 def test_a_tree_needs_no_state_before_its_commit() -> None:
     """And none if its path is empty."""
     cache = cache_of(2, 1)
-    branch = cache.branch(sequence_of(cache, 10))
-    reserve(cache, Demand(branch, 2, (-1, 0)))
+    fork = cache.fork(sequence_of(cache, 10))
+    reserve(cache, Demand(fork, 2, (-1, 0)))
     assert held(cache) == (2, 1, 2)
     with pytest.raises(OutOfMemoryError, match="1 more recurrent states are needed"):
-        cache.accept(branch, [0])
-    cache.accept(branch, [])
-    cache.settle(branch, 0)
+        cache.accept(fork, [0])
+    cache.accept(fork, [])
+    cache.settle(fork, 0)
     assert held(cache) == (2, 1, 0)
-    assert branch.length == 10
+    assert fork.length == 10

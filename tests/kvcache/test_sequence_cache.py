@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_shape import Shape
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
+from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_FORK_ROWS
 from coldstream.kvcache import sequence_cache
 from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
@@ -105,17 +105,15 @@ class Sequences(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), counts=st.lists(COUNTS, min_size=2, max_size=4), fails=st.booleans())
-    def chain_with_branches(self, data: st.DataObject, counts: list[int], fails: bool) -> None:
+    def chain_with_forks(self, data: st.DataObject, counts: list[int], fails: bool) -> None:
         """The state advances from slot to slot, as the rows of the step name them."""
         sequence = self.draw(data)
         if sequence in self.trees:
             return
         borders = [sum(counts[:i]) for i in range(1, len(counts))]
-        branches = tuple((MIN_BRANCH_ROWS + border, self.cache.new()) for border in borders)
-        count = MIN_BRANCH_ROWS + sum(counts)
-        segment = CheckedSegment(
-            sequence, np.zeros(count, np.int32), None, np.arange(0), None, branches=branches
-        )
+        forks = tuple((MIN_FORK_ROWS + border, self.cache.new()) for border in borders)
+        count = MIN_FORK_ROWS + sum(counts)
+        segment = CheckedSegment(sequence, np.zeros(count, np.int32), None, np.arange(0), None, forks=forks)
         if not self.reserve(segment.demand):
             return
         if fails:
@@ -135,9 +133,9 @@ class Sequences(RuleBasedStateMachine):
             self.recurrent.state[state_id] += token
             self.recurrent.conv_state[state_id] += token
             before = state_id
-        self.cache.append(sequence, count, branches)
+        self.cache.append(sequence, count, forks)
         held = self.tokens[sequence]
-        self.tokens |= {branch: held + tokens[:border] for border, branch in branches}
+        self.tokens |= {fork: held + tokens[:border] for border, fork in forks}
         self.tokens[sequence] = held + tokens
 
     def copy_state(self, source: int, target: int) -> None:
@@ -200,13 +198,13 @@ class Sequences(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
-    def branch(self, data: st.DataObject) -> None:
+    def fork(self, data: st.DataObject) -> None:
         sequence = self.draw(data)
         if sequence in self.trees:
             with pytest.raises(InvalidRequestError, match="wait for a commit"):
-                self.cache.branch(sequence)
+                self.cache.fork(sequence)
         else:
-            self.tokens[self.cache.branch(sequence)] = list(self.tokens[sequence])
+            self.tokens[self.cache.fork(sequence)] = list(self.tokens[sequence])
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -237,7 +235,7 @@ class Sequences(RuleBasedStateMachine):
             self.cache.release(sequence)
             del self.tokens[sequence]
             with pytest.raises(InvalidRequestError, match="released"):
-                self.cache.branch(sequence)
+                self.cache.fork(sequence)
         else:
             self.cache.clear(sequence)
             self.tokens[sequence] = []

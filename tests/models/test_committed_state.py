@@ -84,7 +84,7 @@ def decoded(runner: OneSequence, length: int, token_ids: list[int]) -> tuple[Hel
 def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding(
     runner: OneSequence, seed: int, length: int
 ) -> None:
-    """Each beginning of a path from the root alone to a leaf, of chains and of trees with branches; and
+    """Each beginning of a path from the root alone to a leaf, of chains and of trees with forks; and
     what the auxiliary layers put out, which drafters observe.
     """
     random = Random(seed)
@@ -159,15 +159,15 @@ def test_trap_broken_rollback_shows_in_what_is_held(
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 70])
 @pytest.mark.parametrize("at", range(5))
-def test_trap_38_a_branch_starts_from_its_parents_state_and_convolution(
+def test_trap_38_a_fork_starts_from_its_parents_state_and_convolution(
     runner: OneSequence, length: int, at: int
 ) -> None:
     """Behind a line of six rows, of which the first `at` are its own; the convolutions reach back three rows,
-    so that they see rows of the sequence, of the shared line, and of the branch.
+    so that they see rows of the sequence, of the shared line, and of the fork.
     """
-    line, branch = [9, 8, 7, 6, 5, 4], [3, 2, 1, 0, 11]
+    line, fork = [9, 8, 7, 6, 5, 4], [3, 2, 1, 0, 11]
     parents = [-1, *range(5), at - 1, *range(6, 10)]
-    tree = Tree(line + branch, parents)
+    tree = Tree(line + fork, parents)
     sequence = begun(runner, length)
     logits = verify(runner, sequence, tree)
     alone = begun(runner, length)

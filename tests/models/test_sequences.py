@@ -77,38 +77,38 @@ def test_sp02_32_sequences_in_one_batch_are_each_what_they_are_alone(path: Path)
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 300])
-def test_branches_are_sequences_of_their_own(runner: OneSequence, length: int) -> None:
+def test_forks_are_sequences_of_their_own(runner: OneSequence, length: int) -> None:
     trunk = runner.new_sequence()
     ids = prompt(length)
     if ids:
         step(runner, trunk, ids)
     before = in_use(runner)
-    branches = [runner.branch(trunk) for _ in range(3)]
+    forks = [runner.fork(trunk) for _ in range(3)]
     assert in_use(runner) == before
     tails = [[i, 7, *prompt(i * 3)] for i in range(3)]
-    runner.step(Batch(tuple(Segment(branch, tail) for branch, tail in zip(branches, tails, strict=True))))
+    runner.step(Batch(tuple(Segment(fork, tail) for fork, tail in zip(forks, tails, strict=True))))
     step(runner, trunk, [99])
-    for branch, tail in zip(branches, tails, strict=True):
-        assert_holds(runner, branch, ids + tail)
-    runner.release(branches.pop())
+    for fork, tail in zip(forks, tails, strict=True):
+        assert_holds(runner, fork, ids + tail)
+    runner.release(forks.pop())
     assert_holds(runner, trunk, [*ids, 99])
-    for sequence in (trunk, *branches):
+    for sequence in (trunk, *forks):
         runner.release(sequence)
     assert in_use(runner) == (0, 0, 0)
 
 
-def test_branches_of_one_state_take_a_tree_and_a_chain_in_one_step(runner: OneSequence) -> None:
+def test_forks_of_one_state_take_a_tree_and_a_chain_in_one_step(runner: OneSequence) -> None:
     """The chain's copy of the state is its own, and what the tree of the other starts from stays."""
     trunk, ids = runner.new_sequence(), prompt(70)
     step(runner, trunk, ids)
-    branch, third = runner.branch(trunk), runner.branch(trunk)
+    fork, third = runner.fork(trunk), runner.fork(trunk)
     runner.step(
-        Batch((Segment(trunk, [4, 5]), Segment(branch, [1, 2, 3], [-1, 0, 0]), Segment(third, [9], [-1])))
+        Batch((Segment(trunk, [4, 5]), Segment(fork, [1, 2, 3], [-1, 0, 0]), Segment(third, [9], [-1])))
     )
-    runner.commit(branch, [0, 2])
+    runner.commit(fork, [0, 2])
     runner.commit(third, [])
     assert_holds(runner, trunk, [*ids, 4, 5])
-    assert_holds(runner, branch, [*ids, 1, 3])
+    assert_holds(runner, fork, [*ids, 1, 3])
     assert_holds(runner, third, ids)
 
 
@@ -167,7 +167,7 @@ def test_a_pending_tree_waits_for_a_path(runner: OneSequence) -> None:
     with pytest.raises(InvalidRequestError, match="no draft tree"):
         runner.commit(sequence, [])
     step(runner, sequence, [1, 2, 3, 4], [-1, 0, 0, 1])
-    for call in (runner.branch, runner.checkpoint, lambda s: step(runner, s, [1])):
+    for call in (runner.fork, runner.checkpoint, lambda s: step(runner, s, [1])):
         with pytest.raises(InvalidRequestError, match="4 rows of a draft tree wait"):
             call(sequence)
     for path in ([1], [0, 3], [0, 1, 2], [4], [-1], [0, 0]):
@@ -184,7 +184,7 @@ def test_sequences_that_were_released_or_are_of_another_runner_are_refused(
     runner.release(gone)
     with open_cpu(path, threads=1, context_length=16) as other:
         for sequence, message in ((gone, "released"), (other.new_sequence(), "another model")):
-            for call in (runner.branch, runner.release, lambda s: step(runner, s, [1])):
+            for call in (runner.fork, runner.release, lambda s: step(runner, s, [1])):
                 with pytest.raises(InvalidRequestError, match=message):
                     call(sequence)
 
@@ -194,24 +194,24 @@ def test_a_step_without_room_changes_nothing(path: Path) -> None:
     with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=size) as runner:
         sequence = runner.new_sequence()
         step(runner, sequence, prompt(300))
-        branch, third = runner.branch(sequence), runner.branch(sequence)
+        fork, third = runner.fork(sequence), runner.fork(sequence)
         with pytest.raises(
             OutOfMemoryError, match="2 more blocks of 256 positions are needed and 1 of 3 are free"
         ):
-            runner.step(Batch((Segment(branch, [1]), Segment(sequence, [1]))))
+            runner.step(Batch((Segment(fork, [1]), Segment(sequence, [1]))))
         runner.release(third)
         with pytest.raises(OutOfMemoryError, match="5 more rows of draft trees are needed and 4 of 4"):
-            step(runner, branch, [1] * 5, [-1] * 5)
+            step(runner, fork, [1] * 5, [-1] * 5)
         checkpoint = runner.checkpoint(sequence)
-        step(runner, branch, [1, 2], [-1, 0])
+        step(runner, fork, [1, 2], [-1, 0])
         step(runner, sequence, [6])  # takes the last state
         with pytest.raises(OutOfMemoryError, match="1 more recurrent states are needed and 0 of 2"):
-            runner.commit(branch, [0])
+            runner.commit(fork, [0])
         runner.drop(sequence, checkpoint)
-        runner.commit(branch, [0])
-        assert branch.length == sequence.length == 301
-        after = step(runner, branch, [5])
-        for each in (branch, sequence):
+        runner.commit(fork, [0])
+        assert fork.length == sequence.length == 301
+        after = step(runner, fork, [5])
+        for each in (fork, sequence):
             runner.release(each)
         runner.prefill([*prompt(300), 1])
         assert np.array_equal(after[0], runner.decode(5))

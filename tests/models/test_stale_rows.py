@@ -97,11 +97,11 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(paths: dict[str, Pa
             alone, sequences = [], [runner.new_sequence() for _ in prompts]
             for sequence, prompt, token in zip(sequences, prompts, next_ids, strict=True):
                 runner.runner.extend(sequence, prompt)
-                branch = runner.branch(sequence)
-                alone.append(np.array(runner.runner.extend(branch, [token])))
-                runner.release(branch)
+                fork = runner.fork(sequence)
+                alone.append(np.array(runner.runner.extend(fork, [token])))
+                runner.release(fork)
             damaged = sequences[1]
-            runner.release(runner.branch(damaged))
+            runner.release(runner.fork(damaged))
             for layer in runner._sequences.tensors.layers:
                 is_attention = isinstance(layer, AttentionState)
                 (place,) = damaged.blocks if is_attention else [damaged.state]

@@ -13,12 +13,12 @@ from runner_cases import FAMILIES, write_mixed_layers, write_variant
 from tree_cases import prompt
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
-from coldstream.kernels.ops import MIN_BRANCH_ROWS
+from coldstream.kernels.ops import MIN_FORK_ROWS
 from coldstream.kvcache import Batch, CacheSize, ChosenToken, Demand, Segment, Sequence
 from coldstream.models.cpu.runner import CpuRunner
 
 CONTEXT = 600
-MIN = MIN_BRANCH_ROWS
+MIN = MIN_FORK_ROWS
 SIZE = CacheSize.of(8, CONTEXT, num_trees=1)
 
 
@@ -40,9 +40,9 @@ def in_use(runner: OneSequence) -> tuple[int, int]:
 
 
 def step(
-    runner: OneSequence, sequence: Sequence, ids: list[int], branches: tuple[tuple[int, Sequence], ...] = ()
+    runner: OneSequence, sequence: Sequence, ids: list[int], forks: tuple[tuple[int, Sequence], ...] = ()
 ) -> np.ndarray:
-    (logits,) = runner.step(Batch((Segment(sequence, ids, branches=branches),)))
+    (logits,) = runner.step(Batch((Segment(sequence, ids, forks=forks),)))
     return np.array(logits)
 
 
@@ -61,20 +61,23 @@ def test_any_borders_have_the_bits_of_steps_that_end_there(
     runner: OneSequence, first: int, num_rows: int, data: st.DataObject
 ) -> None:
     borders = sorted(data.draw(st.sets(st.integers(MIN, num_rows - 1), min_size=1, max_size=4)))
+    is_shared = data.draw(st.booleans())
+    # All draws come first: one that ends the example would leave sequences behind.
+    order = data.draw(st.permutations(range(len(borders) + 1)))
     ids, text = prompt(first + num_rows), runner.new_sequence()
     if first:
         step(runner, text, ids[:first])
-    branches = tuple((border, runner.new_sequence()) for border in borders)
-    shared = runner.branch(text) if data.draw(st.booleans()) else None
-    free, need = runner.free, runner.need_of([Demand(text, num_rows, None, [each for _, each in branches])])
-    last = step(runner, text, ids[first:], branches)
+    forks = tuple((border, runner.new_sequence()) for border in borders)
+    shared = runner.fork(text) if is_shared else None
+    free, need = runner.free, runner.need_of([Demand(text, num_rows, None, [each for _, each in forks])])
+    last = step(runner, text, ids[first:], forks)
     assert free.num_blocks - runner.free.num_blocks == need.num_blocks
     assert free.num_states - runner.free.num_states == need.num_states
     lengths = [*(first + border for border in borders), first + num_rows]
-    held = [*(branch for _, branch in branches), text]
+    held = [*(fork for _, fork in forks), text]
     assert [each.length for each in held] == lengths
     # In any order, as each may be the first to write to a block that they share.
-    found = {i: following(runner, held[i]) for i in data.draw(st.permutations(range(len(held))))}
+    found = {i: following(runner, held[i]) for i in order}
     for i, length in enumerate(lengths):
         alone = runner.new_sequence()
         expected = step(runner, alone, ids[:length])
@@ -105,17 +108,17 @@ def test_a_gpu_leaves_what_the_cpu_does(tmp_path: Path) -> None:
         for runner, results in ((gpu, found), (cpu, expected)):
             text, other, third = (runner.new_sequence() for _ in range(3))
             step(runner, text, ids[:200])
-            branches = tuple((border, runner.new_sequence()) for border in (17, 56, 60, 99))
+            forks = tuple((border, runner.new_sequence()) for border in (17, 56, 60, 99))
             runner.step(
                 Batch(
                     (
                         Segment(third, [5]),
-                        Segment(text, ids[200:], branches=branches),
+                        Segment(text, ids[200:], forks=forks),
                         Segment(other, ids[:20]),
                     )
                 )
             )
-            held = [text, *(branch for _, branch in branches), other, third]
+            held = [text, *(fork for _, fork in forks), other, third]
             results += [logits for each in held for logits in following(runner, each)]
             for each in held:
                 runner.release(each)
@@ -124,16 +127,16 @@ def test_a_gpu_leaves_what_the_cpu_does(tmp_path: Path) -> None:
             assert np.array_equal(one, another)
 
 
-def test_several_sequences_of_a_step_leave_branches(runner: OneSequence) -> None:
+def test_several_sequences_of_a_step_leave_forks(runner: OneSequence) -> None:
     texts = [runner.new_sequence() for _ in range(3)]
     ids = [prompt(40), [5], prompt(30)[::-1]]
     first, second = runner.new_sequence(), runner.new_sequence()
     runner.step(
         Batch(
             (
-                Segment(texts[0], ids[0], branches=((39, first),)),
+                Segment(texts[0], ids[0], forks=((39, first),)),
                 Segment(texts[1], ids[1]),
-                Segment(texts[2], ids[2], branches=((MIN, second),)),
+                Segment(texts[2], ids[2], forks=((MIN, second),)),
             )
         )
     )
@@ -151,22 +154,20 @@ def test_several_sequences_of_a_step_leave_branches(runner: OneSequence) -> None
 
 Fresh = Callable[[], Sequence]
 BAD_SEGMENTS: dict[str, Callable[[Sequence, Sequence, Fresh], Segment]] = {
-    "a branch after 15 of 40": lambda s, t, new: Segment(s, [1] * 40, branches=((MIN - 1, new()),)),
-    "a branch after 40 of 40": lambda s, t, new: Segment(s, [1] * 40, branches=((40, new()),)),
-    "a branch after 20 of 40": lambda s, t, new: Segment(s, [1] * 40, branches=((20, new()), (20, new()))),
-    "a branch after 16 of 8": lambda s, t, new: Segment(s, [1] * 8, branches=((MIN, new()),)),
-    "named twice": lambda s, t, new: Segment(s, [1] * 40, branches=((20, s),)),
-    "is named twice in a": lambda s, t, new: Segment(s, [1] * 40, branches=((20, e := new()), (21, e))),
-    "holds 5 tokens": lambda s, t, new: Segment(s, [1] * 40, branches=((20, t),)),
-    "only a chain": lambda s, t, new: Segment(s, [1] * 40, range(-1, 39), branches=((20, new()),)),
-    "a token that is result": lambda s, t, new: Segment(
-        s, ChosenToken(0, frozenset()), branches=((20, new()),)
-    ),
+    "a fork after 15 of 40": lambda s, t, new: Segment(s, [1] * 40, forks=((MIN - 1, new()),)),
+    "a fork after 40 of 40": lambda s, t, new: Segment(s, [1] * 40, forks=((40, new()),)),
+    "a fork after 20 of 40": lambda s, t, new: Segment(s, [1] * 40, forks=((20, new()), (20, new()))),
+    "a fork after 16 of 8": lambda s, t, new: Segment(s, [1] * 8, forks=((MIN, new()),)),
+    "named twice": lambda s, t, new: Segment(s, [1] * 40, forks=((20, s),)),
+    "is named twice in a": lambda s, t, new: Segment(s, [1] * 40, forks=((20, e := new()), (21, e))),
+    "holds 5 tokens": lambda s, t, new: Segment(s, [1] * 40, forks=((20, t),)),
+    "only a chain": lambda s, t, new: Segment(s, [1] * 40, range(-1, 39), forks=((20, new()),)),
+    "a token that is result": lambda s, t, new: Segment(s, ChosenToken(0, frozenset()), forks=((20, new()),)),
 }
 
 
 @pytest.mark.parametrize("message", BAD_SEGMENTS)
-def test_branches_that_no_step_can_leave_are_refused(runner: OneSequence, message: str) -> None:
+def test_forks_that_no_step_can_leave_are_refused(runner: OneSequence, message: str) -> None:
     sequence, other, made = runner.new_sequence(), runner.new_sequence(), []
     for each in (sequence, other):
         step(runner, each, prompt(5))
@@ -185,26 +186,24 @@ def test_branches_that_no_step_can_leave_are_refused(runner: OneSequence, messag
         runner.release(each)
 
 
-def test_a_branch_that_was_released_or_is_of_another_runner_is_refused(
-    runner: OneSequence, path: Path
-) -> None:
+def test_a_fork_that_was_released_or_is_of_another_runner_is_refused(runner: OneSequence, path: Path) -> None:
     sequence, gone = runner.new_sequence(), runner.new_sequence()
     runner.release(gone)
     with open_cpu(path, threads=1, context_length=64) as other:
-        for branch, message in ((gone, "released"), (other.new_sequence(), "another model")):
+        for fork, message in ((gone, "released"), (other.new_sequence(), "another model")):
             with pytest.raises(InvalidRequestError, match=message):
-                step(runner, sequence, prompt(40), ((20, branch),))
+                step(runner, sequence, prompt(40), ((20, fork),))
     assert in_use(runner) == (0, 0)
 
 
-def test_a_step_without_room_for_a_branch_changes_nothing(path: Path) -> None:
+def test_a_step_without_room_for_a_fork_changes_nothing(path: Path) -> None:
     with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=CacheSize(4, 2)) as runner:
-        sequence, branches = runner.new_sequence(), [runner.new_sequence() for _ in range(2)]
+        sequence, forks = runner.new_sequence(), [runner.new_sequence() for _ in range(2)]
         with pytest.raises(OutOfMemoryError, match="3 more recurrent states are needed and 2 of 2"):
-            step(runner, sequence, prompt(40), ((20, branches[0]), (30, branches[1])))
+            step(runner, sequence, prompt(40), ((20, forks[0]), (30, forks[1])))
         assert in_use(runner) == (0, 0)
-        step(runner, sequence, prompt(40), ((20, branches[0]),))
-        assert (sequence.length, branches[0].length) == (40, 20)
+        step(runner, sequence, prompt(40), ((20, forks[0]),))
+        assert (sequence.length, forks[0].length) == (40, 20)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -212,7 +211,7 @@ def test_a_step_without_room_for_a_branch_changes_nothing(path: Path) -> None:
 def test_a_step_that_fails_leaves_nothing(
     runner: OneSequence, monkeypatch: pytest.MonkeyPatch, part: str, error: type[BaseException]
 ) -> None:
-    sequence, branch = runner.new_sequence(), runner.new_sequence()
+    sequence, fork = runner.new_sequence(), runner.new_sequence()
     step(runner, sequence, prompt(5))
 
     def fail(*_: object) -> None:
@@ -221,10 +220,10 @@ def test_a_step_that_fails_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(CpuRunner, part, fail)
         with pytest.raises(error):
-            step(runner, sequence, prompt(40), ((20, branch),))
-    assert (sequence.length, branch.length) == (0, 0)
+            step(runner, sequence, prompt(40), ((20, fork),))
+    assert (sequence.length, fork.length) == (0, 0)
     assert in_use(runner) == (0, 0)
-    step(runner, sequence, prompt(40), ((20, branch),))
-    for each in (sequence, branch):
+    step(runner, sequence, prompt(40), ((20, fork),))
+    for each in (sequence, fork):
         runner.release(each)
     assert in_use(runner) == (0, 0)

@@ -88,7 +88,7 @@ class Prompts:
         if length not in self._prompts:
             self._prompts[length] = self.runner.new_sequence()
             extend(self.runner, self._prompts[length], prompt(length))
-        return self.runner.branch(self._prompts[length])
+        return self.runner.fork(self._prompts[length])
 
 
 class Oracle(Prompts):

@@ -33,7 +33,7 @@ SAMPLINGS = {
 
 
 class Chain:
-    """Drafts of another drafter without their branches: the likeliest token, then the likeliest after it."""
+    """Drafts of another drafter without their forks: the likeliest token, then the likeliest after it."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner

@@ -203,7 +203,7 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return ()
-        step.release_branches(self._runner)
+        step.release_forks(self._runner)
         return tuple(step.counts)
 
     def _compute(self) -> None:
@@ -393,7 +393,7 @@ class Engine:
         try:
             self._take_outcomes(launched, following)
         finally:
-            launched.release_branches(self._runner)
+            launched.release_forks(self._runner)
 
     def _take_outcomes(self, launched: Launched, following: Launched | None) -> None:
         drafts = self._drafts
@@ -407,8 +407,8 @@ class Engine:
             return
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
-            if isinstance(outcome, Chosen) and job in launched.branches:
-                self._served.keep_branches(job, launched.branches[job])
+            if isinstance(outcome, Chosen) and job in launched.forks:
+                self._served.keep_forks(job, launched.forks[job])
             if job.sequence is None or job.request_id in self._served.cancelled:
                 continue
             if job.is_over:

@@ -12,7 +12,7 @@ from coldstream.engine.answer import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
 from coldstream.engine.submission import Submission
-from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_BRANCH_ROWS
+from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_FORK_ROWS
 from coldstream.models.runner import ModelRunner
 
 MOST_WANTED_CHECKPOINTS: Final = 4  # of a prompt, beside those that the prefix cache chooses
@@ -81,11 +81,11 @@ class Job:
         done = self.num_computed
         if len(self.tokens.ids) == done + 1:
             return 1
-        near = (cut for cut in self.cuts if done < cut < done + MIN_BRANCH_ROWS)
+        near = (cut for cut in self.cuts if done < cut < done + MIN_FORK_ROWS)
         return next(near, len(self.token_ids)) - done
 
     def borders(self, count: int) -> tuple[int, ...]:
-        """The numbers of its next `count` rows, ≤ `num_wanted`, behind which a branch is to be left."""
+        """The numbers of its next `count` rows, ≤ `num_wanted`, behind which a fork is to be left."""
         if count == 1:
             return ()
         done = self.num_computed

@@ -70,7 +70,7 @@ class JobMemory:
         return self._make_room(demands, more_states=more_states)
 
     def fitted(self, counts: Mapping[Job, int]) -> dict[Job, int] | None:
-        """Makes room for a step with these rows, or with fewer where it cannot leave all branches behind.
+        """Makes room for a step with these rows, or with fewer where it cannot leave all forks behind.
 
         It ends at the first border for which there is no state then. None where `fits` says no.
         """
@@ -94,15 +94,15 @@ class JobMemory:
             self.cache.keep(job.token_ids, job.sequence, job.submission.namespace)
             job.shared.append(job.sequence.length)
 
-    def keep_branch(self, job: Job, branch: Sequence, running: Collection[Job]) -> None:
-        """Keeps a prefix that a step of the job has left behind; the branch stays the caller's. Not if one of
+    def keep_fork(self, job: Job, fork: Sequence, running: Collection[Job]) -> None:
+        """Keeps a prefix that a step of the job has left behind; the fork stays the caller's. Not if one of
         those that run could not go on then.
 
         Its memory is there already: what it shares with the job counts as what the next row copies.
         """
         if self._make_room([demand_of(each, 1) for each in running]):
-            self.cache.keep(job.token_ids, branch, job.submission.namespace)
-            job.shared.append(branch.length)
+            self.cache.keep(job.token_ids, fork, job.submission.namespace)
+            job.shared.append(fork.length)
 
     def make_room(self, num_tokens: int) -> bool:
         """Evicts kept prefixes until a new sequence of so many tokens has room. False if it lacks."""
@@ -115,12 +115,12 @@ class JobMemory:
             self._runner.release(sequence)
 
     def _demands(self, counts: Mapping[Job, int]) -> list[Demand]:
-        """Of a step with these rows, and with all branches that it is to leave behind."""
+        """Of a step with these rows, and with all forks that it is to leave behind."""
         demands = []
         for job, count in counts.items():
             demand, borders = demand_of(job, count), job.borders(count)
             if borders:
-                demand = replace(demand, branches=[self._runner.new_sequence() for _ in borders])
+                demand = replace(demand, forks=[self._runner.new_sequence() for _ in borders])
             demands.append(demand)
         return demands
 

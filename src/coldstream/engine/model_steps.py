@@ -29,32 +29,32 @@ class Launched:
     """A step in flight. Not frozen, because making one is part of the time of every token."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
-    # Of those without trees, whose logits are looked at: all that end at a cut, leave branches behind or have
+    # Of those without trees, whose logits are looked at: all that end at a cut, leave forks behind or have
     # all tokens computed.
     asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
     tree_logits: Mapping[Job, Sequence[AnyLogits]] = field(default_factory=dict)
-    branches: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)  # left behind, ascending
+    forks: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)  # left behind, ascending
 
     def outcomes(self) -> Mapping[Job, Outcome]:
         """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""
         return dict(zip(self.asked, self.started.outcomes(), strict=True))
 
-    def release_branches(self, runner: ModelRunner) -> None:
-        """Frees them; a second time does nothing. What is kept of them has branches of its own."""
-        _release(runner, self.branches)
+    def release_forks(self, runner: ModelRunner) -> None:
+        """Frees them; a second time does nothing. What is kept of them has forks of its own."""
+        _release(runner, self.forks)
 
 
 def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> Launched:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
-    trees: not empty ones, of jobs with one row, behind which they come. The step leaves branches behind at
+    trees: not empty ones, of jobs with one row, behind which they come. The step leaves forks behind at
     the cuts that it passes over, which the caller has to release. After these, and at a cut where it ends,
     the likeliest token is chosen, which shows that the last logits are finite, and so the states before
     them: what is not finite never leaves a state.
     """
-    branches: dict[Job, list[kvcache.Sequence]] = {}
+    forks: dict[Job, list[kvcache.Sequence]] = {}
     segments, asked = [], []
     for job, count in counts.items():
         assert job.sequence is not None
@@ -63,9 +63,9 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
             continue
         borders, end = job.borders(count), job.num_computed + count
         if borders:
-            branches[job] = [runner.new_sequence() for _ in borders]
+            forks[job] = [runner.new_sequence() for _ in borders]
         is_asked = bool(borders) or end == len(job.token_ids) or end in job.cuts
-        left = tuple(zip(borders, branches[job], strict=True)) if borders else ()
+        left = tuple(zip(borders, forks[job], strict=True)) if borders else ()
         segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else (), left))
         if is_asked:
             asked.append(job)
@@ -74,9 +74,9 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
         choices = [_choice(job, rows[job][0]) for job in asked]
         if trees:
             counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
-        return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, branches)
+        return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, forks)
     except BaseException:
-        _release(runner, branches)
+        _release(runner, forks)
         raise
 
 
@@ -98,11 +98,11 @@ def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
     return Launched(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
 
 
-def _release(runner: ModelRunner, branches: Mapping[Job, Sequence[kvcache.Sequence]]) -> None:
-    for each in branches.values():
-        for branch in each:
-            if not branch.is_released:
-                runner.release(branch)
+def _release(runner: ModelRunner, forks: Mapping[Job, Sequence[kvcache.Sequence]]) -> None:
+    for each in forks.values():
+        for fork in each:
+            if not fork.is_released:
+                runner.release(fork)
 
 
 def _tree_segment(job: Job, tree: TokenTree) -> Segment:

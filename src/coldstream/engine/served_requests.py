@@ -181,10 +181,10 @@ class ServedRequests:
         self.memory.keep(job, self.running)
         self._can_admit = True
 
-    def keep_branches(self, job: Job, branches: Iterable[Sequence]) -> None:
+    def keep_forks(self, job: Job, forks: Iterable[Sequence]) -> None:
         """Keeps what a step of a job has left behind, after whose last row finite logits were seen."""
-        for branch in branches:
-            self.memory.keep_branch(job, branch, self.running)
+        for fork in forks:
+            self.memory.keep_fork(job, fork, self.running)
             self._can_admit = True
 
     def let_go(self, job: Job, *, logits_checked: bool) -> None:

@@ -1,7 +1,7 @@
 """Prefetching: experts copied over the bus before their layer's router has run, from a guess at its choice.
 
 The launch of a layer's router also applies the router of a later layer to the same input (`router/cuda.py`).
-The experts that this guess names and no slot holds are copied into a ring of places, on a branch of the
+The experts that this guess names and no slot holds are copied into a ring of places, on a fork of the
 step's graph, while the layers between are computed. When the later layer's pairs are shared out, an expert in
 a place is used like one in a slot; one whose copy has not ended is computed elsewhere, and the copy is given
 up. So a step neither waits for a guess nor has other bits because of it.

@@ -28,7 +28,7 @@ Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
 MAX_SHORT_CHAIN = 8  # rows; longer chains count as a prompt's
-MIN_BRANCH_ROWS = 16  # of a chain, before its state may be left in a slot; no layer has more taps
+MIN_FORK_ROWS = 16  # of a chain, before its state may be left in a slot; no layer has more taps
 SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
 
 
@@ -46,7 +46,7 @@ class BatchRows:
     """Chains and draft trees of several sequences, one segment each, over caches in blocks of positions.
 
     A chain's rows follow each other after the committed positions of its sequence, and advance its states.
-    Where the state_ids of a chain change, after at least MIN_BRANCH_ROWS of its rows, the state after the
+    Where the state_ids of a chain change, after at least MIN_FORK_ROWS of its rows, the state after the
     last row of one id stays in that slot, and the rows of the next id go on from it; the chain begins with
     the state in the slot of its first id. A row of a tree, of at most MAX_TREE_ROWS, follows an earlier row
     of its segment or the last committed position, and changes no state: key and value of row i of the segment
@@ -64,7 +64,7 @@ class BatchRows:
     # does not follow the one before it, chains of more than MAX_SHORT_CHAIN rows, rows of several sequences,
     # and positions of SHORT_CONTEXT and beyond.
     has_trees: bool = True
-    has_branches: bool = True
+    is_branching: bool = True
     has_prompts: bool = True
     has_several: bool = True
     is_deep: bool = True

@@ -8,9 +8,15 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.errors import InvalidRequestError
-from coldstream.kernels.ops import MAX_SHORT_CHAIN, MAX_TREE_ROWS, BatchRows, CommittedPath, Rows
-from coldstream.kvcache.branches import Branches, check_branches
-from coldstream.kvcache.sequence import Sequence
+from coldstream.kernels.ops import (
+    MAX_SHORT_CHAIN,
+    MAX_TREE_ROWS,
+    MIN_FORK_ROWS,
+    BatchRows,
+    CommittedPath,
+    Rows,
+)
+from coldstream.kvcache.sequence import Forks, Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCache
 
 Array = np.ndarray[Any, Any]
@@ -46,16 +52,16 @@ class Segment:
     the rows stay pending until a commit. wanted: rows whose logits are wanted, by default the last of a
     chain, all of a tree. A `ChosenToken` is a chain of one row.
 
-    branches: (rows, empty sequence) of a chain, ascending. After the step such a sequence holds the tokens up
+    forks: (rows, empty sequence) of a chain, ascending. After the step such a sequence holds the tokens up
     to so many rows of the segment, and shares their blocks; only the slots of states change hands. The first
-    has MIN_BRANCH_ROWS rows before it, and a row comes after the last. If the step fails, they stay empty.
+    has MIN_FORK_ROWS rows before it, and a row comes after the last. If the step fails, they stay empty.
     """
 
     sequence: Sequence
     token_ids: Collection[int] | ChosenToken
     parents: Collection[int] | None = None
     wanted: Collection[int] | None = None
-    branches: Branches = ()
+    forks: Forks = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class CheckedSegment:
     wanted: Array  # int64
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
     chosen: ChosenToken | None = None  # what determines the only row's token, whose id here is 0
-    branches: Branches = ()
+    forks: Forks = ()
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
@@ -100,7 +106,7 @@ class CheckedSegment:
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         """All that a step with it changes."""
-        return (self.sequence, *[branch for _, branch in self.branches])
+        return (self.sequence, *[fork for _, fork in self.forks])
 
     @property
     def is_prompt(self) -> bool:
@@ -113,7 +119,7 @@ class CheckedSegment:
         return self.sequence.length + len(self.token_ids)
 
     @property
-    def has_branches(self) -> bool:
+    def is_branching(self) -> bool:
         """Whether it is a draft tree with a row that does not follow the one before it."""
         return self.parents is not None and self.parents != tuple(range(-1, len(self.parents) - 1))
 
@@ -125,9 +131,9 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
     sequences = {id(segment.sequence) for segment in batch.segments}
     if len(sequences) < len(batch.segments):
         raise InvalidRequestError("two segments of a batch are of one sequence: put their rows into one")
-    branches = [id(branch) for segment in batch.segments for _, branch in segment.branches]
-    if branches and len({*branches, *sequences}) < len(branches) + len(sequences):
-        raise InvalidRequestError("a branch is named twice in a batch: make each with new_sequence()")
+    forks = [id(fork) for segment in batch.segments for _, fork in segment.forks]
+    if forks and len({*forks, *sequences}) < len(forks) + len(sequences):
+        raise InvalidRequestError("a fork is named twice in a batch: make each with new_sequence()")
     if len(batch.segments) > limits.num_segments:
         raise InvalidRequestError(
             f"a batch of {len(batch.segments)} segments, but a step takes {limits.num_segments}: make several"
@@ -171,12 +177,30 @@ def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -
     else:
         rows = _integers(segment.wanted, "wanted rows")
         _check_range(rows, count, "wanted rows")
-    for _, branch in segment.branches:
-        cache.check(branch)
-    check_branches(segment.branches, count, is_chain=parents is None and chosen is None)
+    for _, fork in segment.forks:
+        cache.check(fork)
+    _check_forks(segment.forks, count, is_chain=parents is None and chosen is None)
     return CheckedSegment(
-        segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen, segment.branches
+        segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen, segment.forks
     )
+
+
+def _check_forks(forks: Forks, num_rows: int, *, is_chain: bool) -> None:
+    """Raises InvalidRequestError if a segment of so many rows cannot leave these behind."""
+    if forks and not is_chain:
+        raise InvalidRequestError("only a chain of known tokens can leave forks behind")
+    before = MIN_FORK_ROWS - 1
+    for num_before, fork in forks:
+        if not before < num_before < num_rows:
+            raise InvalidRequestError(
+                f"a fork after {num_before} of {num_rows} rows: they ascend, from {MIN_FORK_ROWS} on, and at "
+                "least one row comes after the last"
+            )
+        if fork.length or fork.blocks or fork.state is not None:
+            raise InvalidRequestError(
+                f"a fork that holds {fork.length} tokens already: make an empty one with new_sequence()"
+            )
+        before = num_before
 
 
 def _integers(values: Collection[int], what: str) -> Array:
@@ -255,8 +279,8 @@ class BatchArrays:
             rows[0] = segment.token_ids
             rows[1] = indices if segment.depths is None else sequence.length + segment.depths
             rows[2] = sequence.state
-            for border, branch in segment.branches:
-                rows[2, border:] = branch.state
+            for border, fork in segment.forks:
+                rows[2, border:] = fork.state
             rows[3] = number
             rows[4] = indices
             if sequence.pending is None:

@@ -36,3 +36,6 @@ class Sequence:
     pending: PendingTree | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)  # the oldest first
     is_released: bool = False
+
+
+Forks = tuple[tuple[int, Sequence], ...]  # (rows before it, empty sequence), ascending

@@ -1,6 +1,6 @@
 """The sequences of a model: their committed positions, shared memory and pending draft trees.
 
-Blocks of keys and values and recurrent states have reference counts. A branch shares both with its origin; a
+Blocks of keys and values and recurrent states have reference counts. A fork shares both with its origin; a
 sequence that writes to a shared one first copies it. Every method checks its arguments, and that there is
 room, before it changes anything.
 """
@@ -13,7 +13,6 @@ from types import TracebackType
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
-from coldstream.kvcache.branches import Branches, leave_branches
 from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
 from coldstream.kvcache.cache_bytes import (
     Content,
@@ -25,20 +24,20 @@ from coldstream.kvcache.cache_bytes import (
     write_state,
 )
 from coldstream.kvcache.pool import BlockPool
-from coldstream.kvcache.sequence import Checkpoint, PendingTree, Sequence
+from coldstream.kvcache.sequence import Checkpoint, Forks, PendingTree, Sequence
 
 
 @dataclass(frozen=True)
 class Demand:
     """Rows that a step writes for a sequence; parents: of a draft tree, None for a chain.
 
-    branches: empty sequences that are left behind within the rows, see `Segment`.
+    forks: empty sequences that are left behind within the rows, see `Segment`.
     """
 
     sequence: Sequence
     num_rows: int
     parents: tuple[int, ...] | None = None
-    branches: Collection[Sequence] = ()
+    forks: Collection[Sequence] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class SequenceCache:
         """An empty sequence. It takes no memory before its first step."""
         return Sequence(self)
 
-    def branch(self, sequence: Sequence) -> Sequence:
+    def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with the same tokens, without checkpoints; nothing is copied."""
         self._check_settled(sequence)
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
@@ -212,8 +211,8 @@ class SequenceCache:
     def reserve(self, demands: Collection[Demand]) -> None:
         """Gives every sequence, each named once, unshared memory for its rows.
 
-        There has to be room (`check_room`). Rows of trees are pending afterwards. Until `append` each branch
-        has the state in whose slot the rows after it leave theirs; to clear a branch gives it back.
+        There has to be room (`check_room`). Rows of trees are pending afterwards. Until `append` each fork
+        has the state in whose slot the rows after it leave theirs; to clear a fork gives it back.
         """
         for demand in demands:
             sequence = demand.sequence
@@ -226,8 +225,8 @@ class SequenceCache:
                 self.tensors.reset(sequence.state)
             if demand.parents is None:
                 self._own_state(sequence)
-                for branch in demand.branches:
-                    (branch.state,) = self.states.take(1)
+                for fork in demand.forks:
+                    (fork.state,) = self.states.take(1)
             else:
                 sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
 
@@ -241,10 +240,10 @@ class SequenceCache:
         sequence.blocks += self.blocks.take(max(0, missing))
         return missing > 0
 
-    def append(self, sequence: Sequence, num_rows: int, branches: Branches = ()) -> None:
+    def append(self, sequence: Sequence, num_rows: int, forks: Forks = ()) -> None:
         """Commits a chain of rows that a step has computed, and what it has left behind."""
-        if branches:
-            leave_branches(sequence, branches, self.blocks)
+        if forks:
+            _leave_forks(sequence, forks, self.blocks)
         sequence.length += num_rows
 
     def take_back(self, sequence: Sequence) -> None:
@@ -361,7 +360,7 @@ class SequenceCache:
                 if self.states.count(sequence.state) - before > 1:
                     states_given_up[sequence.state] = before + 1
                     num_states += 1
-            num_states += len(demand.branches)
+            num_states += len(demand.forks)
             num_tree_rows += 0 if demand.parents is None else demand.num_rows
         return CacheSize(num_blocks, num_states, num_tree_rows)
 
@@ -437,3 +436,19 @@ def check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
 
 def _row_name(row: int) -> str:
     return "what is committed" if row < 0 else f"row {row}"
+
+
+def _leave_forks(sequence: Sequence, forks: Forks, blocks: BlockPool) -> None:
+    """Gives each fork its tokens: blocks, which the sequence shares then, and the state in its slot.
+
+    The sequence has blocks for all rows of the step, of which it has not committed any. Nothing is copied, as
+    the rows after a fork went on in another slot. Until now that slot was the fork's, and the sequence had
+    the first one. So if a step fails, clearing the sequence and its forks frees each slot once.
+    """
+    states = [sequence.state, *(fork.state for _, fork in forks)]
+    for (num_rows, fork), state in zip(forks, states, strict=False):
+        length = sequence.length + num_rows
+        held = sequence.blocks[: num_blocks_of(length)]
+        blocks.share(held)
+        fork.blocks, fork.length, fork.state = held, length, state
+    sequence.state = states[-1]

@@ -155,13 +155,13 @@ class ModelRunner(ABC):
         """An empty sequence. It takes no memory before its first step."""
         return self._sequences.new()
 
-    def branch(self, sequence: Sequence) -> Sequence:
+    def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with the same tokens; shared memory is copied when one of them first writes to it.
 
         Raises InvalidRequestError, as all methods with a sequence do, if it was released or is of another
         runner, and if a tree is pending where none may be.
         """
-        return self._sequences.branch(sequence)
+        return self._sequences.fork(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the memory of the sequence, which cannot be used afterwards."""
@@ -361,7 +361,7 @@ class ModelRunner(ABC):
         self._num_rows = start
         for segment in segments:
             if segment.parents is None:
-                self._sequences.append(segment.sequence, len(segment.token_ids), segment.branches)
+                self._sequences.append(segment.sequence, len(segment.token_ids), segment.forks)
         parts, end = [], 0
         for rows in wanted:
             parts.append(logits[end : end + len(rows)])

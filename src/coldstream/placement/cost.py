@@ -48,7 +48,7 @@ PRODUCT_OF_TILE: Final = 3.0
 PRODUCT_OF_TILE_ROW: Final = 0.03
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
-GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a branch of the graph
+GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a fork of the graph
 # Most tokens of a prefill step of which the CPU computes experts; of more, the GPU takes longer than the bus.
 MAX_CPU_ROWS: Final = 2048
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts

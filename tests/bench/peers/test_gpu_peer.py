@@ -65,9 +65,9 @@ def result(path: Path) -> dict[str, Any]:
     return written
 
 
-def context_of(model: Model, are_branches: bool = True) -> Context:
+def context_of(model: Model, are_forks: bool = True) -> Context:
     sizes = {"num_tokens": 256, "micro_batch": 16, "num_sequences": 2, "threads": 2}
-    return Context(model, are_branches=are_branches, **sizes)
+    return Context(model, are_forks=are_forks, **sizes)
 
 
 def logits_after(context: Context, *parts: list[int], sequence: int = 0) -> np.ndarray:
@@ -76,14 +76,14 @@ def logits_after(context: Context, *parts: list[int], sequence: int = 0) -> np.n
     return context.logits()[0]
 
 
-def test_a_branch_goes_on_where_its_source_is_and_leaves_it(library: Library, path: Path) -> None:
+def test_a_fork_goes_on_where_its_source_is_and_leaves_it(library: Library, path: Path) -> None:
     ids = list(range(1000, 1060))
     with Model(library, path, 0, 0) as model, context_of(model) as context:
         whole = logits_after(context, ids[:40], ids[40:])
         context.clear()
         logits_after(context, ids[:40])
         for _ in range(2):
-            context.branch(0, 1)
+            context.fork(0, 1)
             assert np.array_equal(logits_after(context, ids[40:], sequence=1), whole)
         assert context.lengths == [40, 60]
         assert np.array_equal(logits_after(context, ids[40:]), whole)
@@ -91,7 +91,7 @@ def test_a_branch_goes_on_where_its_source_is_and_leaves_it(library: Library, pa
 
 
 def test_logits_are_those_of_each_sequence(library: Library, path: Path) -> None:
-    with Model(library, path, 0, 0) as model, context_of(model, are_branches=False) as context:
+    with Model(library, path, 0, 0) as model, context_of(model, are_forks=False) as context:
         context.extend({0: [1000, 1001, 1002], 1: [1010]})
         assert context.logits().argmax(axis=1).tolist() == [1003, 1011]
         context.extend({1: [1011], 0: [1003]})
@@ -100,7 +100,7 @@ def test_logits_are_those_of_each_sequence(library: Library, path: Path) -> None
 
 
 def test_figures_are_of_texts_that_walk_alone(library: Library, path: Path) -> None:
-    with Model(library, path, 0, 0) as model, context_of(model, are_branches=False) as context:
+    with Model(library, path, 0, 0) as model, context_of(model, are_forks=False) as context:
         gpu_peer.extend(context, {0: 5, 1: 1})
         context.extend({0: [1100]})
         with pytest.raises(RuntimeError, match=r"\[1101\] came where \[1006\] should"):

@@ -23,7 +23,7 @@ class Memory:
         shape = Shape() if is_recurrent else Shape(layer_kinds=("attention",))
         self.cache = SequenceCache(shape, CpuOps(1), CacheSize(num_blocks, num_states), "f32")
         self.new_sequence = self.cache.new
-        self.branch = self.cache.branch
+        self.fork = self.cache.fork
         self.release = self.cache.release
         self.freed_by = self.cache.freed_by
 

@@ -109,7 +109,7 @@ def test_there_are_no_fused_steps_where_the_device_cannot_run_them(tmp_path: Pat
         ends = frozenset(range(MAX_ENDS + 1))
         for text in (FusedText(3, ROOT, 1, SETTINGS, frozenset()), FusedText(3, ROOT, 9, SETTINGS, ends)):
             assert both.on_gpu.begin_fused(both.gpu.sequence, text) is None
-        others = [both.gpu.runner.branch(both.gpu.sequence)]
+        others = [both.gpu.runner.fork(both.gpu.sequence)]
         while both.gpu.runner.free.num_states:
             others.append(both.gpu.runner.new_sequence())
             both.gpu.runner.extend(others[-1], [1])

@@ -115,14 +115,14 @@ def test_a_prompt_beside_rows_of_trees(model: Model) -> None:
                 runner.release(sequence)
 
 
-def test_a_branch_and_a_checkpoint_are_sequences_of_their_own(with_experts: Model) -> None:
+def test_a_fork_and_a_checkpoint_are_sequences_of_their_own(with_experts: Model) -> None:
     runner: OneSequence
     oracle = with_experts.oracle
     with open_cuda(with_experts.path, context_length=CONTEXT, cache_size=SIZE) as runner:
         sequence = runner.new_sequence()
         runner.runner.extend(sequence, prompt(300))
-        branch, checkpoint = runner.branch(sequence), runner.checkpoint(sequence)
-        for each, token in ((sequence, 4), (branch, 9)):
+        fork, checkpoint = runner.fork(sequence), runner.checkpoint(sequence)
+        for each, token in ((sequence, 4), (fork, 9)):
             found = np.array(runner.runner.extend(each, [token]))
             assert np.array_equal(found, oracle.logits(300, [token])[0][-1])
         runner.restore(sequence, checkpoint)

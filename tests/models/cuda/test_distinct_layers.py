@@ -72,10 +72,10 @@ def test_they_launch_what_all_layers_launch_in_steps_of_every_kind(
     with note_kernels() as noted:
         for count in (*range(1, 40), 64, 128, 256):
             for flags in product((False, True), repeat=4):
-                trees, branches, prompts, deep = flags
-                if trees <= sizes.has_trees and branches <= trees:
+                trees, branching, prompts, deep = flags
+                if trees <= sizes.has_trees and branching <= trees:
                     loaded.step(
-                        StepShape(count, trees, branches, has_prompts=prompts or count > 128, is_deep=deep)
+                        StepShape(count, trees, branching, has_prompts=prompts or count > 128, is_deep=deep)
                     )
     assert noted <= found
 

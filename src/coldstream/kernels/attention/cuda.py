@@ -209,8 +209,8 @@ class IntegerKernels:
         )  # fmt: skip
         assert rows.batch is not None
         trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
-        branches = trees and rows.batch.has_branches
-        kind = kind_of(shape, num_rows, branches, is_deep, self._by_warpgroups)
+        is_branching = trees and rows.batch.is_branching
+        kind = kind_of(shape, num_rows, is_branching, is_deep, self._by_warpgroups)
         form = self._forms[kind, trees and kind not in CHAINS]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
@@ -227,18 +227,20 @@ class IntegerKernels:
         return program.kernel(program.instances[0])
 
 
-def kind_of(shape: AttentionShape, num_rows: int, branches: bool, is_deep: bool, by_warpgroups: bool) -> str:
+def kind_of(
+    shape: AttentionShape, num_rows: int, is_branching: bool, is_deep: bool, by_warpgroups: bool
+) -> str:
     """Which form computes so many rows.
 
-    branches: whether there may be draft trees with branches among them: those without have their keys in
-    order of position, as chains have; is_deep: whether they may be far from their sequences' first positions,
-    so that rows had better share what they read.
+    is_branching: whether the batch may have a draft tree that forks. Without a fork, its keys are in order
+        of position, as a chain's. is_deep: whether rows may be far from their sequences' first positions, so
+        that they had better share what they read.
     """
     num_pairs = num_rows * shape.group_size
     is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
-    if is_small and shape.group_size <= PAIRS and not branches:
+    if is_small and shape.group_size <= PAIRS and not is_branching:
         return "fewest" if num_pairs <= PAIRS // 2 else "few"
-    if by_warpgroups and not branches:
+    if by_warpgroups and not is_branching:
         return "group" if num_pairs <= GROUP_PAIRS else "groups"
     return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
 

@@ -61,7 +61,7 @@ struct lane_pairs {
 };
 
 // Sets values of positions that pairs do not see to `other`. Separate from the computation on all values,
-// which would otherwise be serialised by branches.
+// which would otherwise be serialised by conditional branches.
 template <int halves = 2, int count>
 __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[count][4], float other) {
   constexpr uint32_t all = all_positions<count, halves>;

@@ -47,8 +47,8 @@ struct few_rows_attention {
 
   const integers_arguments& a;
   const memory shared;
-  // Said to be the same in a warp, as the compiler would not let a warp that branches by it stay together
-  // otherwise.
+  // Said to be the same in a warp: otherwise the compiler would not let a warp stay together behind a
+  // conditional branch on it.
   const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0);
   const int lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   const int own_block = warp / parts, first_column = warp % parts * own_columns;

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(prepare_threads)
     to = (is_value ? a.v_cache : a.k_cache) + block * a.strides.block_bytes +
          index % chunk_positions * a.strides.position_bytes + int64_t{kv_head} * row_type::bytes;
   }
-  // A warp may hold a query and a key, so that all lanes execute both branches.
+  // A warp may hold a query and a key, so that all lanes execute both ways of the conditional branch.
   uint8_t* const codes = reinterpret_cast<uint8_t*>(head);
   uint8_t* const query = reinterpret_cast<uint8_t*>(a.query + pair * 2 * head_dim);
   const float of_query =

@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_shared_4(uint32_t from, float& a, float& b,
 }
 
 // Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no
-// branches around them.
+// conditional branches around them.
 __device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
   asm volatile(
       "{ .reg .pred p; setp.lt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(to),

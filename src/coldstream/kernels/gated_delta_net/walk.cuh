@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_stage(Copier<D>& copier, Tokens<D>& tokens,
 }
 
 // The number comes from a shuffle, so that the compiler knows it to be the same in the whole warp and keeps
-// the warp converged behind a branch on it.
+// the warp converged behind a conditional branch on it.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(all_lanes, threadIdx.x / warp_size, 0); }
 
 // Returns x in an ordinary register: the compiler neither computes it again nor keeps it in a uniform

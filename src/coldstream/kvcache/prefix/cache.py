@@ -1,6 +1,6 @@
 """Prefixes of prompts whose keys, values and recurrent states are kept for later prompts.
 
-A prompt begins with a branch of the longest kept prefix. The blocks of keys and values are shared, and
+A prompt begins with a fork of the longest kept prefix. The blocks of keys and values are shared, and
 nothing is copied. Every token after it has the bits of a prompt computed from its start.
 
 A recurrent state describes one length only. So the cache says after which tokens of a prompt a state is to be
@@ -34,7 +34,7 @@ class SequenceMemory(Contents, Protocol):
     """The part of a `ModelRunner` that the cache needs."""
 
     def new_sequence(self) -> Sequence: ...
-    def branch(self, sequence: Sequence) -> Sequence: ...
+    def fork(self, sequence: Sequence) -> Sequence: ...
     def release(self, sequence: Sequence) -> None: ...
     @property
     def free(self) -> CacheSize: ...
@@ -180,7 +180,7 @@ class PrefixCache:
         Only for a sequence whose step has ended and after whose last token finite logits were seen or a token
         was chosen: a NaN in a state would be in every later answer. The sequence shares its memory with the
         kept prefix from then on, so its next step takes a state, and a block where it is within one. Nothing
-        is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.branch`, and
+        is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.fork`, and
         for a sequence longer than `token_ids`, and DeviceError, with nothing kept.
         """
         if sequence.length > len(token_ids):
@@ -194,18 +194,18 @@ class PrefixCache:
         if known and (known[0].node.length == len(ids) or not self._is_recurrent):
             self._use(known[0])
             return
-        branch = self._memory.branch(sequence)
+        fork = self._memory.fork(sequence)
         try:
             if not self._is_recurrent:
                 self._remove_parts(namespace, ids)
             if len(self._kept) >= self._max_states and not self._evict_one():
-                self._memory.release(branch)
+                self._memory.release(fork)
                 self._refused += 1
                 return
         except BaseException:
-            self._memory.release(branch)
+            self._memory.release(fork)
             raise
-        self._enter(namespace, ids, branch)
+        self._enter(namespace, ids, fork)
         self._keeps += 1
 
     def make_room(self, num_blocks: int, num_states: int) -> bool:
@@ -369,7 +369,7 @@ class PrefixCache:
         """A sequence with the first `length` tokens of a kept prefix."""
         self._use(kept)
         self._hits += 1
-        sequence = self._memory.branch(kept.sequence)
+        sequence = self._memory.fork(kept.sequence)
         if length < sequence.length:
             with self._memory.contents() as cache:
                 cache.cut(sequence, length)

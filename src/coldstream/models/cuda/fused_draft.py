@@ -165,7 +165,7 @@ def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> 
     batch = replace(
         rows.batch,
         has_trees=step.has_trees,
-        has_branches=step.has_branches,
+        is_branching=step.is_branching,
         has_prompts=step.has_prompts,
         has_several=step.has_several,
         is_deep=step.is_deep,

@@ -21,7 +21,7 @@ class StepShape:
 
     num_rows: int
     has_trees: bool = False  # whether there may be rows of draft trees
-    has_branches: bool = False  # whether a row of a tree may follow another one than that before it
+    is_branching: bool = False  # whether a row of a tree may follow another one than that before it
     has_prompts: bool = False  # whether a chain may be a long one
     has_several: bool = False  # whether a long chain may have rows of other sequences beside it
     is_deep: bool = False  # whether there may be positions of SHORT_CONTEXT and beyond
@@ -73,7 +73,7 @@ class Inputs:
         batch = replace(
             rows.batch,
             has_trees=shape.has_trees,
-            has_branches=shape.has_branches,
+            is_branching=shape.is_branching,
             has_prompts=shape.has_prompts,
             has_several=shape.has_several,
             is_deep=shape.is_deep,

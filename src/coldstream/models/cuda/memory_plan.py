@@ -129,7 +129,7 @@ def _shapes(count: int, has_trees: bool) -> Iterator[StepShape]:
         shape = StepShape(count, has_trees=trees, has_prompts=is_prompt, is_deep=is_deep)
         yield shape
         if trees:
-            yield replace(shape, has_branches=True)
+            yield replace(shape, is_branching=True)
 
 
 def check_supported(spec: ModelSpec) -> None:

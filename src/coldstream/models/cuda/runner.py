@@ -284,7 +284,7 @@ class CudaRunner(ModelRunner):
         return StepShape(
             padded_rows(count) if self.limits.is_captured(count) else count,
             has_trees=any(segment.parents is not None for segment in segments),
-            has_branches=any(segment.has_branches for segment in segments),
+            is_branching=any(segment.is_branching for segment in segments),
             has_prompts=has_prompts,
             has_several=has_prompts and len(segments) > 1,
             is_deep=any(segment.end > SHORT_CONTEXT for segment in segments),

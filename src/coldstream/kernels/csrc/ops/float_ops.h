@@ -23,7 +23,7 @@ using input_rows = rows_view<const float>;
 using output_rows = rows_view<float>;
 
 constexpr int64_t MAX_TREE_ROWS = 64;  // of one draft tree
-constexpr int64_t MIN_BRANCH_ROWS =
+constexpr int64_t MIN_FORK_ROWS =
     16;  // of a chain, before a row after which its state is left in another slot
 
 // See `BatchRows` in kernels/ops.py. All null without a batch: rows are then chains, one for each state.

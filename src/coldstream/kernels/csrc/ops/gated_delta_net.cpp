@@ -17,7 +17,7 @@ namespace coldstream {
 namespace {
 
 constexpr int64_t MAX_TAPS = 16;
-static_assert(MIN_BRANCH_ROWS >= MAX_TAPS);  // so the inputs that a state is left with are rows of the batch
+static_assert(MIN_FORK_ROWS >= MAX_TAPS);  // so the inputs that a state is left with are rows of the batch
 constexpr int64_t GATE_ROWS_PER_TASK = 16;
 constexpr int64_t HEADS_PER_TASK = 8;
 constexpr int64_t STEPS_PER_WORKER = 4;  // from which on a task is all of a step
@@ -158,7 +158,7 @@ class gated_delta_net_op : public op {
     const int32_t end = run.first_row + run.num_rows;
     for (int32_t row = part_end(run, run.first_row); row < end; row = part_end(run, row)) {
       const int32_t state_id = a_.layout.state_ids[row], before = run.is_tree ? 0 : row - run.first_row;
-      if (before < MIN_BRANCH_ROWS)
+      if (before < MIN_FORK_ROWS)
         return "gated_delta_net: a tree, or the first rows of a chain, have two state_ids";
       if (!is_state(state_id)) return "gated_delta_net: a row's state lies outside the states";
       if (uses_[state_id] != state_use::none) return "gated_delta_net: the rows of a state must be adjacent";

@@ -1,6 +1,6 @@
 // The sampler's numbers on the CPU: weights of tokens in float64, their order, and the integers of the draw,
 // as decoding/sampling.py defines them. Every operation rounds on its own. Loops over these functions have no
-// branches, so that they vectorise.
+// conditional branches, so that they vectorise.
 #pragma once
 
 #include <bit>
