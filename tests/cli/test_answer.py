@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from coldstream.cli.answer import Answer, AnswerWriter, cancelled_by_interrupt
+from coldstream.cli.answer import AnswerWriter, ShownAnswer, cancelled_by_interrupt
 from coldstream.engine import Statistics
 
 
-def answer(prompt: int, generated: int, ctx_size: int) -> Answer:
+def answer(prompt: int, generated: int, ctx_size: int) -> ShownAnswer:
     statistics = Statistics(prompt, 0, generated, 0.5, 1.0, "none", 1, 7)
-    return Answer("text", "length", statistics, ctx_size)
+    return ShownAnswer("text", "length", statistics, ctx_size)
 
 
 @pytest.mark.parametrize(("generated", "is_full"), [(5, False), (6, True), (7, True)])

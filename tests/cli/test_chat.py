@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coldstream.cli.chat import Chat, complete_message, run_chat
+from coldstream.cli.chat import ChatSession, complete_message, run_chat
 from coldstream.engine import LLM, SamplingParams
 from coldstream.errors import ContextFullError, InvalidRequestError
 
@@ -14,8 +14,8 @@ PARAMS = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def chat(llm: LLM) -> Chat:
-    return Chat(llm, PARAMS)
+def chat(llm: LLM) -> ChatSession:
+    return ChatSession(llm, PARAMS)
 
 
 def _script(*lines: str | BaseException) -> Callable[[str], str]:
@@ -31,7 +31,7 @@ def _script(*lines: str | BaseException) -> Callable[[str], str]:
 
 
 def test_answers_become_part_of_the_conversation(
-    chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]
+    chat: ChatSession, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_chat(chat, _script("def", "and"), quiet=True) == 0
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "user", "assistant"]
@@ -44,14 +44,16 @@ def test_answers_become_part_of_the_conversation(
     assert printed.err == ""
 
 
-def test_statistics_follow_every_answer_unless_quiet(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_follow_every_answer_unless_quiet(
+    chat: ChatSession, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_chat(chat, _script("def"), quiet=False)
     assert "generated 6 tokens" in capsys.readouterr().err
     run_chat(chat, _script("/stats"), quiet=True)
     assert "seed 4" in capsys.readouterr().out
 
 
-def test_regen_answers_the_last_message_again(chat: Chat) -> None:
+def test_regen_answers_the_last_message_again(chat: ChatSession) -> None:
     run_chat(chat, _script("def", "/set seed 5", "/regen"), quiet=True)
     assert len(chat.messages) == 2
     assert chat.messages[0]["content"] == "def"
@@ -59,14 +61,14 @@ def test_regen_answers_the_last_message_again(chat: Chat) -> None:
 
 
 def test_regen_without_a_message_is_an_error_and_the_chat_goes_on(
-    chat: Chat, capsys: pytest.CaptureFixture[str]
+    chat: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_chat(chat, _script("/regen", "def"), quiet=True) == 0
     assert "nothing to answer again" in capsys.readouterr().err
     assert len(chat.messages) == 2
 
 
-def test_clear_and_system(chat: Chat, llm: LLM) -> None:
+def test_clear_and_system(chat: ChatSession, llm: LLM) -> None:
     run_chat(chat, _script("def", "/clear"), quiet=True)
     assert chat.messages == []
     run_chat(chat, _script("/system be brief", "def"), quiet=True)
@@ -85,7 +87,7 @@ def test_clear_and_system(chat: Chat, llm: LLM) -> None:
         ("/set max_tokens none", replace(PARAMS, max_tokens=None)),
     ],
 )
-def test_set_changes_a_setting(chat: Chat, line: str, expected: SamplingParams) -> None:
+def test_set_changes_a_setting(chat: ChatSession, line: str, expected: SamplingParams) -> None:
     run_chat(chat, _script(line), quiet=True)
     assert chat.params == expected
 
@@ -102,14 +104,14 @@ def test_set_changes_a_setting(chat: Chat, line: str, expected: SamplingParams) 
     ],
 )
 def test_wrong_commands_say_why_and_change_nothing(
-    chat: Chat, line: str, message: str, capsys: pytest.CaptureFixture[str]
+    chat: ChatSession, line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_chat(chat, _script(line), quiet=True) == 0
     assert message in capsys.readouterr().err
     assert chat.params == PARAMS
 
 
-def test_help_and_settings_are_listed(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_settings_are_listed(chat: ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     run_chat(chat, _script("/help", "/set"), quiet=True)
     out = capsys.readouterr().out
     assert "/regen" in out
@@ -122,12 +124,12 @@ def test_help_and_settings_are_listed(chat: Chat, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
-def test_exit_leaves_at_once(chat: Chat, command: str) -> None:
+def test_exit_leaves_at_once(chat: ChatSession, command: str) -> None:
     assert run_chat(chat, _script(command, "def"), quiet=True) == 0
     assert chat.messages == []
 
 
-def test_ctrl_c_at_the_prompt_stays(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_at_the_prompt_stays(chat: ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     run_chat(chat, _script(KeyboardInterrupt(), "def"), quiet=True)
     assert len(chat.messages) == 2
     assert "Ctrl-D leaves" in capsys.readouterr().err
@@ -147,18 +149,18 @@ def test_quotes_hold_a_message_of_several_lines(lines: list[str], message: str) 
     assert complete_message(first, _script(*rest)) == message
 
 
-def test_a_quoted_message_may_begin_like_a_command(chat: Chat) -> None:
+def test_a_quoted_message_may_begin_like_a_command(chat: ChatSession) -> None:
     run_chat(chat, _script('"""', "/exit", '"""', "", "def"), quiet=True)
     assert [message["content"] for message in chat.messages[::2]] == ["/exit", "def"]
 
 
-def test_a_request_that_fails_leaves_the_conversation_as_it_was(chat: Chat, llm: LLM) -> None:
+def test_a_request_that_fails_leaves_the_conversation_as_it_was(chat: ChatSession, llm: LLM) -> None:
     run_chat(chat, _script("def", "x" * 5000), quiet=True)
     assert len(chat.messages) == 2
 
 
 def test_raw_messages_are_completed_on_their_own(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(llm, PARAMS, raw=True)
+    chat = ChatSession(llm, PARAMS, raw=True)
     run_chat(chat, _script("def f"), quiet=True)
     assert capsys.readouterr().out.rstrip("\n") == llm.generate("def f", PARAMS)[0].text.rstrip("\n")
     run_chat(chat, _script("/drop"), quiet=True)
@@ -166,7 +168,7 @@ def test_raw_messages_are_completed_on_their_own(llm: LLM, capsys: pytest.Captur
 
 
 def test_regen_continues_the_last_raw_text_again(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(llm, PARAMS, raw=True)
+    chat = ChatSession(llm, PARAMS, raw=True)
     run_chat(chat, _script("and", "def f", "/set seed 5", "/regen", "/regen"), quiet=True)
     out, err = capsys.readouterr()
     again = llm.generate("def f", replace(PARAMS, seed=5))[0].text.rstrip("\n")
@@ -177,7 +179,7 @@ def test_regen_continues_the_last_raw_text_again(llm: LLM, capsys: pytest.Captur
 
 
 @pytest.fixture
-def full_chat(chat: Chat) -> Chat:
+def full_chat(chat: ChatSession) -> ChatSession:
     """A conversation that has no room for a message of 60 characters."""
     while True:
         try:
@@ -190,7 +192,7 @@ def full_chat(chat: Chat) -> Chat:
 
 @pytest.mark.parametrize("reply", ["", "y", " Yes "])
 def test_a_full_context_offers_to_forget_the_oldest_messages(
-    full_chat: Chat, reply: str, capsys: pytest.CaptureFixture[str]
+    full_chat: ChatSession, reply: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, num_turns = full_chat.messages, full_chat.num_turns
     asked: list[str] = []
@@ -215,7 +217,7 @@ def test_a_full_context_offers_to_forget_the_oldest_messages(
 
 
 def test_who_forgets_nothing_learns_what_else_there_is(
-    full_chat: Chat, capsys: pytest.CaptureFixture[str]
+    full_chat: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = full_chat.messages
     run_chat(full_chat, _script("y" * 60, "n"), quiet=True)
@@ -238,7 +240,7 @@ def test_who_forgets_nothing_learns_what_else_there_is(
 
 
 def test_a_message_that_never_fits_is_not_asked_about(
-    full_chat: Chat, capsys: pytest.CaptureFixture[str]
+    full_chat: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = full_chat.messages
     run_chat(full_chat, _script("y" * 400), quiet=True)
@@ -250,28 +252,28 @@ def test_a_message_that_never_fits_is_not_asked_about(
 
 
 def test_an_answer_that_ends_with_the_context_says_so(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(llm, replace(PARAMS, max_tokens=None))
+    chat = ChatSession(llm, replace(PARAMS, max_tokens=None))
     run_chat(chat, _script("def"), quiet=False)
     assert "context 256 of 256" in capsys.readouterr().err.replace("\n", " ")
     run_chat(chat, _script("/regen"), quiet=True)
     assert "the context is full: /drop forgets the oldest messages" in capsys.readouterr().err
 
 
-def test_white_space_is_no_message(chat: Chat) -> None:
+def test_white_space_is_no_message(chat: ChatSession) -> None:
     run_chat(chat, _script("", "   ", '"""', "\t", '"""'), quiet=True)
     assert chat.messages == []
 
 
 def test_raw_text_takes_no_system_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
-        Chat(llm, PARAMS, "be brief", raw=True)
+        ChatSession(llm, PARAMS, "be brief", raw=True)
     with pytest.raises(InvalidRequestError, match="chat template"):
-        Chat(llm, PARAMS, template_kwargs={"enable_thinking": False}, raw=True)
+        ChatSession(llm, PARAMS, template_kwargs={"enable_thinking": False}, raw=True)
     with pytest.raises(InvalidRequestError, match="chat template"):
-        Chat(llm, PARAMS, raw=True).set_system_prompt("be brief")
+        ChatSession(llm, PARAMS, raw=True).set_system_prompt("be brief")
 
 
-def test_regen_that_fails_keeps_the_conversation(chat: Chat, llm: LLM) -> None:
+def test_regen_that_fails_keeps_the_conversation(chat: ChatSession, llm: LLM) -> None:
     run_chat(chat, _script("def"), quiet=True)
     before = list(chat.messages)
     stream = llm.stream("the")

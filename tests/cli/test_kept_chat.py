@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.cli.chat import Chat
+from coldstream.cli.chat import ChatSession
 from coldstream.cli.kept_chat import Conversation, KeptChat
 from coldstream.engine import LLM, SamplingParams
 from coldstream.errors import InvalidRequestError, StorageError
@@ -50,9 +50,9 @@ def test_only_the_owner_can_read_what_is_kept(kept: KeptChat) -> None:
 
 
 def test_a_chat_goes_on_where_the_last_one_ended(llm: LLM, kept: KeptChat) -> None:
-    first = Chat(llm, PARAMS, "be brief", kept=kept)
+    first = ChatSession(llm, PARAMS, "be brief", kept=kept)
     first.keep("def", "answer")
-    second = Chat(llm, PARAMS, kept=kept)
+    second = ChatSession(llm, PARAMS, kept=kept)
     second.resume()
     assert second.messages == first.messages
     system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "and"}
@@ -63,13 +63,13 @@ def test_a_chat_goes_on_where_the_last_one_ended(llm: LLM, kept: KeptChat) -> No
 
 
 def test_nothing_is_kept_without_a_place_or_of_texts_that_are_continued(llm: LLM, kept: KeptChat) -> None:
-    chat = Chat(llm, PARAMS)
+    chat = ChatSession(llm, PARAMS)
     chat.keep("def", "answer")
     with pytest.raises(InvalidRequestError, match="leave --no-history out"):
         chat.resume()
-    Chat(llm, PARAMS, raw=True, kept=kept).keep("def", "answer")
+    ChatSession(llm, PARAMS, raw=True, kept=kept).keep("def", "answer")
     with pytest.raises(InvalidRequestError, match="no conversation with this model is kept"):
-        Chat(llm, PARAMS, kept=kept).resume()
+        ChatSession(llm, PARAMS, kept=kept).resume()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_file_of_something_else_is_refused_and_the_conversation_stays(
     llm: LLM, kept: KeptChat, content: bytes
 ) -> None:
     kept.path.write_bytes(content)
-    chat = Chat(llm, PARAMS, kept=kept)
+    chat = ChatSession(llm, PARAMS, kept=kept)
     chat.messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(InvalidRequestError, match="no conversation that this version can read: start afresh"):
         chat.resume()

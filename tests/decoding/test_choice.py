@@ -10,7 +10,7 @@ from far_logits import FarStep
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.choice import Choice, Chosen, TokenChooser, begin_choices
+from coldstream.decoding.choice import Chosen, TokenChoice, TokenChooser, begin_choices
 from coldstream.decoding.logprobs import token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
@@ -59,7 +59,7 @@ rows_of_choices = st.lists(
 )
 
 
-def outcome_alone(choice: Choice, logits: Logits) -> object:
+def outcome_alone(choice: TokenChoice, logits: Logits) -> object:
     """What `sample_token` says, an error as its text."""
     params = choice.params
     try:
@@ -78,7 +78,7 @@ def shown(outcome: object) -> object:
 def test_many_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], random: Any) -> None:
     """Here and on a device, whatever their settings; an error is that of its own row."""
     values = np.array([logits for logits, *_ in rows], np.float32).reshape(len(rows), VOCAB)
-    here = [Choice(values[i], *rest) for i, (_, *rest) in enumerate(rows)]
+    here = [TokenChoice(values[i], *rest) for i, (_, *rest) in enumerate(rows)]
     expected = [outcome_alone(choice, values[i]) for i, choice in enumerate(here)]
     assert [shown(outcome) for outcome in begin_choices(here).outcomes()] == expected
     step, order = FarStep(values), random.sample(range(len(rows)), len(rows))
@@ -94,7 +94,7 @@ def test_rows_on_a_device_and_here_may_be_mixed() -> None:
     values = np.eye(4, 6, dtype=np.float32)
     step = FarStep(values)
     logits = [values[0], step[1], values[2], step[3]]
-    chosen = begin_choices([Choice(each, [0], GREEDY, 0) for each in logits]).outcomes()
+    chosen = begin_choices([TokenChoice(each, [0], GREEDY, 0) for each in logits]).outcomes()
     assert chosen == [Chosen(0), Chosen(1), Chosen(2), Chosen(3)]
     assert (step.chosen, step.brought) == ([[1, 3]], [])
 
@@ -103,7 +103,7 @@ def test_a_forbidden_token_is_chosen_neither_on_a_device_nor_here() -> None:
     values = np.array([[1.0, 3.0, 2.0]] * 2, np.float32)
     step = FarStep(values)
     chosen = begin_choices(
-        [Choice(logits, [0], GREEDY, 0, {1}) for logits in (step[0], values[1])]
+        [TokenChoice(logits, [0], GREEDY, 0, {1}) for logits in (step[0], values[1])]
     ).outcomes()
     assert chosen == [Chosen(2), Chosen(2)]
 
@@ -111,9 +111,9 @@ def test_a_forbidden_token_is_chosen_neither_on_a_device_nor_here() -> None:
 def test_rows_of_another_step_are_refused_and_a_row_twice() -> None:
     steps = [FarStep(np.eye(2, 6, dtype=np.float32)) for _ in range(2)]
     with pytest.raises(AssertionError, match="in one row"):
-        begin_choices([Choice(steps[0][1], [0], GREEDY, 0)] * 2).outcomes()
+        begin_choices([TokenChoice(steps[0][1], [0], GREEDY, 0)] * 2).outcomes()
     with pytest.raises(AssertionError, match="one step"):
-        begin_choices([Choice(step[row], [0], GREEDY, 0) for row, step in enumerate(steps)]).outcomes()
+        begin_choices([TokenChoice(step[row], [0], GREEDY, 0) for row, step in enumerate(steps)]).outcomes()
 
 
 def test_a_device_gets_every_setting_by_its_name() -> None:
@@ -127,7 +127,9 @@ def test_a_device_gets_every_setting_by_its_name() -> None:
         "frequency_penalty": -0.5,
     }
     step = FarStep(np.zeros((1, 9), np.float32))
-    begin_choices([Choice(step[0], [8, 0, 1, 7], SamplingParams(**settings, repeat_last_n=3), 9)]).outcomes()  # type: ignore[arg-type]
+    begin_choices(
+        [TokenChoice(step[0], [8, 0, 1, 7], SamplingParams(**settings, repeat_last_n=3), 9)]
+    ).outcomes()  # type: ignore[arg-type]
     assert step.observed == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
 
 
@@ -137,7 +139,7 @@ def test_sp07_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
     values[:, [1, 2, 3]] = 3.0, 2.9, 2.8
     step, params = FarStep(values), SamplingParams(temperature=0, presence_penalty=1.0)
     paths = [[0], [0, 1], [0, 2]]
-    chosen = begin_choices([Choice(step[i], path, params, 0) for i, path in enumerate(paths)]).outcomes()
+    chosen = begin_choices([TokenChoice(step[i], path, params, 0) for i, path in enumerate(paths)]).outcomes()
     assert chosen == [Chosen(1), Chosen(2), Chosen(1)]
 
 
@@ -148,7 +150,7 @@ def test_a_penalty_counts_once_also_where_processors_see_it() -> None:
             params = SamplingParams(
                 temperature=0, presence_penalty=presence_penalty, logits_processors=processors
             )
-            assert begin_choices([Choice(logits, [0], params, 0)]).outcomes() == [Chosen(token_id)]
+            assert begin_choices([TokenChoice(logits, [0], params, 0)]).outcomes() == [Chosen(token_id)]
 
 
 def test_the_error_of_a_row_alone_is_raised() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from coldstream.decoding.backoff import AWAKE_STEPS, OBSERVED_STEPS, WAKE_DISTANCE, Backoff
 from coldstream.decoding.fused_sizes import MOST_NODES, FixedFusedSizes, FusedSizesByCost, _chain
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 
 STEP_S, ROW_S, LINK_S = 2e-3, 3e-4, 2.5e-4
 
@@ -16,9 +16,9 @@ def time_of(num_nodes: int) -> float:
     return STEP_S + num_nodes * (ROW_S + LINK_S)
 
 
-def accepted(num_drafted: int, num_right: int, *, is_last: bool = False) -> Accepted:
+def accepted(num_drafted: int, num_right: int, *, is_last: bool = False) -> FusedResult:
     count = min(num_drafted, num_right)
-    return Accepted((0,) * (1 + count), 0, num_drafted, is_last)
+    return FusedResult((0,) * (1 + count), 0, num_drafted, is_last)
 
 
 def generate(

@@ -26,7 +26,7 @@ from coldstream.decoding import (
     SamplingParams,
     TokenChooser,
     TokenTree,
-    Walk,
+    TreeWalk,
     begin_all_picks,
     sampling,
 )
@@ -135,7 +135,7 @@ def measured(
             model = Model(seed)
             parents = (-1, *(1 + parent for parent in tree.parents))
             while not tokens.has_ended:
-                rows, walk = model.verify((tokens.ids[-1], *tree.token_ids), parents), Walk(tree)
+                rows, walk = model.verify((tokens.ids[-1], *tree.token_ids), parents), TreeWalk(tree)
                 list(walk.take(tokens, rule.begin(rows, tree, tokens.ids), VOCAB))
                 model.commit(walk.rows)
             path = tuple(tokens.ids[len(PROMPT) :])

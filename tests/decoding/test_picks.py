@@ -15,7 +15,7 @@ from coldstream.decoding import (
     SamplingParams,
     TokenChooser,
     TokenTree,
-    Walk,
+    TreeWalk,
     begin_all_picks,
 )
 from coldstream.errors import GenerationFault
@@ -79,7 +79,7 @@ def test_trap_45_a_walk_takes_the_plain_tokens_and_leaves_the_last_one_pending(
     chooser = TokenChooser(params, seed, len(context), ())
     wanted = plain_tokens(chooser, seed, context, end_ids, most)
     (pick,) = begin_all_picks({0: (chooser, rows_of(tree, seed, context, is_far), tree, context)}).values()
-    tokens, walk = Continuation(context, end_ids=end_ids, max_tokens=most), Walk(tree)
+    tokens, walk = Continuation(context, end_ids=end_ids, max_tokens=most), TreeWalk(tree)
     found = list[int]()
     for chosen in walk.take(tokens, pick, VOCAB):
         found.append(chosen.token_id)
@@ -105,7 +105,7 @@ def test_trap_43_an_end_within_an_accepted_run_ends_the_walk_there(end: int) -> 
     wanted = plain_tokens(chooser, 5, [2], frozenset(), 12)
     tree = TokenTree(tuple(wanted[:-1]), tuple(range(-1, len(wanted) - 2)), (0.0,) * (len(wanted) - 1))
     (pick,) = begin_all_picks({0: (chooser, rows_of(tree, 5, [2], False), tree, [2])}).values()
-    tokens, walk = Continuation([2], end_ids=(), max_tokens=end), Walk(tree)
+    tokens, walk = Continuation([2], end_ids=(), max_tokens=end), TreeWalk(tree)
     assert [each.token_id for each in walk.take(tokens, pick, VOCAB)] == wanted[:end]
     assert walk.accepted == list(range(end - 1))
     assert walk.rows == list(range(end))
@@ -136,7 +136,7 @@ def test_a_fault_beside_the_path_does_not_matter_and_one_on_it_leaves_its_row_ou
     on_path = TokenTree(((best + 1) % VOCAB, best), (-1, -1), (0.0, 0.0))
     for tree, num_tokens in ((beside, 2), (on_path, 1)):
         (pick,) = begin_all_picks({0: (chooser, rows, tree, [3])}).values()
-        walk, found = Walk(tree), list[int]()
+        walk, found = TreeWalk(tree), list[int]()
         tokens = walk.take(Continuation([3], end_ids=(), max_tokens=9), pick, VOCAB)
         if tree is on_path:
             with pytest.raises(GenerationFault, match="at position 2"):

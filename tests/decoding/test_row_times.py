@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, StepTimes, row_range
+from coldstream.decoding.row_times import MAX_ROWS, RecentMedian, RowTimes, row_range
 
 seconds = st.integers(1, 1000).map(lambda ms: ms / 1000)
 rows = st.integers(1, MAX_ROWS)
 RANGES = [*((n, n) for n in range(1, 9)), (9, 12), (13, 16), (17, 24), (25, 32), (33, 48), (49, 64)]
 
 
-def _measured(times: dict[int, float], repeats: int = 2) -> StepTimes:
+def _measured(times: dict[int, float], repeats: int = 2) -> RowTimes:
     """With these seconds by rows; the first step of each only warms it up."""
-    known = StepTimes()
+    known = RowTimes()
     for num_rows, value in times.items():
         for _ in range(repeats):
             known.record(num_rows, value)
@@ -32,7 +32,7 @@ def test_rows_are_counted_one_by_one_and_then_in_ranges() -> None:
 
 def test_nothing_is_known_before_the_second_step() -> None:
     """The first with as many rows may have captured a graph or compiled a kernel."""
-    times = StepTimes()
+    times = RowTimes()
     assert times.seconds(1) is None
     times.record(1, 30.0)
     assert times.seconds(1) is None
@@ -44,7 +44,7 @@ def test_nothing_is_known_before_the_second_step() -> None:
 
 @given(st.lists(seconds, min_size=1, max_size=30), st.integers(1, MAX_ROWS))
 def test_where_measured_it_is_the_median_of_the_last_nine(values: list[float], num_rows: int) -> None:
-    times = StepTimes()
+    times = RowTimes()
     times.record(num_rows, 99.0)
     for value in values:
         times.record(num_rows, value)
@@ -55,7 +55,7 @@ def test_where_measured_it_is_the_median_of_the_last_nine(values: list[float], n
 def test_what_was_not_measured_is_monotone_and_not_cheaper_than_fewer_rows(
     steps: list[tuple[int, float]],
 ) -> None:
-    times = StepTimes()
+    times = RowTimes()
     seen: dict[int, list[float]] = {}
     for num_rows, value in steps:
         times.record(num_rows, value)
@@ -142,7 +142,7 @@ def test_of_two_the_lower_counts() -> None:
 
 
 def test_the_age_is_that_of_the_last_step_that_was_measured() -> None:
-    times = StepTimes()
+    times = RowTimes()
     times.record(1, 0.01)
     times.record(10, 0.01)
     assert (times.age(1), times.age(9), times.age(2)) == (2, 2, 2), "a first step is no measurement"
@@ -152,7 +152,7 @@ def test_the_age_is_that_of_the_last_step_that_was_measured() -> None:
 
 
 def test_steps_that_were_timed_together_count_as_one_measurement_of_a_step() -> None:
-    times = StepTimes()
+    times = RowTimes()
     for _ in range(3):
         times.record(2, 1.0, num_steps=8)
     assert times.seconds(2) == 0.125

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.decoding import DraftCounts, SizeReason, StepCosts
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 
 
 def test_statistics_are_the_sums_of_steps() -> None:
@@ -35,8 +35,8 @@ def test_statistics_are_the_sums_of_steps() -> None:
 
 def test_fused_steps_count_their_whole_time_and_no_reason() -> None:
     counts = DraftCounts("mtp")
-    counts.count_fused(Accepted((7, 8, 9), 0, 3, is_last=False), 0.02)
-    counts.count_fused(Accepted((), 5, 2, is_last=True), 0.01)
+    counts.count_fused(FusedResult((7, 8, 9), 0, 3, is_last=False), 0.02)
+    counts.count_fused(FusedResult((), 5, 2, is_last=True), 0.01)
     found = counts.statistics()
     assert (found.steps, found.fused_steps, found.drafted, found.accepted_by_depth) == (2, 2, 5, (1, 1))
     assert found.verify_s == pytest.approx(0.03)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.decoding.row_times import MAX_ROWS, StepTimes
+from coldstream.decoding.row_times import MAX_ROWS, RowTimes
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize, expected_rates
 
 Seconds = Callable[[int], float]  # of a step, by rows
@@ -18,8 +18,8 @@ step_times = st.lists(milliseconds, min_size=MAX_ROWS, max_size=MAX_ROWS)
 probabilities = st.lists(st.floats(0.0, 1.0), max_size=80)
 
 
-def _known(seconds: Seconds, rows: Sequence[int] = range(1, MAX_ROWS + 1)) -> StepTimes:
-    times = StepTimes()
+def _known(seconds: Seconds, rows: Sequence[int] = range(1, MAX_ROWS + 1)) -> RowTimes:
+    times = RowTimes()
     for each in rows:
         for _ in range(2):
             times.record(each, seconds(each))
@@ -92,7 +92,7 @@ def test_trees_beyond_the_most_rows_are_cut() -> None:
 
 
 def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
-    policy = SizePolicy(StepTimes())
+    policy = SizePolicy(RowTimes())
     assert policy.choose([1.0], 0.001) == TreeSize(0, SizeReason.UNMEASURED, draft_s=0.001)
     for _ in range(24):
         assert not policy.should_draft()
@@ -103,7 +103,7 @@ def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
 
 def test_plain_steps_are_measured_that_follow_each_other() -> None:
     """One after a step with a draft takes longer; here three times."""
-    times = StepTimes()
+    times = RowTimes()
     policy = SizePolicy(times)
     drafted = True
     for _ in range(2000):
@@ -117,7 +117,7 @@ def test_plain_steps_are_measured_that_follow_each_other() -> None:
 
 def test_plain_steps_of_an_unusual_time_are_not_remembered() -> None:
     """The first and the last of a run that is launched ahead; here they take double and half of the time."""
-    times = StepTimes()
+    times = RowTimes()
     policy = SizePolicy(times)
     for _ in range(300):
         policy.record(0.02, is_usual=False)
@@ -132,7 +132,7 @@ def test_plain_steps_of_an_unusual_time_are_not_remembered() -> None:
 
 @given(st.integers(1, 4), st.booleans())
 def test_some_slow_steps_or_drafts_do_not_end_speculation(num_slow: int, is_draft: bool) -> None:
-    policy = SizePolicy(StepTimes())
+    policy = SizePolicy(RowTimes())
     slow = set(range(100, 100 + num_slow))
     chosen = []
     for step in range(130):
@@ -150,7 +150,7 @@ class _Run:
     """Steps of a simulated model and drafter, with what the policy made of them."""
 
     def __init__(self, seed: int = 0, noise: float = 0.0) -> None:
-        self.times = StepTimes()
+        self.times = RowTimes()
         self.policy = SizePolicy(self.times)
         self.sizes: list[TreeSize | None] = []
         self.taken_s: list[float] = []
@@ -254,7 +254,7 @@ def test_steps_recorded_together_are_those_recorded_one_by_one(
 
 def test_explorations_pay_for_the_plain_step_after_them() -> None:
     """It takes twice as long, as it is not launched while another one runs."""
-    policy, passed_s, was_drafted = SizePolicy(StepTimes()), 0.0, False
+    policy, passed_s, was_drafted = SizePolicy(RowTimes()), 0.0, False
     for _ in range(4000):
         size = policy.choose(_chain(0.1, 6), 0.002) if policy.should_draft() else None
         step_s = 0.01 * (1 + (size.num_nodes if size else was_drafted))
@@ -281,7 +281,7 @@ def test_a_drafter_that_pays_again_is_used_again() -> None:
 
 def test_steps_that_make_what_others_use_neither_count_nor_are_paid_for() -> None:
     """They take thirty steps' time; here the first twelve with a draft."""
-    policy, times, sizes = SizePolicy(StepTimes()), 0, []
+    policy, times, sizes = SizePolicy(RowTimes()), 0, []
     for _ in range(300):
         size = policy.choose(_chain(0.8, 6), 0.001) if policy.should_draft() else None
         rows = 1 + (size.num_nodes if size else 0)
@@ -309,7 +309,7 @@ def test_explorations_pay_for_what_a_device_makes_in_them() -> None:
 
 def test_probes_pay_for_what_a_device_makes_in_them() -> None:
     """Each number of rows takes thirty steps' time when it comes first."""
-    policy, passed_s, made = SizePolicy(StepTimes()), 0.0, {1}
+    policy, passed_s, made = SizePolicy(RowTimes()), 0.0, {1}
     spent_s = 0.0
     for step in range(6000):
         size = policy.choose(_chain(0.85, 12), 0.001) if policy.should_draft() else None

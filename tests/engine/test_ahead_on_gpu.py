@@ -16,7 +16,7 @@ from test_lists_on_gpu import CONTEXT, KINDS, SEEDED, SIZE, on_cpu, on_gpu, path
 from bench.runners import open_model_file, partial_plan
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams, engine
-from coldstream.engine.model_steps import Launched, launch_ahead
+from coldstream.engine.model_steps import LaunchedStep, launch_ahead
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetch import Prefetching
 from coldstream.models.cuda.runner import CudaRunner
@@ -152,9 +152,9 @@ def test_steps_are_launched_ahead_unless_the_host_chooses(
 ) -> None:
     gpu, _ = models
     assert gpu.opened.runner.takes_chosen
-    launched: list[Launched] = []
+    launched: list[LaunchedStep] = []
 
-    def noting(runner: ModelRunner, before: Launched) -> Launched:
+    def noting(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
         launched.append(launch_ahead(runner, before))
         return launched[-1]
 

@@ -22,7 +22,7 @@ from coldstream.decoding import SizeReason, Speculation, TokenTree, TriedDraft
 from coldstream.decoding.fused_sizes import FixedFusedSizes, FusedSizes
 from coldstream.engine import LLM, OpenedModel, SamplingParams, engine
 from coldstream.engine.job_drafts import JobDrafts
-from coldstream.engine.model_steps import Launched, launch_ahead
+from coldstream.engine.model_steps import LaunchedStep, launch_ahead
 from coldstream.kvcache import Batch
 from coldstream.models.runner import ModelRunner
 from host_device import HostDevice
@@ -183,9 +183,9 @@ def test_drafters_observe_each_step_once_with_its_own_states(
     """As where the host chooses, which it does if it is asked for log-probabilities."""
     plain, opened = models
     drafters, num_launched = [], []
-    launched: list[Launched] = []
+    launched: list[LaunchedStep] = []
 
-    def noted(runner: ModelRunner, before: Launched) -> Launched:
+    def noted(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
         launched.append(launch_ahead(runner, before))
         return launched[-1]
 

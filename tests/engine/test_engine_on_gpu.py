@@ -19,7 +19,7 @@ from coldstream.engine import LLM
 from coldstream.engine.engine import Engine
 from coldstream.engine.job import Job
 from coldstream.engine.limits import EngineLimits
-from coldstream.engine.model_steps import Launched
+from coldstream.engine.model_steps import LaunchedStep
 from coldstream.engine.step_cost import StepCost
 from coldstream.errors import GenerationFault
 from host_device import HostDevice
@@ -157,14 +157,14 @@ def test_what_ends_in_flight_is_kept_only_if_its_logits_are_finite(
     gpu, cpu = models
     prompt = list(range(20))
     text = cpu.generate([prompt], replace(GREEDY, max_tokens=5))[0].text
-    outcomes = Launched.outcomes
+    outcomes = LaunchedStep.outcomes
 
-    def damaged(self: Launched) -> dict[Job, Outcome]:
+    def damaged(self: LaunchedStep) -> dict[Job, Outcome]:
         fault = GenerationFault("not finite")
         return {job: fault if job.is_over else outcome for job, outcome in outcomes(self).items()}
 
     with engine_of(gpu.opened) as client, monkeypatch.context() as patched:
-        patched.setattr(Launched, "outcomes", damaged)
+        patched.setattr(LaunchedStep, "outcomes", damaged)
         first = client.add(prompt, replace(GREEDY, max_tokens=9, stop=[text[2:4]]))
         client.drain()
         second = client.add([*prompt, *client.outputs(first)[0].token_ids, 7], GREEDY)

@@ -181,7 +181,7 @@ def test_a_step_that_fails_leaves_no_fork(
         (model_steps, "begin_choices"),
         (Engine, "_may_run_ahead"),
         (Engine, "_take_outcomes"),
-        (model_steps.Launched, "outcomes"),
+        (model_steps.LaunchedStep, "outcomes"),
         (JobMemory, "keep_fork"),
         (CpuRunner, "_run_trunk"),
     ],

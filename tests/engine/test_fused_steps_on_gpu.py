@@ -27,7 +27,7 @@ from coldstream.decoding.fused_sizes import FixedFusedSizes
 from coldstream.decoding.speculation import TreeSizes
 from coldstream.engine import LLM, SamplingParams, fused_steps
 from coldstream.engine.opened_model import OpenedModel
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -258,7 +258,7 @@ class BackingOff(FixedFusedSizes):
     def is_idle(self) -> bool:
         return 2 <= self.place < 4
 
-    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+    def record(self, accepted: FusedResult, seconds: float, *, is_usual: bool = True) -> None:
         self.observed.append(1)
 
     def went_on(self, num_steps: int, seconds: float, *, is_usual: bool = True) -> None:

@@ -8,7 +8,7 @@ import torch
 from guarded import Guarded
 from numpy.typing import NDArray
 
-from coldstream.decoding.choice import Choice
+from coldstream.decoding.choice import TokenChoice
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import SamplingParams
 from coldstream.errors import GenerationFault
@@ -26,7 +26,7 @@ class Case:
     def settings(self, unseen: int | None = None) -> RowSettings:
         """unseen: the device's result that is the last token of the context."""
         known = self.context if unseen is None else self.context[:-1]
-        return Choice(self.logits, known, self.params, self.seed, unseen=unseen).settings
+        return TokenChoice(self.logits, known, self.params, self.seed, unseen=unseen).settings
 
 
 def sample_all(

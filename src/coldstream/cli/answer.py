@@ -19,7 +19,7 @@ SEPARATOR = " · "
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """A shown answer, and how it ended."""
 
     text: str
@@ -74,7 +74,9 @@ class AnswerWriter:
             self.write("\n")
 
 
-def show_answer(stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, before: str = "") -> Answer:
+def show_answer(
+    stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, before: str = ""
+) -> ShownAnswer:
     """Write the answer as it comes, after the text `before`, then the statistics; Ctrl-C ends it early.
 
     `line` vanishes with the first piece. ctx_size: tokens that the context holds.
@@ -88,7 +90,7 @@ def show_answer(stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, 
             before = ""
             written.append(piece.text)
     writer.end_line()
-    answer = Answer("".join(written), *piece.ending(), ctx_size)
+    answer = ShownAnswer("".join(written), *piece.ending(), ctx_size)
     if not quiet:
         note("\n".join(wrap(answer.describe(), width_of(sys.stderr), SEPARATOR)))
     return answer

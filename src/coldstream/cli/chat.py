@@ -47,7 +47,7 @@ _COMMANDS = {
 }
 
 
-class Chat:
+class ChatSession:
     """A conversation with a model: its messages, settings and last statistics. Knows no terminal.
 
     With `raw` there is no conversation: each message is a text to be continued, and only the last is kept, to
@@ -203,15 +203,15 @@ def _check_setting(name: str) -> None:
         raise InvalidRequestError(f"no setting {name!r}: there are {', '.join(_NUMBERS + _COUNTS)}")
 
 
-def chat_in_terminal(chat: Chat, quiet: bool) -> int:
-    """Chat until the user leaves; returns the exit code."""
+def chat_in_terminal(chat: ChatSession, quiet: bool) -> int:
+    """Chats until the user leaves; returns the exit code."""
     note("/help lists the commands, Ctrl-D leaves")
     if chat.raw:
         note("this model continues text: type how it begins; every message starts afresh")
     return run_chat(chat, _terminal_reader(chat.kept), quiet)
 
 
-def run_chat(chat: Chat, read_line: ReadLine, quiet: bool) -> int:
+def run_chat(chat: ChatSession, read_line: ReadLine, quiet: bool) -> int:
     """Read messages and commands by `read_line` and answer them, until its end or /exit; gives the exit code.
 
     Errors of a request are shown and the chat goes on.
@@ -244,7 +244,7 @@ def complete_message(line: str, read_line: ReadLine) -> str:
     return "\n".join(lines).removesuffix(_QUOTES)
 
 
-def _answer(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> None:
+def _answer(chat: ChatSession, text: str, read_line: ReadLine, quiet: bool) -> None:
     with ProgressLine() as line:
         progress = partial(line.update, "reading the prompt")
         try:
@@ -260,7 +260,7 @@ def _answer(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> None:
         note(f"the context is full: {_MAKE_ROOM}")
 
 
-def _make_room(chat: Chat, text: str, error: ContextFullError, read_line: ReadLine) -> None:
+def _make_room(chat: ChatSession, text: str, error: ContextFullError, read_line: ReadLine) -> None:
     """Forget the oldest messages, if the user wants to, so that there is room for `text`.
 
     Raises ContextFullError, which says what else can be done, if that is not wanted or does not help.
@@ -276,7 +276,7 @@ def _make_room(chat: Chat, text: str, error: ContextFullError, read_line: ReadLi
     chat.drop(count)
 
 
-def _answer_again(chat: Chat, read_line: ReadLine, quiet: bool) -> None:
+def _answer_again(chat: ChatSession, read_line: ReadLine, quiet: bool) -> None:
     before = chat.messages
     try:
         _answer(chat, chat.take_back(), read_line, quiet)
@@ -285,14 +285,14 @@ def _answer_again(chat: Chat, read_line: ReadLine, quiet: bool) -> None:
         raise
 
 
-def _drop(chat: Chat, argument: str) -> None:
+def _drop(chat: ChatSession, argument: str) -> None:
     if not (argument.isascii() and argument.isdecimal()):
         raise InvalidRequestError(f"/drop {argument}: not a number of messages")
     chat.drop(int(argument))
     click.echo(f"{chat.num_turns} message{'' if chat.num_turns == 1 else 's'} left")
 
 
-def _obey(chat: Chat, text: str, read_line: ReadLine, quiet: bool) -> bool:
+def _obey(chat: ChatSession, text: str, read_line: ReadLine, quiet: bool) -> bool:
     """Carry out a command; False if it was the one to leave."""
     name, _, argument = text.strip().partition(" ")
     argument = argument.strip()

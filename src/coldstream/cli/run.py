@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from coldstream.cli.answer import show_answer
-from coldstream.cli.chat import Chat, chat_in_terminal
+from coldstream.cli.chat import ChatSession, chat_in_terminal
 from coldstream.cli.interrupts import EXIT_INTERRUPTED
 from coldstream.cli.kept_chat import KeptChat
 from coldstream.cli.main import Session
@@ -118,7 +118,7 @@ def command(
         completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
         raw = raw or not opened.has_chat_template or completes
         kept = _kept_chat(llm) if history and prompt is None else None
-        chat = Chat(llm, params, system_prompt, chat_template_kwargs, raw=raw, kept=kept)
+        chat = ChatSession(llm, params, system_prompt, chat_template_kwargs, raw=raw, kept=kept)
         if prompt is None:
             _note_context(llm)
             return chat_in_terminal(chat, quiet)

@@ -1,10 +1,10 @@
 """Logits to tokens: sampling, stop strings, drafts. Knows token ids, not tensors; has no loop."""
 
 from coldstream.decoding.choice import (
-    Choice,
     Chosen,
     Outcome,
     StartedChoices,
+    TokenChoice,
     TokenChooser,
     begin_choices,
 )
@@ -14,7 +14,7 @@ from coldstream.decoding.device_logits import AnyLogits, DeviceChoice, DeviceLog
 from coldstream.decoding.draft_sizes import FixedSizes, SizesByCost, TriedDraft
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
-from coldstream.decoding.picks import Pick, Walk, begin_all_picks
+from coldstream.decoding.picks import Pick, TreeWalk, begin_all_picks
 from coldstream.decoding.repetition import RepetitionWatch
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
@@ -36,7 +36,6 @@ __all__ = [
     "NO_DRAFT",
     "SEED_BITS",
     "AnyLogits",
-    "Choice",
     "Chosen",
     "Continuation",
     "DeviceChoice",
@@ -63,10 +62,11 @@ __all__ = [
     "StepCosts",
     "StopMatcher",
     "Thought",
+    "TokenChoice",
     "TokenChooser",
     "TokenTree",
+    "TreeWalk",
     "TriedDraft",
-    "Walk",
     "begin_all_picks",
     "begin_choices",
     "derived_seed",

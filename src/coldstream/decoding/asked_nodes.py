@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
-from coldstream.decoding.row_times import MAX_ROWS, StepTimes
+from coldstream.decoding.row_times import MAX_ROWS, RowTimes
 
 _FIRST: Final = 4  # nodes asked for before anything is known
 _MORE_DISTANCE: Final = 2  # drafts from one to the next that is to have a node more than is best
@@ -24,7 +24,7 @@ class AskedNodes:
     """Learns from drafts how many nodes to ask for."""
 
     def __init__(self) -> None:
-        self._times = StepTimes()
+        self._times = RowTimes()
         self._brought: list[float] = []  # by each node, beyond those before it
         self._num_asked = 1  # of the last draft
         self._num_drafts = 0

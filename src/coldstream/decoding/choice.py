@@ -24,7 +24,7 @@ _NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """A row of logits, and everything else that determines the token after it."""
 
     logits: AnyLogits
@@ -110,7 +110,7 @@ class StartedChoices:
         return [outcomes[i] for i in range(len(outcomes))]
 
 
-def begin_choices(choices: Sequence[Choice]) -> StartedChoices:
+def begin_choices(choices: Sequence[TokenChoice]) -> StartedChoices:
     """Begins the choices that a device can make, and makes the others: for each row the result of
     `sample_token`, or the error that it raises.
 
@@ -151,7 +151,7 @@ def _step_of(rows: Sequence[AnyLogits]) -> DeviceStep:
     return steps[0]
 
 
-def _chosen_here(choices: Sequence[Choice], rows: Sequence[Logits]) -> list[Outcome]:
+def _chosen_here(choices: Sequence[TokenChoice], rows: Sequence[Logits]) -> list[Outcome]:
     """What `sample_token` and `token_logprobs` give for each of these choices, from its logits."""
     made = [_row_choice(choice, logits) for choice, logits in zip(choices, rows, strict=True)]
     _csrc.choose_tokens([each for each in made if isinstance(each, _csrc.TokenChoice)])
@@ -161,7 +161,9 @@ def _chosen_here(choices: Sequence[Choice], rows: Sequence[Logits]) -> list[Outc
     ]
 
 
-def _row_choice(choice: Choice, logits: Logits) -> _csrc.TokenChoice | GenerationFault | InvalidRequestError:
+def _row_choice(
+    choice: TokenChoice, logits: Logits
+) -> _csrc.TokenChoice | GenerationFault | InvalidRequestError:
     """A choice for C++, which does not know logits processors; or their error."""
     params, settings = choice.params, choice.settings
     if not params.logits_processors:
@@ -189,7 +191,7 @@ def _row_choice(choice: Choice, logits: Logits) -> _csrc.TokenChoice | Generatio
     )
 
 
-def _outcome(choice: Choice, logits: Logits, made: _csrc.TokenChoice) -> Outcome:
+def _outcome(choice: TokenChoice, logits: Logits, made: _csrc.TokenChoice) -> Outcome:
     if made.fault:
         return no_token(made.fault, len(logits), choice.position)
     if choice.params.logprobs is None:
@@ -238,14 +240,14 @@ class TokenChooser:
         settings = self.choice(_NO_LOGITS, context).settings
         return FusedText(most_nodes, context[-1], num_left, settings, frozenset(self._end_ids))
 
-    def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> Choice:
-        """The `Choice` of the token after `context`, all ids so far, from the logits [vocab] after it.
+    def choice(self, logits: AnyLogits, context: Sequence[int], unseen: int | None = None) -> TokenChoice:
+        """The `TokenChoice` of the token after `context`, all ids so far, from the logits [vocab] after it.
 
-        unseen: see `Choice`.
+        unseen: see `TokenChoice`.
         """
         position = len(context) + (unseen is not None)
         forbidden_ids = self._end_ids if position < self._first_end else ()
-        return Choice(logits, context, self._params, self._seed, forbidden_ids, unseen)
+        return TokenChoice(logits, context, self._params, self._seed, forbidden_ids, unseen)
 
     def __call__(self, logits: AnyLogits, context: Sequence[int]) -> Chosen:
         """The token after this row, which is waited for. Raises its error."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
 from coldstream.decoding.fused_sizes import FixedFusedSizes, FusedSizes, FusedSizesByCost
-from coldstream.decoding.row_times import StepTimes, row_range
+from coldstream.decoding.row_times import RowTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
 
@@ -149,7 +149,7 @@ class _Learned:
     """Of steps with about as many sequences."""
 
     def __init__(self) -> None:
-        self.policy = SizePolicy(StepTimes())
+        self.policy = SizePolicy(RowTimes())
         self.chosen: TreeSize | None = None  # for the next step
         self._backoff = Backoff()
 

@@ -11,10 +11,10 @@ from typing import Final, Protocol
 
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
-from coldstream.decoding.row_times import StepTimes
+from coldstream.decoding.row_times import RowTimes
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, TreeSize
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 
 # A step of more than eight rows has other kernels, with which the ninth costs a fifth of a step.
 MOST_NODES: Final = 7
@@ -43,7 +43,7 @@ class FusedSizes(Protocol):
     def next(self) -> int:
         """Tokens that the next fused step drafts."""
 
-    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+    def record(self, accepted: FusedResult, seconds: float, *, is_usual: bool = True) -> None:
         """The result and the seconds of the oldest fused step that was not recorded yet.
 
         is_usual: whether others of its size take as long.
@@ -74,7 +74,7 @@ class FixedFusedSizes:
         """See `FusedSizes`."""
         return self.most
 
-    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+    def record(self, accepted: FusedResult, seconds: float, *, is_usual: bool = True) -> None:
         """See `FusedSizes`."""
 
 
@@ -92,7 +92,7 @@ class FusedSizesByCost:
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceModel()
-        self._policy = SizePolicy(StepTimes())
+        self._policy = SizePolicy(RowTimes())
         self._launched: deque[TreeSize | None] = deque()
         self._is_first = True
         self._backoff = Backoff()
@@ -123,7 +123,7 @@ class FusedSizesByCost:
         self._launched.append(size)
         return size.num_nodes if size else 0
 
-    def record(self, accepted: Accepted, seconds: float, *, is_usual: bool = True) -> None:
+    def record(self, accepted: FusedResult, seconds: float, *, is_usual: bool = True) -> None:
         """See `FusedSizes`. The first step of a run is not timed, as it begins with work of its own."""
         size = self._launched.popleft()
         num_accepted = max(0, len(accepted.token_ids) - 1)

@@ -11,7 +11,14 @@ from typing import Final, TypeVar, overload
 
 import numpy as np
 
-from coldstream.decoding.choice import Choice, Chosen, Outcome, TokenChooser, begin_choices, chosen_or_raised
+from coldstream.decoding.choice import (
+    Chosen,
+    Outcome,
+    TokenChoice,
+    TokenChooser,
+    begin_choices,
+    chosen_or_raised,
+)
 from coldstream.decoding.continuation import Continuation
 from coldstream.decoding.device_logits import AnyLogits
 from coldstream.decoding.token_tree import TokenTree
@@ -23,7 +30,7 @@ Pick = Callable[[int, Sequence[int]], Chosen]
 """The token after a node of a tree; `context`: all tokens so far. Asked from the root on, along a path."""
 
 
-class Walk:
+class TreeWalk:
     """A walk from the root of a tree along the tokens that are chosen."""
 
     def __init__(self, tree: TokenTree) -> None:
@@ -65,7 +72,7 @@ def begin_all_picks(
     to the root. Where a device chooses, the tokens after all nodes are chosen at once, so that the host waits
     once. Otherwise a token is chosen when it is asked for. Raises the device's errors.
     """
-    choices: list[Choice] = []
+    choices: list[TokenChoice] = []
     firsts: dict[_Key, int] = {}  # of the choices on the device
     for key, (chooser, rows, tree, context) in computed.items():
         if not isinstance(rows[0], np.ndarray) and chooser.choice(rows[0], context).is_on_device:
@@ -80,7 +87,7 @@ def begin_all_picks(
 
 def _choices_of(
     chooser: TokenChooser, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]
-) -> list[Choice]:
+) -> list[TokenChoice]:
     """After the root and each node."""
     paths: list[list[int]] = []
     choices = [chooser.choice(rows[0], context)]

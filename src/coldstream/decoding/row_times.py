@@ -66,7 +66,7 @@ class RecentMedian:
         return next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= wanted)
 
 
-class StepTimes:
+class RowTimes:
     """The seconds of a step by its number of rows, from 1 to `MAX_ROWS`."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def last_rows(num_rows: int) -> int:
 
 
 def _estimate(known: Mapping[int, float], rows: int) -> float:
-    """See `StepTimes.seconds`. known: the measured seconds by rows, ascending; not empty."""
+    """See `RowTimes.seconds`. known: the measured seconds by rows, ascending; not empty."""
     if rows in known:
         return known[rows]
     fewer = [at for at in known if at < rows]

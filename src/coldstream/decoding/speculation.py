@@ -8,7 +8,7 @@ from typing import Final
 from coldstream.decoding.draft_sizes import TreeSizes
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.tree_size import SizeReason
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 from coldstream.kernels.ops import MAX_TREE_ROWS
 
 MAX_TREE_NODES: Final = MAX_TREE_ROWS - 1  # beside the root
@@ -105,7 +105,7 @@ class DraftCounts:
             hits, misses = costs.expert_uses
             self._hits, self._misses = self._hits + hits, self._misses + misses
 
-    def count_fused(self, accepted: Accepted, seconds: float) -> None:
+    def count_fused(self, accepted: FusedResult, seconds: float) -> None:
         """A device drafted and verified by itself, which took `seconds`."""
         self._count(accepted.num_drafted, max(0, len(accepted.token_ids) - 1), StepCosts(seconds))
         self._num_fused += 1

@@ -38,7 +38,7 @@ from itertools import accumulate
 from math import ceil, sqrt
 
 from coldstream.decoding.asked_nodes import AskedNodes
-from coldstream.decoding.row_times import MAX_ROWS, StepTimes, last_rows, row_range
+from coldstream.decoding.row_times import MAX_ROWS, RowTimes, last_rows, row_range
 
 _WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what a second with drafts gives
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that
@@ -110,7 +110,7 @@ class SizePolicy:
     For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`.
     """
 
-    def __init__(self, times: StepTimes, *, probe_share: float = 0.01) -> None:
+    def __init__(self, times: RowTimes, *, probe_share: float = 0.01) -> None:
         self._times = times
         self._asked = AskedNodes()
         self._num_asked = 0  # of the draft of each sequence that comes next

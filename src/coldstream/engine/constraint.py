@@ -43,7 +43,7 @@ class Matcher(Protocol):
         """
 
 
-class _Phase(Enum):
+class _ThoughtPhase(Enum):
     HEAD = auto()  # it is open whether the answer begins with a thought
     THOUGHT = auto()
     FORCED = auto()  # the end of a thought that has used up its budget
@@ -52,10 +52,10 @@ class _Phase(Enum):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _GrammarPlace:
     """Where an answer stands after some of its tokens."""
 
-    phase: _Phase
+    phase: _ThoughtPhase
     count: int = 0  # tokens of the thought, or forced ones
     tail: bytes = b""  # the last bytes, as many as a tag that has begun can have
     num_matched: int = 0  # tokens that the grammar has taken
@@ -129,9 +129,15 @@ class AnswerConstraint:
         self._num_prompt_tokens = num_prompt_tokens
         self._end_ids = list(end_ids)
         self._token_bytes = token_bytes
-        first = _Phase.TEXT if thought is None else _Phase.THOUGHT if thought.is_open else _Phase.HEAD
+        first = (
+            _ThoughtPhase.TEXT
+            if thought is None
+            else _ThoughtPhase.THOUGHT
+            if thought.is_open
+            else _ThoughtPhase.HEAD
+        )
         self._ids: list[int] = []
-        self._places = [_Place(first)]  # one more than ids
+        self._places = [_GrammarPlace(first)]  # one more than ids
 
     def __call__(self, context: Sequence[int], logits: Logits) -> Logits:
         """`logits` with −inf where a token may not follow; they are written into."""
@@ -142,7 +148,7 @@ class AnswerConstraint:
             value = logits[forced]
             logits[:] = -np.inf
             logits[forced] = value
-        elif place.phase is _Phase.THOUGHT:
+        elif place.phase is _ThoughtPhase.THOUGHT:
             if self._matcher is not None:
                 logits[self._end_ids + self._unwanted_in_thought(place)] = -np.inf
         elif self._matcher is not None:
@@ -155,23 +161,23 @@ class AnswerConstraint:
         """Whether nothing may follow an answer so far that does not match yet: it can only be ended."""
         self._follow(answer)
         place = self._places[-1]
-        is_in_text = self._forced(place) is None and place.phase is not _Phase.THOUGHT
+        is_in_text = self._forced(place) is None and place.phase is not _ThoughtPhase.THOUGHT
         return is_in_text and self._matcher is not None and not self._mask(place, self._matcher).any()
 
-    def _forced(self, place: _Place) -> int | None:
+    def _forced(self, place: _GrammarPlace) -> int | None:
         """The token that a budget forces, if it does."""
         thought = self._thought
         if thought is None or thought.budget is None:
             return None
-        if place.phase is _Phase.FORCED:
+        if place.phase is _ThoughtPhase.FORCED:
             return thought.forced_ids[place.count]
         num_over = place.count - thought.budget
-        if place.phase is not _Phase.THOUGHT or num_over < 0:
+        if place.phase is not _ThoughtPhase.THOUGHT or num_over < 0:
             return None
         is_due = num_over >= _LONGEST_CHARACTER or _ends_with_whole_character(place.tail)
         return thought.forced_ids[0] if is_due else None
 
-    def _unwanted_in_thought(self, place: _Place) -> list[int]:
+    def _unwanted_in_thought(self, place: _GrammarPlace) -> list[int]:
         """Tokens after which the grammar would begin inside a token, or a call inside of the thought."""
         thought = self._thought
         assert thought is not None
@@ -181,11 +187,11 @@ class AnswerConstraint:
                 unwanted += ids
         return unwanted
 
-    def _mask(self, place: _Place, matcher: Matcher) -> Mask:
+    def _mask(self, place: _GrammarPlace, matcher: Matcher) -> Mask:
         mask = matcher.mask()
-        if place.phase is _Phase.GAP and place.count < MAX_GAP_BYTES:
+        if place.phase is _ThoughtPhase.GAP and place.count < MAX_GAP_BYTES:
             mask |= matcher.whitespace
-        if place.phase is _Phase.HEAD and self._thought and self._thought.opening_id is not None:
+        if place.phase is _ThoughtPhase.HEAD and self._thought and self._thought.opening_id is not None:
             mask[self._thought.opening_id] = True
         return mask
 
@@ -212,43 +218,51 @@ class AnswerConstraint:
             for token_id in self._ids[len(self._ids) - num_matched :]:
                 self._matcher.append(token_id)
 
-    def _after(self, place: _Place, token_id: int) -> _Place:
+    def _after(self, place: _GrammarPlace, token_id: int) -> _GrammarPlace:
         """Where the answer stands with one more token, which the matcher takes if it is the grammar's."""
         thought = self._thought
-        if thought is None or place.phase is _Phase.TEXT:
+        if thought is None or place.phase is _ThoughtPhase.TEXT:
             return self._matched(place, token_id)
         text = self._token_bytes(token_id)
-        if place.phase is _Phase.GAP:
+        if place.phase is _ThoughtPhase.GAP:
             is_blank = not text.strip() and place.count < MAX_GAP_BYTES
             if is_blank and not (self._matcher and self._matcher.accepts(token_id)):
                 return replace(place, count=place.count + len(text))
             return self._matched(place, token_id)
-        if place.phase is _Phase.HEAD:
+        if place.phase is _ThoughtPhase.HEAD:
             return self._after_head(place, token_id, text, thought)
         if self._forced(place) == token_id:
-            count = place.count + 1 if place.phase is _Phase.FORCED else 1
+            count = place.count + 1 if place.phase is _ThoughtPhase.FORCED else 1
             is_over = count == len(thought.forced_ids)
-            return _Place(_Phase.GAP) if is_over else _Place(_Phase.FORCED, count)
+            return _GrammarPlace(_ThoughtPhase.GAP) if is_over else _GrammarPlace(_ThoughtPhase.FORCED, count)
         seen = place.tail + text
         if thought.closing in seen:
-            return _Place(_Phase.GAP)
+            return _GrammarPlace(_ThoughtPhase.GAP)
         if thought.tool_call and thought.tool_call in seen and self._matcher is None:
-            return _Place(_Phase.TEXT)
-        return _Place(_Phase.THOUGHT, place.count + 1, seen[-thought.num_kept :])
+            return _GrammarPlace(_ThoughtPhase.TEXT)
+        return _GrammarPlace(_ThoughtPhase.THOUGHT, place.count + 1, seen[-thought.num_kept :])
 
-    def _after_head(self, place: _Place, token_id: int, text: bytes, thought: ThoughtTokens) -> _Place:
+    def _after_head(
+        self, place: _GrammarPlace, token_id: int, text: bytes, thought: ThoughtTokens
+    ) -> _GrammarPlace:
         head = (place.tail + text).lstrip()
         if self._matcher is not None:
             is_opened = token_id == thought.opening_id and not place.tail
-            return _Place(_Phase.THOUGHT) if is_opened else self._matched(place, token_id)
+            return _GrammarPlace(_ThoughtPhase.THOUGHT) if is_opened else self._matched(place, token_id)
         if head.startswith(thought.opening):
-            return _Place(_Phase.THOUGHT, tail=head[len(thought.opening) :][-thought.num_kept :])
-        return _Place(_Phase.HEAD, tail=head) if thought.opening.startswith(head) else _Place(_Phase.TEXT)
+            return _GrammarPlace(
+                _ThoughtPhase.THOUGHT, tail=head[len(thought.opening) :][-thought.num_kept :]
+            )
+        return (
+            _GrammarPlace(_ThoughtPhase.HEAD, tail=head)
+            if thought.opening.startswith(head)
+            else _GrammarPlace(_ThoughtPhase.TEXT)
+        )
 
-    def _matched(self, place: _Place, token_id: int) -> _Place:
+    def _matched(self, place: _GrammarPlace, token_id: int) -> _GrammarPlace:
         if self._matcher is not None:
             self._matcher.append(token_id)
-        return _Place(_Phase.TEXT, num_matched=place.num_matched + 1)
+        return _GrammarPlace(_ThoughtPhase.TEXT, num_matched=place.num_matched + 1)
 
 
 def _ends_with_whole_character(tail: bytes) -> bool:

@@ -22,7 +22,7 @@ from coldstream.engine.fused_steps import FusedSteps
 from coldstream.engine.job import Job
 from coldstream.engine.job_drafts import JobDrafts
 from coldstream.engine.limits import EngineLimits
-from coldstream.engine.model_steps import Launched, launch, launch_ahead
+from coldstream.engine.model_steps import LaunchedStep, launch, launch_ahead
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.served_requests import ServedRequests
 from coldstream.engine.step_cost import StepCost
@@ -59,7 +59,7 @@ class Engine:
         self._cost = StepCost(chunk_size)
         # The cost of chunks of one prompt alone. Its entries expire after 64 steps, because timings drift.
         self._lone_cost = StepCost(chunk_size, stale=64)
-        self._in_flight: Launched | None = None  # a step whose tokens the host has not looked at
+        self._in_flight: LaunchedStep | None = None  # a step whose tokens the host has not looked at
         self._in_flight_since = 0.0  # when it was launched, or the one before it had ended
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
         self._fused: FusedSteps | None = None  # of the only job that runs
@@ -233,7 +233,7 @@ class Engine:
         self._served.counts.step_s += seconds
         self._record_cost(launched, seconds, is_chunk=is_chunk)
 
-    def _record_cost(self, step: Launched, seconds: float, *, is_chunk: bool) -> None:
+    def _record_cost(self, step: LaunchedStep, seconds: float, *, is_chunk: bool) -> None:
         """is_chunk: whether the step had rows of one prompt alone, which goes on behind them."""
         if math.isinf(self._target_s):
             return
@@ -342,7 +342,7 @@ class Engine:
         most = self._lone_cost.prompt_rows_alone(self._target_s)
         return self._cost.prompt_rows_together(num_decoding, wanted, most, self._target_s)
 
-    def _end_in_flight(self, step: Launched, *, may_go_on: bool = True) -> None:
+    def _end_in_flight(self, step: LaunchedStep, *, may_go_on: bool = True) -> None:
         """Takes the tokens of a step, once the next one is launched, if that needs no decision."""
         start = self._clock()
         if self._drafts is not None:
@@ -362,7 +362,7 @@ class Engine:
         self._record_cost(step, end - self._in_flight_since, is_chunk=False)
         self._in_flight_since = end
 
-    def _may_run_ahead(self, step: Launched) -> bool:
+    def _may_run_ahead(self, step: LaunchedStep) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
         if self._drafts is not None and self._drafts.will_draft(len(step.counts)):
@@ -373,7 +373,9 @@ class Engine:
             job.num_missing == 0 and job.answer.chooser.is_for_device for job in step.asked
         )
 
-    def _launched(self, counts: Mapping[Job, int], launch_it: Callable[[], Launched]) -> Launched | None:
+    def _launched(
+        self, counts: Mapping[Job, int], launch_it: Callable[[], LaunchedStep]
+    ) -> LaunchedStep | None:
         """A step that is launched. If that fails, so do all its requests: None."""
         try:
             launched = launch_it()
@@ -385,7 +387,7 @@ class Engine:
             self._served.counts.count_draft(len(rows) - 1)
         return launched
 
-    def _take(self, launched: Launched, following: Launched | None) -> None:
+    def _take(self, launched: LaunchedStep, following: LaunchedStep | None) -> None:
         """Appends the tokens of a step, and keeps what it has left behind.
 
         following: the step that was launched after it, if any.
@@ -395,7 +397,7 @@ class Engine:
         finally:
             launched.release_forks(self._runner)
 
-    def _take_outcomes(self, launched: Launched, following: Launched | None) -> None:
+    def _take_outcomes(self, launched: LaunchedStep, following: LaunchedStep | None) -> None:
         drafts = self._drafts
         try:
             outcomes = launched.outcomes()

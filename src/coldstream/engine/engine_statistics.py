@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.kernels.fused.reference import FusedResult
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.models.runner import ModelRunner
 
@@ -73,7 +73,7 @@ class EngineCounts:
         self.drafts += 1
         self.drafted_tokens += num_nodes
 
-    def count_fused(self, accepted: Accepted) -> None:
+    def count_fused(self, accepted: FusedResult) -> None:
         """A step that a device drafted and verified by itself."""
         self.count_step([1 + accepted.num_drafted])
         if accepted.num_drafted:

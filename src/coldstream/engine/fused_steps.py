@@ -21,13 +21,13 @@ from coldstream.decoding.drafters import FusedDrafter, FusedRun
 from coldstream.decoding.fused_sizes import FusedSizes
 from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.job import Job
-from coldstream.kernels.fused.reference import Accepted, FusedText
+from coldstream.kernels.fused.reference import FusedResult, FusedText
 from coldstream.models.runner import ModelRunner
 
 MOST_TOKENS: Final = 256  # after one checkpoint: what may have to be computed once more
 _IN_FLIGHT: Final = 2  # steps whose results the device keeps for the host
 
-OnAccepted = Callable[[Accepted, float], None]
+OnAccepted = Callable[[FusedResult, float], None]
 """Is told what came of a step, and how many seconds it took."""
 
 
@@ -140,7 +140,7 @@ class FusedSteps:
         assert self.job.sequence is not None, "a job without memory does not run"
         return self.job.sequence
 
-    def _record(self, accepted: Accepted) -> None:
+    def _record(self, accepted: FusedResult) -> None:
         now, num_captured = time.perf_counter(), self._runner.num_captured
         seconds, self._last_time = now - self._last_time, now
         self._sizes.record(accepted, seconds, is_usual=num_captured == self._captured_before)

@@ -117,7 +117,7 @@ class Grammars:
                 "grammar: the model's vocabulary has no end token, so no grammar can end its answers"
             )
         return LLTokenizer(
-            TokenizerWrapper(_Vocabulary(self._tokenizer, ends[0])), self._tokenizer.vocab_size, ends
+            TokenizerWrapper(_GuidanceVocabulary(self._tokenizer, ends[0])), self._tokenizer.vocab_size, ends
         )
 
     @cached_property
@@ -188,7 +188,7 @@ class TokenMatcher:
         return self._matcher.consume_tokens(self._ids) and not self._matcher.is_error()
 
 
-class _Vocabulary:
+class _GuidanceVocabulary:
     """The attributes that llguidance reads of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Choice, Chosen, Continuation, DraftCounts
+from coldstream.decoding import AnyLogits, Chosen, Continuation, DraftCounts, TokenChoice
 from coldstream.engine.answer import Answer, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
@@ -152,8 +152,8 @@ class Job:
             self.cuts = tuple(sorted({*self.cuts, position}))
         return True
 
-    def choice(self, logits: AnyLogits, unseen: int | None = None) -> Choice:
-        """The `Choice` of the next token from the logits [vocab] after all tokens; see `Choice`."""
+    def choice(self, logits: AnyLogits, unseen: int | None = None) -> TokenChoice:
+        """The `TokenChoice` of the next token from the logits [vocab] after all tokens; see `TokenChoice`."""
         return self.answer.chooser.choice(logits, self.token_ids, unseen)
 
     def push(self, chosen: Chosen) -> list[Piece]:

@@ -22,8 +22,8 @@ from coldstream.decoding import (
     Speculation,
     StepCosts,
     TokenTree,
+    TreeWalk,
     TriedDraft,
-    Walk,
     begin_all_picks,
     uses_between,
 )
@@ -31,8 +31,8 @@ from coldstream.decoding.drafters import with_fused_steps
 from coldstream.engine.draft_follower import DraftFollower
 from coldstream.engine.fused_steps import FusedSteps
 from coldstream.engine.job import Job
-from coldstream.engine.model_steps import Launched
-from coldstream.kernels.fused.reference import Accepted
+from coldstream.engine.model_steps import LaunchedStep
+from coldstream.kernels.fused.reference import FusedResult
 from coldstream.models.runner import ModelRunner
 
 
@@ -109,7 +109,7 @@ class JobDrafts:
         self._drafted = dict(zip(jobs, trees, strict=True))
         return {job: tree for job, tree in self._drafted.items() if tree}
 
-    def observe(self, launched: Launched, *, is_ahead: bool = False) -> None:
+    def observe(self, launched: LaunchedStep, *, is_ahead: bool = False) -> None:
         """Lets drafters observe the rows that a step has committed, and notes where the others are.
 
         The step is the model's last. is_ahead: it was launched before its tokens were known, which now are of
@@ -148,7 +148,7 @@ class JobDrafts:
         the choice and the commit raise.
         """
         tree, root_id = self._drafted[job], job.token_ids[-1]
-        walk = Walk(tree)
+        walk = TreeWalk(tree)
         try:
             for chosen in walk.take(job.tokens, self._picks[job], self._runner.spec.vocab_size):
                 yield chosen, len(walk.rows) > 1
@@ -194,7 +194,7 @@ class JobDrafts:
         """Whether a device that may draft by itself is not to for now, nor the host."""
         return self.has_fused and self._fused_sizes.backs_off()
 
-    def begin_fused(self, job: Job, on_step: Callable[[Accepted], None]) -> FusedSteps | None:
+    def begin_fused(self, job: Job, on_step: Callable[[FusedResult], None]) -> FusedSteps | None:
         """Begins fused steps of a job; None if there are none for it. on_step: called with each result.
 
         Raises DeviceError, with the job's sequence empty.
@@ -204,7 +204,7 @@ class JobDrafts:
         if drafter is None or text is None:
             return None
 
-        def on_accepted(accepted: Accepted, seconds: float) -> None:
+        def on_accepted(accepted: FusedResult, seconds: float) -> None:
             _counts_of(job, self._speculation).count_fused(accepted, seconds)
             on_step(accepted)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coldstream.engine.regular_languages import ANYTHING, is_empty, literal, occurs, term, whole_match
-from coldstream.engine.schema_facts import Facts, are_disjoint, can_be_written
+from coldstream.engine.schema_facts import SchemaFacts, are_disjoint, can_be_written
 from coldstream.engine.schema_formats import ANNOTATION_FORMATS, FORMATS
 from coldstream.errors import InvalidRequestError, shown
 
@@ -94,15 +94,15 @@ def held_schema(schema: Any, name: str, *, is_strict: bool) -> HeldSchema:
     InvalidRequestError that names the place in the schema: for these, for what is no schema, and if no finite
     value satisfies it.
     """
-    return _Reader(schema, name, is_strict=is_strict).read()
+    return _SchemaReader(schema, name, is_strict=is_strict).read()
 
 
-class _Reader:
+class _SchemaReader:
     """Reads one schema."""
 
     def __init__(self, whole: Any, name: str, *, is_strict: bool) -> None:
         self._whole, self._name, self._is_strict = whole, name, is_strict
-        self._facts = Facts(self._target)
+        self._facts = SchemaFacts(self._target)
         self._names: dict[str, str] = {}  # of definitions, by where they stand
         self._definitions: dict[str, Any] = {}
         self._unread: list[str] = []  # where definitions stand that are referred to
@@ -386,18 +386,18 @@ class _Reader:
             return True
 
 
-Read = Callable[[_Reader, str, Any, dict[str, Any], str], None]
+Read = Callable[[_SchemaReader, str, Any, dict[str, Any], str], None]
 _KEYWORDS: Final[Mapping[str, Read]] = {
-    "type": _Reader._read_type,
-    "enum": _Reader._read_values,
-    "const": _Reader._read_values,
-    "pattern": _Reader._read_pattern,
-    "format": _Reader._read_format,
-    LARK: _Reader._read_lark,
-    "allOf": _Reader._read_parts,
-    "anyOf": _Reader._read_parts,
-    **dict.fromkeys(_COUNTS, _Reader._read_count),
-    **dict.fromkeys(_BOUNDS, _Reader._read_bound),
+    "type": _SchemaReader._read_type,
+    "enum": _SchemaReader._read_values,
+    "const": _SchemaReader._read_values,
+    "pattern": _SchemaReader._read_pattern,
+    "format": _SchemaReader._read_format,
+    LARK: _SchemaReader._read_lark,
+    "allOf": _SchemaReader._read_parts,
+    "anyOf": _SchemaReader._read_parts,
+    **dict.fromkeys(_COUNTS, _SchemaReader._read_count),
+    **dict.fromkeys(_BOUNDS, _SchemaReader._read_bound),
 }
 
 

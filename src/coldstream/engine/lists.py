@@ -29,13 +29,13 @@ def generate_list(
     the other requests of the list are cancelled.
     """
     with closing(mine):
-        answers = _Answers(requests, mine, max_running, progress)
+        answers = _ListAnswers(requests, mine, max_running, progress)
         while not answers.are_done:
             answers.advance()
         return answers.outputs()
 
 
-class _Answers:
+class _ListAnswers:
     """The answers of a list so far, and how many of its prompts are submitted."""
 
     def __init__(

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from coldstream import kvcache
 from coldstream.decoding import (
     AnyLogits,
-    Choice,
     Outcome,
     SamplingParams,
     StartedChoices,
+    TokenChoice,
     TokenTree,
     begin_choices,
 )
@@ -25,7 +25,7 @@ _LIKELIEST = SamplingParams(temperature=0.0)
 
 
 @dataclass(eq=False)
-class Launched:
+class LaunchedStep:
     """A step in flight. Not frozen, because making one is part of the time of every token."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
@@ -46,7 +46,7 @@ class Launched:
         _release(runner, self.forks)
 
 
-def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> Launched:
+def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> LaunchedStep:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
     trees: not empty ones, of jobs with one row, behind which they come. The step leaves forks behind at
@@ -74,13 +74,13 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
         choices = [_choice(job, rows[job][0]) for job in asked]
         if trees:
             counts = {job: count + len(trees.get(job, ())) for job, count in counts.items()}
-        return Launched(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, forks)
+        return LaunchedStep(counts, asked, begin_choices(choices), {job: rows[job] for job in trees}, forks)
     except BaseException:
         _release(runner, forks)
         raise
 
 
-def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
+def launch_ahead(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
     """Begins the step of the tokens that `before` is choosing, whose choices must all be on the device.
 
     Jobs that have no token left to choose after those take no part. Where a token turns out to be the
@@ -95,7 +95,7 @@ def launch_ahead(runner: ModelRunner, before: Launched) -> Launched:
     rows = [logits[0] for logits in runner.step(Batch(tuple(segments)))]
     jobs = [job for _, job in going_on]
     choices = [job.choice(logits, unseen) for job, logits, unseen in zip(jobs, rows, results, strict=True)]
-    return Launched(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
+    return LaunchedStep(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
 
 
 def _release(runner: ModelRunner, forks: Mapping[Job, Sequence[kvcache.Sequence]]) -> None:
@@ -111,7 +111,7 @@ def _tree_segment(job: Job, tree: TokenTree) -> Segment:
     return Segment(job.sequence, (job.token_ids[-1], *tree.token_ids), parents)
 
 
-def _choice(job: Job, logits: AnyLogits) -> Choice:
+def _choice(job: Job, logits: AnyLogits) -> TokenChoice:
     if job.num_missing:
-        return Choice(logits, job.token_ids[: job.num_computed], _LIKELIEST, seed=0)
+        return TokenChoice(logits, job.token_ids[: job.num_computed], _LIKELIEST, seed=0)
     return job.choice(logits)

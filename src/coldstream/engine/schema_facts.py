@@ -15,7 +15,7 @@ _MAX_COMBINED: Final = 64
 _MAX_COMPARED: Final = 50_000  # pairs, for one schema
 
 
-class Facts:
+class SchemaFacts:
     """What a schema says of its values, through the schemas that it refers to and is combined of."""
 
     def __init__(self, target: Callable[[Any], Any]) -> None:
@@ -52,7 +52,7 @@ class Facts:
         return found
 
 
-def are_disjoint(first: Any, second: Any, facts: Facts, depth: int = 0) -> bool:
+def are_disjoint(first: Any, second: Any, facts: SchemaFacts, depth: int = 0) -> bool:
     """Whether certainly no value satisfies both schemas."""
     if depth > _MAX_DEPTH or not facts.may_compare():
         return False
@@ -62,7 +62,7 @@ def are_disjoint(first: Any, second: Any, facts: Facts, depth: int = 0) -> bool:
     )
 
 
-def _excludes(schemas: list[Mapping[str, Any]], facts: Facts, depth: int) -> bool:
+def _excludes(schemas: list[Mapping[str, Any]], facts: SchemaFacts, depth: int) -> bool:
     """Whether certainly no value satisfies all of several schemas without parts."""
     types = frozenset.intersection(_ALL_TYPES, *map(_types, schemas))
     listed = [list(values) for schema in schemas for values in _values(schema)]
@@ -77,7 +77,7 @@ def _excludes(schemas: list[Mapping[str, Any]], facts: Facts, depth: int) -> boo
     return True
 
 
-def _objects_exclude(schemas: list[Mapping[str, Any]], facts: Facts, depth: int) -> bool:
+def _objects_exclude(schemas: list[Mapping[str, Any]], facts: SchemaFacts, depth: int) -> bool:
     required = {name for schema in schemas for name in _list(schema.get("required")) if isinstance(name, str)}
     for name in required:
         of_name = [_property(schema, name) for schema in schemas]

@@ -40,7 +40,7 @@ _Lost = (RayError, RayServeException)
 
 
 @dataclass
-class _Call:
+class _ReplicaCall:
     """A request that a replica has accepted."""
 
     stream: EventStream
@@ -61,7 +61,7 @@ class ReplicasClient:
         self._num_replicas = num_replicas
         self._routes = routes
         self._created = int(time.time())
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ReplicaCall] = {}
         self._model: ServedModel | None = None
         self._reason = ""  # why the model is not known yet
         self._present: set[str] = set()
@@ -96,7 +96,7 @@ class ReplicasClient:
             raise InvalidRequestError(f"request {request_id}: {error}") from error
         keys = block_keys(submission.namespace, submission.request.prompt_token_ids)
         route = Route(self._routes, request_id, keys)
-        call = _Call(EventStream(request_id, submission.request.params.n, self._leave))
+        call = _ReplicaCall(EventStream(request_id, submission.request.params.n, self._leave))
         self._calls[request_id] = call
         try:
             for _ in range(TRIES):
@@ -151,7 +151,7 @@ class ReplicasClient:
             raise ServiceUnavailable("no replica reports its state: try again later", LOAD_S)
         return total_live(live)
 
-    async def _is_accepted(self, call: _Call) -> bool:
+    async def _is_accepted(self, call: _ReplicaCall) -> bool:
         """Whether the replica that was asked has begun the request; False if it is lost, so that another may.
 
         Raises the replica's refusal, and ServiceUnavailable if there is no replica.
@@ -179,7 +179,7 @@ class ReplicasClient:
             case other:
                 raise ProtocolError(f"a {type(other).__name__} out of turn")
 
-    async def _read(self, call: _Call) -> None:
+    async def _read(self, call: _ReplicaCall) -> None:
         """Pass a request's events on to its stream, which has ended when this has."""
         try:
             with suppress(*_Lost):
@@ -218,7 +218,7 @@ class ReplicasClient:
                 call.reading.cancel()
             self._end(call)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _ReplicaCall) -> None:
         """The request needs its replica no more, which ends it if it has not. Ending twice is allowed."""
         request_id = call.stream.request_id
         if self._calls.get(request_id) is call:

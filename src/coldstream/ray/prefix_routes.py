@@ -36,7 +36,7 @@ def block_keys(namespace: str, token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(keys)
 
 
-class _Replica:
+class _RoutedReplica:
     """What one replica was sent, and what it has to do."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class PrefixRoutes:
         self._max_blocks = max_blocks
         self._max_lead = max_lead
         self._lock = threading.Lock()
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _RoutedReplica] = {}
         self._routes: dict[int, str] = {}  # of requests that have not ended
         self._num_choices = 0
 
@@ -118,7 +118,7 @@ class PrefixRoutes:
         with self._lock:
             return {name: len(replica.blocks) for name, replica in self._replicas.items()}
 
-    def _rank(self, replica: _Replica, keys: Sequence[int]) -> tuple[int, int, int]:
+    def _rank(self, replica: _RoutedReplica, keys: Sequence[int]) -> tuple[int, int, int]:
         return replica.match(keys), -replica.load, -replica.chosen_at
 
     def _release(self, request_id: int) -> str | None:
@@ -135,4 +135,4 @@ class PrefixRoutes:
                 del self._replicas[name]
         for name in names:
             if name not in self._replicas:
-                self._replicas[name] = _Replica()
+                self._replicas[name] = _RoutedReplica()

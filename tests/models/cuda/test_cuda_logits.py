@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.decoding import Choice, Chosen, Logits, Outcome, SamplingParams, begin_choices
+from coldstream.decoding import Chosen, Logits, Outcome, SamplingParams, TokenChoice, begin_choices
 from coldstream.errors import GenerationFault
 from coldstream.models.cuda.logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
 from host_device import HostDevice
@@ -87,7 +87,7 @@ def on_device(values: Logits, num_rows: int = 8, context_length: int = CONTEXT_L
     return StepLogits(step, range(len(values)))
 
 
-def far(choices: Sequence[Choice], logits: StepLogits, rows: Sequence[int]) -> list[Choice]:
+def far(choices: Sequence[TokenChoice], logits: StepLogits, rows: Sequence[int]) -> list[TokenChoice]:
     """The same choices by rows of a step."""
     return [replace(choice, logits=logits[row]) for choice, row in zip(choices, rows, strict=True)]
 
@@ -96,7 +96,7 @@ def shown(outcomes: Sequence[Outcome]) -> list[object]:
     return [str(each) if isinstance(each, Exception) else each for each in outcomes]
 
 
-def check(choices: Sequence[Choice], **memory: int) -> None:
+def check(choices: Sequence[TokenChoice], **memory: int) -> None:
     """Together, in any order and one by one on a device, and on the CPU; the logits stay."""
     values = np.stack([np.asarray(choice.logits) for choice in choices])
     logits = on_device(values, **memory)
@@ -131,11 +131,11 @@ any_rows = st.lists(st.tuples(contexts, params_of_rows, seeds), min_size=1, max_
 
 def random_choices(
     rows: Sequence[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool
-) -> list[Choice]:
+) -> list[TokenChoice]:
     """The first of them broken."""
     values = np.random.default_rng(len(rows)).normal(size=(len(rows), vocab)).astype(np.float32) * 2
     values[: int(broken), vocab // 2] = np.nan
-    return [Choice(values[i], *rest) for i, rest in enumerate(rows)]
+    return [TokenChoice(values[i], *rest) for i, rest in enumerate(rows)]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -155,7 +155,7 @@ def test_many_rows_are_each_what_they_are_alone_on_a_gpu(
     check(random_choices(rows, vocab, broken), num_rows=num_rows)
 
 
-def rows_with_windows(vocab: int) -> list[Choice]:
+def rows_with_windows(vocab: int) -> list[TokenChoice]:
     """Contexts that are empty, shorter than their window, as long, and longer. The first token outside of the
     window is chosen.
     """
@@ -165,7 +165,7 @@ def rows_with_windows(vocab: int) -> list[Choice]:
     for length, window in lengths:
         params = replace(PENALISED, repeat_last_n=window)
         choices += [
-            Choice(values[0], context, params, 0)
+            TokenChoice(values[0], context, params, 0)
             for context in (list(range(length)), list(range(length))[::-1])
         ]
     return choices
@@ -196,8 +196,8 @@ def test_any_number_of_rows_takes_one_copy_one_wait_and_the_same_launches(
     values = np.random.default_rng(0).normal(size=(8, 40)).astype(np.float32)
     logits = on_device(values)
     kinds = [GREEDY, PENALISED, params]
-    choices = [Choice(logits[row], [1, 2, row], kinds[row % 3], 5) for row in range(count - 1)]
-    choices.append(Choice(logits[7], [3], params, 5))
+    choices = [TokenChoice(logits[row], [1, 2, row], kinds[row % 3], 5) for row in range(count - 1)]
+    choices.append(TokenChoice(logits[7], [3], params, 5))
     before = gpu.counts
     begin_choices(choices).outcomes()
     assert gpu.counts - before == Counts(launches, uploads=1, waits=1, downloads=1)
@@ -215,7 +215,7 @@ def test_rows_beyond_the_memory_wait_for_those_before_them(gpu: Counted) -> None
         ([half, [*half, 5], half], 3),
     ):
         assert all(len(context) <= CONTEXT_LENGTH for context in contexts)
-        choices = [Choice(values[i], context, PENALISED, 0) for i, context in enumerate(contexts)]
+        choices = [TokenChoice(values[i], context, PENALISED, 0) for i, context in enumerate(contexts)]
         expected, logits = begin_choices(choices).outcomes(), on_device(values, num_rows=2)
         before = gpu.counts
         started = begin_choices(far(choices, logits, range(len(choices))))
@@ -230,7 +230,8 @@ def test_a_damaged_row_is_a_fault_of_its_own(gpu: Counted) -> None:
     values[2] = np.finfo(np.float32).max
     boosted = replace(PENALISED, repetition_penalty=0.5)
     choices = [
-        Choice(row, [3, 4], params, 0) for row, params in zip(values, [SAMPLED, boosted] * 3, strict=False)
+        TokenChoice(row, [3, 4], params, 0)
+        for row, params in zip(values, [SAMPLED, boosted] * 3, strict=False)
     ]
     logits = on_device(values)
     before = gpu.counts
@@ -254,4 +255,4 @@ def test_logits_are_brought_by_rows_and_refused_after_another_step() -> None:
     with pytest.raises(RuntimeError, match="another step"):
         np.asarray(gone[0])
     with pytest.raises(RuntimeError, match="another step"):
-        begin_choices([Choice(gone[0], [1], GREEDY, 0)]).outcomes()
+        begin_choices([TokenChoice(gone[0], [1], GREEDY, 0)]).outcomes()

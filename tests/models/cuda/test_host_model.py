@@ -20,7 +20,7 @@ from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
 from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
 from bench.runners import open_model_file, partial_plan
-from coldstream.decoding import Choice, Chosen, SamplingParams, begin_choices
+from coldstream.decoding import Chosen, SamplingParams, TokenChoice, begin_choices
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts import moe
 from coldstream.kernels.ops import SHORT_CONTEXT
@@ -95,8 +95,8 @@ def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
         nodes, chain = runner.step(Batch(segments))
         for node in range(len(tree.parents)):
             path = prompt(5) + [tree.token_ids[row] for row in tree.path(node)]
-            choices.append(Choice(nodes[node], path, params, 3))
-        choices.append(Choice(chain[0], [*prompt(3), 4, 4], other, 0))
+            choices.append(TokenChoice(nodes[node], path, params, 3))
+        choices.append(TokenChoice(chain[0], [*prompt(3), 4, 4], other, 0))
         outcomes = begin_choices(choices).outcomes()
         expected = [
             chosen_after(model.cpu.runner.logits(each.context)[-1], each.context, each.params, each.seed)

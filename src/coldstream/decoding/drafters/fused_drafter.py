@@ -4,7 +4,7 @@ from collections.abc import Sequence as Listed
 from typing import Any, Protocol
 
 from coldstream.decoding.drafters.drafter import Drafter
-from coldstream.kernels.fused.reference import Accepted, FusedText
+from coldstream.kernels.fused.reference import FusedResult, FusedText
 from coldstream.kvcache import Sequence
 
 
@@ -14,7 +14,7 @@ class FusedRun(Protocol):
     def launch(self, num_nodes: int) -> None:
         """Queues a fused step with a draft of `num_nodes` tokens."""
 
-    def take(self) -> Accepted:
+    def take(self) -> FusedResult:
         """Waits for the oldest fused step."""
 
     def end(self) -> tuple[int, Any | None]:

@@ -28,7 +28,7 @@ class FusedState:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class FusedResult:
     """What came of the rows of a fused step."""
 
     token_ids: tuple[int, ...]  # chosen after the first rows, which are kept
@@ -74,7 +74,7 @@ def link_row(state: FusedState, num_rows: int, depth: int, token: int, state_id:
 
 def accept(
     state: FusedState, draft: Sequence[int], chosen: Sequence[Result], end_ids: Collection[int]
-) -> tuple[Accepted, FusedState]:
+) -> tuple[FusedResult, FusedState]:
     """The tokens that a fused step gives, and the state after it. chosen: after each of the rows.
 
     The row after a token is kept if it was drafted. A text ends with a token of `end_ids`, with the last one
@@ -95,7 +95,7 @@ def accept(
     root = token_ids[-1] if token_ids else state.root
     after = FusedState(state.length + count, state.block_length + count, left, root)
     num_drafted = max(0, min(len(draft), state.left - 1))
-    return Accepted(tuple(token_ids), fault, num_drafted, after.left == 0), after
+    return FusedResult(tuple(token_ids), fault, num_drafted, after.left == 0), after
 
 
 def block_rows(state: FusedState, token_ids: Sequence[int], num_rows: int, state_id: int) -> list[RowColumns]:

@@ -18,7 +18,7 @@ from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
-from coldstream.kernels.fused.reference import NUM_COLUMNS, Accepted, FusedState, FusedText
+from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedResult, FusedState, FusedText
 from coldstream.kernels.ops import SHORT_CONTEXT, Rows
 from coldstream.kernels.sample.admit import MAX_ENDS
 from coldstream.kernels.sample.cuda import write_rows
@@ -215,7 +215,7 @@ class CudaFusedRun:
             ended.record(torch.cuda.current_stream())
         self._in_flight.append((num_rows, results, ended))
 
-    def take(self) -> Accepted:
+    def take(self) -> FusedResult:
         """Waits for the oldest fused step in flight; what came of it. Raises DeviceError."""
         num_rows, results, ended = self._in_flight.pop(0)
         with device_errors():
@@ -226,7 +226,7 @@ class CudaFusedRun:
         self._last_row = count - 1 if count else None
         is_over = fault != 0 or (count > 0 and token_ids[count - 1] in self._text.end_ids)
         self._left = 0 if is_over else self._left - count
-        return Accepted(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
+        return FusedResult(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
     def end(self) -> tuple[int, torch.Tensor | None]:
         """Waits for all fused steps; then the sequences have what was kept.

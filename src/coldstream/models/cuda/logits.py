@@ -57,10 +57,10 @@ class Sampler:
 
     def begin(
         self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
-    ) -> "DeviceChoice":
+    ) -> "CudaChoice":
         """Queues the choice of the token after each of `rows`, all different, of float32 logits [n, vocab].
 
-        wait: see `DeviceChoice`. All but the last of several launches are waited for.
+        wait: see `CudaChoice`. All but the last of several launches are waited for.
         """
         tokens: list[Result] = []
         *parts, last = self._parts(settings)
@@ -101,7 +101,7 @@ class Sampler:
 
     def _begin_part(
         self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
-    ) -> "DeviceChoice":
+    ) -> "CudaChoice":
         num_words = self._settings.numel()
         on_host = self._inputs.next_on_host()
         to = on_host[:num_words].reshape(self._settings.shape)
@@ -125,13 +125,13 @@ class Sampler:
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ended.record(torch.cuda.current_stream())
         launch = self._num_launches
-        return DeviceChoice(
+        return CudaChoice(
             first, host_results, partial(wait, ended), lambda: self._num_launches < launch + NUM_CALLS
         )
 
 
 @dataclass(frozen=True)
-class DeviceChoice:
+class CudaChoice:
     """Tokens that the device chooses; implements decoding's `DeviceChoice`.
 
     wait: returns when the device has done what is queued up to the choice.
@@ -172,7 +172,7 @@ class OnDevice:
     download: Callable[[Sequence[torch.Tensor]], Array]  # several [n, vocab], as one
     wait: Wait
 
-    def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> DeviceChoice:
+    def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> CudaChoice:
         """See decoding's `DeviceStep`."""
         self._check()
         with device_errors():

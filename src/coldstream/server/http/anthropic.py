@@ -15,7 +15,7 @@ from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.anthropic_answer import MessageBlocks, usage_of
 from coldstream.server.http.anthropic_request import CountRequest, MessagesRequest
 from coldstream.server.http.bodies import BodyRoute
-from coldstream.server.http.chat_reading import Chat, read_chat
+from coldstream.server.http.chat_reading import ChatPrompt, read_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
@@ -68,12 +68,12 @@ async def _answer(serving: Serving, body: MessagesRequest, scope: Scope) -> Resp
     return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
-async def _read(serving: Serving, body: Callable[[], ChatRequest], model: str | None) -> Chat:
+async def _read(serving: Serving, body: Callable[[], ChatRequest], model: str | None) -> ChatPrompt:
     served = served_model(serving.client, model)
     return await run_in_threadpool(lambda: read_chat(body(), served, serving.settings))
 
 
-def _message(chat: Chat, **fields: Any) -> dict[str, Any]:
+def _message(chat: ChatPrompt, **fields: Any) -> dict[str, Any]:
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -83,7 +83,7 @@ def _message(chat: Chat, **fields: Any) -> dict[str, Any]:
     }
 
 
-async def _whole(chat: Chat, answers: Answers) -> Response:
+async def _whole(chat: ChatPrompt, answers: Answers) -> Response:
     blocks = MessageBlocks(chat.parser(), is_thinking=chat.is_thinking)
     async with answers, aclosing(answers.events(3600, lambda: chat.is_complete)) as events:
         async for item in events:
@@ -94,7 +94,7 @@ async def _whole(chat: Chat, answers: Answers) -> Response:
     return JSONResponse(_message(chat, content=blocks.content, **blocks.ending, usage=usage))
 
 
-async def _events(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+async def _events(chat: ChatPrompt, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
     """The stream, each event under its own name; what fails in the middle is said in its last one."""
     blocks = MessageBlocks(chat.parser(), is_thinking=chat.is_thinking)
     usage = {"input_tokens": len(chat.request.prompt_token_ids), "output_tokens": 0}

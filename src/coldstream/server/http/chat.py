@@ -18,7 +18,7 @@ from coldstream.server.http.accounts import PromptProgressReports, timings, usag
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.bodies import BodyRoute
 from coldstream.server.http.chat_answer import ChatAnswer
-from coldstream.server.http.chat_reading import Chat, read_chat, rendered_chat
+from coldstream.server.http.chat_reading import ChatPrompt, read_chat, rendered_chat
 from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.models import served_model
@@ -75,7 +75,7 @@ async def _answer(serving: Serving, body: ChatRequest, scope: Scope) -> Response
     return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
-async def _whole(chat: Chat, answers: Answers) -> Response:
+async def _whole(chat: ChatPrompt, answers: Answers) -> Response:
     choices = chat.answers()
     async with answers:
         await _fill(chat, choices, answers)
@@ -97,14 +97,14 @@ async def _whole(chat: Chat, answers: Answers) -> Response:
     )
 
 
-async def _fill(chat: Chat, choices: Sequence[ChatAnswer], answers: Answers) -> None:
+async def _fill(chat: ChatPrompt, choices: Sequence[ChatAnswer], answers: Answers) -> None:
     async with aclosing(answers.events(3600, lambda: chat.is_complete)) as events:
         async for item in events:
             if item is not None and isinstance(item[1], Delta):
                 choices[item[1].index].push(item[1].piece)
 
 
-async def _chunks(chat: Chat, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+async def _chunks(chat: ChatPrompt, answers: Answers, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
     """The stream: roles, deltas, ends, counts. What fails in the middle is said in its last event."""
     head, choices = _Head(chat, "chat.completion.chunk"), chat.answers()
     progress = PromptProgressReports(time.monotonic()) if chat.body.return_progress else None
@@ -156,7 +156,7 @@ def _delta_chunks(
 class _Head:
     """The fields that all chunks of a response share."""
 
-    def __init__(self, chat: Chat, kind: str) -> None:
+    def __init__(self, chat: ChatPrompt, kind: str) -> None:
         self._fields = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": kind,

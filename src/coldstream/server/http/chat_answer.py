@@ -24,7 +24,7 @@ Fields = dict[str, Any]
 
 
 @dataclass
-class _Call:
+class _ToolCall:
     id: str
     name: str
     input: CustomInput | None  # of a custom tool; None: of a function
@@ -59,7 +59,7 @@ class ChatAnswer:
         self._custom_names = custom_names
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ToolCall] = {}
         self._all_logprobs: list[Fields] = []
         self._unsent_logprobs: list[Fields] = []
         self.reasoning_tokens = 0
@@ -122,7 +122,7 @@ class ChatAnswer:
                 return [_reasoning(text)]
             case ToolCallStart(index=index, id=call_id, name=name):
                 reader = CustomInput() if name in self._custom_names else None
-                self._calls[index] = _Call(call_id, name, reader)
+                self._calls[index] = _ToolCall(call_id, name, reader)
                 return [_call_delta(index, self._calls[index].shown(""))]
             case ToolCallArguments(index=index, json_fragment=fragment):
                 reader = self._calls[index].input

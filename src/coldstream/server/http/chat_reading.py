@@ -34,7 +34,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatPrompt:
     """A conversation that can be computed."""
 
     body: ChatRequest
@@ -76,7 +76,7 @@ class Chat:
         ]
 
 
-def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> Chat:
+def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> ChatPrompt:
     """Render and encode a conversation; this blocks. Raises ProblemError and InvalidRequestError."""
     check_served(body)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
@@ -99,7 +99,7 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     if has_thought and (grammar is not None or body.thinking_budget is not None):
         thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
         request = replace(request, params=replace(params, thought=thought))
-    return Chat(body, served, request, tools, prompt_opens_thought(tail))
+    return ChatPrompt(body, served, request, tools, prompt_opens_thought(tail))
 
 
 def rendered_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> str:

@@ -10,8 +10,8 @@ from coldstream.gguf.chat_template import SETTINGS
 from coldstream.server.http.chat_tools import (
     MAX_TOOLS,
     AnyTool,
-    Choice,
     Tool,
+    ToolChoiceSetting,
     custom_names,
     demanded,
     offered,
@@ -130,7 +130,7 @@ class ChatRequest(ConstraintFields, SamplingFields):
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceSetting | None = None
     parallel_tool_calls: Flag | None = None
     reasoning_effort: Name | None = None
     enable_thinking: Flag | None = None

@@ -129,10 +129,10 @@ OneOrSome = Annotated[
     Annotated[NamedChoice, Tag("One")] | Annotated[AllowedChoice, Tag("Some")],
     Discriminator(lambda given: "Some" if _type_of(given) == "allowed_tools" else "One"),
 ]
-Choice = Literal["none", "auto", "required"] | OneOrSome
+ToolChoiceSetting = Literal["none", "auto", "required"] | OneOrSome
 
 
-def offered(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> list[Tool]:
+def offered(tools: Sequence[Tool | CustomTool], choice: ToolChoiceSetting | None) -> list[Tool]:
     """The tools that the answer may call, as functions. Raises ProblemError."""
     if choice == "none":
         return []
@@ -143,7 +143,7 @@ def offered(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> list[T
     return [tool if isinstance(tool, Tool) else tool.as_function() for tool in tools]
 
 
-def demanded(tools: Sequence[Tool | CustomTool], choice: Choice | None) -> str | bool:
+def demanded(tools: Sequence[Tool | CustomTool], choice: ToolChoiceSetting | None) -> str | bool:
     """The name of the function that has to be called, or whether any has to. Raises ProblemError."""
     if isinstance(choice, NamedChoice):
         return _checked(choice, {_key(tool) for tool in tools})[1]

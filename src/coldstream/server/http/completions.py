@@ -33,7 +33,7 @@ Fields = dict[str, Any]
 
 
 @dataclass
-class _Choice:
+class _CompletionChoice:
     """One answer to one prompt."""
 
     index: int
@@ -63,7 +63,7 @@ class _Choice:
         return {"index": self.index, "text": text, "logprobs": logprobs, **(self.ending or {})}
 
 
-class _Completion:
+class _RunningCompletion:
     """A completion that is computed: what is the same in all its chunks, and its choices."""
 
     def __init__(
@@ -81,7 +81,7 @@ class _Completion:
             self._fields["usage"] = None  # of all chunks but the last one, as OpenAI's documentation has it
         per_prompt = requests[0].params.n
         self.of_prompts = [
-            [_Choice(per_prompt * prompt + index, self._logprobs()) for index in range(per_prompt)]
+            [_CompletionChoice(per_prompt * prompt + index, self._logprobs()) for index in range(per_prompt)]
             for prompt in range(len(requests))
         ]
 
@@ -126,7 +126,7 @@ async def _answer(serving: Serving, body: CompletionRequest, scope: Scope) -> Re
         serving.submission(each, served.tokenizer.eos_ids, namespace, progress=progress) for each in requests
     ]
     answers = Answers(serving, submissions)
-    completion = _Completion(body, served, requests)
+    completion = _RunningCompletion(body, served, requests)
     if not body.stream:
         return await _whole(completion, answers)
     await answers.begin_stream()
@@ -149,7 +149,7 @@ def _read(body: CompletionRequest, served: ServedModel, settings: ServerSettings
         ]
 
 
-async def _whole(completion: _Completion, answers: Answers) -> Response:
+async def _whole(completion: _RunningCompletion, answers: Answers) -> Response:
     async with answers, aclosing(answers.events(keep_alive_s=3600)) as events:
         async for item in events:
             if item is not None and isinstance(item[1], Delta):
@@ -159,7 +159,7 @@ async def _whole(completion: _Completion, answers: Answers) -> Response:
 
 
 async def _chunks(
-    completion: _Completion, answers: Answers, keep_alive_s: float
+    completion: _RunningCompletion, answers: Answers, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
     """The stream; what fails in the middle is said in its last event."""
     body = completion.body

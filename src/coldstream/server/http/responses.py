@@ -15,7 +15,7 @@ from coldstream.engine.events import Delta
 from coldstream.engine.request import Statistics
 from coldstream.server.http.answers import Answers, Serving
 from coldstream.server.http.bodies import BodyRoute
-from coldstream.server.http.chat_reading import Chat, read_chat
+from coldstream.server.http.chat_reading import ChatPrompt, read_chat
 from coldstream.server.http.guard import namespace_of
 from coldstream.server.http.logprob_shapes import chat_logprobs
 from coldstream.server.http.models import served_model
@@ -64,7 +64,7 @@ async def _respond(serving: Serving, body: ResponsesRequest, scope: Scope) -> Re
     chat = await run_in_threadpool(lambda: read_chat(body.as_answerable(), served, serving.settings))
     namespace = namespace_of(scope, None)
     answers = Answers(serving, [serving.submission(chat.request, served.tokenizer.eos_ids, namespace)])
-    answer = _Answer(body, chat)
+    answer = _ResponseAnswer(body, chat)
     if not body.stream:
         return await answer.whole(answers)
     await answers.begin_stream()
@@ -72,10 +72,10 @@ async def _respond(serving: Serving, body: ResponsesRequest, scope: Scope) -> Re
     return StreamedAnswer(events, answers.close, serving.settings.slow_reader_s)
 
 
-class _Answer:
+class _ResponseAnswer:
     """The response to one request."""
 
-    def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
+    def __init__(self, body: ResponsesRequest, chat: ChatPrompt) -> None:
         num_top, tokenizer = body.num_logprobs, chat.served.tokenizer
         self._items = ResponseItems(
             chat.parser(),
@@ -138,7 +138,7 @@ class _Answer:
         return self._response("incomplete", usage=usage, incomplete_details={"reason": "max_output_tokens"})
 
 
-def _settings(body: ResponsesRequest, chat: Chat) -> Fields:
+def _settings(body: ResponsesRequest, chat: ChatPrompt) -> Fields:
     """The fields of a response that say what was asked for, and what came of it."""
     params = chat.request.params
     form, reasoning = body.text.format if body.text else None, body.reasoning or ReasoningConfig()

@@ -91,7 +91,7 @@ class _History:
 
     def push(self, item: Item, place: str) -> Iterator[Fields]:
         """The messages that are complete with this item."""
-        kind, fields = item.kind, _Reader(item.fields, place)
+        kind, fields = item.kind, _ItemReader(item.fields, place)
         if kind in _CALLS:
             name, arguments = _CALLS[kind](fields, self._tools)
             self._call(fields.name("call_id") or fields.name("id"), name, arguments)
@@ -134,7 +134,7 @@ class _History:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ItemReader:
     """Reads fields of an item. place: the item's in errors."""
 
     given: Mapping[str, Any]
@@ -168,16 +168,18 @@ class _Reader:
         """Those of the fields that are there, as JSON."""
         return self._dumped({name: self.given[name] for name in fields if self.given.get(name) is not None})
 
-    def object(self, field: str) -> "_Reader":
+    def object(self, field: str) -> "_ItemReader":
         """A field that is an object; one without fields for another value."""
         value = self.given.get(field)
-        return _Reader(value if isinstance(value, Mapping) else {}, f"{self.place}.{field}")
+        return _ItemReader(value if isinstance(value, Mapping) else {}, f"{self.place}.{field}")
 
-    def objects(self, field: str) -> "list[_Reader]":
+    def objects(self, field: str) -> "list[_ItemReader]":
         """The objects of a field that is a list."""
         value = self.given.get(field)
         every = enumerate(value if isinstance(value, list) else ())
-        return [_Reader(each, f"{self.place}.{field}[{i}]") for i, each in every if isinstance(each, Mapping)]
+        return [
+            _ItemReader(each, f"{self.place}.{field}[{i}]") for i, each in every if isinstance(each, Mapping)
+        ]
 
     def _dumped(self, value: Any) -> str:
         try:
@@ -191,7 +193,7 @@ def sealed(thought: str) -> str:
     return _SEAL + base64.b64encode(thought.encode()).decode()
 
 
-def _thought(fields: _Reader) -> str:
+def _thought(fields: _ItemReader) -> str:
     """The text of a thought, or what was reported of it."""
     text, hidden = fields.text("content"), fields.name("encrypted_content") or ""
     if not text and hidden.startswith(_SEAL):
@@ -200,7 +202,7 @@ def _thought(fields: _Reader) -> str:
     return text or fields.text("summary", "\n\n")
 
 
-def _turn(kind: str, fields: _Reader) -> Fields:
+def _turn(kind: str, fields: _ItemReader) -> Fields:
     """What others than the model have said."""
     if kind in _OUTPUTS:
         call_id = fields.name("call_id") or fields.name("id")
@@ -212,35 +214,37 @@ def _turn(kind: str, fields: _Reader) -> Fields:
     return {"role": fields.given["role"], "content": fields.text("content")}
 
 
-def _unknown(fields: _Reader) -> str:
+def _unknown(fields: _ItemReader) -> str:
     return "[an item of the conversation that this server cannot read]"
 
 
 _Call = tuple[str, str]  # name of the function, arguments as JSON
 
 
-def _function_call(fields: _Reader, tools: OfferedTools) -> _Call:
+def _function_call(fields: _ItemReader, tools: OfferedTools) -> _Call:
     return _called_name("function", fields, tools), fields.json("arguments")
 
 
-def _custom_call(fields: _Reader, tools: OfferedTools) -> _Call:
+def _custom_call(fields: _ItemReader, tools: OfferedTools) -> _Call:
     return _called_name("custom", fields, tools), arguments_of_input(fields.text("input"))
 
 
-def _called_name(kind: str, fields: _Reader, tools: OfferedTools) -> str:
+def _called_name(kind: str, fields: _ItemReader, tools: OfferedTools) -> str:
     name = fields.name("name")
     if not name:
         raise refused(f"{fields.place}.name: a call needs the name of its tool", f"{fields.place}.name")
     return tools.function_name(kind, name, fields.name("namespace"))
 
 
-def _client_call(kind: str, arguments: Callable[[_Reader], str]) -> Callable[[_Reader, OfferedTools], _Call]:
+def _client_call(
+    kind: str, arguments: Callable[[_ItemReader], str]
+) -> Callable[[_ItemReader, OfferedTools], _Call]:
     """Reads calls of one of `CLIENT_TOOLS`."""
     return lambda fields, tools: (tools.function_name(kind, kind), arguments(fields))
 
 
 # By the type of an item: the call that it is.
-_CALLS: Final[Mapping[str, Callable[[_Reader, OfferedTools], _Call]]] = {
+_CALLS: Final[Mapping[str, Callable[[_ItemReader, OfferedTools], _Call]]] = {
     "function_call": _function_call,
     "custom_tool_call": _custom_call,
     "tool_search_call": _client_call("tool_search", lambda fields: fields.json("arguments")),
@@ -257,12 +261,12 @@ _CALLS: Final[Mapping[str, Callable[[_Reader, OfferedTools], _Call]]] = {
 }
 
 
-def _loaded_tools(fields: _Reader) -> str:
+def _loaded_tools(fields: _ItemReader) -> str:
     names = [tool.name("name") for tool in fields.objects("tools")]
     return f"[found: {', '.join(filter(None, names))}]" if any(names) else "[no tool found]"
 
 
-def _shell_output(fields: _Reader) -> str:
+def _shell_output(fields: _ItemReader) -> str:
     """What commands printed, and how each ended."""
     if not isinstance(fields.given.get("output"), list):
         return fields.text("output")
@@ -276,12 +280,12 @@ def _shell_output(fields: _Reader) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _output(fields: _Reader) -> str:
+def _output(fields: _ItemReader) -> str:
     return fields.text("output")
 
 
 # By the type of an item: what a call gave.
-_OUTPUTS: Final[Mapping[str, Callable[[_Reader], str]]] = {
+_OUTPUTS: Final[Mapping[str, Callable[[_ItemReader], str]]] = {
     "function_call_output": _output,
     "custom_tool_call_output": _output,
     "mcp_tool_call_output": _output,
@@ -292,17 +296,17 @@ _OUTPUTS: Final[Mapping[str, Callable[[_Reader], str]]] = {
 }
 
 
-def _file_search(fields: _Reader) -> str:
+def _file_search(fields: _ItemReader) -> str:
     found = [f"{each.text('filename')}: {each.text('text')}" for each in fields.objects("results")]
     return "\n".join([called("file_search", fields.given.get("queries")), *found])
 
 
-def _code_interpreter(fields: _Reader) -> str:
+def _code_interpreter(fields: _ItemReader) -> str:
     logs = [each.text("logs") for each in fields.objects("outputs")]
     return "\n".join([called("code_interpreter", fields.given.get("code")), *filter(None, logs)])
 
 
-def _mcp_call(fields: _Reader) -> str:
+def _mcp_call(fields: _ItemReader) -> str:
     name = f"{fields.text('server_label')}.{fields.text('name')}"
     output = fields.text("output") or fields.text("error")
     try:
@@ -312,13 +316,13 @@ def _mcp_call(fields: _Reader) -> str:
     return "\n".join(filter(None, [called(name, arguments), output]))
 
 
-def _approval_request(fields: _Reader) -> str:
+def _approval_request(fields: _ItemReader) -> str:
     name = f"{fields.text('server_label')}.{fields.text('name')}"
     return f"[asked whether {name} may be called with {fields.json('arguments')}]"
 
 
 # By the type of an item: what stands in an answer for a call that this server offers no model.
-_HOSTED: Final[Mapping[str, Callable[[_Reader], str]]] = {
+_HOSTED: Final[Mapping[str, Callable[[_ItemReader], str]]] = {
     "web_search_call": lambda fields: called("web_search", fields.given.get("action")),
     "file_search_call": _file_search,
     "code_interpreter_call": _code_interpreter,
@@ -332,17 +336,17 @@ _HOSTED: Final[Mapping[str, Callable[[_Reader], str]]] = {
 }
 
 
-def _approval_response(fields: _Reader) -> str:
+def _approval_response(fields: _ItemReader) -> str:
     answer = "approved" if fields.given.get("approve") else "not approved"
     return "\n".join(filter(None, [f"[{answer}]", fields.text("reason")]))
 
 
-def _agent_message(fields: _Reader) -> str:
+def _agent_message(fields: _ItemReader) -> str:
     return f"[message of {fields.text('author') or 'another agent'}]\n{fields.text('content')}"
 
 
 # By the type of an item: what stands for it in the user's turn.
-_PLACEHOLDERS: Final[Mapping[str, Callable[[_Reader], str]]] = {
+_PLACEHOLDERS: Final[Mapping[str, Callable[[_ItemReader], str]]] = {
     "compaction": lambda _: "[earlier turns were summarised in a form that only their author can read]",
     "item_reference": lambda _: "[an earlier item that this server does not keep]",
     "mcp_approval_response": _approval_response,

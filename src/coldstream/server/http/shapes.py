@@ -93,7 +93,7 @@ class ModelList(_Shape):
     data: list[Model]
 
 
-class Piece(_Shape):
+class TokenPiece(_Shape):
     """A token with its text."""
 
     id: int
@@ -103,7 +103,7 @@ class Piece(_Shape):
 class Tokenized(_Shape):
     """Token ids, or tokens with their texts."""
 
-    tokens: list[int] | list[Piece]
+    tokens: list[int] | list[TokenPiece]
 
 
 class Detokenized(_Shape):

@@ -26,7 +26,7 @@ THINK: Final = "<think>"
 THINK_END: Final = "</think>"
 
 
-class _Phase(Enum):
+class _TextPhase(Enum):
     HEAD = auto()  # before anything but blanks
     THOUGHT = auto()
     TEXT = auto()
@@ -59,7 +59,7 @@ class OutputParser:
         self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
         self._new_id = new_id
         self._text = ""  # that is undecided
-        self._phase = _Phase.HEAD if has_thoughts or is_thinking else _Phase.TEXT
+        self._phase = _TextPhase.HEAD if has_thoughts or is_thinking else _TextPhase.TEXT
         self._is_thinking = is_thinking
         self._blanks = _Blanks(keeps_first=not is_thinking)
         self._readers: list[CallReader] = []  # of the call that is read, and of those that follow it
@@ -85,10 +85,10 @@ class OutputParser:
     def _advance(self, *, is_last: bool) -> list[OutputEvent]:
         events: list[OutputEvent] = []
         steps = {
-            _Phase.HEAD: self._read_head,
-            _Phase.THOUGHT: self._read_text,
-            _Phase.TEXT: self._read_text,
-            _Phase.CALL: self._read_call,
+            _TextPhase.HEAD: self._read_head,
+            _TextPhase.THOUGHT: self._read_text,
+            _TextPhase.TEXT: self._read_text,
+            _TextPhase.CALL: self._read_call,
         }
         while not self.is_complete and steps[self._phase](events, is_last):
             pass
@@ -107,12 +107,12 @@ class OutputParser:
             self._text = self._text[blanks + len(tag) :]
             self._blanks = _Blanks(keeps_first=False)
         is_thought = tag == THINK or (self._is_thinking and tag != THINK_END)
-        self._phase = _Phase.THOUGHT if is_thought else _Phase.TEXT
+        self._phase = _TextPhase.THOUGHT if is_thought else _TextPhase.TEXT
         return True
 
     def _read_text(self, events: list[OutputEvent], is_last: bool) -> bool:
         """Reads text up to the next tag that counts. Whether to go on."""
-        is_thought = self._phase is _Phase.THOUGHT
+        is_thought = self._phase is _TextPhase.THOUGHT
         openers = self._calls.openers if self._calls is not None else ()
         tags = (*openers, THINK_END) if is_thought or self._is_close_due else openers
         found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
@@ -139,9 +139,9 @@ class OutputParser:
         return True
 
     def _begin_call(self, begun: Begun, events: list[OutputEvent]) -> None:
-        if self._phase is _Phase.THOUGHT:
+        if self._phase is _TextPhase.THOUGHT:
             self._end_thought(is_closed=False)
-        self._readers, self._phase = list(begun.readers), _Phase.CALL
+        self._readers, self._phase = list(begun.readers), _TextPhase.CALL
         self._read = [self._text[: begun.num_read]]
         self._text = self._text[begun.num_read :]
         self._emit_start(events)
@@ -171,12 +171,12 @@ class OutputParser:
         if self._readers and not self.is_complete:
             self._emit_start(events)
             return True
-        self._phase = _Phase.TEXT
+        self._phase = _TextPhase.TEXT
         self._blanks = _Blanks(keeps_first=self._has_content)
         return True
 
     def _end_thought(self, *, is_closed: bool) -> None:
-        self._phase = _Phase.TEXT
+        self._phase = _TextPhase.TEXT
         self._is_close_due = not is_closed
         self._blanks = _Blanks(keeps_first=self._has_content)
 
@@ -194,7 +194,7 @@ class OutputParser:
     def _emit_text(self, text: str, events: list[OutputEvent]) -> None:
         if not text:
             return
-        is_thought = self._phase is _Phase.THOUGHT
+        is_thought = self._phase is _TextPhase.THOUGHT
         self._has_content |= not is_thought
         events.append(Reasoning(text) if is_thought else Content(text))
 

@@ -52,7 +52,7 @@ def xml_calls_grammar(tools: ToolSignatures, *, most_calls: int) -> Grammar:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ParameterRule:
     """A parameter as a rule."""
 
     rule: str
@@ -77,13 +77,13 @@ class _FunctionRules:
 
     def _form(self, form: ObjectForm) -> str | None:
         """The rule of one form; None if nothing can be written by it."""
-        parts: list[_Part] = []
+        parts: list[_ParameterRule] = []
         for name, schemas in form.properties.items():
             is_required = name in form.required
             value = self._value(schemas) if _is_readable(name) else None
             if value is not None:
                 rule = self._add(f"{quoted(f'{PARAMETER}{name}>')} {value}")
-                parts.append(_Part(rule, is_required))
+                parts.append(_ParameterRule(rule, is_required))
             elif is_required:
                 return None
         free = [self._free(names.language, names.schemas) for names in form.free_names]
@@ -98,7 +98,7 @@ class _FunctionRules:
         name = self._add(language, is_text=True)
         return self._add(f"{quoted(PARAMETER)} {name} {quoted('>')} {value}")
 
-    def _sequence(self, parts: list[_Part], free: list[str], form: ObjectForm) -> str | None:
+    def _sequence(self, parts: list[_ParameterRule], free: list[str], form: ObjectForm) -> str | None:
         """The rule of parameters that follow each other, as many as a form allows."""
         num_required = sum(part.is_required for part in parts)
         if form.least <= num_required and form.most is None:
@@ -110,7 +110,9 @@ class _FunctionRules:
             raise FormsError("minProperties and maxProperties are too large for its properties")
         return self._counted(parts, free, form, most)
 
-    def _counted(self, parts: list[_Part], free: list[str], form: ObjectForm, most: int) -> str | None:
+    def _counted(
+        self, parts: list[_ParameterRule], free: list[str], form: ObjectForm, most: int
+    ) -> str | None:
         """As `_sequence`, from the last parameter to the first: a rule for each number of those before."""
         rest: list[str | None] = []
         for count in range(most + 1):
