@@ -211,16 +211,21 @@ def test_a_cancelled_request_leaves_what_its_last_step_has_kept(opened: OpenedMo
         assert {40, len(PROMPT) - 1} <= set(kept_lengths(client))
 
 
-def test_what_is_not_finite_is_not_kept(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_is_not_finite_is_not_kept(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """is_cancelled: while the step is under way."""
     logits_of = CpuRunner._logits_of
 
     def poisoned(self: CpuRunner, rows: object) -> object:
+        if is_cancelled:
+            client.engine.cancel(request)
         return logits_of(self, rows) * float("nan")  # type: ignore[arg-type]
 
+    monkeypatch.setattr(CpuRunner, "_logits_of", poisoned)
     with engine_of(opened) as client:
         request = client.add(PROMPT, SAMPLED, borders=(40, 60))
-        with monkeypatch.context() as patch:
-            patch.setattr(CpuRunner, "_logits_of", poisoned)
-            client.step()
-        assert client.error(request) is not None
+        client.drain()
+        assert is_cancelled or client.error(request) is not None
         assert kept_lengths(client) == []

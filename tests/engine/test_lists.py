@@ -251,6 +251,7 @@ def test_an_error_is_the_one_of_the_first_prompt_that_has_one(llm: LLM) -> None:
     lists = [
         params,
         [failing_at(3, "late"), failing_at(3, "as early")],
+        [SAMPLED, failing_at(3, "late"), failing_at(3, "as early")],  # in one step, before the list is done
         [failing_at(9, "late"), replace(SAMPLED, max_tokens=2)],  # beside an answer that is finished
     ]
     for each in lists:

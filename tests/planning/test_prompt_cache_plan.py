@@ -195,12 +195,13 @@ def test_an_error_about_the_gpu_does_not_advise_a_prompt_cache(on_gpu: EngineCon
         assert "prompt" not in str(caught.value)
 
 
-@given(
-    st.integers(0, 500 * MIB),
-    st.integers(1, 500 * MIB),
-    st.integers(1, 500 * MIB),
-    st.integers(0, 5 * MIB),
-)
+def sizes(most_mib: int, least: int = 0) -> st.SearchStrategy[int]:
+    """Whole MiB and a rest: plain integers are nearly all below 1 MiB, or equal to each other."""
+    rests = st.integers(least, MIB - 1)
+    return st.builds(lambda mib, rest: mib * MIB + rest, st.integers(0, most_mib), rests)
+
+
+@given(sizes(500), sizes(500, 1), sizes(500, 1), sizes(5))
 def test_advice_is_in_whole_mib_and_gives_what_is_missing(
     budget: int, rest: int, kept: int, hidden: int
 ) -> None:

@@ -299,7 +299,8 @@ async def test_after_the_cool_down_one_start_is_tried(start: Start) -> None:
 
 
 async def test_tokens_in_between_keep_the_breaker_closed(start: Start) -> None:
-    async with start() as supervisor:
+    states: list[str] = []
+    async with start(states=states) as supervisor:
         await supervisor.opened()
         for _ in range(QUICK.max_deaths + 1):
             unfinished = await supervisor.submit(submission(1, 5, max_tokens=4000))
@@ -308,6 +309,7 @@ async def test_tokens_in_between_keep_the_breaker_closed(start: Start) -> None:
             kill(supervisor)
             await all_of(unfinished)
             await until_ready(supervisor)
+            assert "failed" not in states
 
 
 async def test_a_model_that_was_replaced_is_read_again_and_one_that_was_not_is_kept(start: Start) -> None:

@@ -86,11 +86,11 @@ def plant(faults: list[Fault]) -> Iterator[Row]:
                 copy.build()
                 is_built = True
                 passing.clear()
-            if failing := copy.failing([test for test in fault.tests if test not in passing]):
-                yield {"name": fault.name, "failing": sorted(failing)}
-                continue
-            passing |= set(fault.tests)
             try:
+                if failing := copy.failing([test for test in fault.tests if test not in passing]):
+                    yield {"name": fault.name, "failing": sorted(failing)}
+                    continue
+                passing |= set(fault.tests)
                 with copy.planted(fault):
                     failing = copy.failing(fault.tests)
             except (ValueError, SyntaxError, RuntimeError) as error:
