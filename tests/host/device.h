@@ -42,10 +42,10 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 inline void __syncthreads() { meet_in_block(false, 0); }
 inline int __syncthreads_or(int value) { return meet_in_block(true, value); }
-inline void __syncwarp() { meet_in_warp(meeting::sync, 0xffffffffu, 0, 0); }
+inline void __syncwarp() { meet_in_warp(Meeting::sync, 0xffffffffu, 0, 0); }
 
 template <class T>
-T shuffle(meeting how, unsigned int lanes, T value, unsigned int argument) {
+T shuffle(Meeting how, unsigned int lanes, T value, unsigned int argument) {
   unsigned long long bits = 0;
   __builtin_memcpy(&bits, &value, sizeof value);
   bits = meet_in_warp(how, lanes, bits, argument);
@@ -55,28 +55,28 @@ T shuffle(meeting how, unsigned int lanes, T value, unsigned int argument) {
 
 template <class T>
 T __shfl_xor_sync(unsigned int lanes, T value, int mask) {
-  return shuffle(meeting::shuffle_xor, lanes, value, mask);
+  return shuffle(Meeting::shuffle_xor, lanes, value, mask);
 }
 template <class T>
 T __shfl_up_sync(unsigned int lanes, T value, int distance) {
-  return shuffle(meeting::shuffle_up, lanes, value, distance);
+  return shuffle(Meeting::shuffle_up, lanes, value, distance);
 }
 template <class T>
 T __shfl_sync(unsigned int lanes, T value, int from) {
-  return shuffle(meeting::shuffle_from, lanes, value, from);
+  return shuffle(Meeting::shuffle_from, lanes, value, from);
 }
 inline unsigned int __ballot_sync(unsigned int lanes, bool value) {
-  return meet_in_warp(meeting::ballot, lanes, value, 0);
+  return meet_in_warp(Meeting::ballot, lanes, value, 0);
 }
 inline int __any_sync(unsigned int lanes, bool value) { return __ballot_sync(lanes, value) != 0; }
 inline unsigned int __reduce_add_sync(unsigned int lanes, unsigned int value) {
-  return meet_in_warp(meeting::add, lanes, value, 0);
+  return meet_in_warp(Meeting::add, lanes, value, 0);
 }
 inline unsigned int __reduce_min_sync(unsigned int lanes, unsigned int value) {
-  return meet_in_warp(meeting::least, lanes, value, 0);
+  return meet_in_warp(Meeting::least, lanes, value, 0);
 }
 inline int __reduce_max_sync(unsigned int lanes, int value) {
-  return meet_in_warp(meeting::greatest_signed, lanes, static_cast<unsigned int>(value), 0);
+  return meet_in_warp(Meeting::greatest_signed, lanes, static_cast<unsigned int>(value), 0);
 }
 
 // A thread runs until it meets others, so that nothing comes between.

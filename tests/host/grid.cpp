@@ -29,38 +29,38 @@ constexpr int warp_size = 32, warps_at_once = 8;
 constexpr unsigned long long tick_ns = 1'000'000;
 
 // Where some threads of a block meet.
-struct named_barrier {
+struct NamedBarrier {
   int arrived = 0;
   unsigned int times = 0;
 };
 
 // Some of a block's threads.
-struct warp_of_threads {
-  fiber** lanes;
+struct WarpOfThreads {
+  Fiber** lanes;
   int count;
 
-  fiber** begin() const { return lanes; }
-  fiber** end() const { return lanes + count; }
+  Fiber** begin() const { return lanes; }
+  Fiber** end() const { return lanes + count; }
 };
 
-struct block {
+struct Block {
   dim3 index;
-  std::vector<fiber*> threads;
-  std::vector<warp_of_threads> warps;  // that have yet to come to the next barrier
-  shared_memory::of_block shared;
-  named_barrier barriers[16] = {};
+  std::vector<Fiber*> threads;
+  std::vector<WarpOfThreads> warps;  // that have yet to come to the next barrier
+  SharedMemory::OfBlock shared;
+  NamedBarrier barriers[16] = {};
   unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
 };
 
-random_bits random_numbers;
-block* running_block = nullptr;
+RandomBits random_numbers;
+Block* running_block = nullptr;
 unsigned int given_bytes = 0;
 unsigned long long clock_ns = 0;
 bool is_clock_real = false;
 std::string error;
 
-[[noreturn]] void fail(const block& at, const fiber& thread, const char* what) {
-  throw failure{"block " + std::to_string(at.index.x) + ", " + std::to_string(at.index.y) + ", thread " +
+[[noreturn]] void fail(const Block& at, const Fiber& thread, const char* what) {
+  throw Failure{"block " + std::to_string(at.index.x) + ", " + std::to_string(at.index.y) + ", thread " +
                 std::to_string(thread.thread.x) + ": " + what};
 }
 
@@ -71,10 +71,10 @@ void for_each_lane(unsigned int lanes, F visit) {
 }
 
 // The values of the warp's lanes that meet in the same way, made into what each gets.
-void answer(const block& at, const warp_of_threads& warp, unsigned int lanes) {
+void answer(const Block& at, const WarpOfThreads& warp, unsigned int lanes) {
   unsigned long long values[warp_size];
   for_each_lane(lanes, [&](int i) { values[i] = warp.lanes[i]->value; });
-  const fiber& first = *warp.lanes[__builtin_ctz(lanes)];
+  const Fiber& first = *warp.lanes[__builtin_ctz(lanes)];
   const auto each_gets = [&](auto result) {
     for_each_lane(lanes, [&](int i) { warp.lanes[i]->result = result(i); });
   };
@@ -89,62 +89,62 @@ void answer(const block& at, const warp_of_threads& warp, unsigned int lanes) {
   };
   const auto argument = [&](int i) { return warp.lanes[i]->argument; };
   switch (first.how) {
-    case meeting::sync:
+    case Meeting::sync:
       break;
-    case meeting::ballot:
+    case Meeting::ballot:
       all_get(0ull, [](auto sum, auto value, int i) { return sum | (value ? 1ull << i : 0); });
       break;
-    case meeting::add:
+    case Meeting::add:
       all_get(0ull, [](auto sum, auto value, int) { return sum + value; });
       break;
-    case meeting::least:
+    case Meeting::least:
       all_get(~0ull, [](auto least, auto value, int) { return std::min(least, value); });
       break;
-    case meeting::greatest_signed:
+    case Meeting::greatest_signed:
       all_get(0x80000000ull, [](auto greatest, auto value, int) {
         return static_cast<unsigned long long>(
             static_cast<unsigned int>(std::max(int(greatest), int(value))));
       });
       break;
-    case meeting::compute: {
+    case Meeting::compute: {
       void* given[warp_size];
       for_each_lane(lanes, [&](int i) { given[i] = reinterpret_cast<void*>(values[i]); });
       if (!first.compute(given)) fail(at, first, "gives other operands than its warp");
       break;
     }
-    case meeting::shuffle_xor:
+    case Meeting::shuffle_xor:
       each_gets([&](int i) { return value_of(i ^ argument(i)); });
       break;
-    case meeting::shuffle_from:
+    case Meeting::shuffle_from:
       each_gets([&](int i) { return value_of(argument(i)); });
       break;
-    case meeting::shuffle_up:
+    case Meeting::shuffle_up:
       each_gets([&](int i) { return value_of(unsigned(i) >= argument(i) ? i - argument(i) : i); });
       break;
   }
-  for_each_lane(lanes, [&](int i) { warp.lanes[i]->now = state::ready; });
+  for_each_lane(lanes, [&](int i) { warp.lanes[i]->now = State::ready; });
 }
 
 // Lets lanes that wait for each other go on; false if none could.
-bool meet(const block& at, const warp_of_threads& warp) {
+bool meet(const Block& at, const WarpOfThreads& warp) {
   unsigned int meeting = 0, in_block = 0, running = 0;
   for (int i = 0; i < warp.count; i++) {
-    const state now = warp.lanes[i]->now;
-    meeting |= unsigned(now == state::in_warp) << i;
-    in_block |= unsigned(now == state::in_block) << i;
-    running |= unsigned(now == state::ready || now == state::waiting) << i;
+    const State now = warp.lanes[i]->now;
+    meeting |= unsigned(now == State::in_warp) << i;
+    in_block |= unsigned(now == State::in_block) << i;
+    running |= unsigned(now == State::ready || now == State::waiting) << i;
   }
   bool any = false;
   for (unsigned int left = meeting; left;) {
     const unsigned int own = left & -left;
-    const fiber& first = *warp.lanes[__builtin_ctz(left)];
+    const Fiber& first = *warp.lanes[__builtin_ctz(left)];
     const unsigned int lanes = first.lanes;
     if (lanes & ~(meeting | in_block | running)) fail(at, first, "waits for a lane that is not there");
     if (lanes & in_block) fail(at, first, "waits for a lane that waits for the block");
     left &= ~own;
     if (lanes & ~meeting) continue;
     for_each_lane(lanes, [&](int i) {
-      const fiber& other = *warp.lanes[i];
+      const Fiber& other = *warp.lanes[i];
       if (other.how != first.how || other.lanes != lanes || other.compute != first.compute)
         fail(at, first, "meets other instructions");
     });
@@ -161,17 +161,17 @@ void shuffle(T* items, size_t count) {
 }
 
 // One warp, as far as it gets without the others of its block.
-void run_warp(const block& at, const warp_of_threads& warp) {
-  fiber* order[warp_size];
+void run_warp(const Block& at, const WarpOfThreads& warp) {
+  Fiber* order[warp_size];
   std::copy(warp.begin(), warp.end(), order);
   do {
     shuffle(order, warp.count);
     run_turn(order, order + warp.count);
   } while (meet(at, warp) ||
-           std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::ready; }));
+           std::any_of(warp.begin(), warp.end(), [](Fiber* thread) { return thread->now == State::ready; }));
 }
 
-void begin_warps(block& at) {
+void begin_warps(Block& at) {
   const int count = int(at.threads.size());
   for (int i = 0; i < count; i += warp_size)
     at.warps.push_back({&at.threads[i], std::min(warp_size, count - i)});
@@ -179,50 +179,50 @@ void begin_warps(block& at) {
 }
 
 // Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
-void wait_in_line(block& at, const warp_of_threads& warp) {
+void wait_in_line(Block& at, const WarpOfThreads& warp) {
   const bool waits =
-      std::any_of(warp.begin(), warp.end(), [](fiber* thread) { return thread->now == state::waiting; });
+      std::any_of(warp.begin(), warp.end(), [](Fiber* thread) { return thread->now == State::waiting; });
   if (at.changes != at.changes_seen || !waits) at.idle_warps = 0;
   at.changes_seen = at.changes;
   if (!waits) return;
-  for (fiber* thread : warp) {
-    if (thread->now == state::waiting) thread->now = state::ready;
+  for (Fiber* thread : warp) {
+    if (thread->now == State::waiting) thread->now = State::ready;
   }
   if (at.idle_warps++ > at.warps.size()) fail(at, *warp.lanes[0], "waits for a change that does not come");
   at.warps.insert(at.warps.begin(), warp);
 }
 
 // Some warps, or all to the block's next barrier; false at the end.
-bool run_block(block& at) {
+bool run_block(Block& at) {
   running_block = &at;
   if (at.warps.empty()) begin_warps(at);
   while (!at.warps.empty()) {
-    const warp_of_threads warp = at.warps.back();
+    const WarpOfThreads warp = at.warps.back();
     at.warps.pop_back();
     run_warp(at, warp);
     wait_in_line(at, warp);
     if (random_numbers() % warps_at_once == 0) return true;
   }
-  const fiber* first = nullptr;
+  const Fiber* first = nullptr;
   int any = 0;
-  for (const fiber* thread : at.threads) {
-    if (thread->now == state::ended) continue;
-    if (thread->now != state::in_block) fail(at, *thread, "waits for lanes that do not come");
+  for (const Fiber* thread : at.threads) {
+    if (thread->now == State::ended) continue;
+    if (thread->now != State::in_block) fail(at, *thread, "waits for lanes that do not come");
     if (!first) first = thread;
     if (thread->counts != first->counts) fail(at, *thread, "meets other instructions");
     any |= thread->value != 0;
   }
-  for (fiber* thread : at.threads) {
-    if (thread->now == state::ended) continue;
+  for (Fiber* thread : at.threads) {
+    if (thread->now == State::ended) continue;
     thread->result = any;
-    thread->now = state::ready;
+    thread->now = State::ready;
   }
   return first != nullptr;
 }
 
-class grid_run {
+class GridRun {
  public:
-  grid_run(dim3 grid, unsigned int threads, const unsigned char* dynamic, size_t given, size_t available)
+  GridRun(dim3 grid, unsigned int threads, const unsigned char* dynamic, size_t given, size_t available)
       : shared_(dynamic, given, available), threads_(threads) {
     for (unsigned int z = 0; z < grid.z; z++)
       for (unsigned int y = 0; y < grid.y; y++)
@@ -236,7 +236,7 @@ class grid_run {
       while (active_.size() < at_once && !waiting_.empty()) begin_block();
       if (active_.empty()) return;
       const size_t which = random_numbers() % active_.size();
-      block& at = *active_[which].first;
+      Block& at = *active_[which].first;
       shared_.bring_in(at.shared);
       blockIdx = at.index;
       const bool goes_on = run_block(at);
@@ -258,7 +258,7 @@ class grid_run {
       place = free_.back();
       free_.pop_back();
     }
-    auto next = std::make_unique<block>();
+    auto next = std::make_unique<Block>();
     next->index = waiting_.back();
     next->shared = shared_.of_new_block();
     waiting_.pop_back();
@@ -267,40 +267,40 @@ class grid_run {
     active_.emplace_back(std::move(next), place);
   }
 
-  shared_memory shared_;
+  SharedMemory shared_;
   unsigned int threads_;
   std::vector<dim3> waiting_;
-  std::vector<std::pair<std::unique_ptr<block>, size_t>> active_;
+  std::vector<std::pair<std::unique_ptr<Block>, size_t>> active_;
   std::vector<size_t> free_;
 };
 
 }  // namespace
 
-unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value,
+unsigned long long meet_in_warp(Meeting how, unsigned int lanes, unsigned long long value,
                                 unsigned int argument) {
   running->how = how;
   running->compute = nullptr;
   running->lanes = lanes;
   running->value = value;
   running->argument = argument;
-  running->now = state::in_warp;
+  running->now = State::in_warp;
   yield();
   return running->result;
 }
 
-void compute_in_warp(warp_computation compute, void* own) {
-  running->how = meeting::compute;
+void compute_in_warp(WarpComputation compute, void* own) {
+  running->how = Meeting::compute;
   running->compute = compute;
   running->lanes = 0xffffffffu;
   running->value = reinterpret_cast<unsigned long long>(own);
-  running->now = state::in_warp;
+  running->now = State::in_warp;
   yield();
 }
 
 int meet_in_block(bool counts, int value) {
   running->counts = counts;
   running->value = value != 0;
-  running->now = state::in_block;
+  running->now = State::in_block;
   yield();
   return int(running->result);
 }
@@ -320,7 +320,7 @@ unsigned long long look_at_clock() {
 }
 
 void wait_for_change() {
-  running->now = state::waiting;
+  running->now = State::waiting;
   yield();
 }
 
@@ -348,7 +348,7 @@ void begin_copy(void* to, const void* from, unsigned int bytes) {
 void end_group_of_copies() { running->copies.end_group(); }
 
 void wait_for_groups(int pending) {
-  while (const copy* each = running->copies.take(pending)) memcpy(each->to, each->from, each->bytes);
+  while (const Copy* each = running->copies.take(pending)) memcpy(each->to, each->from, each->bytes);
 }
 
 void keep_product(void* product) { running->products.give(product); }
@@ -372,7 +372,7 @@ const char* run_grid(void (*function)(void**), void** arguments, const unsigned 
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   try {
-    grid_run({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run();
+    GridRun({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run();
   } catch (const std::exception& what) {
     error = what.what();
     return error.c_str();

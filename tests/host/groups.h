@@ -9,7 +9,7 @@ namespace {
 
 // Its memory stays for what comes next, since kernels end a group every few instructions.
 template <class T>
-class in_groups {
+class InGroups {
  public:
   void give(const T& next) { items_.push_back(next); }
 

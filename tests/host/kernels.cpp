@@ -10,10 +10,10 @@ void touch_shared_memory() { *const_cast<volatile float*>(&dynamic_shared[0].x) 
 
 // Takes the arguments from where a driver finds them: one address for each.
 template <class... Left>
-struct parameters;
+struct Parameters;
 
 template <>
-struct parameters<> {
+struct Parameters<> {
   template <class Kernel, class... Given>
   static void call(Kernel kernel, void**, const Given&... given) {
     kernel(given...);
@@ -21,16 +21,16 @@ struct parameters<> {
 };
 
 template <class First, class... Left>
-struct parameters<First, Left...> {
+struct Parameters<First, Left...> {
   template <class Kernel, class... Given>
   static void call(Kernel kernel, void** arguments, const Given&... given) {
-    parameters<Left...>::call(kernel, arguments + 1, given..., *static_cast<const First*>(arguments[0]));
+    Parameters<Left...>::call(kernel, arguments + 1, given..., *static_cast<const First*>(arguments[0]));
   }
 };
 
 template <class... P>
 void call_kernel(void (*kernel)(P...), void** arguments) {
-  parameters<P...>::call(kernel, arguments);
+  Parameters<P...>::call(kernel, arguments);
 }
 
 template <auto kernel>

@@ -4,7 +4,7 @@
 
 namespace {
 
-class random_bits {
+class RandomBits {
  public:
   void seed(unsigned long long seed) { state_ = seed; }
 

@@ -17,12 +17,12 @@ constexpr unsigned char poison = 0xa5;
 
 // Full of poison at first. A launch is given a part of what is dynamic; the bytes behind that stay poison, or
 // the block that wrote there has failed, and so they are the same for all blocks.
-class shared_memory {
+class SharedMemory {
  public:
-  using of_block = std::vector<unsigned char>;
+  using OfBlock = std::vector<unsigned char>;
 
-  shared_memory(const unsigned char* dynamic, size_t given, size_t available) {
-    static const place_of_memory found(dynamic);
+  SharedMemory(const unsigned char* dynamic, size_t given, size_t available) {
+    static const PlaceOfMemory found(dynamic);
     data_ = const_cast<unsigned char*>(dynamic) - found.before_dynamic;
     size_ = found.size;
     begin_ = dynamic + given - data_;
@@ -30,10 +30,10 @@ class shared_memory {
     memset(data_, poison, size_);
   }
 
-  of_block of_new_block() const { return of_block(size_ - (end_ - begin_), poison); }
+  OfBlock of_new_block() const { return OfBlock(size_ - (end_ - begin_), poison); }
 
   // The library's memory becomes that of a block, and the last block keeps what it wrote.
-  void bring_in(of_block& block) {
+  void bring_in(OfBlock& block) {
     if (loaded_ == &block) return;
     if (loaded_) {
       memcpy(loaded_->data(), data_, begin_);
@@ -56,10 +56,10 @@ class shared_memory {
 
  private:
   // The same for all threads of the host but for where it begins.
-  struct place_of_memory {
+  struct PlaceOfMemory {
     size_t before_dynamic = 0, size = 0;
 
-    explicit place_of_memory(const unsigned char* dynamic) {
+    explicit PlaceOfMemory(const unsigned char* dynamic) {
       touch_shared_memory();
       const unsigned char* data = nullptr;
       std::pair<const unsigned char**, size_t*> to = {&data, &size};
@@ -88,7 +88,7 @@ class shared_memory {
 
   unsigned char* data_ = nullptr;
   size_t size_ = 0, begin_, end_;
-  of_block* loaded_ = nullptr;
+  OfBlock* loaded_ = nullptr;
 };
 
 }  // namespace

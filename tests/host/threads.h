@@ -9,7 +9,7 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 // How the threads of a warp or a block meet: each gives a value, and goes on with what all values make of it.
-enum class meeting {
+enum class Meeting {
   sync,
   shuffle_xor,
   shuffle_up,
@@ -20,14 +20,14 @@ enum class meeting {
   greatest_signed,
   compute
 };
-unsigned long long meet_in_warp(meeting how, unsigned int lanes, unsigned long long value,
+unsigned long long meet_in_warp(Meeting how, unsigned int lanes, unsigned long long value,
                                 unsigned int argument);
 int meet_in_block(bool counts, int value);
 
 // All 32 lanes of a warp meet, each with operands of its own, and what they are to get is computed for all of
 // them at once, as by one instruction of the warp; false if lanes gave what none of them may give alone.
-using warp_computation = bool (*)(void* const* lanes);
-void compute_in_warp(warp_computation compute, void* own);
+using WarpComputation = bool (*)(void* const* lanes);
+void compute_in_warp(WarpComputation compute, void* own);
 
 // As many threads of the block as `count` says; and until another thread of the block has changed something.
 void meet_some(int barrier, int count);

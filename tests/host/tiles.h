@@ -11,19 +11,19 @@
 
 namespace emulated_tiles {
 
-struct config {
+struct Config {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 };
 
-struct tiles {
-  config shape;
+struct Tiles {
+  Config shape;
   int8_t data[8][16][64];
 };
 
 // On the heap, as a library that is loaded late has little memory for variables of a thread.
-static thread_local tiles* state = nullptr;
+static thread_local Tiles* state = nullptr;
 
 static inline void release() {
   free(state);
@@ -32,9 +32,9 @@ static inline void release() {
 
 static inline void load_config(const void* from) {
   release();
-  state = static_cast<tiles*>(calloc(1, sizeof(tiles)));
+  state = static_cast<Tiles*>(calloc(1, sizeof(Tiles)));
   if (state == nullptr) abort();
-  memcpy(&state->shape, from, sizeof(config));
+  memcpy(&state->shape, from, sizeof(Config));
   if (state->shape.palette != 1 || state->shape.start_row != 0) abort();
   for (int i = 0; i < 16; i++) {
     const bool is_tile = i < 8 && state->shape.rows[i] <= 16 && state->shape.row_bytes[i] <= 64;
@@ -71,7 +71,7 @@ static inline void store(int tile, void* to, int64_t stride) {
 __attribute__((no_sanitize("address", "undefined"), optimize("O3"))) static void add_products(int sums, int a,
                                                                                               int b) {
   check(sums), check(a), check(b);
-  const config& shape = state->shape;
+  const Config& shape = state->shape;
   if (shape.rows[sums] != shape.rows[a] || shape.row_bytes[sums] != shape.row_bytes[b] ||
       shape.row_bytes[a] != 4 * shape.rows[b]) {
     abort();

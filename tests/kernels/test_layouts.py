@@ -86,17 +86,17 @@ def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
 
 STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
     "attention/integers_prepare.cu": {
-        "prepare_integers_arguments": integers.PrepareIntegersArguments,
-        "batch_rows": integers.BatchArguments,
-        "cache_strides": CacheStrides,
+        "PrepareIntegersArguments": integers.PrepareIntegersArguments,
+        "BatchRows": integers.BatchArguments,
+        "CacheStrides": CacheStrides,
     },
-    "attention/integers.cu": {"integers_arguments": integers.IntegersArguments},
+    "attention/integers.cu": {"IntegersArguments": integers.IntegersArguments},
     "attention/move_rows.cu": {
-        "moved_path": move_rows.MovedPath,
-        "moved_caches": move_rows.MovedCaches,
-        "cache_strides": CacheStrides,
+        "MovedPath": move_rows.MovedPath,
+        "MovedCaches": move_rows.MovedCaches,
+        "CacheStrides": CacheStrides,
     },
-    "attention/merge.cu": {"merge_arguments": merge.MergeArguments},
+    "attention/merge.cu": {"MergeArguments": merge.MergeArguments},
     "cuda/copy_rows.cu": {"CopiedPart": copy_rows._Part, "CopiedParts": copy_rows._Parts},
     "experts/few.cu": {
         "ExpertMatrix": experts_few.ExpertMatrix,
@@ -111,13 +111,13 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "GroupedPlan": experts_grouped.GroupedPlan,
     },
     "experts/many.cu": {
-        "experts_job<true>": experts_many.ExpertsJob,
-        "experts_job<false>": experts_many.ExpertsJob,
-        "activations": many_tiles.ActivationsArgument,
+        "ExpertsJob<true>": experts_many.ExpertsJob,
+        "ExpertsJob<false>": experts_many.ExpertsJob,
+        "Activations": many_tiles.ActivationsArgument,
     },
     "experts/stage.cu": {**SHARED_OUT, "StagedLayer": stage._StagedLayer},
     "experts/partition.cu": SHARED_OUT,
-    "experts/place_group.cu": {"group": place_group._Group, "tables": place_group._Tables},
+    "experts/place_group.cu": {"Group": place_group._Group, "Tables": place_group._Tables},
     "experts/prefetch.cu": {**SHARED_OUT, "Target": prefetch._Target},
     "experts/wait_answer.cu": {"Answer": wait_answer._Answer},
     "experts/write_addresses.cu": {"Entry": np.dtype([("where", np.int64), ("value", np.int64)])},
@@ -137,8 +137,8 @@ STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
         "LinearInputs": linear_few.LinearInputs,
     },
     "linear/parts.cu": {"BlockRows": linear_few.BlockRows},
-    "linear/float_many.cu": {"float_job": float_many.FloatJob},
-    "linear/many.cu": {"linear_job": linear_many.LinearJob},
+    "linear/float_many.cu": {"FloatJob": float_many.FloatJob},
+    "linear/many.cu": {"LinearJob": linear_many.LinearJob},
     "rms_norm/rms_norm.cu": {"Norm": rms_norm.Norm, "NormOutputs": rms_norm.NormOutputs, **ANSWER},
     "router/router.cu": {
         "Shares": router._Shares,
@@ -192,7 +192,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "positive_levels": int.from_bytes(struct.pack("4b", *LEVELS[:4]), "little"),
         "negative_levels": int.from_bytes(struct.pack("4b", *LEVELS[4:]), "little"),
         **{
-            f"(cache_row<{layout.value_bits}, {head_dim}>::bytes)": layout.row_bytes(head_dim)
+            f"(CacheRow<{layout.value_bits}, {head_dim}>::bytes)": layout.row_bytes(head_dim)
             for layout in map(CACHE_LAYOUTS.__getitem__, INTEGER_CACHE_TYPES)
             for head_dim in (64, 96, 256)
         },
@@ -201,7 +201,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(integer_attention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::block::row_bytes)": (
+            f"(IntegerAttention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::Block::row_bytes)": (
                 integers._tile_row_bytes(attention_shape(name, head_dim))
             )
             for name in INTEGER_CACHE_TYPES
@@ -211,7 +211,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_few.cu": {
         "few_warps": integers.FEW_WARPS,
         **{
-            f"(few_memory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
+            f"(FewMemory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
             for name in INTEGER_CACHE_TYPES
             for head_dim in (32, 96, 256)
             for blocks, form in zip(
@@ -224,9 +224,9 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_warpgroups.cu": {
         "group_pairs": integers.GROUP_PAIRS,
         "stages": integers.GROUP_STAGES,
-        "sizeof(tile_note)": integers.NOTE_BYTES,
+        "sizeof(TileNote)": integers.NOTE_BYTES,
         **{
-            f"(multiplying_group<{bits}, {head_dim}, {groups}>::shared_bytes)": next(
+            f"(MultiplyingGroup<{bits}, {head_dim}, {groups}>::shared_bytes)": next(
                 integers.warpgroup_forms(attention_shape(f"i{bits}", head_dim), False, groups)
             ).shared_bytes
             for bits in (16, 8)

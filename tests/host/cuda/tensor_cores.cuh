@@ -14,13 +14,13 @@ void compute_for_warp(T& own) {
 }
 
 template <int count>
-struct matrices_to_load {
+struct MatricesToLoad {
   uint32_t address;
   uint32_t (&r)[count];
 };
 
 template <int count>
-bool load_for_warp(matrices_to_load<count>* const* lanes) {
+bool load_for_warp(MatricesToLoad<count>* const* lanes) {
   const uint8_t* const shared = reinterpret_cast<const uint8_t*>(dynamic_shared);
   for (int lane = 0; lane < 32; lane++)
     for (int i = 0; i < count; i++)
@@ -30,14 +30,14 @@ bool load_for_warp(matrices_to_load<count>* const* lanes) {
 
 template <int count>
 void load_matrices_of(uint32_t (&r)[count], uint32_t address) {
-  matrices_to_load<count> own = {address, r};
-  compute_for_warp<matrices_to_load<count>, load_for_warp<count>>(own);
+  MatricesToLoad<count> own = {address, r};
+  compute_for_warp<MatricesToLoad<count>, load_for_warp<count>>(own);
 }
 
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_matrices_of(r, address); }
 inline void load_two_matrices(uint32_t (&r)[2], uint32_t address) { load_matrices_of(r, address); }
 
-inline bool load_transposed_for_warp(matrices_to_load<4>* const* lanes) {
+inline bool load_transposed_for_warp(MatricesToLoad<4>* const* lanes) {
   const uint8_t* const shared = reinterpret_cast<const uint8_t*>(dynamic_shared);
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
@@ -52,13 +52,13 @@ inline bool load_transposed_for_warp(matrices_to_load<4>* const* lanes) {
 }
 
 inline void load_transposed_pairs(uint32_t (&r)[4], uint32_t address) {
-  matrices_to_load<4> own = {address, r};
-  compute_for_warp<matrices_to_load<4>, load_transposed_for_warp>(own);
+  MatricesToLoad<4> own = {address, r};
+  compute_for_warp<MatricesToLoad<4>, load_transposed_for_warp>(own);
 }
 
 // The operands of a product of 16 x 32 by 32 x 8 bytes, by rows of the one and columns of the other, and 128
 // sums.
-struct product_of_warp {
+struct ProductOfWarp {
   int16_t rows[16][32], columns[8][32];
   int sums[16][8];
 
@@ -92,15 +92,15 @@ struct product_of_warp {
   }
 };
 
-struct product_operands {
+struct ProductOperands {
   const uint32_t (&a)[4];
   uint32_t b[2];
   int (&d)[4];
 };
 
 template <class B>
-bool multiply_for_warp(product_operands* const* lanes) {
-  product_of_warp product;
+bool multiply_for_warp(ProductOperands* const* lanes) {
+  ProductOfWarp product;
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; half++) {
@@ -117,8 +117,8 @@ bool multiply_for_warp(product_operands* const* lanes) {
 // d += a b over 32 bytes, those of a signed.
 template <class B>
 void add_product_of_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  product_operands own = {a, {b0, b1}, d};
-  compute_for_warp<product_operands, multiply_for_warp<B>>(own);
+  ProductOperands own = {a, {b0, b1}, d};
+  compute_for_warp<ProductOperands, multiply_for_warp<B>>(own);
 }
 
 inline void add_product(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -147,16 +147,16 @@ inline void store_shared_4(uint32_t address, int value) {
 }
 
 // A barrier in shared memory: how many have yet to arrive in this phase, of how many, and the phase.
-struct shared_barrier {
+struct SharedBarrier {
   int missing;
   short count, phase;
 };
-inline shared_barrier& barrier_at(uint32_t address) {
-  return *reinterpret_cast<shared_barrier*>(shared_at(address));
+inline SharedBarrier& barrier_at(uint32_t address) {
+  return *reinterpret_cast<SharedBarrier*>(shared_at(address));
 }
 inline void init_barrier(uint32_t barrier, int count) { barrier_at(barrier) = {count, short(count), 0}; }
 inline void arrive_barrier(uint32_t barrier) {
-  shared_barrier& at = barrier_at(barrier);
+  SharedBarrier& at = barrier_at(barrier);
   if (--at.missing == 0) at = {at.count, at.count, short(at.phase ^ 1)};
   note_change();
 }

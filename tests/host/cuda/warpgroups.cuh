@@ -38,7 +38,7 @@ template <int count>
 void take_registers() {}
 
 // Products that were begun and not waited for, of the thread that runs.
-struct late_product {
+struct LateProduct {
   int* d;
   uint32_t a[4];
   uint64_t rows, matrix;
@@ -46,10 +46,10 @@ struct late_product {
   bool is_shared, add;
 };
 
-struct late_products {
+struct LateProducts {
   static constexpr int most = 64;
   int warp;  // of the warpgroup
-  late_product* each[most];
+  LateProduct* each[most];
   int count = 0;
 };
 
@@ -60,11 +60,11 @@ void set_sixteen(uint64_t matrix, int row, int half, Set set) {
   for (int k = 0; k < 4; k++) set(4 * half + k, words[k]);
 }
 
-inline bool compute_products(late_products* const* lanes, int number) {
-  product_of_warp product;
-  const late_product& first = *lanes[0]->each[number];
+inline bool compute_products(LateProducts* const* lanes, int number) {
+  ProductOfWarp product;
+  const LateProduct& first = *lanes[0]->each[number];
   for (int lane = 0; lane < 32; lane++) {
-    const late_product& own = *lanes[lane]->each[number];
+    const LateProduct& own = *lanes[lane]->each[number];
     const bool is_same = own.tiles == first.tiles && own.is_shared == first.is_shared &&
                          own.add == first.add && own.rows == first.rows && own.matrix == first.matrix;
     if (!is_same) return false;
@@ -89,7 +89,7 @@ inline bool compute_products(late_products* const* lanes, int number) {
   return true;
 }
 
-inline bool compute_all_products(late_products* const* lanes) {
+inline bool compute_all_products(LateProducts* const* lanes) {
   for (int lane = 1; lane < 32; lane++)
     if (lanes[lane]->count != lanes[0]->count) return false;
   for (int i = 0; i < lanes[0]->count; i++)
@@ -101,10 +101,10 @@ inline void commit_products() { begin_product_group(); }
 
 template <int pending>
 void wait_for_products() {
-  late_products own;
+  LateProducts own;
   own.warp = threadIdx.x / 32 % 4;
-  while (auto* next = static_cast<late_product*>(take_product(pending))) own.each[own.count++] = next;
-  compute_for_warp<late_products, compute_all_products>(own);
+  while (auto* next = static_cast<LateProduct*>(take_product(pending))) own.each[own.count++] = next;
+  compute_for_warp<LateProducts, compute_all_products>(own);
   for (int i = 0; i < own.count; i++) delete own.each[i];
 }
 
@@ -114,11 +114,11 @@ void take_products(int (&)[nt][4]) {}
 template <bool is_unsigned, int nt>
 void multiply_by_four(int (&d)[nt][4], const uint32_t (&a)[4], uint64_t matrix, bool add) {
   static_assert(!is_unsigned, "no kernel that runs on the host has unsigned bytes here");
-  keep_product(new late_product{d[0], {a[0], a[1], a[2], a[3]}, 0, matrix, nt, false, add});
+  keep_product(new LateProduct{d[0], {a[0], a[1], a[2], a[3]}, 0, matrix, nt, false, add});
 }
 
 inline void multiply_shared_by_four(int (&d)[4][4], uint64_t a, uint64_t matrix, bool add) {
-  keep_product(new late_product{d[0], {}, a, matrix, 4, true, add});
+  keep_product(new LateProduct{d[0], {}, a, matrix, 4, true, add});
 }
 
 }  // namespace coldstream

@@ -14,7 +14,7 @@ from coldstream.kernels.attention.workspace_sizes import partial_shapes
 
 
 class CacheStrides(ctypes.Structure):
-    """`cache_strides` of grid.cuh."""
+    """`CacheStrides` of grid.cuh."""
 
     _fields_ = (("block_bytes", ctypes.c_int64), ("position_bytes", ctypes.c_int64))
 

@@ -53,7 +53,7 @@ LARGEST_HEAD = 256
 
 
 class BatchArguments(ctypes.Structure):
-    """`batch_rows` of integers_tile.cuh."""
+    """`BatchRows` of integers_tile.cuh."""
 
     _fields_ = (
         *(
@@ -74,7 +74,7 @@ class BatchArguments(ctypes.Structure):
 
 
 class IntegersArguments(ctypes.Structure):
-    """`integers_arguments` of integers.cu."""
+    """`IntegersArguments` of integers.cu."""
 
     _fields_ = (
         *(
@@ -88,7 +88,7 @@ class IntegersArguments(ctypes.Structure):
 
 
 class PrepareIntegersArguments(ctypes.Structure):
-    """`prepare_integers_arguments` of integers_prepare.cu."""
+    """`PrepareIntegersArguments` of integers_prepare.cu."""
 
     _fields_ = (
         *(

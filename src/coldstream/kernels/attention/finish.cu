@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_c
 // Gates and positions were written before the previous launch began, so that they may be read before that
 // launch has ended.
 template <int head_dim, bool has_gate>
-__global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(const merge_arguments a) {
+__global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(const MergeArguments a) {
   const int num_columns = a.num_heads * head_dim,
             num_groups = (num_columns + group_elements - 1) / group_elements;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;

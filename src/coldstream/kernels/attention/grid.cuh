@@ -17,7 +17,7 @@ __device__ __forceinline__ int first_position(int position, int window) {
 }
 
 // Bytes between blocks of 256 positions, and between positions.
-struct cache_strides {
+struct CacheStrides {
   int64_t block_bytes, position_bytes;
 };
 

@@ -8,14 +8,14 @@ namespace coldstream {
 constexpr int lanes_per_head = 16;
 
 // The head that half a warp takes of a row: queries come first, then keys, then values.
-struct new_head {
+struct NewHead {
   int unit, kv_head;  // spare lanes repeat the last one, and write nothing
   bool is_spare, is_query, is_value;
   const float* x;
 
   // query_width: numbers of each query head, a gate behind it or not.
   template <int head_dim, int query_width, class Arguments>
-  static __device__ __forceinline__ new_head of(const Arguments& a, int64_t row, int wanted) {
+  static __device__ __forceinline__ NewHead of(const Arguments& a, int64_t row, int wanted) {
     const int num_units = a.num_heads + 2 * a.num_kv_heads, unit = min(wanted, num_units - 1);
     const bool is_query = unit < a.num_heads, is_value = unit >= a.num_heads + a.num_kv_heads;
     const int kv_head = is_value ? unit - a.num_heads - a.num_kv_heads : unit - a.num_heads;

@@ -15,12 +15,12 @@ extern __shared__ float4 dynamic_shared[];
 namespace coldstream {
 
 template <int bits, int head_dim, int warps, bool has_trees>
-struct integer_attention : block_items<warps * pairs> {
-  using items = block_items<warps * pairs>;
-  using items::a;
-  using items::kv_head;
-  using kept_row = cache_row<bits, head_dim>;
-  using block = pair_block<kept_row::planes, head_dim>;
+struct IntegerAttention : BlockItems<warps * pairs> {
+  using Items = BlockItems<warps * pairs>;
+  using Items::a;
+  using Items::kv_head;
+  using KeptRow = CacheRow<bits, head_dim>;
+  using Block = PairBlock<KeptRow::planes, head_dim>;
   static constexpr int threads = warp_size * warps;
   static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
 
@@ -29,49 +29,49 @@ struct integer_attention : block_items<warps * pairs> {
   int32_t* const drafts;                 // positions of the rows of a tree
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
 
-  lane_pairs own;
-  pair_chunk chunks;
-  for_both<float2> all;  // maximum and denominator of the chunks before
-  for_both<bool> has_any;
-  float numerators[block::strips][2][4];  // of the chunk, column 16s + 4t + c at [s][pair][c]
+  LanePairs own;
+  PairChunk chunks;
+  ForBoth<float2> all;  // maximum and denominator of the chunks before
+  ForBoth<bool> has_any;
+  float numerators[Block::strips][2][4];  // of the chunk, column 16s + 4t + c at [s][pair][c]
 
-  __device__ integer_attention(const integers_arguments& arguments, uint8_t* shared)
-      : items(arguments),
+  __device__ IntegerAttention(const IntegersArguments& arguments, uint8_t* shared)
+      : Items(arguments),
         tiles(shared),
-        queries(shared + 2 * block::tile_bytes),
-        by_position(reinterpret_cast<float*>(queries + warps * pairs * block::query_bytes)),
+        queries(shared + 2 * Block::tile_bytes),
+        by_position(reinterpret_cast<float*>(queries + warps * pairs * Block::query_bytes)),
         drafts(reinterpret_cast<int32_t*>(by_position + warps * pairs * block_positions)) {}
 
   __device__ void load_queries() {
     constexpr int pieces = 2 * head_dim / 16;
     for (int i = threadIdx.x; i < warps * pairs * pieces; i += threads) {
       const int pair = i / pieces, piece = i % pieces;
-      copy_async_16(queries + pair * block::query_bytes + piece * 16,
-                    a.query + items::pair_at(a, pair) * 2 * head_dim + piece * 16);
+      copy_async_16(queries + pair * Block::query_bytes + piece * 16,
+                    a.query + Items::pair_at(a, pair) * 2 * head_dim + piece * 16);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int64_t pair = items::pair_at(a, warp * pairs + 8 * i + g);
+      const int64_t pair = Items::pair_at(a, warp * pairs + 8 * i + g);
       own.row[i] = int(pair / a.num_heads);
       own.head[i] = int(pair % a.num_heads);
       own.query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
     }
   }
 
-  __device__ void load(uint8_t* to, const uint8_t* cache, const row_run& run, int tile) const {
-    load_tile<kept_row::bytes, threads>(to + tile_layout<kept_row, head_dim>::packed_at, cache, a.strides,
-                                        a.rows, run, kv_head, tile);
+  __device__ void load(uint8_t* to, const uint8_t* cache, const RowRun& run, int tile) const {
+    load_tile<KeptRow::bytes, threads>(to + TileLayout<KeptRow, head_dim>::packed_at, cache, a.strides,
+                                       a.rows, run, kv_head, tile);
   }
 
   // What has arrived, for the block of threads.
   __device__ void unpack(uint8_t* tile) const {
-    if constexpr (kept_row::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
+    if constexpr (KeptRow::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
   }
 
   // Replaces scores of a tile of positions by weights. correction: the factors of earlier results.
-  __device__ void weigh(const row_run& run, int tile, int num_tiles, pair_floats (&scores)[most_tiles],
-                        const uint32_t (&visible)[most_tiles], for_both<float>& correction) {
-    for_both<float> best = {negative_infinity(), negative_infinity()}, after;
+  __device__ void weigh(const RowRun& run, int tile, int num_tiles, PairFloats (&scores)[most_tiles],
+                        const uint32_t (&visible)[most_tiles], ForBoth<float>& correction) {
+    ForBoth<float> best = {negative_infinity(), negative_infinity()}, after;
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
       if (s < num_tiles) raise_best(scores[s], visible[s], best);
@@ -81,7 +81,7 @@ struct integer_attention : block_items<warps * pairs> {
     chunks.raise(best, after, correction);
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) weigh_scores(visible[s], after, scores[s]);
-    for_both<float> total;
+    ForBoth<float> total;
     if (has_trees && !run.is_committed(tile))
       order_by_position(run, tile, scores, visible, total);
     else
@@ -93,9 +93,9 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   // Sums of a pair's weights if keys are not in the order of positions.
-  __device__ void order_by_position(const row_run& run, int tile, const pair_floats (&weights)[most_tiles],
-                                    const uint32_t (&visible)[most_tiles], for_both<float>& total) const {
-    pair_floats ordered;
+  __device__ void order_by_position(const RowRun& run, int tile, const PairFloats (&weights)[most_tiles],
+                                    const uint32_t (&visible)[most_tiles], ForBoth<float>& total) const {
+    PairFloats ordered;
     float* const places = by_position + warp * pairs * block_positions;
     for (int i = lane; i < pairs * block_positions; i += warp_size) places[i] = 0.0f;
     __syncwarp();
@@ -125,32 +125,32 @@ struct integer_attention : block_items<warps * pairs> {
 
   // values: of the tiles with keys of the tile of positions, in order.
   __device__ void add_values(const uint8_t* values, int tile, int num_tiles,
-                             pair_floats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
-                             const for_both<float>& correction) {
-    for_both<uint32_t> greatest = {};
+                             PairFloats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
+                             const ForBoth<float>& correction) {
+    ForBoth<uint32_t> greatest = {};
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
       if (s < num_tiles)
-        block::scale_weights(values + s * block::tile_bytes, visible[s], weights[s], greatest);
+        Block::scale_weights(values + s * Block::tile_bytes, visible[s], weights[s], greatest);
     }
-    for_both<plane_scale> by;
-    for_both<float> scale;
+    ForBoth<PlaneScale> by;
+    ForBoth<float> scale;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
       scale[i] = by[i].scale * (1.0f / low_unit);
     }
-    weight_codes codes[most_tiles];
+    WeightCodes codes[most_tiles];
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
       if (s < num_tiles) round_weights(weights[s], by, codes[s]);
     }
 #pragma unroll
-    for (int strip = 0; strip < block::strips; strip++) {
-      value_sums sums;
+    for (int strip = 0; strip < Block::strips; strip++) {
+      ValueSums sums;
 #pragma unroll
       for (int s = 0; s < most_tiles; s++) {
-        if (s < num_tiles) block::add_values(values + s * block::tile_bytes, strip, codes[s], sums);
+        if (s < num_tiles) Block::add_values(values + s * Block::tile_bytes, strip, codes[s], sums);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -164,24 +164,24 @@ struct integer_attention : block_items<warps * pairs> {
     }
   }
 
-  __device__ const uint8_t* own_queries() const { return queries + warp * pairs * block::query_bytes; }
+  __device__ const uint8_t* own_queries() const { return queries + warp * pairs * Block::query_bytes; }
 
   // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while
   // the values of the tile before are multiplied, and values while scores are computed.
-  __device__ void attend_in_order(const row_run& run, int begin, int end, int last) {
-    uint8_t *const keys = tiles, *const values = tiles + block::tile_bytes;
+  __device__ void attend_in_order(const RowRun& run, int begin, int end, int last) {
+    uint8_t *const keys = tiles, *const values = tiles + Block::tile_bytes;
     load(keys, a.k_cache, run, begin);
     commit_copies();
     load(values, a.v_cache, run, begin);
     commit_copies();
     for (int tile = begin; tile <= end; tile++) {
-      pair_floats scores[most_tiles];
+      PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
-      for_both<float> correction;
+      ForBoth<float> correction;
       wait_for_copies<1>();
       __syncthreads();
       unpack(keys);
-      block::find_scores(keys, own_queries(), own.query_scale, scores[0]);
+      Block::find_scores(keys, own_queries(), own.query_scale, scores[0]);
       __syncthreads();
       if (tile < end) load(keys, a.k_cache, run, tile + 1);
       commit_copies();
@@ -200,12 +200,12 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   // Tiles begin … last, which contain rows of a draft tree.
-  __device__ void attend_drafts(const row_run& run, int begin, int last) {
+  __device__ void attend_drafts(const RowRun& run, int begin, int last) {
     for (int tile = begin; tile <= last; tile++) {
       const int num_tiles = run.last_tile(tile) - tile + 1;
-      pair_floats scores[most_tiles];
+      PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
-      for_both<float> correction;
+      ForBoth<float> correction;
 #pragma unroll
       for (int s = 0; s < most_tiles; s++) {
         if (s >= num_tiles) continue;
@@ -215,16 +215,16 @@ struct integer_attention : block_items<warps * pairs> {
         wait_for_copies<0>();
         __syncthreads();
         unpack(tiles);
-        block::find_scores(tiles, own_queries(), own.query_scale, scores[s]);
+        Block::find_scores(tiles, own_queries(), own.query_scale, scores[s]);
         visible[s] = own.visible_in(tile, tile + s, run, drafts);
       }
       __syncthreads();
-      for (int s = 0; s < num_tiles; s++) load(tiles + s * block::tile_bytes, a.v_cache, run, tile + s);
+      for (int s = 0; s < num_tiles; s++) load(tiles + s * Block::tile_bytes, a.v_cache, run, tile + s);
       commit_copies();
       weigh(run, tile, num_tiles, scores, visible, correction);
       wait_for_copies<0>();
       __syncthreads();
-      for (int s = 0; s < num_tiles; s++) unpack(tiles + s * block::tile_bytes);
+      for (int s = 0; s < num_tiles; s++) unpack(tiles + s * Block::tile_bytes);
       add_values(tiles, tile, num_tiles, scores, visible, correction);
       if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
@@ -243,13 +243,13 @@ struct integer_attention : block_items<warps * pairs> {
       all[i] = adds ? merge_chunk(all[i], own_chunk, ours, theirs) : own_chunk;
       has_any[i] = true;
       chunks.has_begun[i] = false;
-      const bool exists = warp * pairs + 8 * i + g < items::num_pairs(a);
+      const bool exists = warp * pairs + 8 * i + g < Items::num_pairs(a);
       const int64_t pair = int64_t{own.row[i]} * a.num_heads + own.head[i];
       const int64_t place = place_of_chunk(a, pair, chunk, first_chunk_of(a, own.row[i]));
       float4* const to = reinterpret_cast<float4*>(a.values + place * head_dim) + t;
       if (exists && adds) merge_into(to, i, ours, theirs);
 #pragma unroll
-      for (int strip = 0; strip < block::strips; strip++) {
+      for (int strip = 0; strip < Block::strips; strip++) {
         float (&value)[4] = numerators[strip][i];
         if (exists) to[4 * strip] = make_float4(value[0], value[1], value[2], value[3]);
 #pragma unroll
@@ -261,9 +261,9 @@ struct integer_attention : block_items<warps * pairs> {
 
   // Many loads at a time, to hide their latency.
   __device__ void merge_into(const float4* from, int i, float ours, float theirs) {
-    constexpr int at_once = block::strips % 4 ? 2 : 4;
+    constexpr int at_once = Block::strips % 4 ? 2 : 4;
 #pragma unroll
-    for (int begin = 0; begin < block::strips; begin += at_once) {
+    for (int begin = 0; begin < Block::strips; begin += at_once) {
       float4 before[at_once];
 #pragma unroll
       for (int s = 0; s < at_once; s++) before[s] = from[4 * (begin + s)];
@@ -279,9 +279,9 @@ struct integer_attention : block_items<warps * pairs> {
   }
 
   // The rows of one sequence, if it is one.
-  __device__ void attend_run(const row_run& run) {
+  __device__ void attend_run(const RowRun& run) {
     int first, last;
-    if (!items::find_tiles(run, first, last)) return;
+    if (!Items::find_tiles(run, first, last)) return;
     if (has_trees && run.is_tree) {
       for (int i = threadIdx.x; i < run.num_kept - run.committed; i += threads)
         drafts[i] = a.rows.positions[run.start + i];
@@ -290,7 +290,7 @@ struct integer_attention : block_items<warps * pairs> {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const bool is_own = own.row[i] >= run.begin && own.row[i] < run.end;
-      own.view[i] = is_own ? row_view(a.rows, run, own.row[i], a.window) : row_view();
+      own.view[i] = is_own ? RowView(a.rows, run, own.row[i], a.window) : RowView();
     }
     const int end = has_trees && run.is_tree ? min(last, run.committed / block_positions - 1) : last;
     if (first <= end) attend_in_order(run, first, end, last);
@@ -306,28 +306,28 @@ struct integer_attention : block_items<warps * pairs> {
     chunks.begin();
     has_any[0] = has_any[1] = false;
 #pragma unroll
-    for (int strip = 0; strip < block::strips; strip++) {
+    for (int strip = 0; strip < Block::strips; strip++) {
 #pragma unroll
       for (int i = 0; i < 8; i++) numerators[strip][i / 4][i % 4] = 0.0f;
     }
-    for (int begin = items::first_row; begin < items::last_row;) {
-      const row_run run(a.rows, begin, items::last_row);
+    for (int begin = Items::first_row; begin < Items::last_row;) {
+      const RowRun run(a.rows, begin, Items::last_row);
       attend_run(run);
       begin = run.end;
     }
   }
 
   __device__ void run() {
-    while (items::next()) run_item();
+    while (Items::next()) run_item();
   }
 };
 
 // has_trees: whether there may be draft trees among the rows.
 template <int bits, int head_dim, int warps, bool has_trees>
-__global__ void __launch_bounds__((warp_size * warps)) attention_integers(const integers_arguments a) {
+__global__ void __launch_bounds__((warp_size * warps)) attention_integers(const IntegersArguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  integer_attention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
+  IntegerAttention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
 }
 
 }  // namespace coldstream

@@ -12,7 +12,7 @@ constexpr float smallest_maximum = 0x1p-100f;
 // A row of a cache: a head's values of `bits` bits (16, in two planes, 8, 4, or 3), a float32 scale, and
 // zeros; cache_layout.py has the order of bits.
 template <int bits, int head_dim>
-struct cache_row {
+struct CacheRow {
   static constexpr int planes = bits == 16 ? 2 : 1;
   static constexpr bool is_packed = bits < 8;
   static constexpr int code_bytes = head_dim * bits / 8;
@@ -27,13 +27,13 @@ constexpr int code_limit = bits == 16  ? low_unit * 127 + 127
                                        : 140;
 
 // The rounding of numbers that share a scale.
-struct plane_scale {
+struct PlaneScale {
   float factor, scale;  // factors of numbers, and of codes
 };
 
 // From the bits of the greatest magnitude; those of NaN are greater than all others.
 template <int bits>
-__device__ __forceinline__ plane_scale scale_of_codes(uint32_t max_bits) {
+__device__ __forceinline__ PlaneScale scale_of_codes(uint32_t max_bits) {
   constexpr float limit = code_limit<bits>, greatest = bits == 16 ? limit / low_unit : limit;
   const float maximum = __uint_as_float(max_bits);
   if (max_bits >= 0x7f800000u) return {0.0f, __uint_as_float(0x7fc00000u)};
@@ -42,7 +42,7 @@ __device__ __forceinline__ plane_scale scale_of_codes(uint32_t max_bits) {
 }
 
 // The code of a number; 0 if the scale is 0 or NaN.
-__device__ __forceinline__ int code_of(float x, const plane_scale& scale) {
+__device__ __forceinline__ int code_of(float x, const PlaneScale& scale) {
   return scale.factor == 0.0f ? 0 : __float2int_rn(x * scale.factor);
 }
 

@@ -14,8 +14,8 @@ constexpr int columns = block_positions / 8;
 // A number for each of the lane's two pairs and each of its positions in `count` times eight: [n][2 · pair +
 // position].
 template <int count>
-using floats_of_pairs = float[count][4];
-using pair_floats = floats_of_pairs<columns>;
+using FloatsOfPairs = float[count][4];
+using PairFloats = FloatsOfPairs<columns>;
 
 // In what follows `halves` is 1 where only the lane's first pair is wanted: what belongs to its second one is
 // not touched.
@@ -29,14 +29,14 @@ constexpr uint32_t all_positions =
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
 
 // The lane's pairs: their rows, and the positions that these see.
-struct lane_pairs {
-  for_both<int> row, head;
-  for_both<row_view> view;
-  for_both<float> query_scale;
+struct LanePairs {
+  ForBoth<int> row, head;
+  ForBoth<RowView> view;
+  ForBoth<float> query_scale;
 
   // Which of a tile's keys, kept at the indices of tile `kept_in`, are at positions of `tile` that the pairs
   // see.
-  __device__ uint32_t visible_in(int tile, int kept_in, const row_run& run, const int32_t* drafts) const {
+  __device__ uint32_t visible_in(int tile, int kept_in, const RowRun& run, const int32_t* drafts) const {
     uint32_t visible = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -75,8 +75,8 @@ __device__ __forceinline__ void keep_seen(uint32_t visible, float (&numbers)[cou
 
 // Which keys of a tile in their order the lane's pairs see, which have a position from the first to their
 // own.
-__device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<int>& first,
-                                                     const for_both<int>& position) {
+__device__ __forceinline__ uint32_t visible_in_order(int tile, const ForBoth<int>& first,
+                                                     const ForBoth<int>& position) {
   uint32_t visible = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint32_t visible_in_order(int tile, const for_both<in
 
 // Weights times the values' scales as two planes of codes, as the tensor cores want them: keys 32s + 2t, 32s
 // + 2t + 1, 32s + 8 + 2t and 32s + 9 + 2t are bytes of one word, and those 16 further of another.
-struct weight_codes {
+struct WeightCodes {
   uint32_t high[2][4], low[2][4];
 };
 
@@ -109,7 +109,7 @@ constexpr float code_rounding = 12582912.0f + low_unit / 2;
 // The codes of a pair's four positions in two consecutive groups of eight, as a word of each plane. Codes of
 // numbers that are not finite are arbitrary, as the scale is NaN. If the scale is 0, so are factor and codes.
 __device__ __forceinline__ void round_word(const float (&first_eight)[4], const float (&second_eight)[4],
-                                           int pair, const plane_scale& by, uint32_t& high, uint32_t& low) {
+                                           int pair, const PlaneScale& by, uint32_t& high, uint32_t& low) {
   uint32_t codes[4];  // bytes 0 and 1 are those of a code and 128
 #pragma unroll
   for (int byte = 0; byte < 4; byte++) {
@@ -123,8 +123,8 @@ __device__ __forceinline__ void round_word(const float (&first_eight)[4], const 
 }
 
 // Words 0 and 2 of a half of the tile are of pair g, 1 and 3 of pair g + 8.
-__device__ __forceinline__ void round_weights(const pair_floats& scaled, const for_both<plane_scale>& by,
-                                              weight_codes& out) {
+__device__ __forceinline__ void round_weights(const PairFloats& scaled, const ForBoth<PlaneScale>& by,
+                                              WeightCodes& out) {
 #pragma unroll
   for (int word = 0; word < 8; word++) {
     const int pair = word % 2, n = 4 * (word / 4) + word % 4 / 2 * 2;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void round_weights(const pair_floats& scaled, const f
 }
 
 // Products of 16 columns of values, at [parity of the column][2 · pair + k]: column 4t + 2k + parity.
-struct value_sums {
+struct ValueSums {
   int high[2][4] = {}, mixed[2][4] = {};
 
   // Column 4t + c of the strip for pair i.
@@ -144,7 +144,7 @@ struct value_sums {
 };
 
 template <int planes, int head_dim>
-struct pair_block {
+struct PairBlock {
   static constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
   static constexpr int tile_bytes = block_positions * row_bytes;
   static constexpr int query_bytes = 2 * head_dim + 16;  // a pair's, with a gap so that eight meet all banks
@@ -160,7 +160,7 @@ struct pair_block {
   // keys: [8 · count, row_bytes]; queries: [16, query_bytes], the warp's.
   template <int halves = 2, int count>
   static __device__ void find_scores(const uint8_t* keys, const uint8_t* queries,
-                                     const for_both<float>& query_scale, float (&scores)[count][4]) {
+                                     const ForBoth<float>& query_scale, float (&scores)[count][4]) {
     int high[count][4] = {}, mixed[count][4] = {};
     const uint32_t query = shared_address(queries) + lane() % 16 * query_bytes + lane() / 16 * 16;
     const uint32_t key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 * 16;
@@ -223,7 +223,7 @@ struct pair_block {
   // values: [8 · count, row_bytes].
   template <int halves = 2, int count>
   static __device__ void scale_weights(const uint8_t* values, uint32_t visible, float (&weights)[count][4],
-                                       for_both<uint32_t>& greatest) {
+                                       ForBoth<uint32_t>& greatest) {
 #pragma unroll
     for (int n = 0; n < count; n++) {
 #pragma unroll
@@ -245,8 +245,8 @@ struct pair_block {
   }
 
   // Adds the products of columns 16 · strip … 16 · strip + 15.
-  static __device__ void add_values(const uint8_t* values, int strip, const weight_codes& weights,
-                                    value_sums& sums) {
+  static __device__ void add_values(const uint8_t* values, int strip, const WeightCodes& weights,
+                                    ValueSums& sums) {
     const uint32_t from = shared_address(values) + lane() * row_bytes + 16 * strip;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -278,7 +278,7 @@ struct pair_block {
 // The greatest of the visible scores of the lane's pairs, −∞ without any; others become −∞.
 template <int halves = 2, int count>
 __device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t visible,
-                                           for_both<float>& best) {
+                                           ForBoth<float>& best) {
   keep_seen<halves>(visible, scores, negative_infinity());
 #pragma unroll
   for (int n = 0; n < count; n++) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void raise_best(float (&scores)[count][4], uint32_t v
 
 // Scores become weights.
 template <int halves = 2, int count>
-__device__ __forceinline__ void weigh_scores(uint32_t visible, const for_both<float>& maximum,
+__device__ __forceinline__ void weigh_scores(uint32_t visible, const ForBoth<float>& maximum,
                                              float (&scores)[count][4]) {
 #pragma unroll
   for (int n = 0; n < count; n++) {

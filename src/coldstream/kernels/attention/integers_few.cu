@@ -14,7 +14,7 @@ extern __shared__ float4 dynamic_shared[];
 namespace coldstream {
 
 // What the blocks of a chunk so far have left of a pair.
-struct pair_progress {
+struct PairProgress {
   float maximum, denominator;
   bool has_begun, has_total;
 
@@ -36,31 +36,31 @@ struct pair_progress {
 // blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a
 // second one.
 template <int bits, int head_dim, int blocks, int halves>
-struct few_rows_attention {
-  using kept_row = cache_row<bits, head_dim>;
-  using block = pair_block<kept_row::planes, head_dim>;
-  using memory = few_memory<bits, head_dim, blocks>;
-  static constexpr int warps = memory::warps,
+struct FewRowsAttention {
+  using KeptRow = CacheRow<bits, head_dim>;
+  using Block = PairBlock<KeptRow::planes, head_dim>;
+  using Memory = FewMemory<bits, head_dim, blocks>;
+  static constexpr int warps = Memory::warps,
                        parts = warps / blocks;         // warps that share the scores of a block
   static constexpr int own_columns = columns / parts;  // times eight positions, of a warp
-  static constexpr int own_strips = (block::strips + warps - 1) / warps;
+  static constexpr int own_strips = (Block::strips + warps - 1) / warps;
 
-  const integers_arguments& a;
-  const memory shared;
+  const IntegersArguments& a;
+  const Memory shared;
   // Said to be the same in a warp: otherwise the compiler would not let a warp stay together behind a
   // conditional branch on it.
   const int warp = __shfl_sync(all_lanes, int(threadIdx.x / warp_size), 0);
   const int lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   const int own_block = warp / parts, first_column = warp % parts * own_columns;
-  for_both<int> first, position;  // what the lane's pairs see of the run, if they are its
-  for_both<float> query_scale;
-  pair_progress progress[2];
+  ForBoth<int> first, position;  // what the lane's pairs see of the run, if they are its
+  ForBoth<float> query_scale;
+  PairProgress progress[2];
   float numerators[own_strips][2][4];  // column 16 · strip + 4t + c of pair g + 8i
 
-  __device__ few_rows_attention(const integers_arguments& arguments, uint8_t* bytes)
+  __device__ FewRowsAttention(const IntegersArguments& arguments, uint8_t* bytes)
       : a(arguments), shared{bytes} {}
 
-  __device__ void begin_run(const few_step& step) {
+  __device__ void begin_run(const FewStep& step) {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
@@ -77,7 +77,7 @@ struct few_rows_attention {
   }
 
   // Which of the warp's positions the lane's pairs see.
-  __device__ uint32_t visible_in(const few_step& step) const {
+  __device__ uint32_t visible_in(const FewStep& step) const {
     const int begin = (step.tile + own_block) * block_positions + 8 * first_column + 2 * t;
     uint32_t visible = 0;
 #pragma unroll
@@ -92,11 +92,11 @@ struct few_rows_attention {
   }
 
   // Computes the scores of the warp's positions, and writes the greatest of each pair to shared memory.
-  __device__ void find_scores(const few_step& step, uint32_t& visible,
-                              floats_of_pairs<own_columns>& scores) const {
-    for_both<float> best = {negative_infinity(), negative_infinity()};
+  __device__ void find_scores(const FewStep& step, uint32_t& visible,
+                              FloatsOfPairs<own_columns>& scores) const {
+    ForBoth<float> best = {negative_infinity(), negative_infinity()};
     if (step.has(own_block)) {
-      block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(),
+      Block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(),
                                           query_scale, scores);
       visible = visible_in(step);
       raise_best<halves>(scores, visible, best);
@@ -109,8 +109,7 @@ struct few_rows_attention {
   }
 
   // Finds the correction factor of each of the step's blocks, and the running maximum of the warp's block.
-  __device__ void raise(const few_step& step, for_both<float> (&corrections)[blocks],
-                        for_both<float>& maximum) {
+  __device__ void raise(const FewStep& step, ForBoth<float> (&corrections)[blocks], ForBoth<float>& maximum) {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       maximum[i] = 0.0f;
@@ -128,16 +127,16 @@ struct few_rows_attention {
   }
 
   // Whether the lane's pair i has positions in block b of the step.
-  __device__ bool meets(const few_step& step, int b, int i) const {
+  __device__ bool meets(const FewStep& step, int b, int i) const {
     const int begin = (step.tile + b) * block_positions;
     return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
   }
 
   // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values'
   // scales.
-  __device__ void weigh(const few_step& step, uint32_t visible, const for_both<float>& maximum,
-                        floats_of_pairs<own_columns>& scores) const {
-    for_both<uint32_t> greatest = {};
+  __device__ void weigh(const FewStep& step, uint32_t visible, const ForBoth<float>& maximum,
+                        FloatsOfPairs<own_columns>& scores) const {
+    ForBoth<uint32_t> greatest = {};
     if (step.has(own_block)) {
       weigh_scores<halves>(visible, maximum, scores);
 #pragma unroll
@@ -145,7 +144,7 @@ struct few_rows_attention {
         shared.weights(own_block, first_column + n)[lane] =
             halves == 1 ? make_float4(scores[n][0], scores[n][1], 0.0f, 0.0f)
                         : make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
-      block::template scale_weights<halves>(shared.value(own_block, 8 * first_column), visible, scores,
+      Block::template scale_weights<halves>(shared.value(own_block, 8 * first_column), visible, scores,
                                             greatest);
     }
 #pragma unroll
@@ -156,7 +155,7 @@ struct few_rows_attention {
   }
 
   // The scale of a block's weights, of the lane's pair i.
-  __device__ plane_scale scale_of(int b, int i) const {
+  __device__ PlaneScale scale_of(int b, int i) const {
     uint32_t greatest = 0;
 #pragma unroll
     for (int part = 0; part < parts; part++)
@@ -166,9 +165,9 @@ struct few_rows_attention {
 
   // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that
   // block, and leaves their scale.
-  __device__ void round(const few_step& step, const floats_of_pairs<own_columns>& weights) const {
+  __device__ void round(const FewStep& step, const FloatsOfPairs<own_columns>& weights) const {
     if (!step.has(own_block)) return;
-    for_both<plane_scale> by;
+    ForBoth<PlaneScale> by;
 #pragma unroll
     for (int i = 0; i < halves; i++) by[i] = scale_of(own_block, i);
 #pragma unroll
@@ -181,13 +180,13 @@ struct few_rows_attention {
       reinterpret_cast<uint2*>(shared.codes(own_block, half, 1) + lane)[words] = low;
     }
     if (first_column > 0) return;
-    pair_floats all;
+    PairFloats all;
 #pragma unroll
     for (int n = 0; n < columns; n++) {
       const float4 four = shared.weights(own_block, n)[lane];
       all[n][0] = four.x, all[n][1] = four.y, all[n][2] = four.z, all[n][3] = four.w;
     }
-    for_both<float> total;
+    ForBoth<float> total;
     sum_in_order<halves>(all, total);
 #pragma unroll
     for (int i = 0; i < halves; i++) {
@@ -203,18 +202,18 @@ struct few_rows_attention {
 
   // Adds the products of weights and the warp's columns of values to the numerators, and the sums of weights
   // to the denominators, block by block.
-  __device__ void add_values(const few_step& step, const for_both<float> (&corrections)[blocks]) {
+  __device__ void add_values(const FewStep& step, const ForBoth<float> (&corrections)[blocks]) {
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
       if (!step.has(b)) continue;
-      weight_codes codes;
+      WeightCodes codes;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         unpack_codes(shared.codes(b, half, 0)[lane], codes.high[half]);
         unpack_codes(shared.codes(b, half, 1)[lane], codes.low[half]);
       }
-      for_both<float> scale;
-      for_both<bool> is_met;
+      ForBoth<float> scale;
+      ForBoth<bool> is_met;
 #pragma unroll
       for (int i = 0; i < halves; i++) {
         scale[i] = shared.scale(b, 8 * i + g);
@@ -223,9 +222,9 @@ struct few_rows_attention {
 #pragma unroll
       for (int k = 0; k < own_strips; k++) {
         const int strip = warp + warps * k;
-        if (strip >= block::strips) continue;
-        value_sums sums;
-        block::add_values(shared.value(b, 0), strip, codes, sums);
+        if (strip >= Block::strips) continue;
+        ValueSums sums;
+        Block::add_values(shared.value(b, 0), strip, codes, sums);
 #pragma unroll
         for (int i = 0; i < halves; i++) {
           if (!is_met[i]) continue;
@@ -243,7 +242,7 @@ struct few_rows_attention {
   }
 
   // Stores the chunk's maximum, denominator and numerators of the run's pairs.
-  __device__ void leave(const few_step& step) const {
+  __device__ void leave(const FewStep& step) const {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
@@ -256,7 +255,7 @@ struct few_rows_attention {
       for (int k = 0; k < own_strips; k++) {
         const int strip = warp + warps * k;
         const float (&of)[4] = numerators[k][i];
-        if (strip < block::strips) to[4 * strip + t] = make_float4(of[0], of[1], of[2], of[3]);
+        if (strip < Block::strips) to[4 * strip + t] = make_float4(of[0], of[1], of[2], of[3]);
       }
       if (warp == 0 && t == 0) a.stats[place] = make_float2(progress[i].maximum, progress[i].denominator);
     }
@@ -266,12 +265,12 @@ struct few_rows_attention {
   // from the copies of the next keys and from maxima, weights from codes, codes from sums of values, and
   // those from the next copies.
   __device__ void attend() {
-    few_steps<blocks> steps(a);
-    few_step now;
+    FewSteps<blocks> steps(a);
+    FewStep now;
     bool has_now = false;
     while (true) {
       const bool has_next = steps.next();
-      floats_of_pairs<own_columns> scores;
+      FloatsOfPairs<own_columns> scores;
       uint32_t visible = 0;
       if (has_now) {
         if (now.begins_run) begin_run(now);
@@ -291,7 +290,7 @@ struct few_rows_attention {
       }
       if (has_now) {
         shared.unpack(shared.values());
-        for_both<float> corrections[blocks], maximum;
+        ForBoth<float> corrections[blocks], maximum;
         raise(now, corrections, maximum);
         weigh(now, visible, maximum, scores);
         __syncthreads();
@@ -312,9 +311,9 @@ struct few_rows_attention {
 // Rows of draft trees are not supported. Positions and tables were written before the previous launch began,
 // so that the first step may be found before that launch has ended.
 template <int bits, int head_dim, int blocks, int halves>
-__global__ void __launch_bounds__(few_memory<bits, head_dim, blocks>::threads, 1)
-    attention_integers_few(const integers_arguments a) {
-  few_rows_attention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
+__global__ void __launch_bounds__(FewMemory<bits, head_dim, blocks>::threads, 1)
+    attention_integers_few(const IntegersArguments a) {
+  FewRowsAttention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
 }
 
 }  // namespace coldstream

@@ -10,11 +10,11 @@ namespace coldstream {
 constexpr int few_warps = 4;  // that share a block of positions
 
 // Rows begin … end − 1 of a batch, of a chain of one sequence that has keys of num_kept positions.
-struct chain_run {
+struct ChainRun {
   int begin, end, segment, num_kept;
 
-  __device__ chain_run() {}
-  __device__ chain_run(const batch_rows& rows, int first, int limit)
+  __device__ ChainRun() {}
+  __device__ ChainRun(const BatchRows& rows, int first, int limit)
       : begin(first), end(first + 1), segment(rows.segments[first]) {
 #pragma unroll 1
     while (end < limit && rows.segments[end] == segment) end++;
@@ -23,8 +23,8 @@ struct chain_run {
 };
 
 // Some blocks of positions of a chunk, for rows of one sequence.
-struct few_step : item_pairs {
-  chain_run run;
+struct FewStep : ItemPairs {
+  ChainRun run;
   int chunk, begin, end, tile;  // tiles begin … end of the run; the step's first
   int block;                    // of the cache, that has the chunk; read a step ahead of the copies from it
   bool begins_item, begins_run, ends_run;
@@ -32,10 +32,10 @@ struct few_step : item_pairs {
   // Whether the run has positions in block b of the step.
   __device__ bool has(int b) const { return tile + b >= begin && tile + b <= end; }
 
-  __device__ bool is_pair(const integers_arguments& a, int pair) const { return pair < num_pairs(a); }
+  __device__ bool is_pair(const IntegersArguments& a, int pair) const { return pair < num_pairs(a); }
 
   // The chunk's, in the workspace.
-  __device__ int64_t place_of(const integers_arguments& a, int64_t pair) const {
+  __device__ int64_t place_of(const IntegersArguments& a, int64_t pair) const {
     return place_of_chunk(a, pair, chunk, first_chunk_of(a, int(pair / a.num_heads)));
   }
 };
@@ -43,14 +43,14 @@ struct few_step : item_pairs {
 // The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are
 // numbered by tiles of rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
 template <int blocks>
-struct few_steps : few_step {
-  const integers_arguments& a;
+struct FewSteps : FewStep {
+  const IntegersArguments& a;
   const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
   int index = blockIdx.x,
       items_before = 0;  // the next item's number; items of the tiles of rows before first_row
   int next_row = 0;      // the item's first row behind the run
 
-  __device__ explicit few_steps(const integers_arguments& arguments) : a(arguments) {
+  __device__ explicit FewSteps(const IntegersArguments& arguments) : a(arguments) {
     first_row = last_row = 0;
     tile = end = -1;
   }
@@ -65,7 +65,7 @@ struct few_steps : few_step {
     }
     while (true) {
       while (next_row < last_row) {
-        run = chain_run(a.rows, next_row, last_row);
+        run = ChainRun(a.rows, next_row, last_row);
         next_row = run.end;
         if (!find_tiles_of(a, run.begin, run.end, chunk, chunk, begin, end)) continue;
         begins_run = true;
@@ -101,12 +101,12 @@ struct few_steps : few_step {
 
 // blocks: of 64 positions, in a step.
 template <int bits, int head_dim, int blocks>
-struct few_memory {
-  using kept_row = cache_row<bits, head_dim>;
-  using layout = tile_layout<kept_row, head_dim>;
+struct FewMemory {
+  using KeptRow = CacheRow<bits, head_dim>;
+  using Layout = TileLayout<KeptRow, head_dim>;
   static constexpr int warps = few_warps * blocks, threads = warps * warp_size;
   static constexpr int rows = blocks * block_positions, query_bytes = 2 * head_dim + 16;
-  static constexpr int queries_at = 2 * blocks * layout::bytes, weights_at = queries_at + pairs * query_bytes;
+  static constexpr int queries_at = 2 * blocks * Layout::bytes, weights_at = queries_at + pairs * query_bytes;
   static constexpr int codes_at = weights_at + rows / 8 * warp_size * 16;
   static constexpr int numbers_at = codes_at + blocks * 4 * warp_size * 16;
   static constexpr int bytes = numbers_at + 2 * (warps + blocks) * pairs * 4;
@@ -114,12 +114,12 @@ struct few_memory {
   uint8_t* const shared;
 
   __device__ uint8_t* keys() const { return shared; }
-  __device__ uint8_t* values() const { return shared + blocks * layout::bytes; }
+  __device__ uint8_t* values() const { return shared + blocks * Layout::bytes; }
   __device__ const uint8_t* key(int b, int position) const {
-    return keys() + b * layout::bytes + position * layout::row_bytes;
+    return keys() + b * Layout::bytes + position * Layout::row_bytes;
   }
   __device__ const uint8_t* value(int b, int position) const {
-    return values() + b * layout::bytes + position * layout::row_bytes;
+    return values() + b * Layout::bytes + position * Layout::row_bytes;
   }
   __device__ uint8_t* queries() const { return shared + queries_at; }
 
@@ -144,7 +144,7 @@ struct few_memory {
   }
 
   // Copies that the next group has.
-  __device__ void load_queries(const integers_arguments& a, const few_step& step) const {
+  __device__ void load_queries(const IntegersArguments& a, const FewStep& step) const {
     constexpr int pieces = 2 * head_dim / 16;
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs * pieces; i += threads) {
@@ -155,41 +155,41 @@ struct few_memory {
   }
 
   // A group of copies each.
-  __device__ void load_keys(const integers_arguments& a, const few_step& step) const {
+  __device__ void load_keys(const IntegersArguments& a, const FewStep& step) const {
     load(keys(), a.k_cache, a, step);
   }
-  __device__ void load_values(const integers_arguments& a, const few_step& step) const {
+  __device__ void load_values(const IntegersArguments& a, const FewStep& step) const {
     load(values(), a.v_cache, a, step);
   }
 
   // All threads meet inside if rows are packed.
   __device__ void unpack(uint8_t* tiles) const {
-    if constexpr (kept_row::is_packed) {
+    if constexpr (KeptRow::is_packed) {
       for (int b = 0; b < blocks; b++)
-        unpack_tile<bits, head_dim, threads>(tiles + b * layout::bytes, threadIdx.x);
+        unpack_tile<bits, head_dim, threads>(tiles + b * Layout::bytes, threadIdx.x);
     }
   }
 
  private:
   static constexpr int stride =
-      kept_row::is_packed ? kept_row::bytes : layout::row_bytes;  // of rows that arrive
+      KeptRow::is_packed ? KeptRow::bytes : Layout::row_bytes;  // of rows that arrive
 
   // Where position `position` of the step arrives.
   static __device__ uint32_t place_of(uint32_t tiles, int position) {
-    return tiles + position / block_positions * layout::bytes + layout::packed_at +
+    return tiles + position / block_positions * Layout::bytes + Layout::packed_at +
            position % block_positions * stride;
   }
 
   // The rows of the step's positions that are kept, some at a time, each by as many threads as it has pieces
   // of 16 bytes.
-  __device__ void load(uint8_t* tiles, const uint8_t* cache, const integers_arguments& a,
-                       const few_step& step) const {
-    constexpr int pieces = (kept_row::is_packed ? kept_row::bytes : kept_row::code_bytes) / 16;
+  __device__ void load(uint8_t* tiles, const uint8_t* cache, const IntegersArguments& a,
+                       const FewStep& step) const {
+    constexpr int pieces = (KeptRow::is_packed ? KeptRow::bytes : KeptRow::code_bytes) / 16;
     constexpr int rows_at_once = threads / pieces;
     const int first = step.tile * block_positions, count = step.run.num_kept - first;
     const uint8_t* const from = cache + step.block * a.strides.block_bytes +
                                 first % chunk_positions * a.strides.position_bytes +
-                                int64_t{step.kv_head} * kept_row::bytes;
+                                int64_t{step.kv_head} * KeptRow::bytes;
     const uint32_t to = shared_address(tiles);
     const int piece = threadIdx.x % pieces, row = threadIdx.x / pieces;
     const int64_t bytes_at_once = rows_at_once * a.strides.position_bytes;
@@ -205,18 +205,18 @@ struct few_memory {
       copy_if_below(limit, i + row, place, codes);
       codes += bytes_at_once;
     }
-    if constexpr (!kept_row::is_packed) {
+    if constexpr (!KeptRow::is_packed) {
 #pragma unroll
       for (int i = 0; i < rows; i += threads) {
         const int position = i + threadIdx.x;
-        copy_word_if_below(min(count, rows), position, place_of(to, position) + kept_row::code_bytes,
-                           from + position * a.strides.position_bytes + kept_row::code_bytes);
+        copy_word_if_below(min(count, rows), position, place_of(to, position) + KeptRow::code_bytes,
+                           from + position * a.strides.position_bytes + KeptRow::code_bytes);
       }
     }
     commit_copies();
   }
 
-  static_assert(kept_row::is_packed || layout::row_bytes == kept_row::bytes);
+  static_assert(KeptRow::is_packed || Layout::row_bytes == KeptRow::bytes);
 };
 
 }  // namespace coldstream

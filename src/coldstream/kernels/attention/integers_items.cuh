@@ -8,35 +8,35 @@
 namespace coldstream {
 
 // Adjacent rows before last_row and a key/value head: pairs of a row and a query head.
-struct item_pairs {
+struct ItemPairs {
   int first_row, last_row, kv_head;
 
-  __device__ int num_pairs(const integers_arguments& a) const {
+  __device__ int num_pairs(const IntegersArguments& a) const {
     return (last_row - first_row) * (a.num_heads / a.num_kv_heads);
   }
 
   // Pairs beyond the last repeat it, and are not written.
-  __device__ int64_t pair_at(const integers_arguments& a, int pair) const {
+  __device__ int64_t pair_at(const IntegersArguments& a, int pair) const {
     const int group = a.num_heads / a.num_kv_heads, found = min(pair, num_pairs(a) - 1);
     return int64_t{first_row + found / group} * a.num_heads + kv_head * group + found % group;
   }
 };
 
 // The first chunk that a row sees.
-__device__ __forceinline__ int first_chunk_of(const integers_arguments& a, int row) {
+__device__ __forceinline__ int first_chunk_of(const IntegersArguments& a, int row) {
   return first_position(a.rows.positions[row], a.window) / chunk_positions;
 }
 
 // Index in the workspace of a pair's chunk number `chunk`, or of the merged one. first: the row's first
 // chunk.
-__device__ __forceinline__ int64_t place_of_chunk(const integers_arguments& a, int64_t pair, int chunk,
+__device__ __forceinline__ int64_t place_of_chunk(const IntegersArguments& a, int64_t pair, int chunk,
                                                   int first) {
   return pair * a.max_chunks + (a.max_chunks == 1 ? 0 : chunk - first);
 }
 
 // The cells of `size` positions, first … last, in which rows begin … end − 1 have positions; first > last
 // without any.
-__device__ __forceinline__ void find_cells(const integers_arguments& a, int begin, int end, int size,
+__device__ __forceinline__ void find_cells(const IntegersArguments& a, int begin, int end, int size,
                                            int& first, int& last) {
   first = 0x7fffffff;
   last = -1;
@@ -51,8 +51,8 @@ __device__ __forceinline__ void find_cells(const integers_arguments& a, int begi
 
 // The first and the last tile of chunks first_chunk … last_chunk in which rows begin … end − 1 have
 // positions; false without any.
-__device__ __forceinline__ bool find_tiles_of(const integers_arguments& a, int begin, int end,
-                                              int first_chunk, int last_chunk, int& first, int& last) {
+__device__ __forceinline__ bool find_tiles_of(const IntegersArguments& a, int begin, int end, int first_chunk,
+                                              int last_chunk, int& first, int& last) {
   find_cells(a, begin, end, block_positions, first, last);
   first = max(first, first_chunk * chunk_blocks);
   last = min(last, last_chunk * chunk_blocks + chunk_blocks - 1);
@@ -61,17 +61,17 @@ __device__ __forceinline__ bool find_tiles_of(const integers_arguments& a, int b
 
 // block_pairs: pairs that a block takes at once.
 template <int block_pairs>
-struct block_items : item_pairs {
-  const integers_arguments& a;
+struct BlockItems : ItemPairs {
+  const IntegersArguments& a;
   const int tile_rows = block_pairs / (a.num_heads / a.num_kv_heads);
   int first_chunk, last_chunk;  // of the item
   int item = -1, chunks_before = 0, share_begin = 0, share_end = 0;
 
-  __device__ explicit block_items(const integers_arguments& arguments) : a(arguments) {}
+  __device__ explicit BlockItems(const IntegersArguments& arguments) : a(arguments) {}
 
   // The first and the last tile of the item's chunks in which rows of a run have positions; false without
   // any.
-  __device__ bool find_tiles(const row_run& run, int& first, int& last) const {
+  __device__ bool find_tiles(const RowRun& run, int& first, int& last) const {
     return find_tiles_of(a, run.begin, run.end, first_chunk, last_chunk, first, last);
   }
 
@@ -128,15 +128,14 @@ struct block_items : item_pairs {
 };
 
 // The maxima and denominators of a chunk, of a lane's pairs.
-struct pair_chunk {
-  for_both<float> maximum, denominator;
-  for_both<bool> has_begun;
+struct PairChunk {
+  ForBoth<float> maximum, denominator;
+  ForBoth<bool> has_begun;
 
   __device__ void begin() { has_begun[0] = has_begun[1] = false; }
 
   // after: the maxima including a block's best scores; correction: the factors of earlier results.
-  __device__ void raise(const for_both<float>& best, for_both<float>& after,
-                        for_both<float>& correction) const {
+  __device__ void raise(const ForBoth<float>& best, ForBoth<float>& after, ForBoth<float>& correction) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       after[i] = has_begun[i] ? fmaxf(maximum[i], best[i]) : best[i];

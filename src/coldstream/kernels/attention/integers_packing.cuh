@@ -9,7 +9,7 @@ namespace coldstream {
 constexpr uint32_t positive_levels = 0x7247280d, negative_levels = 0x8eb9d8f3;
 
 template <int bits>
-__device__ __forceinline__ uint8_t packed_code(float x, const plane_scale& by) {
+__device__ __forceinline__ uint8_t packed_code(float x, const PlaneScale& by) {
   if (bits == 4) return uint8_t(code_of(x, by) + 8);
   const float scaled = by.factor == 0.0f ? 0.0f : x * by.factor;
   const float size = fabsf(scaled);
@@ -39,13 +39,13 @@ constexpr int unit_values = 32;  // that a thread unpacks at once
 
 // The bits of a unit, and the scale of its row if it is the row's first.
 template <int bits>
-struct packed_unit {
+struct PackedUnit {
   uint32_t words[bits];
   float scale;
 };
 
 template <int bits, int head_dim>
-__device__ __forceinline__ void read_unit(packed_unit<bits>& unit, const uint8_t* row, int number) {
+__device__ __forceinline__ void read_unit(PackedUnit<bits>& unit, const uint8_t* row, int number) {
   constexpr int units = head_dim / unit_values;
   if constexpr (bits == 4) {
     const uint4 words = reinterpret_cast<const uint4*>(row)[number];
@@ -59,12 +59,12 @@ __device__ __forceinline__ void read_unit(packed_unit<bits>& unit, const uint8_t
     unit.words[1] = low.y;
     unit.words[2] = reinterpret_cast<const uint32_t*>(row)[2 * units + number];
   }
-  if (number == 0) unit.scale = *reinterpret_cast<const float*>(row + cache_row<bits, head_dim>::code_bytes);
+  if (number == 0) unit.scale = *reinterpret_cast<const float*>(row + CacheRow<bits, head_dim>::code_bytes);
 }
 
 // Eight values, as two words of bytes: number `part` of a unit.
 template <int bits>
-__device__ __forceinline__ uint2 unpack_eight(const packed_unit<bits>& unit, int part) {
+__device__ __forceinline__ uint2 unpack_eight(const PackedUnit<bits>& unit, int part) {
   if constexpr (bits == 4) {
     // Codes are kept with 8 added; the highest bit keeps the difference from borrowing of the next byte.
     const uint32_t even = unit.words[part] & 0x0f0f0f0fu, odd = unit.words[part] >> 4 & 0x0f0f0f0fu;

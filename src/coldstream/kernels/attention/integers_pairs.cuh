@@ -11,7 +11,7 @@ constexpr int pairs = 16;
 
 // A number for each of the lane's two pairs.
 template <class T>
-using for_both = T[2];
+using ForBoth = T[2];
 
 // The greatest of the four lanes of a pair, NaN left out; of bits of magnitudes NaN is the greatest.
 __device__ __forceinline__ float greatest_of_pair(float x) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t greatest_of_pair(uint32_t x) {
 // halves: 1 if only pair g is wanted.
 template <int halves = 2>
 __device__ __forceinline__ void sum_in_order(const float (&weights)[block_positions / 8][4],
-                                             for_both<float>& total) {
+                                             ForBoth<float>& total) {
 #pragma unroll
   for (int i = 0; i < halves; i++) {
     float sums[2];

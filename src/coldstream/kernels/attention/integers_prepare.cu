@@ -8,13 +8,13 @@
 
 namespace coldstream {
 
-struct prepare_integers_arguments {
+struct PrepareIntegersArguments {
   const float *query_gate, *key, *value, *q_norm, *k_norm, *angles;
   int8_t* query;        // [T, H, 2, D]
   float* query_scales;  // [T, H]
   uint8_t *k_cache, *v_cache;
-  batch_rows rows;
-  cache_strides strides;
+  BatchRows rows;
+  CacheStrides strides;
   int32_t query_gate_stride, key_stride, value_stride;  // elements between rows
   int32_t num_heads, num_kv_heads, rope_half;
   float eps;
@@ -25,11 +25,11 @@ constexpr int heads_per_block = prepare_threads / lanes_per_head;
 
 // A lane's numbers of a head: lane, lane + 16, ….
 template <int head_dim>
-using lane_numbers = float[head_dim / lanes_per_head];
+using LaneNumbers = float[head_dim / lanes_per_head];
 
 // The Walsh–Hadamard transform of each of the largest blocks that the head can be cut into, in place.
 template <int head_dim>
-__device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x) {
+__device__ __forceinline__ void rotate_head(LaneNumbers<head_dim>& x) {
   constexpr int size = head_dim & -head_dim;
 #pragma unroll
   for (int stride = 1; stride < lanes_per_head; stride *= 2) rotate_lanes(x, stride);
@@ -40,7 +40,7 @@ __device__ __forceinline__ void rotate_head(lane_numbers<head_dim>& x) {
 // Rounds a head into the codes of a cache row; returns the scale. to: null for a row of no sequence. codes:
 // scratch [head_dim] of the half warp.
 template <int bits, int head_dim>
-__device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, int lane, uint8_t* to,
+__device__ __forceinline__ float store_codes(const LaneNumbers<head_dim>& x, int lane, uint8_t* to,
                                              uint8_t* codes) {
   uint32_t greatest = 0;
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, in
 #pragma unroll
   for (int distance = lanes_per_head / 2; distance > 0; distance /= 2)
     greatest = max(greatest, __shfl_xor_sync(all_lanes, greatest, distance));
-  const plane_scale by = scale_of_codes<bits>(greatest);
+  const PlaneScale by = scale_of_codes<bits>(greatest);
   if constexpr (bits >= 8) {
     if (!to) return by.scale;
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, in
     __syncwarp();
     if (!to) return by.scale;
     uint32_t* const words = reinterpret_cast<uint32_t*>(to);
-    for (int i = lane; i < cache_row<bits, head_dim>::code_bytes / 4; i += lanes_per_head)
+    for (int i = lane; i < CacheRow<bits, head_dim>::code_bytes / 4; i += lanes_per_head)
       words[i] = packed_word<bits, head_dim>(codes, i);
   }
   return by.scale;
@@ -72,7 +72,7 @@ __device__ __forceinline__ float store_codes(const lane_numbers<head_dim>& x, in
 
 template <int bits, int head_dim, bool has_gate>
 __global__ void __launch_bounds__(prepare_threads)
-    attention_prepare_integers(const prepare_integers_arguments a) {
+    attention_prepare_integers(const PrepareIntegersArguments a) {
   __shared__ float heads[heads_per_block][head_dim];
   wait_for_previous_grid();
   release_next_grid();
@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(prepare_threads)
   const int wanted = blockIdx.y * heads_per_block + threadIdx.x / lanes_per_head;
   constexpr int query_width = has_gate ? 2 * head_dim : head_dim;
   const auto [unit, kv_head, is_spare, is_query, is_value, x] =
-      new_head::of<head_dim, query_width>(a, row, wanted);
+      NewHead::of<head_dim, query_width>(a, row, wanted);
   norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
   const float query_scale = inverse_sqrt(float(head_dim));
-  lane_numbers<head_dim> values;
+  LaneNumbers<head_dim> values;
 #pragma unroll
   for (int i = 0; i < head_dim / lanes_per_head; i++) {
     const int at = i * lanes_per_head + lane;
@@ -102,12 +102,12 @@ __global__ void __launch_bounds__(prepare_threads)
   }
   const int64_t pair = row * a.num_heads + unit;
   const int segment = a.rows.segments[row], index = a.rows.indices[row];
-  using row_type = cache_row<bits, head_dim>;
+  using RowType = CacheRow<bits, head_dim>;
   uint8_t* to = nullptr;
   if (!is_query && !is_spare && a.rows.positions[row] >= 0) {
     const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
     to = (is_value ? a.v_cache : a.k_cache) + block * a.strides.block_bytes +
-         index % chunk_positions * a.strides.position_bytes + int64_t{kv_head} * row_type::bytes;
+         index % chunk_positions * a.strides.position_bytes + int64_t{kv_head} * RowType::bytes;
   }
   // A warp may hold a query and a key, so that all lanes execute both ways of the conditional branch.
   uint8_t* const codes = reinterpret_cast<uint8_t*>(head);
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(prepare_threads)
   const float of_cache = store_codes<bits, head_dim>(values, lane, to, codes);
   if (is_query && !is_spare && lane == 0) a.query_scales[pair] = of_query;
   // The scale, followed by zeros.
-  if (to && lane < (row_type::bytes - row_type::code_bytes) / 4)
-    reinterpret_cast<float*>(to + row_type::code_bytes)[lane] = lane == 0 ? of_cache : 0.0f;
+  if (to && lane < (RowType::bytes - RowType::code_bytes) / 4)
+    reinterpret_cast<float*>(to + RowType::code_bytes)[lane] = lane == 0 ? of_cache : 0.0f;
 }
 
 }  // namespace coldstream

@@ -13,9 +13,9 @@ constexpr int copying_barrier =
     1;  // of the copying threads; multiplying warpgroups have the following numbers
 
 template <int bits, int head_dim>
-struct staged_tile {
-  using kept_row = cache_row<bits, head_dim>;
-  static constexpr int planes = kept_row::planes, chunks_of_head = head_dim / 16;
+struct StagedTile {
+  using KeptRow = CacheRow<bits, head_dim>;
+  static constexpr int planes = KeptRow::planes, chunks_of_head = head_dim / 16;
   static constexpr int bytes = block_positions * planes * head_dim;  // of keys, and of values
   static constexpr int value_rows = bytes / swizzled_row_bytes;
   static constexpr int scale_bytes = 2 * block_positions * 4;
@@ -47,8 +47,8 @@ struct staged_tile {
 };
 
 // Description of a tile for the multiplying warps.
-struct tile_note {
-  item_pairs item;
+struct TileNote {
+  ItemPairs item;
   int begin, end;  // the rows of the run
   int tile;        // −1 after the last
   bool begins_item, begins_run, ends_chunk;
@@ -56,22 +56,20 @@ struct tile_note {
 
 // In shared memory, behind queries.
 template <int bits, int head_dim>
-struct staging {
-  using tile = staged_tile<bits, head_dim>;
-  static constexpr int arrived_at = stages * 2 * tile::bytes, scales_at = arrived_at + tile::bytes;
-  static constexpr int barriers_at = scales_at + stages * tile::scale_bytes,
+struct Staging {
+  using Tile = StagedTile<bits, head_dim>;
+  static constexpr int arrived_at = stages * 2 * Tile::bytes, scales_at = arrived_at + Tile::bytes;
+  static constexpr int barriers_at = scales_at + stages * Tile::scale_bytes,
                        notes_at = barriers_at + stages * 16;
-  static constexpr int bytes = notes_at + stages * int(sizeof(tile_note));
+  static constexpr int bytes = notes_at + stages * int(sizeof(TileNote));
   uint8_t* const shared;
 
-  __device__ uint8_t* keys(int stage) const { return shared + stage * 2 * tile::bytes; }
-  __device__ uint8_t* values(int stage) const { return keys(stage) + tile::bytes; }
+  __device__ uint8_t* keys(int stage) const { return shared + stage * 2 * Tile::bytes; }
+  __device__ uint8_t* values(int stage) const { return keys(stage) + Tile::bytes; }
   __device__ float* scales(int stage) const {  // of keys, then of values
-    return reinterpret_cast<float*>(shared + scales_at + stage * tile::scale_bytes);
+    return reinterpret_cast<float*>(shared + scales_at + stage * Tile::scale_bytes);
   }
-  __device__ tile_note& note(int stage) const {
-    return reinterpret_cast<tile_note*>(shared + notes_at)[stage];
-  }
+  __device__ TileNote& note(int stage) const { return reinterpret_cast<TileNote*>(shared + notes_at)[stage]; }
   __device__ uint32_t full(int stage) const { return shared_address(shared + barriers_at) + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * stages; }
 };
@@ -79,21 +77,21 @@ struct staging {
 // The copying threads. A tile's values are copied in the cache's layout while the tile before is multiplied,
 // and then transposed into their stage.
 template <int bits, int head_dim>
-struct tile_copier {
-  using tile = staged_tile<bits, head_dim>;
-  using kept_row = typename tile::kept_row;
+struct TileCopier {
+  using Tile = StagedTile<bits, head_dim>;
+  using KeptRow = typename Tile::KeptRow;
 
   // A tile's addresses in the cache, and its number of positions.
-  struct source {
+  struct Source {
     const uint8_t *keys, *values;
     int count;
-    tile_note note;
+    TileNote note;
   };
 
-  const staging<bits, head_dim> to;
+  const Staging<bits, head_dim> to;
   const int64_t position_bytes;
   const int thread;
-  source last;
+  Source last;
   int number = 0;  // of tiles that were begun
 
   // Chunks of different positions are in different banks, as the threads of a warp read four of them.
@@ -104,7 +102,7 @@ struct tile_copier {
   // Some positions at a time, each by as many threads as it has chunks of 16 bytes. A thread's first position
   // is less than rows_at_once, a power of two, so that where the others go is known to the compiler from
   // where the first one does.
-  static constexpr int row_chunks = tile::planes * tile::chunks_of_head,
+  static constexpr int row_chunks = Tile::planes * Tile::chunks_of_head,
                        rows_at_once = copying_threads / row_chunks;
   static_assert((rows_at_once & (rows_at_once - 1)) == 0 && rows_at_once <= 16);
 
@@ -121,16 +119,16 @@ struct tile_copier {
     }
   }
 
-  __device__ void copy_values(const source& from) const {
+  __device__ void copy_values(const Source& from) const {
     const int chunk = thread % row_chunks, first = thread / row_chunks;
     const uint32_t arrived = shared_address(to.shared + to.arrived_at);
-    const int own = arrived_place(chunk / tile::chunks_of_head, first, chunk % tile::chunks_of_head);
+    const int own = arrived_place(chunk / Tile::chunks_of_head, first, chunk % Tile::chunks_of_head);
     copy_rows(from.values, from.count,
               [arrived, own](int i) { return arrived + (own ^ i / 16 * 2 * 16) + i * head_dim; });
     commit_copies();
   }
 
-  __device__ void copy_keys(const source& from, int stage) const {
+  __device__ void copy_keys(const Source& from, int stage) const {
     const int own = swizzled_place<block_positions>(thread / row_chunks, thread % row_chunks);
     const uint32_t keys = shared_address(to.keys(stage));
     copy_rows(from.keys, from.count,
@@ -139,7 +137,7 @@ struct tile_copier {
     const uint8_t* const row =
         (thread < block_positions ? from.keys : from.values) + position * position_bytes;
     copy_word_if_below(from.count, position, shared_address(to.scales(stage)) + thread * 4,
-                       row + kept_row::code_bytes);
+                       row + KeptRow::code_bytes);
     commit_copies();
   }
 
@@ -166,9 +164,9 @@ struct tile_copier {
         to.shared + to.arrived_at + arrived_place(0, 16 * sixteen, own / 4) + own % 4 * 4;
     uint32_t first[4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) first[c] = tile::value_place(0, 4 * own + c, sixteen);
+    for (int c = 0; c < 4; c++) first[c] = Tile::value_place(0, 4 * own + c, sixteen);
 #pragma unroll
-    for (int plane = 0; plane < tile::planes; plane++) {
+    for (int plane = 0; plane < Tile::planes; plane++) {
 #pragma unroll
       for (int channel = 0; channel < head_dim; channel += channels_at_once) {
         uint32_t columns[4][4];
@@ -183,8 +181,8 @@ struct tile_copier {
           }
           transpose(rows, columns, word);
         }
-        const int place = tile::value_row(channel) * swizzled_row_bytes,
-                  half = tile::value_half(plane, channel) * 64;
+        const int place = Tile::value_row(channel) * swizzled_row_bytes,
+                  half = Tile::value_half(plane, channel) * 64;
 #pragma unroll
         for (int c = 0; c < 4; c++)
           *reinterpret_cast<uint4*>(to.values(stage) + (first[c] ^ half) + place) =
@@ -194,7 +192,7 @@ struct tile_copier {
   }
 
   // Finishes the tile before, and begins the one at `from`; without one at the end.
-  __device__ void begin(const source* from) {
+  __device__ void begin(const Source* from) {
     const int before = number - 1, stage = before % stages;
     if (number) {
       wait_barrier(to.empty(stage), before / stages % 2 ^ 1);
@@ -220,13 +218,13 @@ struct tile_copier {
     number++;
   }
 
-  __device__ void begin(const integers_arguments& a, const row_run& run, const tile_note& note) {
+  __device__ void begin(const IntegersArguments& a, const RowRun& run, const TileNote& note) {
     const int first = note.tile * block_positions;
     const int block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + first / chunk_positions];
     const int64_t offset = block * a.strides.block_bytes +
                            first % chunk_positions * a.strides.position_bytes +
-                           int64_t{note.item.kv_head} * kept_row::bytes;
-    const source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first),
+                           int64_t{note.item.kv_head} * KeptRow::bytes;
+    const Source from = {a.k_cache + offset, a.v_cache + offset, min(block_positions, run.num_kept - first),
                          note};
     begin(&from);
   }
@@ -241,12 +239,12 @@ struct tile_copier {
 
   // The tiles of all runs of the block's items, in order.
   template <int block_pairs>
-  __device__ void copy_all(const integers_arguments& a) {
-    block_items<block_pairs> items(a);
+  __device__ void copy_all(const IntegersArguments& a) {
+    BlockItems<block_pairs> items(a);
     while (items.next()) {
       bool begins_item = true;
       for (int begin_row = items.first_row; begin_row < items.last_row;) {
-        const row_run run(a.rows, begin_row, items.last_row);
+        const RowRun run(a.rows, begin_row, items.last_row);
         int first_tile, last_tile;
         if (items.find_tiles(run, first_tile, last_tile)) {
           for (int at = first_tile; at <= last_tile; at++) {

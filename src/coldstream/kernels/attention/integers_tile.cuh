@@ -11,17 +11,17 @@ constexpr int max_tree_rows = 64;
 constexpr int scale_bytes_of_row = 16;  // of a tile, after the planes: the scale, and zeros
 
 // `BatchRows` of kernels/ops.py.
-struct batch_rows {
+struct BatchRows {
   const int32_t *positions, *segments, *tables, *indices, *parents, *kept;
   int32_t num_rows, table_stride;
 };
 
 // Rows begin … end − 1 of a batch, of one sequence; a draft tree's first row is `start`.
-struct row_run {
+struct RowRun {
   int begin, end, segment, start, committed, num_kept;
   bool is_tree;
 
-  __device__ row_run(const batch_rows& rows, int first, int limit) : begin(first), end(first + 1) {
+  __device__ RowRun(const BatchRows& rows, int first, int limit) : begin(first), end(first + 1) {
     segment = rows.segments[first];
     while (end < limit && rows.segments[end] == segment) end++;
     is_tree = rows.kept[first] >= 0;
@@ -47,12 +47,12 @@ struct row_run {
 };
 
 // The positions that one row sees.
-struct row_view {
+struct RowView {
   int first = 0, position = -1;  // positions of its window; none
   uint64_t ancestors = 0;        // the rows of its tree that it follows, and itself
 
-  __device__ row_view() {}
-  __device__ row_view(const batch_rows& rows, const row_run& run, int row, int window)
+  __device__ RowView() {}
+  __device__ RowView(const BatchRows& rows, const RowRun& run, int row, int window)
       : first(first_position(rows.positions[row], window)), position(rows.positions[row]) {
     if (!run.is_tree) return;
     for (int at = row; at >= 0; at = rows.parents[at]) ancestors |= uint64_t{1} << (at - run.start);
@@ -70,7 +70,7 @@ struct row_view {
 
   // The position whose key is kept at `index`, if the row sees it in tile `tile`; −1 otherwise. `drafts` has
   // the positions of the tree's rows.
-  __device__ int position_in(int tile, int index, const row_run& run, const int32_t* drafts) const {
+  __device__ int position_in(int tile, int index, const RowRun& run, const int32_t* drafts) const {
     int found = index;
     if (run.is_tree && index >= run.committed) {
       const int number = index - run.committed;
@@ -83,19 +83,19 @@ struct row_view {
 
 // A tile in shared memory: [64, row_bytes], planes one behind the other, the scale, and zeros. What is packed
 // in the cache is copied to the end of it, and unpacked from there; see integers_unpack.cuh.
-template <class row, int head_dim>
-struct tile_layout {
-  static constexpr int row_bytes = row::planes * head_dim + scale_bytes_of_row;
+template <class Row, int head_dim>
+struct TileLayout {
+  static constexpr int row_bytes = Row::planes * head_dim + scale_bytes_of_row;
   static constexpr int bytes = block_positions * row_bytes;
-  static constexpr int packed_at = bytes - block_positions * row::bytes;
-  static_assert(row::is_packed ? packed_at > 0 : packed_at == 0);
+  static constexpr int packed_at = bytes - block_positions * Row::bytes;
+  static_assert(Row::is_packed ? packed_at > 0 : packed_at == 0);
 };
 
 // Queues the copies of the rows of `tile` that are kept into shared memory, by `threads` threads of which
 // this one has number `thread`. row_bytes: in the cache.
 template <int row_bytes, int threads>
-__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const cache_strides& strides,
-                                          const batch_rows& rows, const row_run& run, int kv_head, int tile) {
+__device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, const CacheStrides& strides,
+                                          const BatchRows& rows, const RowRun& run, int kv_head, int tile) {
   constexpr int pieces = row_bytes / 16;
   const int first = tile * block_positions, count = min(block_positions, run.num_kept - first);
   const int block = rows.tables[int64_t{run.segment} * rows.table_stride + first / chunk_positions];

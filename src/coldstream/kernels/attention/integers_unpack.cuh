@@ -11,8 +11,8 @@ namespace coldstream {
 // at the end, writes never reach rows that are still to be read.
 template <int bits, int head_dim, int threads>
 __device__ __forceinline__ void unpack_tile(uint8_t* tile, int thread) {
-  using row = cache_row<bits, head_dim>;
-  using layout = tile_layout<row, head_dim>;
+  using Row = CacheRow<bits, head_dim>;
+  using Layout = TileLayout<Row, head_dim>;
   constexpr int units = head_dim / unit_values, total = block_positions * units, at_once = 4;
   // A row is read in two parts only if there is room for both.
   static_assert(at_once * threads % units == 0 || total % (at_once * threads) >= units ||
@@ -25,19 +25,19 @@ __device__ __forceinline__ void unpack_tile(uint8_t* tile, int thread) {
   };
 #pragma unroll
   for (int begin = 0; begin < total; begin += at_once * threads) {
-    packed_unit<bits> found[at_once];
+    PackedUnit<bits> found[at_once];
 #pragma unroll
     for (int i = 0; i < at_once; i++) {
       const int at = begin + i * threads + thread;
       if (at < total)
-        read_unit<bits, head_dim>(found[i], tile + layout::packed_at + at / units * row::bytes, at % units);
+        read_unit<bits, head_dim>(found[i], tile + Layout::packed_at + at / units * Row::bytes, at % units);
     }
     meet();
 #pragma unroll
     for (int i = 0; i < at_once; i++) {
       const int at = begin + i * threads + thread;
       if (at >= total) continue;
-      uint8_t* const to = tile + at / units * layout::row_bytes;
+      uint8_t* const to = tile + at / units * Layout::row_bytes;
       uint4* const codes = reinterpret_cast<uint4*>(to + at % units * unit_values);
 #pragma unroll
       for (int half = 0; half < 2; half++) {

@@ -19,31 +19,31 @@ constexpr int copying_registers = 40, multiplying_registers = 232;
 
 // A warpgroup's 64 pairs, 16 a warp.
 template <int bits, int head_dim, int groups>
-struct multiplying_group {
-  using tile_type = staged_tile<bits, head_dim>;
-  static constexpr int planes = tile_type::planes, query_chunks = 2 * head_dim / 16, steps = head_dim / 32;
+struct MultiplyingGroup {
+  using TileType = StagedTile<bits, head_dim>;
+  static constexpr int planes = TileType::planes, query_chunks = 2 * head_dim / 16, steps = head_dim / 32;
   static constexpr int block_pairs = groups * group_pairs, query_bytes = block_pairs * 2 * head_dim;
-  static constexpr int pairs_at = query_bytes + staging<bits, head_dim>::bytes;
+  static constexpr int pairs_at = query_bytes + Staging<bits, head_dim>::bytes;
   static constexpr int shared_bytes = pairs_at + block_pairs * int(sizeof(int2));
   // Of eight keys or columns of values, that are multiplied at once. Two warpgroups have registers for more
   // columns than one, which keeps two sums of them.
   static constexpr int key_tiles = 4, value_tiles = groups == 2 ? 4 : 2;
   static constexpr int slices = head_dim / (8 * value_tiles);
 
-  const integers_arguments& a;
+  const IntegersArguments& a;
   uint8_t* const queries;  // [2, block_pairs, head_dim], swizzled
   int2* const kept_pairs;  // numbers of the item's pairs in the batch, −1 beyond them, and their first chunks
-  const staging<bits, head_dim> from;
+  const Staging<bits, head_dim> from;
   const int group_number, warp, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
 
-  for_both<int> first, position;  // what the lane's pairs see of the run, if they are its
-  for_both<float> query_scale;
-  pair_chunk chunks;
+  ForBoth<int> first, position;  // what the lane's pairs see of the run, if they are its
+  ForBoth<float> query_scale;
+  PairChunk chunks;
   float numerators[head_dim / 8][4];  // of the chunk, column 8n + 2t + b of pair i at [n][2i + b]
 
   // Sums of products of both planes.
   template <int tiles>
-  struct plane_sums {
+  struct PlaneSums {
     int high[tiles][4], mixed[tiles][4];
 
     __device__ void take() {
@@ -53,11 +53,11 @@ struct multiplying_group {
     __device__ float total(int n, int i) const { return float(low_unit * high[n][i] + mixed[n][i]); }
   };
 
-  __device__ int64_t pair_of(const item_pairs& item, int i) const {
+  __device__ int64_t pair_of(const ItemPairs& item, int i) const {
     return item.pair_at(a, warp * pairs + 8 * i + g);
   }
 
-  __device__ void begin_item(const item_pairs& item) {
+  __device__ void begin_item(const ItemPairs& item) {
     meet_at<threads_of_group>(copying_barrier + 1 + group_number);
     for (int i = threadIdx.x % threads_of_group; i < group_pairs * query_chunks; i += threads_of_group) {
       const int pair = group_number * group_pairs + i / query_chunks, chunk = i % query_chunks;
@@ -87,7 +87,7 @@ struct multiplying_group {
     }
   }
 
-  __device__ void begin_run(const tile_note& note) {
+  __device__ void begin_run(const TileNote& note) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = int(pair_of(note.item, i) / a.num_heads);
@@ -107,22 +107,22 @@ struct multiplying_group {
   }
 
   // Half of the keys at a time, as numerators leave too few registers for the sums of all.
-  __device__ void find_scores(const uint8_t* staged, const float* scales, pair_floats& scores) const {
+  __device__ void find_scores(const uint8_t* staged, const float* scales, PairFloats& scores) const {
     const uint32_t keys = same_for_warp(shared_address(staged));
     const uint32_t own =
         same_for_warp(shared_address(queries) + group_number * group_pairs * swizzled_row_bytes);
 #pragma unroll
     for (int begin = 0; begin < columns; begin += key_tiles) {
-      plane_sums<key_tiles> sums;
+      PlaneSums<key_tiles> sums;
       begin_products();
 #pragma unroll
       for (int step = 0; step < steps; step++) {
         const uint64_t high = part_of_queries(own, 0, step),
-                       keys_high = tile_type::part_of_keys(keys, 0, begin, step);
+                       keys_high = TileType::part_of_keys(keys, 0, begin, step);
         multiply_shared_by_four(sums.high, high, keys_high, step > 0);
         multiply_shared_by_four(sums.mixed, part_of_queries(own, 1, step), keys_high, step > 0);
         if (planes == 2)
-          multiply_shared_by_four(sums.mixed, high, tile_type::part_of_keys(keys, 1, begin, step), true);
+          multiply_shared_by_four(sums.mixed, high, TileType::part_of_keys(keys, 1, begin, step), true);
       }
       commit_products();
       wait_for_products<0>();
@@ -137,8 +137,8 @@ struct multiplying_group {
     }
   }
 
-  __device__ void weigh(int tile, uint32_t visible, pair_floats& scores, for_both<float>& correction) {
-    for_both<float> best = {negative_infinity(), negative_infinity()}, after, total;
+  __device__ void weigh(int tile, uint32_t visible, PairFloats& scores, ForBoth<float>& correction) {
+    ForBoth<float> best = {negative_infinity(), negative_infinity()}, after, total;
     raise_best(scores, visible, best);
 #pragma unroll
     for (int i = 0; i < 2; i++) best[i] = greatest_of_pair(best[i]);
@@ -156,9 +156,9 @@ struct multiplying_group {
 
   // Weights times the values' scales as codes, and what products of theirs are multiplied by: where there are
   // none, minus zero, which times their sum of zero leaves what it is added to, zeros of either sign too.
-  __device__ void round(int tile, const float* scales, uint32_t visible, pair_floats& weights,
-                        weight_codes& codes, for_both<float>& unit) const {
-    for_both<uint32_t> greatest = {};
+  __device__ void round(int tile, const float* scales, uint32_t visible, PairFloats& weights,
+                        WeightCodes& codes, ForBoth<float>& unit) const {
+    ForBoth<uint32_t> greatest = {};
 #pragma unroll
     for (int n = 0; n < columns; n++) {
       const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * n + 2 * t);
@@ -171,7 +171,7 @@ struct multiplying_group {
 #pragma unroll
       for (int i = 0; i < 4; i++) greatest[i / 2] = max(greatest[i / 2], magnitude(weights[n][i]));
     }
-    for_both<plane_scale> by;
+    ForBoth<PlaneScale> by;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
@@ -181,7 +181,7 @@ struct multiplying_group {
   }
 
   // Multiplies the numerators by factors, which far into a text are nearly always 1.
-  __device__ void correct(const for_both<float>& correction) {
+  __device__ void correct(const ForBoth<float>& correction) {
     if (!__any_sync(all_lanes, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < head_dim / 8; n++) {
@@ -191,23 +191,23 @@ struct multiplying_group {
   }
 
   // Begins the products of a slice of columns.
-  __device__ static void multiply(uint32_t values, int slice, const weight_codes& codes,
-                                  plane_sums<value_tiles>& sums) {
+  __device__ static void multiply(uint32_t values, int slice, const WeightCodes& codes,
+                                  PlaneSums<value_tiles>& sums) {
     const int column = slice * 8 * value_tiles;
     begin_products();
 #pragma unroll
     for (int step = 0; step < 2; step++) {
-      const uint64_t high = tile_type::part_of_values(values, 0, column, step);
+      const uint64_t high = TileType::part_of_values(values, 0, column, step);
       multiply_by_four<false>(sums.high, codes.high[step], high, step > 0);
       multiply_by_four<false>(sums.mixed, codes.low[step], high, step > 0);
       if (planes == 2)
         multiply_by_four<false>(sums.mixed, codes.high[step],
-                                tile_type::part_of_values(values, 1, column, step), true);
+                                TileType::part_of_values(values, 1, column, step), true);
     }
     commit_products();
   }
 
-  __device__ void add(int slice, const plane_sums<value_tiles>& sums, const for_both<float>& unit) {
+  __device__ void add(int slice, const PlaneSums<value_tiles>& sums, const ForBoth<float>& unit) {
 #pragma unroll
     for (int n = 0; n < value_tiles; n++) {
 #pragma unroll
@@ -220,10 +220,10 @@ struct multiplying_group {
 
   // A single warpgroup overlaps the products of a slice with the additions of the one before. Two warpgroups
   // overlap each other, and have no registers for it.
-  __device__ void add_values(const uint8_t* staged, const weight_codes& codes, const for_both<float>& unit) {
+  __device__ void add_values(const uint8_t* staged, const WeightCodes& codes, const ForBoth<float>& unit) {
     constexpr int ahead = groups == 1 ? 1 : 0;
     const uint32_t values = same_for_warp(shared_address(staged));
-    plane_sums<value_tiles> sums[1 + ahead];
+    PlaneSums<value_tiles> sums[1 + ahead];
     if (ahead) multiply(values, 0, codes, sums[0]);
 #pragma unroll
     for (int slice = 0; slice < slices; slice++) {
@@ -243,7 +243,7 @@ struct multiplying_group {
     for (int number = 0;; number++) {
       const int stage = number % stages;
       wait_barrier(from.full(stage), number / stages % 2);
-      const tile_note& note = from.note(stage);
+      const TileNote& note = from.note(stage);
       if (note.tile < 0) return;
       if (note.begins_item) begin_item(note.item);
       if (note.begins_run) begin_run(note);
@@ -258,9 +258,9 @@ struct multiplying_group {
 
   __device__ void attend(int stage, int tile) {
     const float* const scales = from.scales(stage);
-    pair_floats scores;
-    weight_codes codes;
-    for_both<float> correction, unit;
+    PairFloats scores;
+    WeightCodes codes;
+    ForBoth<float> correction, unit;
     const uint32_t visible = visible_in_order(tile, first, position);
     find_scores(from.keys(stage), scales, scores);
     weigh(tile, visible, scores, correction);
@@ -322,10 +322,10 @@ struct multiplying_group {
 
 template <int bits, int head_dim, int groups>
 __global__ void __launch_bounds__((threads_of_group * (groups + 1)), 1)
-    attention_integers_warpgroups(const integers_arguments a) {
-  using group = multiplying_group<bits, head_dim, groups>;
+    attention_integers_warpgroups(const IntegersArguments a) {
+  using Group = MultiplyingGroup<bits, head_dim, groups>;
   uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
-  const staging<bits, head_dim> staged = {shared + group::query_bytes};
+  const Staging<bits, head_dim> staged = {shared + Group::query_bytes};
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; i++) {
       init_barrier(staged.full(i), copying_threads);
@@ -337,14 +337,14 @@ __global__ void __launch_bounds__((threads_of_group * (groups + 1)), 1)
   release_next_grid();
   if (threadIdx.x < copying_threads) {
     if (groups == 2) give_registers<copying_registers>();
-    tile_copier<bits, head_dim> copier = {staged, a.strides.position_bytes, int(threadIdx.x)};
-    copier.template copy_all<group::block_pairs>(a);
+    TileCopier<bits, head_dim> copier = {staged, a.strides.position_bytes, int(threadIdx.x)};
+    copier.template copy_all<Group::block_pairs>(a);
   } else {
     if (groups == 2) take_registers<multiplying_registers>();
     const int thread = threadIdx.x - copying_threads;
-    group multiplier = {a,
+    Group multiplier = {a,
                         shared,
-                        reinterpret_cast<int2*>(shared + group::pairs_at),
+                        reinterpret_cast<int2*>(shared + Group::pairs_at),
                         staged,
                         thread / threads_of_group,
                         thread / warp_size};

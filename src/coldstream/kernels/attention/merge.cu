@@ -12,7 +12,7 @@ constexpr int merge_batch = warp_size;  // chunks that are merged between two ba
 constexpr int merge_threads = group_elements;
 
 // Of a chunk: what the sums before it and its own are multiplied by, and its denominator.
-struct __align__(16) merge_factors {
+struct __align__(16) MergeFactors {
   float ours, theirs, denominator, unused;
 };
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ float greatest_of_warp(float x) {
 // each; `maximum` is that of the chunks before, unless there are none. Both factors of the first chunk of all
 // are 1.
 __device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum,
-                                             merge_factors* factors) {
+                                             MergeFactors* factors) {
   const int lane = threadIdx.x % warp_size;
   float after = own.x;
 #pragma unroll
@@ -44,29 +44,29 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float ma
 // `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
 // Factors are found for some batches at once, a warp for each of them and of the heads.
 template <int head_dim, int stages>
-struct merger {
+struct Merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
   static constexpr int span = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
   static constexpr int items_per_warp = (span * most_heads + num_warps - 1) / num_warps;
   static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
 
-  struct factors_of_span {
-    merge_factors of[most_heads][span * merge_batch];
+  struct FactorsOfSpan {
+    MergeFactors of[most_heads][span * merge_batch];
     float maxima[most_heads][span];  // of a batch
   };
 
-  const merge_arguments& a;
+  const MergeArguments& a;
   float (*const staged)[group_elements];  // [stages · merge_batch]
-  factors_of_span& factors;
+  FactorsOfSpan& factors;
   const int64_t row, first_place;  // the latter: of the row in `stats`
   const int num_columns, first_column, first_head, head, num_chunks;
   float maxima[items_per_warp];  // of the batches before the span, of an item's head
   // Minus zero: added to the first chunk's numbers they leave them as they are, zeros of either sign too.
   float numerator = -0.0f, denominator = -0.0f;
 
-  __device__ __forceinline__ merger(const merge_arguments& arguments, float (*values)[group_elements],
-                                    factors_of_span& all_factors, int chunks)
+  __device__ __forceinline__ Merger(const MergeArguments& arguments, float (*values)[group_elements],
+                                    FactorsOfSpan& all_factors, int chunks)
       : a(arguments),
         staged(values),
         factors(all_factors),
@@ -127,7 +127,7 @@ struct merger {
     for (int batch = 0; batch < stages - 1; batch++) load(batch);
   }
 
-  __device__ __forceinline__ void add(const merge_factors& by, float value) {
+  __device__ __forceinline__ void add(const MergeFactors& by, float value) {
     numerator = __fmaf_rn(value, by.theirs, numerator * by.ours);
     denominator = __fmaf_rn(by.denominator, by.theirs, denominator * by.ours);
   }
@@ -139,7 +139,7 @@ struct merger {
     wait_for_copies<stages - 1>();
     __syncthreads();
     const float (*values)[group_elements] = staged + batch % stages * merge_batch;
-    const merge_factors* const own = factors.of[head - first_head] + batch % span * merge_batch;
+    const MergeFactors* const own = factors.of[head - first_head] + batch % span * merge_batch;
     if (count == merge_batch) {
 #pragma unroll 8
       for (int i = 0; i < merge_batch; i++) add(own[i], values[i][threadIdx.x]);
@@ -173,9 +173,9 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
 }
 
 template <int head_dim, bool has_gate, int stages>
-__global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arguments a) {
-  using merger_of_head = merger<head_dim, stages>;
-  __shared__ typename merger_of_head::factors_of_span factors;
+__global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArguments a) {
+  using MergerOfHead = Merger<head_dim, stages>;
+  __shared__ typename MergerOfHead::FactorsOfSpan factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const merge_arg
             first_chunk = first_position(position, a.window) / chunk_positions;
   // None of a row of no sequence.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
-  merger_of_head m(a, staged, factors, num_chunks);
+  MergerOfHead m(a, staged, factors, num_chunks);
   m.start();
   const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
   float gate;

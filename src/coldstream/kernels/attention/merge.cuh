@@ -6,7 +6,7 @@
 
 namespace coldstream {
 
-struct merge_arguments {
+struct MergeArguments {
   const float *values, *query_gate;
   const float2* stats;
   const int32_t* positions;

@@ -19,7 +19,7 @@ GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
 
 
 class MergeArguments(ctypes.Structure):
-    """`merge_arguments` of merge.cuh."""
+    """`MergeArguments` of merge.cuh."""
 
     _fields_ = (
         *(

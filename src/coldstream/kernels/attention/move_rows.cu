@@ -4,7 +4,7 @@
 namespace coldstream {
 
 // The part of `CommittedPath` of kernels/ops.py that is needed here.
-struct moved_path {
+struct MovedPath {
   const int32_t *count, *first;    // of one number
   const int32_t *sources, *table;  // [count]; the blocks of the sequence
 };
@@ -12,15 +12,15 @@ struct moved_path {
 constexpr int most_caches = 64;
 
 // Of keys and of values of several layers, all laid out alike. A launch has as many as its parameters hold.
-struct moved_caches {
+struct MovedCaches {
   uint8_t* at[most_caches];
 };
 
 // grid (pieces of 16 bytes of a position / 128, caches), 128 threads: a piece of a cache a thread. Sources
 // ascend and are never before their targets, so that nothing is overwritten before it has been read.
 __global__ void __launch_bounds__(128)
-    move_rows(const __grid_constant__ moved_caches caches, const __grid_constant__ moved_path path,
-              const cache_strides strides) {
+    move_rows(const __grid_constant__ MovedCaches caches, const __grid_constant__ MovedPath path,
+              const CacheStrides strides) {
   wait_for_previous_grid();
   release_next_grid();
   const int64_t piece = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

@@ -16,13 +16,13 @@ MOST_CACHES = 64  # of a launch, as in move_rows.cu
 
 
 class MovedPath(ctypes.Structure):
-    """`moved_path` of move_rows.cu."""
+    """`MovedPath` of move_rows.cu."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("count", "first", "sources", "table"))
 
 
 class MovedCaches(ctypes.Structure):
-    """`moved_caches` of move_rows.cu."""
+    """`MovedCaches` of move_rows.cu."""
 
     _fields_ = (("at", ctypes.c_void_p * MOST_CACHES),)
 

@@ -17,7 +17,7 @@ namespace nb = nanobind;
 namespace coldstream {
 
 // float32 rows with unit stride along the last dimension; the row stride may be larger than the row.
-using array_2d = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+using Array2d = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 
 // Keeps a Python object alive for as long as C++ holds the result; releases it with the GIL held.
 inline std::shared_ptr<void> keep(nb::object object) {
@@ -38,7 +38,7 @@ std::shared_ptr<void> keep(const nb::ndarray<A...>& array) {
 }
 
 // Hands an op to the runtime: recorded under capture, otherwise run at once without the GIL.
-inline void submit(runtime& rt, std::unique_ptr<op> next, int rows,
+inline void submit(Runtime& rt, std::unique_ptr<Op> next, int rows,
                    std::vector<std::shared_ptr<void>> owners) {
   if (rt.capturing()) {
     rt.submit(std::move(next), rows, std::move(owners));

@@ -14,7 +14,7 @@ namespace coldstream {
 
 namespace {
 
-constexpr const char* NAMES[] = {"generic", "avx2", "avx512", "amx"};
+constexpr const char* names[] = {"generic", "avx2", "avx512", "amx"};
 
 #if defined(__x86_64__)
 
@@ -40,8 +40,8 @@ bool has_amx() {
   unsigned eax, ebx, ecx, edx;
   if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   if ((edx >> 24 & 3) != 3) return false;
-  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  constexpr long arch_req_xcomp_perm = 0x1023, xfeature_xtiledata = 18;
+  return syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
 }
 #endif
 
@@ -55,32 +55,32 @@ bool has_amx() { return false; }
 
 }  // namespace
 
-bool tier_supported(tier t) {
+bool tier_supported(Tier t) {
   switch (t) {
-    case tier::generic:
+    case Tier::generic:
       return true;
-    case tier::avx2:
+    case Tier::avx2:
       return has_avx2();
-    case tier::avx512:
+    case Tier::avx512:
       return has_avx512();
-    case tier::amx:
+    case Tier::amx:
       return has_amx();
   }
   return false;
 }
 
-tier tier_best() {
-  for (tier t : {tier::amx, tier::avx512, tier::avx2}) {
+Tier tier_best() {
+  for (Tier t : {Tier::amx, Tier::avx512, Tier::avx2}) {
     if (tier_supported(t)) return t;
   }
-  return tier::generic;
+  return Tier::generic;
 }
 
-const char* tier_name(tier t) { return NAMES[static_cast<int>(t)]; }
+const char* tier_name(Tier t) { return names[static_cast<int>(t)]; }
 
-tier tier_from_name(const char* name) {
+Tier tier_from_name(const char* name) {
   for (int i = 0; i < 4; i++) {
-    if (std::strcmp(name, NAMES[i]) == 0) return static_cast<tier>(i);
+    if (std::strcmp(name, names[i]) == 0) return static_cast<Tier>(i);
   }
   throw std::invalid_argument(std::string("unknown tier '") + name +
                               "': use generic, avx2, avx512, amx or auto");

@@ -4,13 +4,13 @@
 
 namespace coldstream {
 
-enum class tier : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+enum class Tier : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The best tier that this machine (CPU and, for amx, kernel permission) can run.
-tier tier_best();
-bool tier_supported(tier t);
-const char* tier_name(tier t);
+Tier tier_best();
+bool tier_supported(Tier t);
+const char* tier_name(Tier t);
 // Throws std::invalid_argument naming the known tiers.
-tier tier_from_name(const char* name);
+Tier tier_from_name(const char* name);
 
 }  // namespace coldstream

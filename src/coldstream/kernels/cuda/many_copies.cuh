@@ -19,29 +19,29 @@ constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multip
 
 // A tile of rows * tokens outputs for warp_rows * warp_columns warps of mt * nt products each. By warpgroups
 // (sm_90 only), four warps multiply together and nothing is unpacked in shared memory.
-template <class weights_, int mt_, int nt_, int warp_rows, int warp_columns, int stages_, int blocks_ = 1,
+template <class Weights_, int mt_, int nt_, int warp_rows, int warp_columns, int stages_, int blocks_ = 1,
           bool by_warpgroups_ = false>
-struct tiling {
+struct Tiling {
   static constexpr int blocks = blocks_;  // on a multiprocessor
   static constexpr bool by_warpgroups = by_warpgroups_;
-  using weights = weights_;
+  using Weights = Weights_;
   static constexpr int mt = mt_, nt = nt_, columns = warp_columns, stages = stages_;
   static constexpr int rows = 16 * mt * warp_rows, tokens = 8 * nt * warp_columns;
   static constexpr int warps = warp_rows * warp_columns;  // that multiply
   static constexpr int multiplying_threads = warp_size * warps;
   static constexpr int threads = multiplying_threads + copying_threads;
-  static constexpr int num_sums = weights::super ? 1 : 8;  // accumulators kept in full
-  static constexpr bool unpacks = !weights::in_place && !by_warpgroups;
+  static constexpr int num_sums = Weights::super ? 1 : 8;  // accumulators kept in full
+  static constexpr bool unpacks = !Weights::in_place && !by_warpgroups;
   // An odd number of chunks, so that the same word of eight rows lies in different banks.
-  static constexpr int weight_pitch = by_warpgroups ? weights::pitch | copy_bytes : weights::pitch;
+  static constexpr int weight_pitch = by_warpgroups ? Weights::pitch | copy_bytes : Weights::pitch;
 
   static constexpr int full_at = 16, empty_at = 24;  // barriers, after the header
   static constexpr int scales_at = 32;
-  static constexpr int token_scales_bytes = weights::super ? 4 : block_scale_pitch;
+  static constexpr int token_scales_bytes = Weights::super ? 4 : block_scale_pitch;
   static constexpr int offsets_at = scales_at + token_scales_bytes * tokens;
-  static constexpr int sums_at = offsets_at + (weights::in_place ? 0 : 4 * rows);
+  static constexpr int sums_at = offsets_at + (Weights::in_place ? 0 : 4 * rows);
   static constexpr int token_sums_bytes = by_warpgroups ? plain_bytes / swizzled_rows : sum_pitch;
-  static constexpr int sums_end = sums_at + (weights::has_sums ? token_sums_bytes * tokens : 0);
+  static constexpr int sums_end = sums_at + (Weights::has_sums ? token_sums_bytes * tokens : 0);
   static constexpr int codes_at = by_warpgroups ? round_up(sums_end, swizzle_bytes) : sums_end;
   static constexpr int weights_at = codes_at + (by_warpgroups ? group_size : code_pitch) * tokens;
   static constexpr int stage_end = weights_at + weight_pitch * rows;
@@ -49,13 +49,13 @@ struct tiling {
   static constexpr int unpacked_bytes = unpacks ? (code_pitch + table_pitch) * rows : 0;
   // Subtrees that wait for their right siblings: these levels of the tree in shared memory, others in
   // registers.
-  static constexpr int shared_levels = !weights::super ? 0 : weights::in_place ? 3 : 2;
+  static constexpr int shared_levels = !Weights::super ? 0 : Weights::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
   static constexpr int shared_bytes = waiting_at + shared_levels * 4 * rows * tokens;
 
   static_assert(tokens % 16 == 0);
-  static_assert(weights::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
-  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0 && weights::super));
+  static_assert(Weights::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
+  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0 && Weights::super));
 
   // Where a token's codes lie; 16 bytes from chunk to chunk of 16, or swizzled.
   __device__ static constexpr int code_place(int token, int chunk) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void require_shared_bytes(uint32_t bytes) {
 }
 
 // Rows of QuantActivations, in the form that the weights' type reads.
-struct activations {
+struct Activations {
   const int8_t* q;
   const float* scales;
   const int16_t* sums;
@@ -77,7 +77,7 @@ struct activations {
 };
 
 // The header of a stage: its tile, and the position of its group in the tile.
-struct header {
+struct Header {
   int count;     // rows of activations; 0: there are no more tiles
   int first;     // the first of them
   int row;       // the first weight row
@@ -87,10 +87,10 @@ struct header {
 
 // The order of groups. `leaf` counts accumulators in the order of the tree.
 template <bool super>
-struct walk {
+struct Walk {
   int leaf = 0, group = 0;
 
-  __device__ walk next(int num_groups) const {
+  __device__ Walk next(int num_groups) const {
     if (group + (super ? 8 : 1) < num_groups) return {leaf, group + (super ? 8 : 1)};
     int following = super ? leaf + 1 : 8;
     while (following < 8 && accumulator(following) >= num_groups) following++;
@@ -100,35 +100,35 @@ struct walk {
 };
 
 // A tile as the copying side sees it.
-struct source {
-  header head;            // progress is not set
+struct Source {
+  Header head;            // progress is not set
   const uint8_t* rows;    // of the weights
   const uint8_t* rows_8;  // the matrix of rows 8 … 15 of every sixteen
 };
 
 // The warps that copy. Job says where rows are.
 template <class T, class Job>
-struct copier {
-  using weights = typename T::weights;
+struct Copier {
+  using Weights = typename T::Weights;
   static constexpr int row_chunks = T::weight_pitch / copy_bytes;
   static constexpr int weight_chunks_in_all = T::rows * row_chunks;
   static constexpr int weight_passes = (weight_chunks_in_all + copying_threads - 1) / copying_threads;
   static constexpr int code_tokens = copying_threads / chunks;  // in a pass
   static constexpr int code_passes = (T::tokens + code_tokens - 1) / code_tokens;
-  static constexpr bool converts_sums = weights::has_sums && T::by_warpgroups;  // to float16
+  static constexpr bool converts_sums = Weights::has_sums && T::by_warpgroups;  // to float16
   static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one or both for its scales
 
   const Job& job;
   const uint32_t shared;
   const int lane = threadIdx.x - T::multiplying_threads;
   int index = blockIdx.x;  // of the tile
-  source tile;
-  walk<weights::super> position;
-  const uint8_t* weight_chunks[weights::in_place ? weight_passes : 1];
+  Source tile;
+  Walk<Weights::super> position;
+  const uint8_t* weight_chunks[Weights::in_place ? weight_passes : 1];
   uint32_t code_chunks[code_passes];  // offsets in the activations
   uint32_t extra_row;                 // the activation row whose sums and scales this thread copies
 
-  __device__ copier(const Job& job, uint32_t shared) : job(job), shared(shared) { open(); }
+  __device__ Copier(const Job& job, uint32_t shared) : job(job), shared(shared) { open(); }
 
   __device__ void run() {
     uint32_t stage = shared;
@@ -165,7 +165,7 @@ struct copier {
     index += gridDim.x;
     position = {};
     if (tile.head.count == 0) return;
-    if constexpr (weights::in_place) {
+    if constexpr (Weights::in_place) {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane;
@@ -187,8 +187,8 @@ struct copier {
 
   __device__ void copy_weights(uint32_t stage) {
     const uint32_t to = stage + T::weights_at + lane * copy_bytes;
-    const int64_t offset = int64_t(position.group) * weights::group_bytes;
-    if constexpr (weights::in_place) {
+    const int64_t offset = int64_t(position.group) * Weights::group_bytes;
+    if constexpr (Weights::in_place) {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const bool is_whole = (i + 1) * copying_threads <= weight_chunks_in_all;
@@ -196,9 +196,9 @@ struct copier {
                       to + i * copying_threads * copy_bytes, weight_chunks[i] + offset);
       }
     } else {
-      int valid = weights::group_bytes;
-      if constexpr (!weights::super)
-        valid = min(job.num_blocks - 8 * position.group, 8) * (weights::group_bytes / 8);
+      int valid = Weights::group_bytes;
+      if constexpr (!Weights::super)
+        valid = min(job.num_blocks - 8 * position.group, 8) * (Weights::group_bytes / 8);
 #pragma unroll 4
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane, row = chunk / row_chunks, part = chunk % row_chunks;
@@ -234,10 +234,10 @@ struct copier {
     for (int i = 0; i < code_passes; i++)
       copy_if_below(count, code_tokens * i + token, to + i * pass_bytes, q + code_chunks[i]);
     const int64_t at = extra_row + position.group;
-    if (weights::has_sums && !converts_sums)
+    if (Weights::has_sums && !converts_sums)
       copy_if_below(count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
                     job.x.sums + at * chunks + lane % 2 * 8);
-    if constexpr (weights::super) {
+    if constexpr (Weights::super) {
       copy_word_if_below(count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2),
                          job.x.scales + at);
     } else {

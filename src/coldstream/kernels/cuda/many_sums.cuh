@@ -7,7 +7,7 @@
 namespace coldstream::many {
 
 template <class T>
-struct accumulators {
+struct Accumulators {
   float p[T::num_sums][T::mt][T::nt][4];
   float left[T::mt][T::nt][4];  // left siblings of the lowest level, where that level is not in shared memory
   float4* waiting;              // this thread's left siblings in shared memory
@@ -24,7 +24,7 @@ struct accumulators {
   // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
   // and p[0] becomes the root.
   __device__ void close(int leaf, int next) {
-    if constexpr (T::weights::super) {
+    if constexpr (T::Weights::super) {
       if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
     } else {
       each([&](int m, int n) {
@@ -100,8 +100,8 @@ struct accumulators {
 };
 
 template <class T, class Job>
-__device__ __forceinline__ void store_tile(const Job& job, const header& head, const fragment& at,
-                                           const accumulators<T>& sums) {
+__device__ __forceinline__ void store_tile(const Job& job, const Header& head, const Fragment& at,
+                                           const Accumulators<T>& sums) {
   int rows[T::nt][2];  // all are loaded before the first is used, so that the loads overlap
 #pragma unroll
   for (int n = 0; n < T::nt; n++)
@@ -122,8 +122,8 @@ __device__ __forceinline__ void store_tile(const Job& job, const header& head, c
 
 // Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
 template <class T, class Job>
-__device__ __forceinline__ void end_group(const Job& job, const header& head, const fragment& at,
-                                          accumulators<T>& sums) {
+__device__ __forceinline__ void end_group(const Job& job, const Header& head, const Fragment& at,
+                                          Accumulators<T>& sums) {
   const int leaf = head.progress & 255, next = head.progress >> 8 & 255;
   if (leaf != next) sums.close(leaf, next);
   if (next == 8) {

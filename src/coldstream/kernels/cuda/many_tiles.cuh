@@ -11,11 +11,11 @@ extern __shared__ __align__(coldstream::swizzle_bytes) float4 dynamic_shared[];
 namespace coldstream::many {
 
 template <class T, int nt>
-__device__ __forceinline__ void add_group(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
-                                          int num_blocks, accumulators<T>& sums) {
-  if constexpr (T::weights::in_place)
+__device__ __forceinline__ void add_group(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+                                          int num_blocks, Accumulators<T>& sums) {
+  if constexpr (T::Weights::in_place)
     add_in_place<T, nt>(at, stage, sums.p[0]);
-  else if constexpr (T::weights::super)
+  else if constexpr (T::Weights::super)
     add_q6_k<T, nt>(at, stage, unpacked, sums.p[0]);
   else
     add_blocks<T, nt>(at, stage, unpacked, num_blocks, sums.p);
@@ -23,8 +23,8 @@ __device__ __forceinline__ void add_group(const fragment& at, const uint8_t* sta
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
-__device__ __forceinline__ void add_group_of(int count, const fragment& at, const uint8_t* stage,
-                                             const uint8_t* unpacked, int num_blocks, accumulators<T>& sums) {
+__device__ __forceinline__ void add_group_of(int count, const Fragment& at, const uint8_t* stage,
+                                             const uint8_t* unpacked, int num_blocks, Accumulators<T>& sums) {
   if (T::nt == 1 || count <= 8 * T::columns)
     add_group<T, 1>(at, stage, unpacked, num_blocks, sums);
   else if (T::nt == 2 || count <= 16 * T::columns)
@@ -38,8 +38,8 @@ template <class T, class Job>
 __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   uint8_t* const unpacked = shared + T::stages * T::stage_bytes;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
-  const fragment at = {lane, lane / 4, lane % 4, warp / T::columns * 16 * T::mt, warp % T::columns};
-  accumulators<T> sums;
+  const Fragment at = {lane, lane / 4, lane % 4, warp / T::columns * 16 * T::mt, warp % T::columns};
+  Accumulators<T> sums;
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();
   for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
     }
     const uint8_t* stage = shared + offset;
     wait_barrier(shared_address(stage) + T::full_at, phase);
-    const header head = *reinterpret_cast<const header*>(stage);
+    const Header head = *reinterpret_cast<const Header*>(stage);
     if (head.count == 0) return;
     if constexpr (T::unpacks) {
       meet_at<T::multiplying_threads>(1);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
       take_registers<multiplying_registers>();
   }
   if (!is_copying) return multiply<T>(job, shared);
-  copier<T, Job>(job, address).run();
+  Copier<T, Job>(job, address).run();
 }
 
 }  // namespace coldstream::many

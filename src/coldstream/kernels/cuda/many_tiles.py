@@ -43,7 +43,7 @@ class Tiling:
         numbers = (self.row_products, self.token_products, self.warp_rows, self.warp_columns)
         arguments = ", ".join(map(str, (*numbers, self.stages, self.blocks)))
         flag = ", true" if self.by_warpgroups else ""
-        return f"tiling<{self.quant_type.name.lower()}, {arguments}{flag}>"
+        return f"Tiling<{self.quant_type.name}, {arguments}{flag}>"
 
     @property
     def rows(self) -> int:
@@ -106,7 +106,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class ActivationsArgument(ctypes.Structure):
-    """`activations` of many_tiles.cuh."""
+    """`Activations` of many_tiles.cuh."""
 
     _fields_ = (
         ("q", ctypes.c_void_p),

@@ -42,14 +42,14 @@ __device__ __forceinline__ void unpack_q6_k(const uint8_t* raw, int offset, int 
   if (half == 0 && word == 4) reinterpret_cast<float*>(table)[4] = load_half(raw, offset + 208);
 }
 
-template <class weights>
+template <class Weights>
 __device__ __forceinline__ void unpack_block(const uint8_t* raw, int offset, uint32_t* codes, float* d) {
   *d = load_half(raw, offset);
-  if constexpr (is_same<weights, q8_0>) {
+  if constexpr (is_same<Weights, Q8_0>) {
 #pragma unroll
     for (int w = 0; w < 8; w++) codes[w] = load_word(raw, offset + 2 + 4 * w);
   } else {
-    constexpr bool has_high_bits = is_same<weights, q5_0>;
+    constexpr bool has_high_bits = is_same<Weights, Q5_0>;
     const uint32_t bits = has_high_bits ? load_word(raw, offset + 2) : 0;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
@@ -69,20 +69,20 @@ __device__ __forceinline__ void unpack_block(const uint8_t* raw, int offset, uin
 // All rows of a stage, by all threads of the block. Blocks that the row does not have become what lies there.
 template <class T>
 __device__ void unpack_stage(const uint8_t* stage, uint8_t* unpacked) {
-  using weights = typename T::weights;
-  constexpr int items = weights::super ? 16 : 8;  // a row's
+  using Weights = typename T::Weights;
+  constexpr int items = Weights::super ? 16 : 8;  // a row's
   const int* offsets = reinterpret_cast<const int*>(stage + T::offsets_at);
 #pragma unroll 2
   for (int first = 0; first < T::rows * items; first += T::multiplying_threads) {
     const int item = first + threadIdx.x, row = item / items, part = item % items;
     if (item >= T::rows * items) break;
-    const uint8_t* raw = stage + T::weights_at + row * weights::pitch;
+    const uint8_t* raw = stage + T::weights_at + row * Weights::pitch;
     uint32_t* codes = reinterpret_cast<uint32_t*>(unpacked + row * code_pitch);
     uint8_t* table = unpacked + T::rows * code_pitch + row * table_pitch;
-    if constexpr (weights::super)
+    if constexpr (Weights::super)
       unpack_q6_k(raw, offsets[row], part / 8, part % 8, codes, table);
     else
-      unpack_block<weights>(raw, offsets[row] + part * (weights::group_bytes / 8), codes + 8 * part,
+      unpack_block<Weights>(raw, offsets[row] + part * (Weights::group_bytes / 8), codes + 8 * part,
                             reinterpret_cast<float*>(table) + part);
   }
 }

@@ -13,11 +13,11 @@ constexpr int copying_registers = 72, multiplying_registers = 216;
 
 // The sums of both planes of one group.
 template <class T, int nt>
-struct plane_products {
+struct PlaneProducts {
   int high[nt][4], low[nt][4];
   uint32_t codes;  // shared address
 
-  __device__ explicit plane_products(const uint8_t* stage) : codes(shared_address(stage + T::codes_at)) {}
+  __device__ explicit PlaneProducts(const uint8_t* stage) : codes(shared_address(stage + T::codes_at)) {}
 
   // Adds 32 inputs, from 32 * step on; the first step starts the sums.
   __device__ __forceinline__ void add(const uint32_t (&high_plane)[4], const uint32_t (&low_plane)[4],
@@ -47,12 +47,12 @@ __device__ __forceinline__ void split_products(uint32_t bytes, int scale, uint32
 
 // Q4_K and Q5_K: the planes of 32 inputs at a time.
 template <class T>
-struct block_planes {
-  using weights = typename T::weights;
-  static constexpr bool has_high_bits = is_same<weights, q5_k>;
+struct BlockPlanes {
+  using Weights = typename T::Weights;
+  static constexpr bool has_high_bits = is_same<Weights, Q5_K>;
   uint32_t bytes[4][4], scales[2][2], high_bits[4];  // all of them early: loads take long
 
-  __device__ __forceinline__ block_planes(const fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ BlockPlanes(const Fragment& at, const uint8_t* stage) {
     const uint8_t* base = stage + T::weights_at;
     const uint32_t address = shared_address(base) + at.matrix_of_weights(T::weight_pitch);
 #pragma unroll
@@ -77,12 +77,12 @@ struct block_planes {
 };
 
 // A lane's row of Q6_K where it lies, at any even address.
-struct q6_k_row {
+struct Q6_KRow {
   const uint8_t* block;
   int offset;
 
   template <class T>
-  __device__ static q6_k_row of(const fragment& at, const uint8_t* stage, int h) {
+  __device__ static Q6_KRow of(const Fragment& at, const uint8_t* stage, int h) {
     const int row = at.row + 8 * h + at.g;
     return {stage + T::weights_at + row * T::weight_pitch,
             reinterpret_cast<const int*>(stage + T::offsets_at)[row]};
@@ -92,12 +92,12 @@ struct q6_k_row {
 
 // The same for Q6_K. While half-words are together, products have 32768 added.
 template <class T>
-struct q6_k_planes {
-  q6_k_row rows[2];
+struct Q6_KPlanes {
+  Q6_KRow rows[2];
   uint32_t low_bits[4][2], high_bits[4], scales[2][2];  // of 128 inputs, for the four registers of A
 
-  __device__ __forceinline__ q6_k_planes(const fragment& at, const uint8_t* stage)
-      : rows{q6_k_row::of<T>(at, stage, 0), q6_k_row::of<T>(at, stage, 1)} {}
+  __device__ __forceinline__ Q6_KPlanes(const Fragment& at, const uint8_t* stage)
+      : rows{Q6_KRow::of<T>(at, stage, 0), Q6_KRow::of<T>(at, stage, 1)} {}
 
   __device__ __forceinline__ void load_half_of(int half) {
     const int t = threadIdx.x % 4;
@@ -131,11 +131,11 @@ struct q6_k_planes {
 // The floats of a lane's two rows, and for types with minima the sums of those times the activations' sums.
 // They are integers below 2^24 from factors of at most eleven bits, so that float16 products are exact.
 template <class T, int nt>
-struct block_floats {
+struct BlockFloats {
   float d[2], dmin[2], offsets[nt][4];
 
   // Starts the products, which the caller commits.
-  __device__ __forceinline__ block_floats(const fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ BlockFloats(const Fragment& at, const uint8_t* stage) {
     uint32_t halves[4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -163,13 +163,13 @@ struct block_floats {
 };
 
 template <class T, int nt>
-struct q6_k_floats {
+struct Q6_KFloats {
   float d[2];
 
-  __device__ __forceinline__ q6_k_floats(const fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ Q6_KFloats(const Fragment& at, const uint8_t* stage) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const q6_k_row row = q6_k_row::of<T>(at, stage, h);
+      const Q6_KRow row = Q6_KRow::of<T>(at, stage, h);
       d[h] = load_half(row.block, row.offset + 208);
     }
   }
@@ -180,24 +180,24 @@ struct q6_k_floats {
 };
 
 template <class T, int nt, bool in_place>
-struct kinds {
-  using planes = block_planes<T>;
-  using floats = block_floats<T, nt>;
+struct Kinds {
+  using Planes = BlockPlanes<T>;
+  using Floats = BlockFloats<T, nt>;
 };
 template <class T, int nt>
-struct kinds<T, nt, false> {
-  using planes = q6_k_planes<T>;
-  using floats = q6_k_floats<T, nt>;
+struct Kinds<T, nt, false> {
+  using Planes = Q6_KPlanes<T>;
+  using Floats = Q6_KFloats<T, nt>;
 };
 
 // Adds the group at `stage` for 8 * nt activation rows.
 template <class T, int nt>
-__device__ __forceinline__ void add_group_by_warpgroups(const fragment& at, const uint8_t* stage,
+__device__ __forceinline__ void add_group_by_warpgroups(const Fragment& at, const uint8_t* stage,
                                                         float (&p)[T::nt][4]) {
-  using kind = kinds<T, nt, T::weights::in_place>;
-  typename kind::planes planes(at, stage);
-  typename kind::floats floats(at, stage);
-  plane_products<T, nt> products(stage);
+  using Kind = Kinds<T, nt, T::Weights::in_place>;
+  typename Kind::Planes planes(at, stage);
+  typename Kind::Floats floats(at, stage);
+  PlaneProducts<T, nt> products(stage);
 #pragma unroll
   for (int i = 0; i < group_size / 32; i++) {
     uint32_t high[4], low[4];
@@ -221,7 +221,7 @@ __device__ __forceinline__ void add_group_by_warpgroups(const fragment& at, cons
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
-__device__ __forceinline__ void add_group_of_by_warpgroups(int count, const fragment& at,
+__device__ __forceinline__ void add_group_of_by_warpgroups(int count, const Fragment& at,
                                                            const uint8_t* stage, float (&p)[T::nt][4]) {
   see_copies();
   if (count <= 16)

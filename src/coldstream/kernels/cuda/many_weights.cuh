@@ -23,18 +23,18 @@ constexpr float magic = 12582912.0f;
 // each. in_place: aligned to 16 bytes, and multiplied without unpacking. has_sums: the sums of the
 // activations count.
 template <int bytes, bool super_, bool in_place_>
-struct weight_type {
+struct WeightType {
   static constexpr int group_bytes = bytes;  // of 256 weights
   static constexpr bool super = super_, in_place = in_place_, has_sums = in_place_;
   static constexpr int pitch = in_place ? bytes : (bytes + 14 + 15) / 16 * 16;  // whole aligned windows
 };
 
-struct q4_k : weight_type<144, true, true> {};
-struct q5_k : weight_type<176, true, true> {};
-struct q6_k : weight_type<210, true, false> {};
-struct q8_0 : weight_type<8 * 34, false, false> {};
-struct q4_0 : weight_type<8 * 18, false, false> {};
-struct q5_0 : weight_type<8 * 22, false, false> {};
+struct Q4_K : WeightType<144, true, true> {};
+struct Q5_K : WeightType<176, true, true> {};
+struct Q6_K : WeightType<210, true, false> {};
+struct Q8_0 : WeightType<8 * 34, false, false> {};
+struct Q4_0 : WeightType<8 * 18, false, false> {};
+struct Q5_0 : WeightType<8 * 22, false, false> {};
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -42,7 +42,7 @@ template <class A>
 constexpr bool is_same<A, A> = true;
 
 // Where a thread stands in its block's tile. Lane = 4 * g + t.
-struct fragment {
+struct Fragment {
   int lane, g, t;
   int row;     // the first weight row of the warp
   int column;  // the first eight activation rows of the warp are column, column + columns, …
@@ -81,22 +81,22 @@ __device__ __forceinline__ void unpack_minima(const uint4& head, uint32_t (&mini
 
 // I of the super-blocks: nt tiles of the mt * 16 rows.
 template <class T, int nt>
-__device__ __forceinline__ void integer_sums(const fragment& at, const uint8_t* stage,
+__device__ __forceinline__ void integer_sums(const Fragment& at, const uint8_t* stage,
                                              int (&total)[T::mt][nt][4]) {
-  using weights = typename T::weights;
-  constexpr bool has_high_bits = is_same<weights, q5_k>;
+  using Weights = typename T::Weights;
+  constexpr bool has_high_bits = is_same<Weights, Q5_K>;
   constexpr int codes_at = has_high_bits ? 48 : 16;
   const uint8_t* base = stage + T::weights_at;
-  const uint32_t a_address = shared_address(base) + at.matrix_of_weights(weights::pitch);
+  const uint32_t a_address = shared_address(base) + at.matrix_of_weights(Weights::pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   uint32_t scales[T::mt][2][2], high_bits[T::mt][4];
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      unpack_scales(*reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * weights::pitch),
+      unpack_scales(*reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * Weights::pitch),
                     scales[m][h]);
-    if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * weights::pitch + 16);
+    if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * Weights::pitch + 16);
   }
 #pragma unroll
   for (int m = 0; m < T::mt; m++)
@@ -108,7 +108,7 @@ __device__ __forceinline__ void integer_sums(const fragment& at, const uint8_t* 
     uint32_t low[T::mt][4], high[T::mt][4];
 #pragma unroll
     for (int m = 0; m < T::mt; m++) {
-      load_matrices(low[m], a_address + 16 * m * weights::pitch + codes_at + 32 * c);
+      load_matrices(low[m], a_address + 16 * m * Weights::pitch + codes_at + 32 * c);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         high[m][i] = (low[m][i] >> 4) & 0x0f0f0f0fu;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void integer_sums(const fragment& at, const uint8_t* 
 
 // Scales of the activation rows 2t and 2t + 1 of tile n.
 template <class T>
-__device__ __forceinline__ float2 scales_of(const fragment& at, const uint8_t* stage, int n) {
+__device__ __forceinline__ float2 scales_of(const Fragment& at, const uint8_t* stage, int n) {
   return *reinterpret_cast<const float2*>(stage + T::scales_at +
                                           4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
 }
@@ -164,15 +164,15 @@ __device__ __forceinline__ void minimum_sums(float (&offsets)[4], const uint32_t
 
 // The floats of rows g and g + 8 of sixteen of Q4_K or Q5_K, and their minima as factors of the sums.
 template <class T>
-struct minimum_rows {
+struct MinimumRows {
   float d[2], dmin[2];
   uint32_t low[4], high[4];
 
-  __device__ __forceinline__ minimum_rows(const fragment& at, const uint8_t* stage, int m) {
+  __device__ __forceinline__ MinimumRows(const Fragment& at, const uint8_t* stage, int m) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = at.row + 16 * m + 8 * h + at.g;
-      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::weights::pitch);
+      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::Weights::pitch);
       uint32_t minima[2];
       unpack_minima(head, minima);
       d[h] = half_to_float(head.x & 0xffff);
@@ -186,7 +186,7 @@ struct minimum_rows {
   }
 
   // One super-block for the activation rows of tile n, whose I is `total`.
-  __device__ __forceinline__ void add(const fragment& at, const uint8_t* stage, int n, const int (&total)[4],
+  __device__ __forceinline__ void add(const Fragment& at, const uint8_t* stage, int n, const int (&total)[4],
                                       float (&p)[4]) const {
     uint32_t sums[2];
     load_two_matrices(
@@ -205,13 +205,13 @@ struct minimum_rows {
 
 // One super-block of Q4_K or Q5_K.
 template <class T, int nt>
-__device__ __forceinline__ void add_in_place(const fragment& at, const uint8_t* stage,
+__device__ __forceinline__ void add_in_place(const Fragment& at, const uint8_t* stage,
                                              float (&p)[T::mt][T::nt][4]) {
   int total[T::mt][nt][4];
   integer_sums<T, nt>(at, stage, total);
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
-    const minimum_rows<T> rows(at, stage, m);
+    const MinimumRows<T> rows(at, stage, m);
 #pragma unroll
     for (int n = 0; n < nt; n++) rows.add(at, stage, n, total[m][n], p[m][n]);
   }
@@ -219,7 +219,7 @@ __device__ __forceinline__ void add_in_place(const fragment& at, const uint8_t* 
 
 // One super-block of sixteen rows of Q6_K for the activation rows of tile n, whose I is `total`.
 template <class T>
-__device__ __forceinline__ void add_product(const fragment& at, const uint8_t* stage, const float (&d)[2],
+__device__ __forceinline__ void add_product(const Fragment& at, const uint8_t* stage, const float (&d)[2],
                                             int n, const int (&total)[4], float (&p)[4]) {
   const float2 a = scales_of<T>(at, stage, n);
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ void add_product(const fragment& at, const uint8_t* s
 
 // One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
 template <class T, int nt>
-__device__ __forceinline__ void add_q6_k(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+__device__ __forceinline__ void add_q6_k(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
                                          float (&p)[T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_q6_k(const fragment& at, const uint8_t* stag
 
 // Eight blocks of 32, unpacked, of which the row has `num_blocks`; block b adds to accumulator b.
 template <class T, int nt>
-__device__ __forceinline__ void add_blocks(const fragment& at, const uint8_t* stage, const uint8_t* unpacked,
+__device__ __forceinline__ void add_blocks(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
                                            int num_blocks, float (&p)[8][T::mt][T::nt][4]) {
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();

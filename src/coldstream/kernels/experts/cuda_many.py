@@ -46,7 +46,7 @@ MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight exp
 
 
 class ExpertsJob(ctypes.Structure):
-    """`experts_job` of many.cu."""
+    """`ExpertsJob` of many.cu."""
 
     _fields_ = (
         ("x", ActivationsArgument),

@@ -8,8 +8,8 @@ using namespace coldstream::many;
 // gated: rows 16i … 16i + 7 of a tile are gate's and the next eight up's, so that one thread has both of a
 // pair.
 template <bool gated>
-struct experts_job {
-  activations x;
+struct ExpertsJob {
+  Activations x;
   const int64_t* addresses;
   const int64_t* up_addresses;
   const int4* tiles;
@@ -22,9 +22,9 @@ struct experts_job {
   static constexpr int tile_rows = gated ? T::rows / 2 : T::rows;  // of the output
 
   template <class T>
-  __device__ source open(int index) const {
+  __device__ Source open(int index) const {
     const int row_tiles = (num_rows + tile_rows<T> - 1) / tile_rows<T>;
-    source tile = {};
+    Source tile = {};
     if (index / row_tiles >= tiles[0].x) return tile;
     const int4 entry = tiles[1 + index / row_tiles];
     tile.head = {entry.x, entry.y, index % row_tiles * tile_rows<T>, 0};
@@ -35,7 +35,7 @@ struct experts_job {
 
   // Row `row` of a tile, the last of the matrix for those beyond it.
   template <class T>
-  __device__ const uint8_t* weight_row(const source& tile, int row) const {
+  __device__ const uint8_t* weight_row(const Source& tile, int row) const {
     const int row_in_matrix = tile.head.row + (gated ? row / 16 * 8 + row % 8 : row);
     return (gated && row / 8 % 2 ? tile.rows_8 : tile.rows) +
            int64_t(min(row_in_matrix, num_rows - 1)) * row_bytes;
@@ -59,6 +59,6 @@ struct experts_job {
 
 template <class T, bool gated>
 __global__ void __launch_bounds__(T::threads, T::blocks)
-    experts_many(const __grid_constant__ experts_job<gated> job) {
+    experts_many(const __grid_constant__ ExpertsJob<gated> job) {
   multiply_tiles<T>(job);
 }

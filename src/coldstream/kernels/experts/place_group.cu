@@ -7,20 +7,20 @@ using namespace coldstream;
 constexpr int num_matrices = 3, max_group = 64, place_threads = 256;
 
 // Matrix m of the expert numbers[i] is at first[m] + i * size[m].
-struct group {
+struct Group {
   int64_t first[num_matrices];
   int64_t size[num_matrices];
   int count;
   uint16_t numbers[max_group];
 };
 
-struct tables {
+struct Tables {
   int64_t* addresses[num_matrices];
 };
 
 // One block. `clears`: every other address of the tables becomes 0, which means not on the device.
 extern "C" __global__ void __launch_bounds__(place_threads)
-    place_group(const __grid_constant__ group staged, const __grid_constant__ tables to, int num_experts,
+    place_group(const __grid_constant__ Group staged, const __grid_constant__ Tables to, int num_experts,
                 int clears) {
 #pragma unroll
   for (int m = 0; clears && m < num_matrices; m++)

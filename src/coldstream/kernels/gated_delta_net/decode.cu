@@ -28,7 +28,7 @@ __device__ __forceinline__ void keep_gates(const DeltaRows& rows, int row, int n
 // do something. `raw` and `arrivals` are workspace. has_trees: whether there may be trees. Without
 // computes_chains, rows of chains and of no sequence are left alone. Reads what rows are before it waits:
 // nothing in flight may write that.
-template <int D, int TAPS, bool has_trees>
+template <int D, int num_taps, bool has_trees>
 __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATHER_CLUSTER
     delta_decode(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out, float* raw,
                  Arrivals arrivals, int computes_chains) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
   const OwnColumns<D> own{head, layer.key_head_ids[head], column, state_id};
   float* block_state = states.state + own.state_offset(layer);
   prefetch_state<D>(block_state);
-  Channels<D, TAPS> channels;
+  Channels<D, num_taps> channels;
   channels.load_taps(own, layer);
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
   const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(delta_threads, blocks_per_multiprocessor) GATH
     const int row = route.row(i);
     const float2 gates = open_gates(rows.alpha[int64_t(row) * rows.alpha_stride + head],
                                     rows.beta[int64_t(row) * rows.beta_stride + head], a, dt_bias);
-    mix_row<D, TAPS>(channels, layer.eps, vectors);
+    mix_row<D, num_taps>(channels, layer.eps, vectors);
     // The history has been used; its place may be written by the last block that comes here.
     if (i == 0 && threadIdx.x == 0 && !is_of_tree) {
       ticket = atomicInc(arrivals.readers + first * layer.num_key_heads + own.key_head, num_readers - 1);

@@ -82,35 +82,36 @@ __device__ __forceinline__ float head_sum_of_squares(const float* x) {
 
 // The raw inputs of one channel that precede row `row` of a batch, the oldest first. Those that are not rows
 // of the batch are the last ones of conv_state.
-template <int TAPS>
+template <int num_taps>
 __device__ __forceinline__ void load_history(const DeltaRows& rows, const DeltaStates& states, int row,
-                                             int channel, int num_channels, float (&history)[TAPS - 1]) {
+                                             int channel, int num_channels, float (&history)[num_taps - 1]) {
   const int state_id = rows.state_ids[row], segment = rows.segments[row];
   int in_batch = 0;
 #pragma unroll
-  for (int j = 1; j < TAPS; j++) {
+  for (int j = 1; j < num_taps; j++) {
     if (in_batch == j - 1 && row >= j && rows.segments[row - j] == segment) in_batch = j;
   }
   // Rows of no sequence (state −1) take any history: their results are not used.
-  const float* kept = states.conv_state + int64_t(max(state_id, 0)) * (TAPS - 1) * num_channels + channel;
+  const float* kept = states.conv_state + int64_t(max(state_id, 0)) * (num_taps - 1) * num_channels + channel;
 #pragma unroll
-  for (int i = 0; i < TAPS - 1; i++) {
-    const int back = TAPS - 1 - i;  // rows back from `row`
+  for (int i = 0; i < num_taps - 1; i++) {
+    const int back = num_taps - 1 - i;  // rows back from `row`
     history[i] = back <= in_batch ? rows.qkv[int64_t(row - back) * rows.qkv_stride + channel]
                                   : kept[int64_t(i + in_batch) * num_channels];
   }
 }
 
 // silu of the convolution at input x; appends x to the history.
-template <int TAPS>
-__device__ __forceinline__ float convolve(const float (&taps)[TAPS], float (&history)[TAPS - 1], float x) {
+template <int num_taps>
+__device__ __forceinline__ float convolve(const float (&taps)[num_taps], float (&history)[num_taps - 1],
+                                          float x) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < TAPS - 1; i++) sum = __fmaf_rn(taps[i], history[i], sum);
-  sum = __fmaf_rn(taps[TAPS - 1], x, sum);
+  for (int i = 0; i < num_taps - 1; i++) sum = __fmaf_rn(taps[i], history[i], sum);
+  sum = __fmaf_rn(taps[num_taps - 1], x, sum);
 #pragma unroll
-  for (int i = 0; i < TAPS - 2; i++) history[i] = history[i + 1];
-  history[TAPS - 2] = x;
+  for (int i = 0; i < num_taps - 2; i++) history[i] = history[i + 1];
+  history[num_taps - 2] = x;
   return exact_silu(sum);
 }
 

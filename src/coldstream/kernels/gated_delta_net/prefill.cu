@@ -41,25 +41,25 @@ __device__ __forceinline__ void prepare_gates(const DeltaLayer& layer, const Del
 }
 
 // The convolution of one channel over a tile, into x.
-template <int TAPS>
+template <int num_taps>
 __device__ __forceinline__ void convolve_tile(const DeltaRows& rows, const DeltaStates& states, int first,
                                               int end, int channel, int num_channels,
-                                              const float (&taps)[TAPS], float (&x)[tile_rows]) {
-  float history[TAPS - 1];
+                                              const float (&taps)[num_taps], float (&x)[tile_rows]) {
+  float history[num_taps - 1];
 #pragma unroll
   for (int t = 0; t < tile_rows; t++) {
     if (first + t < end) x[t] = rows.qkv[int64_t(first + t) * rows.qkv_stride + channel];
   }
-  load_history<TAPS>(rows, states, first, channel, num_channels, history);
+  load_history<num_taps>(rows, states, first, channel, num_channels, history);
   const bool is_one_sequence = rows.segments[first] == rows.segments[end - 1];
 #pragma unroll
   for (int t = 0; t < tile_rows; t++) {
     const int row = first + t;
     if (row >= end) break;
     if (t > 0 && !is_one_sequence && rows.is_first(row)) {
-      load_history<TAPS>(rows, states, row, channel, num_channels, history);
+      load_history<num_taps>(rows, states, row, channel, num_channels, history);
     }
-    x[t] = convolve<TAPS>(taps, history, x[t]);
+    x[t] = convolve<num_taps>(taps, history, x[t]);
   }
 }
 
@@ -85,21 +85,21 @@ __device__ __forceinline__ void norm_tile(const float (&x)[tile_rows], float eps
 }
 
 // grid (row tiles, 2 · NK + NV + 1), D threads: a head of channels a block, and the gates.
-template <int D, int TAPS>
+template <int D, int num_taps>
 __global__ void __launch_bounds__(D)
     delta_prepare(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaWorkspace work) {
   const int num_key_heads = layer.num_key_heads, num_value_heads = layer.num_value_heads;
   const int num_heads = 2 * num_key_heads + num_value_heads, head = blockIdx.y;
   const int channel = head * D + threadIdx.x;
-  float taps[TAPS];
+  float taps[num_taps];
   if (head < num_heads) {
 #pragma unroll
-    for (int i = 0; i < TAPS; i++) taps[i] = layer.conv_taps[int64_t(channel) * TAPS + i];
+    for (int i = 0; i < num_taps; i++) taps[i] = layer.conv_taps[int64_t(channel) * num_taps + i];
   }
   const int first = blockIdx.x * tile_rows, end = min(first + tile_rows, rows.num_rows);
   if (head == num_heads) return prepare_gates(layer, rows, work, first, end);
   float x[tile_rows];
-  convolve_tile<TAPS>(rows, states, first, end, channel, num_heads * D, taps, x);
+  convolve_tile<num_taps>(rows, states, first, end, channel, num_heads * D, taps, x);
   if (head < 2 * num_key_heads) {
     const float factor = head < num_key_heads ? inverse_sqrt(float(D)) : 1.0f;
     const int64_t stride = 2 * num_key_heads * D;

@@ -29,7 +29,7 @@ struct ReplayedLayers {
 
 // grid (NV · D / 32, layers), 128 threads: as `delta_decode`, without outputs. `readers` [layers, NK] is zero
 // between launches.
-template <int D, int TAPS>
+template <int D, int num_taps>
 __global__ void __launch_bounds__(delta_threads)
     delta_replay(const __grid_constant__ ReplayedLayers layers, const __grid_constant__ DeltaPath path,
                  uint32_t* readers) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(delta_threads)
                        layer.num_value_heads};
   const uint32_t num_readers = count_readers(layer, own.key_head, layer.num_value_heads) * blocks_per_head;
   const float a = layer.a[head], dt_bias = layer.dt_bias[head];
-  Channels<D, TAPS> channels;
+  Channels<D, num_taps> channels;
   channels.load_taps(own, layer);
   channels.load(states, state_id, num_channels);
   channels.load_inputs(rows, path.kept[0]);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(delta_threads)
   for (int i = 0; i < count; i++) {
     const int64_t at = int64_t(path.kept[i]) * layer.num_value_heads + head;
     const float2 gates = open_gates(kept.alpha[at], kept.beta[at], a, dt_bias);
-    mix_row<D, TAPS>(channels, layer.eps, vectors);
+    mix_row<D, num_taps>(channels, layer.eps, vectors);
     // The history has been used; its place may be written by the last block that comes here.
     if (i == 0 && threadIdx.x == 0)
       stores_key_head = atomicInc(readers + own.key_head, num_readers - 1) == num_readers - 1;

@@ -34,12 +34,12 @@ __device__ __forceinline__ int channel_of(const OwnColumns<D>& own, const DeltaL
 }
 
 // The thread's channels: taps, and the inputs before the current row.
-template <int D, int TAPS>
+template <int D, int num_taps>
 struct Channels {
   static constexpr int count = thread_channels<D>;
   int channel[count];
-  float taps[count][TAPS];
-  float history[count][TAPS - 1];
+  float taps[count][num_taps];
+  float history[count][num_taps - 1];
   float input[count];  // of the next row
 
   __device__ static bool exists(int j) { return threadIdx.x + j * delta_threads < block_channels<D>; }
@@ -51,12 +51,12 @@ struct Channels {
       if (!exists(j)) continue;
       channel[j] = channel_of<D>(own, layer, threadIdx.x + j * delta_threads);
 #pragma unroll
-      for (int i = 0; i < TAPS; i++) taps[j][i] = layer.conv_taps[int64_t(channel[j]) * TAPS + i];
+      for (int i = 0; i < num_taps; i++) taps[j][i] = layer.conv_taps[int64_t(channel[j]) * num_taps + i];
     }
   }
 
   __device__ float* kept(const DeltaStates& states, int state_id, int num_channels, int j) const {
-    return states.conv_state + int64_t(state_id) * (TAPS - 1) * num_channels + channel[j];
+    return states.conv_state + int64_t(state_id) * (num_taps - 1) * num_channels + channel[j];
   }
 
   __device__ void load(const DeltaStates& states, int state_id, int num_channels) {
@@ -64,7 +64,7 @@ struct Channels {
     for (int j = 0; j < count; j++) {
       if (!exists(j)) continue;
 #pragma unroll
-      for (int i = 0; i < TAPS - 1; i++)
+      for (int i = 0; i < num_taps - 1; i++)
         history[j][i] = kept(states, state_id, num_channels, j)[i * num_channels];
     }
   }
@@ -93,7 +93,7 @@ struct Channels {
       const bool is_value = threadIdx.x + j * delta_threads >= 2 * D;
       if (!exists(j) || !(is_value || stores_key_head)) continue;
 #pragma unroll
-      for (int i = 0; i < TAPS - 1; i++)
+      for (int i = 0; i < num_taps - 1; i++)
         kept(states, state_id, num_channels, j)[i * num_channels] = history[j][i];
     }
   }
@@ -110,13 +110,13 @@ struct Vectors {
 
 // Convolves and normalises the row whose inputs have been loaded into `vectors`. Two barriers; at the first
 // one all threads have used their history.
-template <int D, int TAPS>
-__device__ __forceinline__ void mix_row(Channels<D, TAPS>& channels, float eps, Vectors<D>& vectors) {
+template <int D, int num_taps>
+__device__ __forceinline__ void mix_row(Channels<D, num_taps>& channels, float eps, Vectors<D>& vectors) {
   float mixed[thread_channels<D>];
 #pragma unroll
   for (int j = 0; j < thread_channels<D>; j++) {
     if (!channels.exists(j)) continue;
-    mixed[j] = convolve<TAPS>(channels.taps[j], channels.history[j], channels.input[j]);
+    mixed[j] = convolve<num_taps>(channels.taps[j], channels.history[j], channels.input[j]);
     const int number = threadIdx.x + j * delta_threads;
     if (number < 2 * D) vectors.raw[number] = mixed[j];
   }

@@ -14,9 +14,9 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 THREADS = 512
 NAMES: Mapping[QuantType, str] = {
-    QuantType.F32: "float32",
-    QuantType.F16: "float16",
-    QuantType.BF16: "bfloat16",
+    QuantType.F32: "Float32",
+    QuantType.F16: "Float16",
+    QuantType.BF16: "Bfloat16",
 }
 
 
@@ -30,7 +30,7 @@ class FloatTiling:
 
     def instance(self, quant_type: QuantType) -> str:
         arguments = f"{NAMES[quant_type]}, {self.thread_tokens}, {self.thread_rows}, {self.depth}"
-        return f"float_many<float_tiling<{arguments}>>"
+        return f"float_many<FloatTiling<{arguments}>>"
 
     def grid(self, num_tokens: int, num_rows: int) -> tuple[int, int, int]:
         return (-(-num_rows // (4 * self.thread_rows)), -(-num_tokens // (8 * self.thread_tokens)), 1)
@@ -44,7 +44,7 @@ PROGRAM = CudaProgram(
 
 
 class FloatJob(ctypes.Structure):
-    """`float_job` of float_many.cu."""
+    """`FloatJob` of float_many.cu."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),

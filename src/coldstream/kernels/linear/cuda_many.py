@@ -27,7 +27,7 @@ TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
 
 
 class LinearJob(ctypes.Structure):
-    """`linear_job` of many.cu."""
+    """`LinearJob` of many.cu."""
 
     _fields_ = (
         ("x", ActivationsArgument),

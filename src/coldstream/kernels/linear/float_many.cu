@@ -10,23 +10,23 @@ using namespace coldstream;
 constexpr int threads = 512;
 constexpr int group_columns = 4;  // groups of sixteen lanes side by side in a tile
 
-struct float32 {
-  using storage = float;
+struct Float32 {
+  using Storage = float;
   static __device__ float value(float v) { return v; }
 };
-struct float16 {
-  using storage = uint16_t;
+struct Float16 {
+  using Storage = uint16_t;
   static __device__ float value(uint16_t v) { return half_to_float(v); }
 };
-struct bfloat16 {
-  using storage = uint16_t;
+struct Bfloat16 {
+  using Storage = uint16_t;
   static __device__ float value(uint16_t v) { return bfloat16_to_float(v); }
 };
 
 // depth: inputs of a stage.
-template <class weights_, int thread_tokens_, int thread_rows_, int depth_>
-struct float_tiling {
-  using weights = weights_;
+template <class Weights_, int thread_tokens_, int thread_rows_, int depth_>
+struct FloatTiling {
+  using Weights = Weights_;
   static constexpr int thread_tokens = thread_tokens_, thread_rows = thread_rows_, depth = depth_;
   static constexpr int tile_rows = group_columns * thread_rows;
   static constexpr int tile_tokens = threads / lanes / group_columns * thread_tokens;
@@ -35,7 +35,7 @@ struct float_tiling {
   static constexpr int rows_at_once = threads / depth;
   static_assert(thread_rows * pitch % 32 == lanes && thread_tokens * thread_rows % lanes == 0);
 
-  struct stage {
+  struct Stage {
     float x[tile_tokens][pitch];
     float w[tile_rows][pitch];
   };
@@ -43,7 +43,7 @@ struct float_tiling {
 
 // What a block multiplies: x is [tokens, values] with x_stride floats between rows, w [rows, values] with
 // adjacent rows; out [tokens, rows] has out_stride floats between rows.
-struct float_job {
+struct FloatJob {
   const float* x;
   const void* w;
   float* out;
@@ -52,12 +52,12 @@ struct float_job {
 
 // This thread's values of the next stage; zeros past the ends.
 template <class T>
-struct fetched {
-  using storage = typename T::weights::storage;
+struct Fetched {
+  using Storage = typename T::Weights::Storage;
   static constexpr int x_passes = T::tile_tokens / T::rows_at_once, w_passes = T::tile_rows / T::rows_at_once;
   float x[x_passes], w[w_passes];
 
-  __device__ void load(const float_job& job, int first_token, int first_row, int first) {
+  __device__ void load(const FloatJob& job, int first_token, int first_row, int first) {
     const int column = first + threadIdx.x % T::depth, row = threadIdx.x / T::depth;
 #pragma unroll
     for (int i = 0; i < x_passes; i++) {
@@ -69,12 +69,12 @@ struct fetched {
     for (int i = 0; i < w_passes; i++) {
       const int at = first_row + row + i * T::rows_at_once;
       const bool exists = at < job.num_rows && column < job.num_values;
-      const storage* from = static_cast<const storage*>(job.w) + int64_t(at) * job.num_values + column;
-      w[i] = exists ? T::weights::value(*from) : 0.0f;
+      const Storage* from = static_cast<const Storage*>(job.w) + int64_t(at) * job.num_values + column;
+      w[i] = exists ? T::Weights::value(*from) : 0.0f;
     }
   }
 
-  __device__ void store(typename T::stage& to) const {
+  __device__ void store(typename T::Stage& to) const {
     const int column = threadIdx.x % T::depth, row = threadIdx.x / T::depth;
 #pragma unroll
     for (int i = 0; i < x_passes; i++) to.x[row + i * T::rows_at_once][column] = x[i];
@@ -85,7 +85,7 @@ struct fetched {
 
 // The last `count` inputs. Those past the end are skipped, as adding 0 would turn a sum of −0 into 0.
 template <class T>
-__device__ __forceinline__ void add_stage(const typename T::stage& from, int count, int token, int row,
+__device__ __forceinline__ void add_stage(const typename T::Stage& from, int count, int token, int row,
                                           int lane, float (&p)[T::thread_tokens][T::thread_rows]) {
 #pragma unroll
   for (int step = 0; step < T::depth; step += lanes) {
@@ -103,13 +103,13 @@ __device__ __forceinline__ void add_stage(const typename T::stage& from, int cou
 }
 
 template <class T>
-__global__ void __launch_bounds__(threads, 1) float_many(const __grid_constant__ float_job job) {
-  __shared__ typename T::stage stages[2];
+__global__ void __launch_bounds__(threads, 1) float_many(const __grid_constant__ FloatJob job) {
+  __shared__ typename T::Stage stages[2];
   const int first_row = blockIdx.x * T::tile_rows, first_token = blockIdx.y * T::tile_tokens;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int row = group % group_columns * T::thread_rows, token = group / group_columns * T::thread_tokens;
   float p[T::thread_tokens][T::thread_rows] = {};
-  fetched<T> next;
+  Fetched<T> next;
   next.load(job, first_token, first_row, 0);
   for (int first = 0, which = 0; first < job.num_values; first += T::depth, which ^= 1) {
     next.store(stages[which]);

@@ -4,15 +4,15 @@
 using namespace coldstream;
 using namespace coldstream::many;
 
-struct linear_job {
-  activations x;
+struct LinearJob {
+  Activations x;
   const uint8_t* weights;
   float* out;
   int num_tokens, num_rows, num_blocks, row_bytes;
   int out_stride;  // in floats
 
   template <class T>
-  __device__ source open(int index) const {
+  __device__ Source open(int index) const {
     const int row_tiles = (num_rows + T::rows - 1) / T::rows;
     const int first = index / row_tiles * T::tokens, first_row = index % row_tiles * T::rows;
     return {{min(max(num_tokens - first, 0), T::tokens), first, first_row, 0}, weights, weights};
@@ -20,7 +20,7 @@ struct linear_job {
 
   // Row `row` of a tile, the last of the matrix for those beyond it.
   template <class T>
-  __device__ const uint8_t* weight_row(const source& tile, int row) const {
+  __device__ const uint8_t* weight_row(const Source& tile, int row) const {
     return weights + int64_t(min(tile.head.row + row, num_rows - 1)) * row_bytes;
   }
 
@@ -36,6 +36,6 @@ struct linear_job {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::threads, T::blocks) linear_many(const __grid_constant__ linear_job job) {
+__global__ void __launch_bounds__(T::threads, T::blocks) linear_many(const __grid_constant__ LinearJob job) {
   multiply_tiles<T>(job);
 }

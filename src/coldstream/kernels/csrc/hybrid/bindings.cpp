@@ -8,21 +8,21 @@ namespace {
 
 using namespace nb::literals;
 
-using word = nb::ndarray<uint32_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
-using rows_2d = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using ids_2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using rows_3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Word = nb::ndarray<uint32_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
+using Rows2d = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ids2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Rows3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // A server and the arrays it works on.
-class bound_server {
+class BoundServer {
  public:
-  bound_server(runtime& rt, word request, word done, rows_2d x, ids_2d ids, rows_3d out, bool is_prefill)
+  BoundServer(Runtime& rt, Word request, Word done, Rows2d x, Ids2d ids, Rows3d out, bool is_prefill)
       : arrays_{keep(request), keep(done), keep(x), keep(ids), keep(out)},
         hidden_size_(static_cast<int64_t>(x.shape(1))),
         server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, x, ids, out),
                 is_prefill) {}
 
-  int add_layer(const weight& gate, const weight& up, const weight& down, std::shared_ptr<expert_pool> pool) {
+  int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool) {
     const bool belong_together = gate.num_matrices == up.num_matrices &&
                                  gate.num_matrices == down.num_matrices && gate.num_rows == up.num_rows &&
                                  down.num_cols == gate.num_rows;
@@ -32,7 +32,7 @@ class bound_server {
                                   std::to_string(hidden_size_) + " values");
     }
     const int layer = pool == nullptr ? -1 : pool->layer_of(gate.addresses);
-    for (const weight* w : {&gate, &up, &down}) {
+    for (const Weight* w : {&gate, &up, &down}) {
       const bool lies_there =
           pool == nullptr ? w->addresses == nullptr : layer >= 0 && pool->layer_of(w->addresses) == layer;
       if (!lies_there)
@@ -45,15 +45,15 @@ class bound_server {
   void check() { server_.check(); }
   nb::list work() {
     nb::list layers;
-    for (const layer_work& layer : server_.work()) {
+    for (const LayerWork& layer : server_.work()) {
       layers.append(nb::make_tuple(layer.requests, layer.pairs, layer.seconds));
     }
     return layers;
   }
 
  private:
-  static mailbox make_mailbox(const word& request, const word& done, const rows_2d& x, const ids_2d& ids,
-                              const rows_3d& out) {
+  static Mailbox make_mailbox(const Word& request, const Word& done, const Rows2d& x, const Ids2d& ids,
+                              const Rows3d& out) {
     const size_t rows = x.shape(0), ranks = ids.shape(1);
     if (rows < 1 || rows > 0xffff || ranks < 1 || ids.shape(0) != rows || out.shape(0) != rows ||
         out.shape(1) != ranks || out.shape(2) != x.shape(1)) {
@@ -70,15 +70,15 @@ class bound_server {
 
   std::vector<std::shared_ptr<void>> arrays_;
   int64_t hidden_size_;
-  expert_server server_;
+  ExpertServer server_;
 };
 
 }  // namespace
 
 void bind_hybrid(nb::module_& m) {
-  nb::class_<bound_server>(m, "ExpertServer",
-                           "Threads that compute routed experts when asked through words in memory.")
-      .def(nb::init<runtime&, word, word, rows_2d, ids_2d, rows_3d, bool>(), "runtime"_a,
+  nb::class_<BoundServer>(m, "ExpertServer",
+                          "Threads that compute routed experts when asked through words in memory.")
+      .def(nb::init<Runtime&, Word, Word, Rows2d, Ids2d, Rows3d, bool>(), "runtime"_a,
            nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("x").noconvert(),
            nb::arg("ids").noconvert(), nb::arg("out").noconvert(), "is_prefill"_a = false,
            "Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client "
@@ -86,13 +86,13 @@ void bind_hybrid(nb::module_& m) {
            "-1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots "
            "of a pool.")
       .def(
-          "add_layer", &bound_server::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
+          "add_layer", &BoundServer::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
-      .def("begin", &bound_server::begin, "Looks for requests from now on.")
-      .def("end", &bound_server::end, "Rests: no request comes before the next `begin`.")
-      .def("work", &bound_server::work,
+      .def("begin", &BoundServer::begin, "Looks for requests from now on.")
+      .def("end", &BoundServer::end, "Rests: no request comes before the next `begin`.")
+      .def("work", &BoundServer::work,
            "(requests, pairs, seconds from a request to its answer) of each layer so far.")
-      .def("check", &bound_server::check,
+      .def("check", &BoundServer::check,
            "Raises the first error of a request since the last call: ModelChangedError, ValueError, "
            "GenerationFault.");
 }

@@ -24,10 +24,10 @@
 
 namespace coldstream {
 
-struct mailbox {
+struct Mailbox {
   uint32_t* request;
   uint32_t* done;
-  float_rows_in x;     // [capacity, E]
+  FloatRowsIn x;       // [capacity, E]
   const int32_t* ids;  // [capacity, ranks]
   int num_ranks;
   float* out;  // [capacity, ranks, E]
@@ -35,24 +35,24 @@ struct mailbox {
 };
 
 // Requests of a layer so far.
-struct layer_work {
+struct LayerWork {
   int64_t requests, pairs;
   double seconds;  // from the request's arrival to the answer
 };
 
-class expert_server {
+class ExpertServer {
  public:
   // The mailbox's memory outlives the server. is_prefill: whether requests are those of prompts, for pools.
   // Throws std::system_error when the system refuses a thread.
-  expert_server(std::shared_ptr<thread_pool> threads, const quant_kernels& kernels, mailbox box,
-                bool is_prefill);
-  expert_server(const expert_server&) = delete;
-  expert_server& operator=(const expert_server&) = delete;
-  ~expert_server();
+  ExpertServer(std::shared_ptr<ThreadPool> threads, const QuantKernels& kernels, Mailbox box,
+               bool is_prefill);
+  ExpertServer(const ExpertServer&) = delete;
+  ExpertServer& operator=(const ExpertServer&) = delete;
+  ~ExpertServer();
 
   // The experts of one more layer, with E columns; returns its number. pool: null, or the pool that they are
   // the layer `pool_layer` of.
-  int add_layer(const weight& gate, const weight& up, const weight& down, std::shared_ptr<expert_pool> pool,
+  int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool,
                 int pool_layer);
 
   // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
@@ -60,9 +60,9 @@ class expert_server {
   void begin();
   void end();
 
-  std::vector<layer_work> work();
+  std::vector<LayerWork> work();
 
-  // Throws the first error since the last call: model_changed_error, forked_error, std::invalid_argument.
+  // Throws the first error since the last call: ModelChangedError, ForkedError, std::invalid_argument.
   void check();
 
  private:
@@ -71,31 +71,31 @@ class expert_server {
   void answer(uint32_t request);
   void compute(uint32_t layer, uint32_t rows);
 
-  std::shared_ptr<thread_pool> threads_;
-  const quant_kernels& kernels_;
-  const mailbox box_;
+  std::shared_ptr<ThreadPool> threads_;
+  const QuantKernels& kernels_;
+  const Mailbox box_;
   const bool is_prefill_;
   const pid_t owner_;
   std::mutex layers_lock_;
-  using ops = std::vector<std::unique_ptr<op>>;
-  struct layer {
-    ops few, many;  // one op each, for experts in memory: of few pairs, and of any number
-    ops arriving;   // one op, for experts that are being read into `pool`
-    std::shared_ptr<expert_pool> pool;
+  using Ops = std::vector<std::unique_ptr<Op>>;
+  struct Layer {
+    Ops few, many;  // one op each, for experts in memory: of few pairs, and of any number
+    Ops arriving;   // one op, for experts that are being read into `pool`
+    std::shared_ptr<ExpertPool> pool;
     int pool_layer;
     int64_t num_experts;
   };
   int64_t num_pairs(int rows) const;
-  void compute(const layer& of, int rows);
-  void compute_pooled(const layer& of, int rows);
-  std::vector<layer> layers_;
-  std::vector<layer_work> work_;
+  void compute(const Layer& of, int rows);
+  void compute_pooled(const Layer& of, int rows);
+  std::vector<Layer> layers_;
+  std::vector<LayerWork> work_;
   std::mutex error_lock_;
   std::exception_ptr error_;
-  std::atomic<uint32_t> phase_{RESTING};
+  std::atomic<uint32_t> phase_{resting};
   std::unique_ptr<std::thread> thread_;
 
-  static constexpr uint32_t RESTING = 0, SERVING = 1, LINGERING = 2, STOPPING = 3;
+  static constexpr uint32_t resting = 0, serving = 1, lingering = 2, stopping = 3;
 };
 
 }  // namespace coldstream

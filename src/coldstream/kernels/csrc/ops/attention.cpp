@@ -17,12 +17,12 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t ROWS_PER_TILE = 64;  // (token, query head) pairs that share the loads of a block
-constexpr int64_t SPLIT_ROWS = 8;      // up to this many rows, chunks are separate tasks
-constexpr int64_t HEADS_PER_TASK = 8;
+constexpr int64_t rows_per_tile = 64;  // (token, query head) pairs that share the loads of a block
+constexpr int64_t split_rows = 8;      // up to this many rows, chunks are separate tasks
+constexpr int64_t heads_per_task = 8;
 
 // Consecutive tokens of one sequence, or some rows of a tree.
-struct token_tile {
+struct TokenTile {
   int32_t first_row, num_tokens;
   int32_t first_position;             // of the first token; in a tree, how many positions are committed
   int32_t gathered_from, num_chunks;  // chunks from the first of these on are gathered, row by row
@@ -30,18 +30,18 @@ struct token_tile {
   int32_t last_start;                 // the greatest of the rows' first positions
 };
 
-class attention_op : public op {
+class AttentionOp : public Op {
  public:
-  attention_op(const float_kernels& kernels, const attention_arguments& arguments)
+  AttentionOp(const FloatKernels& kernels, const AttentionArguments& arguments)
       : kernels_(kernels),
         cache_(kernels.caches[static_cast<int>(arguments.type)]),
         a_(arguments),
         group_(a_.num_heads / a_.num_kv_heads),
-        tile_tokens_(std::max<int64_t>(1, ROWS_PER_TILE / group_)),
+        tile_tokens_(std::max<int64_t>(1, rows_per_tile / group_)),
         row_floats_(attention_row_floats(a_.head_size)),
         query_ints_(is_integer() ? integer_query_ints(a_.head_size) : a_.head_size),
         cache_row_(cache_row_elements(a_.type, a_.head_size)),
-        max_chunks_((max_positions() + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK),
+        max_chunks_((max_positions() + attention_chunk - 1) / attention_chunk),
         tiles_(a_.capacity) {}
 
   const char* name() const override { return "attention"; }
@@ -54,21 +54,21 @@ class attention_op : public op {
 
   size_t shared_bytes() const override {
     const int64_t queries = a_.capacity * a_.num_heads * query_ints_;
-    const int64_t split_rows = std::min(a_.capacity, SPLIT_ROWS);
-    return sizeof(float) * (queries + split_rows * a_.num_heads * max_chunks_ * row_floats_);
+    const int64_t most_rows = std::min(a_.capacity, split_rows);
+    return sizeof(float) * (queries + most_rows * a_.num_heads * max_chunks_ * row_floats_);
   }
 
   bool runs_alone(int stage, int rows) const override {
     if (stage == 1) return false;
-    if (stage == 2 && rows > SPLIT_ROWS) return true;  // without work
-    return rows * (a_.num_heads + a_.num_kv_heads) * a_.head_size <= SMALL_WORK / 4;
+    if (stage == 2 && rows > split_rows) return true;  // without work
+    return rows * (a_.num_heads + a_.num_kv_heads) * a_.head_size <= small_work / 4;
   }
 
-  void run(int stage, int rows, worker& w) override {
+  void run(int stage, int rows, Worker& w) override {
     if (stage == 0) {
       if (w.index == 0) plan_tiles(rows, w);
       append_rows(rows, w);
-    } else if (rows > SPLIT_ROWS) {
+    } else if (rows > split_rows) {
       if (stage == 1) attend_tiles(rows, w);
     } else if (stage == 1) {
       attend_chunks(rows, w);
@@ -80,9 +80,9 @@ class attention_op : public op {
  private:
   const int32_t* positions() const { return a_.layout.positions; }
   const int32_t* state_ids() const { return a_.layout.state_ids; }
-  const batch_layout& batch() const { return a_.layout.batch; }
+  const BatchLayout& batch() const { return a_.layout.batch; }
   int64_t max_positions() const {
-    return a_.layout.in_batch() ? batch().num_blocks * ATTENTION_CHUNK : a_.num_positions;
+    return a_.layout.in_batch() ? batch().num_blocks * attention_chunk : a_.num_positions;
   }
 
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
@@ -92,16 +92,16 @@ class attention_op : public op {
   }
   bool is_integer() const { return code_bits(a_.type) != 0; }
   int64_t element_bytes() const {
-    return is_integer() ? 1 : a_.type == cache_type::f16 ? sizeof(float16) : sizeof(float);
+    return is_integer() ? 1 : a_.type == CacheType::f16 ? sizeof(Float16) : sizeof(float);
   }
-  int64_t gathered_bytes() const { return ATTENTION_CHUNK * cache_row_ * element_bytes(); }
+  int64_t gathered_bytes() const { return attention_chunk * cache_row_ * element_bytes(); }
 
   // Shared memory: prepared queries [kv heads, rows, group, query_ints], then partial results
   // [chunks, kv heads, rows, group, row_floats].
-  int32_t* query(const worker& w, int rows, int64_t kv_head, int64_t row) const {
+  int32_t* query(const Worker& w, int rows, int64_t kv_head, int64_t row) const {
     return reinterpret_cast<int32_t*>(w.shared->data()) + (kv_head * rows + row) * group_ * query_ints_;
   }
-  float* partial(const worker& w, int rows, int64_t chunk, int64_t kv_head, int64_t row) const {
+  float* partial(const Worker& w, int rows, int64_t chunk, int64_t kv_head, int64_t row) const {
     auto* base = reinterpret_cast<float*>(query(w, rows, a_.num_kv_heads, 0));
     return base + ((chunk * a_.num_kv_heads + kv_head) * rows + row) * group_ * row_floats_;
   }
@@ -116,8 +116,8 @@ class attention_op : public op {
   int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
     int64_t piece = state_ids()[row];
     if (a_.layout.in_batch()) {
-      piece = batch().tables[batch().segments[row] * batch().num_blocks + index / ATTENTION_CHUNK];
-      index %= ATTENTION_CHUNK;
+      piece = batch().tables[batch().segments[row] * batch().num_blocks + index / attention_chunk];
+      index %= attention_chunk;
     }
     return ((piece * a_.num_positions + index) * a_.num_kv_heads + kv_head) * cache_row_;
   }
@@ -125,7 +125,7 @@ class attention_op : public op {
     return static_cast<std::byte*>(cache) + offset * element_bytes();
   }
 
-  void plan_tiles(int32_t rows, worker& w) {
+  void plan_tiles(int32_t rows, Worker& w) {
     num_tiles_ = 0;
     for (int32_t first = 0, end; first < rows; first = end) {
       end = group_end(a_.layout, first, rows);
@@ -150,18 +150,18 @@ class attention_op : public op {
 
   void plan_tree(int32_t first, int32_t end) {
     const int32_t committed = batch().indices[first];
-    const auto gathered_from = static_cast<int32_t>(committed / ATTENTION_CHUNK);
+    const auto gathered_from = static_cast<int32_t>(committed / attention_chunk);
     for (int32_t row = first; row < end; row++) {
       if ((row - first) % tile_tokens_ == 0) {
         tiles_[num_tiles_++] = {row, 0, committed, gathered_from, 0, INT32_MAX, 0};
       }
-      token_tile& tile = tiles_[num_tiles_ - 1];
+      TokenTile& tile = tiles_[num_tiles_ - 1];
       tile.num_tokens++;
       include(tile, row);
     }
   }
 
-  void include(token_tile& tile, int64_t row) const {
+  void include(TokenTile& tile, int64_t row) const {
     tile.num_chunks = std::max(tile.num_chunks, last_chunk(row) + 1);
     tile.first_chunk = std::min(tile.first_chunk, first_chunk(row));
     tile.last_start = std::max(tile.last_start, first_seen(row));
@@ -182,7 +182,7 @@ class attention_op : public op {
       return "attention: a row's segment or position lies outside its table";
     }
     const int32_t* table = batch().tables + batch().segments[first] * batch().num_blocks;
-    for (int64_t block = 0; block <= index(end - 1) / ATTENTION_CHUNK; block++) {
+    for (int64_t block = 0; block <= index(end - 1) / attention_chunk; block++) {
       if (table[block] < 0 || table[block] >= a_.num_pieces) {
         return "attention: a table names a block that there is not";
       }
@@ -197,16 +197,16 @@ class attention_op : public op {
     return segment >= 0 && segment < batch().num_segments && index(row) >= 0 && index(row) < max_positions();
   }
 
-  void append_rows(int rows, worker& w) {
+  void append_rows(int rows, Worker& w) {
     const int64_t num_units = a_.num_heads + a_.num_kv_heads;
-    const int64_t tasks_per_row = (num_units + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
+    const int64_t tasks_per_row = (num_units + heads_per_task - 1) / heads_per_task;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row;
       if (!is_valid_place(row)) {
         return w.fail("attention: a row's sequence or position lies outside the caches");
       }
-      const int64_t first = task % tasks_per_row * HEADS_PER_TASK;
-      for (int64_t unit = first; unit < std::min(first + HEADS_PER_TASK, num_units); unit++) {
+      const int64_t first = task % tasks_per_row * heads_per_task;
+      for (int64_t unit = first; unit < std::min(first + heads_per_task, num_units); unit++) {
         if (unit < a_.num_heads) {
           prepare_query(rows, row, unit, w);
         } else {
@@ -216,7 +216,7 @@ class attention_op : public op {
     }
   }
 
-  void prepare_query(int rows, int64_t row, int64_t head, worker& w) {
+  void prepare_query(int rows, int64_t row, int64_t head, Worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
     const float* raw = a_.query_gate.row(row) + head * a_.query_floats();
     kernels_.rms_norm(raw, a_.q_norm, a_.eps, values, a_.head_size);
@@ -226,7 +226,7 @@ class attention_op : public op {
     cache_.prepare_query(values, out, a_.head_size);
   }
 
-  void append_key_value(int64_t row, int64_t kv_head, worker& w) {
+  void append_key_value(int64_t row, int64_t kv_head, Worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
     const int64_t offset = cache_offset(row, index(row), kv_head);
     if (offset < 0 || offset >= a_.num_pieces * a_.num_positions * a_.num_kv_heads * cache_row_) {
@@ -240,11 +240,11 @@ class attention_op : public op {
   }
 
   // One chunk of positions for all tokens of a tile.
-  void attend(int rows, const token_tile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
-              worker& w) {
+  void attend(int rows, const TokenTile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
+              Worker& w) {
     const bool is_tree = tile.gathered_from != INT32_MAX;
     // At the beginning of windows, rows of a tree at different depths see different positions.
-    if (chunk >= tile.gathered_from || (is_tree && chunk * ATTENTION_CHUNK < tile.last_start)) {
+    if (chunk >= tile.gathered_from || (is_tree && chunk * attention_chunk < tile.last_start)) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         const int64_t row = tile.first_row + token;
         if (chunk < first_chunk(row) || chunk > last_chunk(row)) continue;
@@ -252,7 +252,7 @@ class attention_op : public op {
       }
       return;
     }
-    attention_chunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
+    AttentionChunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
     work.num_tokens = tile.num_tokens;
     work.first_position = tile.first_position;
     // Rows of a tree see all of the chunk; `first_position` does not hold for them.
@@ -265,11 +265,11 @@ class attention_op : public op {
   }
 
   void attend_gathered(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
-                       worker& w) {
+                       Worker& w) {
     std::byte* keys = w.memory->data() + sizeof(float) * attending_floats();
     std::byte* values = keys + gathered_bytes();
     gather(row, kv_head, chunk, keys, values);
-    attention_chunk work = chunk_of(rows, row, kv_head, chunk, out, memory, w);
+    AttentionChunk work = chunk_of(rows, row, kv_head, chunk, out, memory, w);
     work.num_tokens = 1;
     work.first_position = positions()[row];
     work.keys = keys;
@@ -280,7 +280,7 @@ class attention_op : public op {
 
   // Keys and values that `row` of a tree sees in a chunk, in order of position.
   void gather(int64_t row, int64_t kv_head, int64_t chunk, std::byte* keys, std::byte* values) const {
-    const int64_t begin = chunk * ATTENTION_CHUNK, bytes = cache_row_ * element_bytes();
+    const int64_t begin = chunk * attention_chunk, bytes = cache_row_ * element_bytes();
     const auto take = [&](int64_t position, int64_t from) {
       const int64_t offset = cache_offset(row, from, kv_head);
       std::memcpy(keys + (position - begin) * bytes, cache_at(a_.k_cache, offset), bytes);
@@ -289,52 +289,52 @@ class attention_op : public op {
     int64_t committed = 0;
     for (int64_t ancestor = row; ancestor >= 0; ancestor = batch().parents[ancestor]) {
       committed = positions()[ancestor];
-      if (committed >= begin && committed < begin + ATTENTION_CHUNK) take(committed, index(ancestor));
+      if (committed >= begin && committed < begin + attention_chunk) take(committed, index(ancestor));
     }
-    for (int64_t position = begin; position < std::min(committed, begin + ATTENTION_CHUNK); position++) {
+    for (int64_t position = begin; position < std::min(committed, begin + attention_chunk); position++) {
       take(position, position);
     }
   }
 
-  attention_chunk chunk_of(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
-                           const worker& w) const {
-    attention_chunk work = {};
+  AttentionChunk chunk_of(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
+                          const Worker& w) const {
+    AttentionChunk work = {};
     work.q = query(w, rows, kv_head, row);
     work.group = group_;
     work.head_size = a_.head_size;
-    work.begin = chunk * ATTENTION_CHUNK;
+    work.begin = chunk * attention_chunk;
     work.window = a_.window;
     work.rows = out;
     work.memory = memory;
     return work;
   }
 
-  int32_t last_chunk(int64_t row) const { return positions()[row] / static_cast<int32_t>(ATTENTION_CHUNK); }
+  int32_t last_chunk(int64_t row) const { return positions()[row] / static_cast<int32_t>(attention_chunk); }
   // The first position that a row sees, and its chunk.
   int32_t first_seen(int64_t row) const {
     const int64_t first = a_.window == 0 ? 0 : positions()[row] - a_.window + 1;
     return static_cast<int32_t>(std::max<int64_t>(first, 0));
   }
-  int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(ATTENTION_CHUNK); }
+  int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(attention_chunk); }
 
   void finish(const float* result, int64_t row, int64_t head) {
     cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
   }
 
-  void attend_chunks(int rows, worker& w) {
+  void attend_chunks(int rows, Worker& w) {
     auto* memory = reinterpret_cast<float*>(w.memory->data());
     const int64_t num_units = num_tiles_ * a_.num_kv_heads;
     int64_t num_chunks = 0;
     for (int64_t i = 0; i < num_tiles_; i++) num_chunks = std::max<int64_t>(num_chunks, tiles_[i].num_chunks);
     for (int64_t task = w.take(); task < num_units * num_chunks; task = w.take()) {
-      const token_tile& tile = tiles_[task % num_units / a_.num_kv_heads];
+      const TokenTile& tile = tiles_[task % num_units / a_.num_kv_heads];
       const int64_t chunk = task / num_units, kv_head = task % a_.num_kv_heads;
       if (chunk < tile.first_chunk || chunk >= tile.num_chunks) continue;
       attend(rows, tile, kv_head, chunk, partial(w, rows, chunk, kv_head, tile.first_row), memory, w);
     }
   }
 
-  void merge_chunks(int rows, worker& w) {
+  void merge_chunks(int rows, Worker& w) {
     for (int64_t task = w.take(); task < rows * a_.num_heads; task = w.take()) {
       const int64_t row = task / a_.num_heads, head = task % a_.num_heads;
       const int64_t kv_head = head / group_, offset = head % group_ * row_floats_;
@@ -346,16 +346,16 @@ class attention_op : public op {
     }
   }
 
-  void attend_tiles(int rows, worker& w) {
+  void attend_tiles(int rows, Worker& w) {
     const int64_t num_tasks = num_tiles_ * a_.num_kv_heads;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
       // Later tokens see more positions: the longest tasks first.
-      const token_tile& tile = tiles_[num_tiles_ - 1 - task / a_.num_kv_heads];
+      const TokenTile& tile = tiles_[num_tiles_ - 1 - task / a_.num_kv_heads];
       attend_tile(rows, tile, task % a_.num_kv_heads, w);
     }
   }
 
-  void attend_tile(int rows, const token_tile& tile, int64_t kv_head, worker& w) {
+  void attend_tile(int rows, const TokenTile& tile, int64_t kv_head, Worker& w) {
     auto* totals = reinterpret_cast<float*>(w.memory->data());
     float* results = totals + tile_tokens_ * group_ * row_floats_;
     float* memory = results + tile_tokens_ * group_ * row_floats_;
@@ -380,18 +380,18 @@ class attention_op : public op {
     }
   }
 
-  const float_kernels& kernels_;
-  const cache_kernels& cache_;
-  const attention_arguments a_;
+  const FloatKernels& kernels_;
+  const CacheKernels& cache_;
+  const AttentionArguments a_;
   const int64_t group_, tile_tokens_, row_floats_, query_ints_, cache_row_, max_chunks_;
-  std::vector<token_tile> tiles_;
+  std::vector<TokenTile> tiles_;
   int64_t num_tiles_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<op> make_attention(const float_kernels& kernels, const attention_arguments& arguments) {
-  return std::make_unique<attention_op>(kernels, arguments);
+std::unique_ptr<Op> make_attention(const FloatKernels& kernels, const AttentionArguments& arguments) {
+  return std::make_unique<AttentionOp>(kernels, arguments);
 }
 
 }  // namespace coldstream

@@ -10,14 +10,14 @@ static void rope(float* head, const float* angles, int64_t num_pairs, float scal
     head[i] = __builtin_fmaf(x, cosine, -(y * sine));
     head[i + num_pairs] = __builtin_fmaf(y, cosine, x * sine);
   }
-  const vec16 factor = splat16(scale);
+  const Vec16 factor = splat16(scale);
   for (int64_t i = 0; i < head_size; i += 16) {
     store16(head + i, mul16(load16(head + i, head_size - i), factor), head_size - i);
   }
 }
 
 static void store_float16(float* head, void* to, int64_t n) {
-  auto* out = static_cast<float16*>(to);
+  auto* out = static_cast<Float16*>(to);
   for (int64_t i = 0; i < n; i += 16) store16(out + i, load16(head + i, n - i), n - i);
 }
 
@@ -30,7 +30,7 @@ static void keep_query(float* head, int32_t* query, int64_t n) { memcpy(query, h
 template <int R, int V>
 static inline void accumulate_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                                    float* c, int64_t c_stride, const float* scales, int64_t n) {
-  vec16 sums[R][V];
+  Vec16 sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
@@ -39,12 +39,12 @@ static inline void accumulate_tile(const float* a, int64_t a_stride, const float
     }
   }
   for (int64_t i = 0; i < n; i++) {
-    vec16 columns[V];
+    Vec16 columns[V];
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) columns[v] = load16(b + i * b_stride + 16 * v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const vec16 factor = splat16(a[r * a_stride + i]);
+      const Vec16 factor = splat16(a[r * a_stride + i]);
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) sums[r][v] = fma16(factor, columns[v], sums[r][v]);
     }
@@ -77,28 +77,28 @@ static void accumulate(const float* a, int64_t a_stride, const float* b, int64_t
                        int64_t c_stride, const float* scales, int64_t num_rows, int64_t num_columns,
                        int64_t n) {
   int64_t column = 0;
-  for (; column + 16 * TILE_VECTORS <= num_columns; column += 16 * TILE_VECTORS) {
-    accumulate_rows<TILE_ROWS, TILE_VECTORS>(a, a_stride, b + column, b_stride, c + column, c_stride, scales,
+  for (; column + 16 * tile_vectors <= num_columns; column += 16 * tile_vectors) {
+    accumulate_rows<tile_rows, tile_vectors>(a, a_stride, b + column, b_stride, c + column, c_stride, scales,
                                              num_rows, n);
   }
   for (; column < num_columns; column += 16) {
-    accumulate_rows<TILE_ROWS, 1>(a, a_stride, b + column, b_stride, c + column, c_stride, scales, num_rows,
+    accumulate_rows<tile_rows, 1>(a, a_stride, b + column, b_stride, c + column, c_stride, scales, num_rows,
                                   n);
   }
 }
 
-// keys [n, head_size] → [head_size, ATTENTION_BLOCK], columns up to the next multiple of 16 zero.
+// keys [n, head_size] → [head_size, attention_block], columns up to the next multiple of 16 zero.
 template <typename T>
 static void pack_keys(const T* keys, int64_t stride, int64_t n, int64_t head_size, float* packed) {
   for (int64_t position = 0; position < n; position += 16) {
     for (int64_t i = 0; i < head_size; i += 16) {
-      vec16 square[16];
+      Vec16 square[16];
       for (int64_t p = 0; p < 16; p++) {
         square[p] = position + p < n ? load16(keys + (position + p) * stride + i, head_size - i) : zero16();
       }
       transpose16(square);
       for (int64_t j = 0; j < 16 && i + j < head_size; j++) {
-        store16(packed + (i + j) * ATTENTION_BLOCK + position, square[j]);
+        store16(packed + (i + j) * attention_block + position, square[j]);
       }
     }
   }
@@ -117,27 +117,27 @@ static void pack_values(const T* values, int64_t stride, int64_t n, int64_t head
 
 // Positions from … end − 1 of a block, seen alike by some rows; whether it is the first block of the chunk
 // that they see, as every block is whose first positions they do not.
-struct seen_part {
+struct SeenPart {
   int64_t from, end;
   bool first;
 };
 
 // scores of the positions seen → exp(score − maximum), the others of the block 0. Updates the row's maximum
 // and sum and returns the factor for what it has accumulated so far.
-static inline float advance_softmax(float* scores, seen_part seen, float* maximum, float* sum) {
+static inline float advance_softmax(float* scores, SeenPart seen, float* maximum, float* sum) {
   const int64_t n = seen.end;
   const bool first = seen.first;
   for (int64_t i = 0; i < seen.from; i++) scores[i] = -__builtin_inff();
-  vec16 greatest = splat16(-__builtin_inff());
+  Vec16 greatest = splat16(-__builtin_inff());
   for (int64_t i = 0; i < n; i += 16) {
     greatest = max16(greatest, keep16(load16(scores + i), n - i, -__builtin_inff()));
   }
   const float block_maximum = greatest16(greatest);
   const float before = *maximum;
   const float after = first || block_maximum > before ? block_maximum : before;
-  vec16 block_sum = zero16();
-  for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
-    vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
+  Vec16 block_sum = zero16();
+  for (int64_t i = 0; i < attention_block; i += 16) {
+    Vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
     // exp has no 0; before `from` it is finite, and what is taken from itself is.
     if (seen.from > i) weights = sub16(weights, keep16(weights, seen.from - i, 0.0f));
     block_sum = add16(block_sum, weights);
@@ -156,28 +156,28 @@ static inline float advance_softmax(float* scores, seen_part seen, float* maximu
 // The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row,
 // num_rows, seen) for rows that see the same of them.
 template <typename Pack, typename Step>
-static inline void walk_blocks(const attention_chunk& chunk, const Pack& pack, const Step& step) {
+static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
   // How far tokens look back; without a window, to position 0 and beyond.
   const int64_t back = chunk.window > 0 ? chunk.window - 1 : last_position;
-  for (int64_t begin = chunk.begin; begin < chunk.begin + ATTENTION_CHUNK && begin <= last_position;
-       begin += ATTENTION_BLOCK) {
-    if (begin + ATTENTION_BLOCK <= chunk.first_position - back) continue;
+  for (int64_t begin = chunk.begin; begin < chunk.begin + attention_chunk && begin <= last_position;
+       begin += attention_block) {
+    if (begin + attention_block <= chunk.first_position - back) continue;
     const int64_t left = last_position + 1 - begin;
-    pack((begin - chunk.begin) * chunk.position_stride, left < ATTENTION_BLOCK ? left : ATTENTION_BLOCK);
+    pack((begin - chunk.begin) * chunk.position_stride, left < attention_block ? left : attention_block);
     int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
     while (token < chunk.num_tokens) {
       // Tokens that see the whole block and what is before it go together; on the diagonal, and where windows
       // begin, each has its own positions.
       const int64_t position = chunk.first_position + token, start = position - back - begin;
-      if (start >= ATTENTION_BLOCK) break;
+      if (start >= attention_block) break;
       const int64_t end = position + 1 - begin;
-      const bool alone = end < ATTENTION_BLOCK || (chunk.window > 0 && start >= 0);
+      const bool alone = end < attention_block || (chunk.window > 0 && start >= 0);
       const int64_t alike = alone ? token + 1 : chunk.window > 0 ? token - start : chunk.num_tokens;
       const int64_t next = alike < chunk.num_tokens ? alike : chunk.num_tokens;
-      const seen_part seen = {.from = start > 0 ? start : 0,
-                              .end = end < ATTENTION_BLOCK ? end : ATTENTION_BLOCK,
-                              .first = begin == chunk.begin || (chunk.window > 0 && start >= 0)};
+      const SeenPart seen = {.from = start > 0 ? start : 0,
+                             .end = end < attention_block ? end : attention_block,
+                             .first = begin == chunk.begin || (chunk.window > 0 && start >= 0)};
       step(token * chunk.group, (next - token) * chunk.group, seen);
       token = next;
     }
@@ -185,26 +185,26 @@ static inline void walk_blocks(const attention_chunk& chunk, const Pack& pack, c
 }
 
 template <typename T>
-static void attend(const attention_chunk& chunk) {
+static void attend(const AttentionChunk& chunk) {
   const int64_t size = chunk.head_size, width = head_floats(size), row_floats = attention_row_floats(size);
   const auto* queries = static_cast<const float*>(chunk.q);
   float* keys = chunk.memory;
-  float* values = keys + ATTENTION_BLOCK * size;
-  float* scores = values + ATTENTION_BLOCK * width;
-  float* factors = scores + ATTENTION_BLOCK * chunk.num_tokens * chunk.group;
+  float* values = keys + attention_block * size;
+  float* scores = values + attention_block * width;
+  float* factors = scores + attention_block * chunk.num_tokens * chunk.group;
   const auto pack = [&](int64_t offset, int64_t n) {
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
-    accumulate(queries + first_row * size, size, keys, ATTENTION_BLOCK, scores, ATTENTION_BLOCK, nullptr,
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
+    accumulate(queries + first_row * size, size, keys, attention_block, scores, attention_block, nullptr,
                num_rows, head_floats(seen.end), size);
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float* row = rows + r * row_floats;
-      factors[r] = advance_softmax(scores + r * ATTENTION_BLOCK, seen, row + width, row + width + 1);
+      factors[r] = advance_softmax(scores + r * attention_block, seen, row + width, row + width + 1);
     }
-    accumulate(scores + seen.from, ATTENTION_BLOCK, values + seen.from * width, width, rows, row_floats,
+    accumulate(scores + seen.from, attention_block, values + seen.from * width, width, rows, row_floats,
                seen.first ? nullptr : factors, num_rows, width, seen.end - seen.from);
   });
 }
@@ -217,16 +217,16 @@ static void attend_merge(float* total, const float* row, int64_t head_size) {
   total[width] = after;
   total[width + 1] = __builtin_fmaf(row[width + 1], row_factor, total[width + 1] * factor);
   for (int64_t i = 0; i < width; i += 16) {
-    const vec16 kept = mul16(load16(total + i), splat16(factor));
+    const Vec16 kept = mul16(load16(total + i), splat16(factor));
     store16(total + i, fma16(load16(row + i), splat16(row_factor), kept));
   }
 }
 
 static void attend_finish(const float* row, const float* gate, float* out, int64_t head_size) {
-  const vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
+  const Vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
   for (int64_t i = 0; i < head_size; i += 16) {
     const int64_t left = head_size - i;
-    const vec16 value = mul16(load16(row + i), inverse);
+    const Vec16 value = mul16(load16(row + i), inverse);
     store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i, left))), left);
   }
 }

@@ -7,11 +7,11 @@
 
 namespace coldstream {
 
-using array_1d = nb::ndarray<float, nb::ndim<1>, nb::device::cpu>;
-using array_3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
-using doubles_1d = nb::ndarray<double, nb::ndim<1>, nb::device::cpu>;
-using ids_1d = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
-using ids_2d = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
+using Array1d = nb::ndarray<float, nb::ndim<1>, nb::device::cpu>;
+using Array3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using Doubles1d = nb::ndarray<double, nb::ndim<1>, nb::device::cpu>;
+using Ids1d = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
+using Ids2d = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -53,32 +53,32 @@ void check_contiguous(const A& array, const char* name, const std::vector<int64_
   }
 }
 
-inline input_rows input(const array_2d& array, const char* name, int64_t rows, int64_t cols) {
+inline InputRows input(const Array2d& array, const char* name, int64_t rows, int64_t cols) {
   check(array, name, {rows, cols});
   return {array.data(), array.stride(0)};
 }
 
-inline output_rows output(const array_2d& array, const char* name, int64_t rows, int64_t cols) {
+inline OutputRows output(const Array2d& array, const char* name, int64_t rows, int64_t cols) {
   check(array, name, {rows, cols});
   return {array.data(), array.stride(0)};
 }
 
-inline const float* vector(const array_1d& array, const char* name, int64_t size) {
+inline const float* vector(const Array1d& array, const char* name, int64_t size) {
   check(array, name, {size});
   return array.data();
 }
 
-inline const int32_t* ids(const ids_1d& array, const char* name, int64_t size) {
+inline const int32_t* ids(const Ids1d& array, const char* name, int64_t size) {
   check(array, name, {size});
   return array.data();
 }
 
 template <typename... A>
-void submit_with(runtime& rt, std::unique_ptr<op> next, int64_t rows, const A&... arrays) {
+void submit_with(Runtime& rt, std::unique_ptr<Op> next, int64_t rows, const A&... arrays) {
   if (rows > INT32_MAX / 1024) refuse(std::to_string(rows) + " rows are more than one call takes");
   submit(rt, std::move(next), static_cast<int>(rows), {keep(arrays)...});
 }
 
-inline const float_kernels& kernels_of(const runtime& rt) { return float_kernels_for(rt.active_tier()); }
+inline const FloatKernels& kernels_of(const Runtime& rt) { return float_kernels_for(rt.active_tier()); }
 
 }  // namespace coldstream

@@ -10,34 +10,34 @@ namespace {
 
 using namespace nb::literals;
 
-void add(runtime& rt, const array_2d& x, const array_2d& y, const array_2d& out) {
+void add(Runtime& rt, const Array2d& x, const Array2d& y, const Array2d& out) {
   const int64_t rows = size_of(x, 0), size = size_of(x, 1);
   auto next = make_add(kernels_of(rt), input(x, "x", rows, size), input(y, "y", rows, size),
                        output(out, "out", rows, size), size);
   submit_with(rt, std::move(next), rows, x, y, out);
 }
 
-void swiglu(runtime& rt, const array_2d& gate, const array_2d& up, const array_2d& out) {
+void swiglu(Runtime& rt, const Array2d& gate, const Array2d& up, const Array2d& out) {
   const int64_t rows = size_of(gate, 0), size = size_of(gate, 1);
   auto next = make_swiglu(kernels_of(rt), input(gate, "gate", rows, size), input(up, "up", rows, size),
                           output(out, "out", rows, size), size);
   submit_with(rt, std::move(next), rows, gate, up, out);
 }
 
-void rms_norm(runtime& rt, const array_2d& x, const array_1d& weight, float eps, const array_2d& out) {
+void rms_norm(Runtime& rt, const Array2d& x, const Array1d& weight, float eps, const Array2d& out) {
   const int64_t rows = size_of(x, 0), size = size_of(x, 1);
   auto next = make_rms_norm(kernels_of(rt), input(x, "x", rows, size), vector(weight, "weight", size), eps,
                             output(out, "out", rows, size), size);
   submit_with(rt, std::move(next), rows, x, weight, out);
 }
 
-void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array_3d& out,
-                 const std::optional<doubles_1d>& factors, double magnitude) {
+void rope_angles(Runtime& rt, const Ids1d& positions, double theta, const Array3d& out,
+                 const std::optional<Doubles1d>& factors, double magnitude) {
   const int64_t rows = size_of(positions, 0), num_pairs = size_of(out, 1);
   check(positions, "positions", {rows});
   check_contiguous(out, "out", {rows, num_pairs, 2});
   if (factors) check_contiguous(*factors, "factors", {num_pairs});
-  const rope_arguments rope = {
+  const RopeArguments rope = {
       .num_dims = 2 * num_pairs,
       .theta = theta,
       .factors = factors ? factors->data() : nullptr,
@@ -47,21 +47,21 @@ void rope_angles(runtime& rt, const ids_1d& positions, double theta, const array
               out);
 }
 
-void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_weights,
-                     const std::optional<array_2d>& shared, const std::optional<array_2d>& shared_gate,
-                     const array_2d& out) {
+void combine_experts(Runtime& rt, const Array3d& routed, const Array2d& topk_weights,
+                     const std::optional<Array2d>& shared, const std::optional<Array2d>& shared_gate,
+                     const Array2d& out) {
   const int64_t rows = size_of(routed, 0), k = size_of(routed, 1), size = size_of(routed, 2);
   check(routed, "routed", {rows, k, size});
   if (shared.has_value() != shared_gate.has_value()) refuse("a shared expert comes with its gate");
-  const combine_arguments arguments = {
+  const CombineArguments arguments = {
       .routed = routed.data(),
       .row_stride = routed.stride(0),
       .rank_stride = routed.stride(1),
       .num_experts_per_tok = k,
       .size = size,
       .weights = input(topk_weights, "topk_weights", rows, k),
-      .shared = shared ? input(*shared, "shared", rows, size) : input_rows{},
-      .shared_gate = shared_gate ? input(*shared_gate, "shared_gate", rows, 1) : input_rows{},
+      .shared = shared ? input(*shared, "shared", rows, size) : InputRows{},
+      .shared_gate = shared_gate ? input(*shared_gate, "shared_gate", rows, 1) : InputRows{},
       .out = output(out, "out", rows, size),
   };
   auto next = make_combine_experts(kernels_of(rt), arguments);
@@ -72,9 +72,9 @@ void combine_experts(runtime& rt, const array_3d& routed, const array_2d& topk_w
   }
 }
 
-void check_router_weight(const weight& matrix) {
-  const bool is_f32 = matrix.type == quant_type::f32;
-  if (!is_f32 && matrix.type != quant_type::f16 && matrix.type != quant_type::bf16) {
+void check_router_weight(const Weight& matrix) {
+  const bool is_f32 = matrix.type == QuantType::f32;
+  if (!is_f32 && matrix.type != QuantType::f16 && matrix.type != QuantType::bf16) {
     refuse("router weights must be F32, F16 or BF16: dequantise others to F32");
   }
   if (matrix.num_matrices != 1) refuse("a router weight is one matrix, not a stack");
@@ -83,8 +83,8 @@ void check_router_weight(const weight& matrix) {
   }
 }
 
-void router(runtime& rt, const array_2d& x, const weight& matrix, const ids_2d& topk_ids,
-            const array_2d& topk_weights) {
+void router(Runtime& rt, const Array2d& x, const Weight& matrix, const Ids2d& topk_ids,
+            const Array2d& topk_weights) {
   const int64_t rows = size_of(x, 0), k = size_of(topk_ids, 1);
   check_router_weight(matrix);
   if (k < 1 || k > matrix.num_rows) {
@@ -92,7 +92,7 @@ void router(runtime& rt, const array_2d& x, const weight& matrix, const ids_2d& 
   }
   check_contiguous(topk_ids, "topk_ids", {rows, k});
   check_contiguous(topk_weights, "topk_weights", {rows, k});
-  const router_arguments arguments = {
+  const RouterArguments arguments = {
       .capacity = rows,
       .x = input(x, "x", rows, matrix.num_cols),
       .matrix = matrix,
@@ -103,7 +103,7 @@ void router(runtime& rt, const array_2d& x, const weight& matrix, const ids_2d& 
   submit_with(rt, make_router(kernels_of(rt), arguments), rows, x, topk_ids, topk_weights);
 }
 
-void top_log_probs(runtime& rt, const array_2d& logits, const ids_2d& ids, const array_2d& log_probs) {
+void top_log_probs(Runtime& rt, const Array2d& logits, const Ids2d& ids, const Array2d& log_probs) {
   const int64_t rows = size_of(logits, 0), size = size_of(logits, 1), k = size_of(ids, 1);
   if (k < 1 || k > size) {
     refuse("cannot choose " + std::to_string(k) + " of " + std::to_string(size) + " tokens");

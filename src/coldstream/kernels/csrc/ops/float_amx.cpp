@@ -14,8 +14,8 @@ namespace {
 #include "ops/vec16_avx512.inl"
 #include "ops/integer_lanes_avx512.inl"
 
-// Accumulators of a product: TILE_ROWS × TILE_VECTORS registers.
-constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;
+// Accumulators of a product: tile_rows × tile_vectors registers.
+constexpr int tile_rows = 8, tile_vectors = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
@@ -23,12 +23,12 @@ constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;
 #include "ops/byte_words_avx512.inl"
 #include "ops/byte_operands_amx.inl"
 
-using one_plane = tile_operands<1>;
-using two_planes = tile_operands<2>;
+using OnePlane = TileOperands<1>;
+using TwoPlanes = TileOperands<2>;
 
 }  // namespace
 
-const cache_kernels integer_cache_kernels_amx[NUM_INTEGER_CACHE_TYPES] = {
+const CacheKernels integer_cache_kernels_amx[num_integer_cache_types] = {
 #include "ops/integer_cache_table.inl"
 };
 

@@ -15,8 +15,8 @@ namespace {
 #include "ops/vec16_avx2.inl"
 #include "ops/integer_lanes_avx2.inl"
 
-// Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS = 2, STEP_VECTORS = 2;
+// Accumulators of a product: tile_rows × tile_vectors vectors of two registers.
+constexpr int tile_rows = 4, tile_vectors = 1, delta_vectors = 1, delta_chains = 2, step_vectors = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
@@ -26,12 +26,12 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS =
 #include "ops/router_kernels.inl"
 
 // For attention over integers.
-using one_plane = row_operands<1>;
-using two_planes = row_operands<2>;
+using OnePlane = RowOperands<1>;
+using TwoPlanes = RowOperands<2>;
 
 }  // namespace
 
-const float_kernels float_kernels_avx2 = {
+const FloatKernels float_kernels_avx2 = {
 #include "ops/float_table.inl"
 };
 

@@ -14,8 +14,8 @@ namespace {
 #include "ops/vec16_avx512.inl"
 #include "ops/integer_lanes_avx512.inl"
 
-// Accumulators of a product: TILE_ROWS × TILE_VECTORS registers.
-constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS = 4, STEP_VECTORS = 8;
+// Accumulators of a product: tile_rows × tile_vectors registers.
+constexpr int tile_rows = 8, tile_vectors = 2, delta_vectors = 2, delta_chains = 4, step_vectors = 8;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
@@ -26,12 +26,12 @@ constexpr int TILE_ROWS = 8, TILE_VECTORS = 2, DELTA_VECTORS = 2, DELTA_CHAINS =
 #include "ops/router_kernels.inl"
 
 // For attention over integers.
-using one_plane = pair_operands<1>;
-using two_planes = byte_operands;
+using OnePlane = PairOperands<1>;
+using TwoPlanes = ByteOperands;
 
 }  // namespace
 
-const float_kernels float_kernels_avx512 = {
+const FloatKernels float_kernels_avx512 = {
 #include "ops/float_table.inl"
 };
 

@@ -12,8 +12,8 @@ namespace {
 #include "ops/vec16_generic.inl"
 #include "ops/integer_lanes_generic.inl"
 
-// Accumulators of a product: TILE_ROWS × TILE_VECTORS vectors of two registers.
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS = 2, STEP_VECTORS = 2;
+// Accumulators of a product: tile_rows × tile_vectors vectors of two registers.
+constexpr int tile_rows = 4, tile_vectors = 1, delta_vectors = 1, delta_chains = 2, step_vectors = 2;
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
@@ -22,12 +22,12 @@ constexpr int TILE_ROWS = 4, TILE_VECTORS = 1, DELTA_VECTORS = 1, DELTA_CHAINS =
 #include "ops/router_kernels.inl"
 
 // For attention over integers.
-using one_plane = pair_operands<1>;
-using two_planes = pair_operands<2>;
+using OnePlane = PairOperands<1>;
+using TwoPlanes = PairOperands<2>;
 
 }  // namespace
 
-const float_kernels float_kernels_generic = {
+const FloatKernels float_kernels_generic = {
 #include "ops/float_table.inl"
 };
 

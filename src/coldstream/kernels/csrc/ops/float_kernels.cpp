@@ -6,10 +6,10 @@ namespace coldstream {
 namespace {
 
 // Composed here, as code that is compiled for a tier must not run before the CPU is known to have it.
-float_kernels with_tiles() {
-  float_kernels kernels = float_kernels_avx512;
-  for (int i = 0; i < NUM_INTEGER_CACHE_TYPES; i++) {
-    kernels.caches[static_cast<int>(cache_type::i16) + i] = integer_cache_kernels_amx[i];
+FloatKernels with_tiles() {
+  FloatKernels kernels = float_kernels_avx512;
+  for (int i = 0; i < num_integer_cache_types; i++) {
+    kernels.caches[static_cast<int>(CacheType::i16) + i] = integer_cache_kernels_amx[i];
   }
   return kernels;
 }
@@ -17,14 +17,14 @@ float_kernels with_tiles() {
 }  // namespace
 #endif
 
-const float_kernels& float_kernels_for(tier t) {
+const FloatKernels& float_kernels_for(Tier t) {
 #if defined(__x86_64__)
-  if (t == tier::amx) {
-    static const float_kernels kernels = with_tiles();
+  if (t == Tier::amx) {
+    static const FloatKernels kernels = with_tiles();
     return kernels;
   }
-  if (t == tier::avx512) return float_kernels_avx512;
-  if (t == tier::avx2) return float_kernels_avx2;
+  if (t == Tier::avx512) return float_kernels_avx512;
+  if (t == Tier::avx2) return float_kernels_avx2;
 #endif
   static_cast<void>(t);
   return float_kernels_generic;

@@ -9,11 +9,11 @@
 
 namespace coldstream {
 
-struct float16 {
+struct Float16 {
   uint16_t bits;
 };
 
-struct bfloat16 {
+struct Bfloat16 {
   uint16_t bits;
 };
 
@@ -22,11 +22,11 @@ struct bfloat16 {
 static inline int64_t head_floats(int64_t head_size) { return (head_size + 15) / 16 * 16; }
 static inline int64_t attention_row_floats(int64_t head_size) { return head_floats(head_size) + 16; }
 
-constexpr int64_t ATTENTION_BLOCK = 64;   // positions that share one running maximum
-constexpr int64_t ATTENTION_CHUNK = 256;  // positions accumulated apart from the others
+constexpr int64_t attention_block = 64;   // positions that share one running maximum
+constexpr int64_t attention_chunk = 256;  // positions accumulated apart from the others
 
 // Consecutive tokens of one sequence, the query heads of one key/value head, and one chunk of positions.
-struct attention_chunk {
+struct AttentionChunk {
   const void* q;  // [num_tokens, group, query_ints(head_size)], prepared for the type of the caches
   int64_t num_tokens, group, head_size;
   int64_t first_position;  // of the first token
@@ -40,51 +40,51 @@ struct attention_chunk {
 };
 
 // The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row
-// of an integer type has codes, then a scale, then zeros up to a multiple of ROW_ALIGNMENT bytes.
-enum class cache_type : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 };
-constexpr int NUM_CACHE_TYPES = 6, NUM_INTEGER_CACHE_TYPES = 4;
-constexpr int64_t ROW_ALIGNMENT = 16, LARGEST_INTEGER_HEAD = 512;
+// of an integer type has codes, then a scale, then zeros up to a multiple of row_alignment bytes.
+enum class CacheType : int { f16 = 0, f32 = 1, i16 = 2, i8 = 3, i4 = 4, i3 = 5 };
+constexpr int num_cache_types = 6, num_integer_cache_types = 4;
+constexpr int64_t row_alignment = 16, largest_integer_head = 512;
 
 // Bits of a value of an integer type; 0 for other types.
-static inline int64_t code_bits(cache_type type) {
-  constexpr int64_t bits[NUM_CACHE_TYPES] = {0, 0, 16, 8, 4, 3};
+static inline int64_t code_bits(CacheType type) {
+  constexpr int64_t bits[num_cache_types] = {0, 0, 16, 8, 4, 3};
   return bits[static_cast<int>(type)];
 }
 
 // Whether an integer type has heads of so many values.
-static inline bool holds_integers(cache_type type, int64_t head_size) {
-  return head_size <= LARGEST_INTEGER_HEAD && head_size % (code_bits(type) < 8 ? 32 : 16) == 0;
+static inline bool holds_integers(CacheType type, int64_t head_size) {
+  return head_size <= largest_integer_head && head_size % (code_bits(type) < 8 ? 32 : 16) == 0;
 }
 
 // Elements of one head's keys or values at one position.
-static inline int64_t cache_row_elements(cache_type type, int64_t head_size) {
+static inline int64_t cache_row_elements(CacheType type, int64_t head_size) {
   const int64_t bytes = head_size * code_bits(type) / 8 + static_cast<int64_t>(sizeof(float));
-  return code_bits(type) == 0 ? head_size : (bytes + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
+  return code_bits(type) == 0 ? head_size : (bytes + row_alignment - 1) / row_alignment * row_alignment;
 }
 
 // Operands, a scale, a tier's further values, and padding.
 static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
 
 // What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
-struct cache_kernels {
+struct CacheKernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
-  void (*attend)(const attention_chunk& chunk);
+  void (*attend)(const AttentionChunk& chunk);
   // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the
   // last factor if gate is null
   void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
 };
 
-static inline int64_t attention_memory_floats(cache_type type, int64_t num_rows, int64_t head_size) {
-  const int64_t of_rows = 2 * ATTENTION_BLOCK + 2;  // scores, weights, a factor and a scale
+static inline int64_t attention_memory_floats(CacheType type, int64_t num_rows, int64_t head_size) {
+  const int64_t of_rows = 2 * attention_block + 2;  // scores, weights, a factor and a scale
   // The rows of a block of a packed type, once they are bytes.
   const bool is_packed = code_bits(type) > 0 && code_bits(type) < 8;
-  const int64_t unpacked = is_packed ? cache_row_elements(cache_type::i8, head_size) / sizeof(float) : 0;
-  return ATTENTION_BLOCK * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
+  const int64_t unpacked = is_packed ? cache_row_elements(CacheType::i8, head_size) / sizeof(float) : 0;
+  return attention_block * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
 }
 
 // Consecutive tokens of one sequence and a block of value columns of one value head; row strides in floats.
-struct delta_block {
+struct DeltaBlock {
   int64_t num_rows, head_size, num_columns;
   const float *q, *k;  // normalised, q scaled
   const float* v;      // at the block's first column
@@ -101,8 +101,8 @@ struct delta_block {
   const float* next_state;
 
   // `count` of its tokens, from number `first` on.
-  delta_block part(int64_t first, int64_t count) const {
-    delta_block found = *this;
+  DeltaBlock part(int64_t first, int64_t count) const {
+    DeltaBlock found = *this;
     found.num_rows = count;
     found.q += first * row_stride;
     found.k += first * row_stride;
@@ -114,7 +114,7 @@ struct delta_block {
   }
 };
 
-struct float_kernels {
+struct FloatKernels {
   void (*add)(const float* x, const float* y, float* out, int64_t n);
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t n);
@@ -130,7 +130,7 @@ struct float_kernels {
 
   // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
-  cache_kernels caches[NUM_CACHE_TYPES];
+  CacheKernels caches[num_cache_types];
   // Adds `row` to `total`, both of attention_row_floats.
   void (*attend_merge)(float* total, const float* row, int64_t head_size);
 
@@ -140,18 +140,18 @@ struct float_kernels {
   // decay = exp(a · softplus(alpha + dt_bias)), beta = sigmoid(raw_beta)
   void (*delta_gates)(const float* alpha, const float* raw_beta, const float* a, const float* dt_bias,
                       float* decay, float* beta, int64_t n);
-  void (*delta_advance)(const delta_block& block);
+  void (*delta_advance)(const DeltaBlock& block);
   int64_t delta_columns;  // the most columns of a block
   // The same bits for a block of one row whose source is its state, without its memory.
-  void (*delta_step)(const delta_block& block);
+  void (*delta_step)(const DeltaBlock& block);
   int64_t step_columns;
 
   // out[r, e] = Σ x[r] · weight[e] for a matrix of rows of n elements
   void (*product_f32)(const float* x, int64_t x_stride, int64_t num_rows, const float* weight,
                       int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
-  void (*product_f16)(const float* x, int64_t x_stride, int64_t num_rows, const float16* weight,
+  void (*product_f16)(const float* x, int64_t x_stride, int64_t num_rows, const Float16* weight,
                       int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
-  void (*product_bf16)(const float* x, int64_t x_stride, int64_t num_rows, const bfloat16* weight,
+  void (*product_bf16)(const float* x, int64_t x_stride, int64_t num_rows, const Bfloat16* weight,
                        int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
   // Σ exp(x − maximum)
   float (*sum_exp)(const float* x, float maximum, int64_t n);
@@ -159,11 +159,11 @@ struct float_kernels {
   void (*softmax_topk)(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights);
 };
 
-extern const float_kernels float_kernels_generic;
-extern const float_kernels float_kernels_avx2;  // exist on x86-64 only
-extern const float_kernels float_kernels_avx512;
-extern const cache_kernels integer_cache_kernels_amx[NUM_INTEGER_CACHE_TYPES];
+extern const FloatKernels float_kernels_generic;
+extern const FloatKernels float_kernels_avx2;  // exist on x86-64 only
+extern const FloatKernels float_kernels_avx512;
+extern const CacheKernels integer_cache_kernels_amx[num_integer_cache_types];
 
-const float_kernels& float_kernels_for(tier t);
+const FloatKernels& float_kernels_for(Tier t);
 
 }  // namespace coldstream

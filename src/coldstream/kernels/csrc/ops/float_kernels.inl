@@ -1,15 +1,15 @@
-// Row kernels, written once over vec16 and compiled per tier. Sums over a row keep sixteen accumulators, one
+// Row kernels, written once over Vec16 and compiled per tier. Sums over a row keep sixteen accumulators, one
 // a lane.
 
-static inline vec16 exp16(vec16 x) {
+static inline Vec16 exp16(Vec16 x) {
   x = max16(splat16(-87.33654f), x);  // in this order a NaN stays one
   x = min16(splat16(88.37626f), x);
-  const vec16 magic = splat16(0x1.8p23f);  // adding it rounds to an integer, which the low bits then hold
-  const vec16 shifted = add16(mul16(x, splat16(1.44269504088896341f)), magic);
-  const vec16 n = sub16(shifted, magic);
-  vec16 t = fma16(n, splat16(-0.693359375f), x);
+  const Vec16 magic = splat16(0x1.8p23f);  // adding it rounds to an integer, which the low bits then hold
+  const Vec16 shifted = add16(mul16(x, splat16(1.44269504088896341f)), magic);
+  const Vec16 n = sub16(shifted, magic);
+  Vec16 t = fma16(n, splat16(-0.693359375f), x);
   t = fma16(n, splat16(2.12194440e-4f), t);
-  vec16 y = splat16(1.0f / 5040.0f);
+  Vec16 y = splat16(1.0f / 5040.0f);
   y = fma16(y, t, splat16(1.0f / 720.0f));
   y = fma16(y, t, splat16(1.0f / 120.0f));
   y = fma16(y, t, splat16(1.0f / 24.0f));
@@ -20,15 +20,15 @@ static inline vec16 exp16(vec16 x) {
   return mul16(y, pow2_16(shifted));
 }
 
-static inline vec16 sigmoid16(vec16 x) {
-  const vec16 one = splat16(1.0f);
+static inline Vec16 sigmoid16(Vec16 x) {
+  const Vec16 one = splat16(1.0f);
   return div16(one, add16(one, exp16(sub16(zero16(), x))));
 }
 
-static inline vec16 silu16(vec16 x) { return mul16(x, sigmoid16(x)); }
+static inline Vec16 silu16(Vec16 x) { return mul16(x, sigmoid16(x)); }
 
 // Any lane of a vector of equal lanes.
-static inline float first_lane(vec16 v) {
+static inline float first_lane(Vec16 v) {
   float lanes[16];
   store16(lanes, v);
   return lanes[0];
@@ -37,9 +37,9 @@ static inline float first_lane(vec16 v) {
 static inline float exp_of(float x) { return first_lane(exp16(splat16(x))); }
 
 static inline float sum_of_squares(const float* x, int64_t n) {
-  vec16 sum = zero16();
+  Vec16 sum = zero16();
   for (int64_t i = 0; i < n; i += 16) {
-    const vec16 v = load16(x + i, n - i);
+    const Vec16 v = load16(x + i, n - i);
     sum = fma16(v, v, sum);
   }
   return sum16(sum);
@@ -62,7 +62,7 @@ static void swiglu(const float* gate, const float* up, float* out, int64_t n) {
 }
 
 static void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t n) {
-  const vec16 scale = splat16(rms_scale(x, eps, n));
+  const Vec16 scale = splat16(rms_scale(x, eps, n));
   for (int64_t i = 0; i < n; i += 16) {
     store16(out + i, mul16(mul16(load16(x + i, n - i), scale), load16(weight + i, n - i)), n - i);
   }
@@ -70,16 +70,16 @@ static void rms_norm(const float* x, const float* weight, float eps, float* out,
 
 static void gated_rms_norm(const float* x, const float* weight, float eps, const float* z, float* out,
                            int64_t n) {
-  const vec16 scale = splat16(rms_scale(x, eps, n));
+  const Vec16 scale = splat16(rms_scale(x, eps, n));
   for (int64_t i = 0; i < n; i += 16) {
-    const vec16 normed = mul16(mul16(load16(x + i, n - i), scale), load16(weight + i, n - i));
+    const Vec16 normed = mul16(mul16(load16(x + i, n - i), scale), load16(weight + i, n - i));
     store16(out + i, mul16(normed, silu16(load16(z + i, n - i))), n - i);
   }
 }
 
 static void l2_norm(float* x, float eps, float scale, int64_t n) {
-  const vec16 inverse = splat16(1.0f / __builtin_sqrtf(sum_of_squares(x, n) + eps));
-  const vec16 factor = splat16(scale);
+  const Vec16 inverse = splat16(1.0f / __builtin_sqrtf(sum_of_squares(x, n) + eps));
+  const Vec16 factor = splat16(scale);
   for (int64_t i = 0; i < n; i += 16) {
     store16(x + i, mul16(mul16(load16(x + i, n - i), inverse), factor), n - i);
   }
@@ -87,9 +87,9 @@ static void l2_norm(float* x, float eps, float scale, int64_t n) {
 
 static void combine(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
                     const float* gate, float* out, int64_t n) {
-  const vec16 shared_weight = shared == nullptr ? zero16() : sigmoid16(splat16(*gate));
+  const Vec16 shared_weight = shared == nullptr ? zero16() : sigmoid16(splat16(*gate));
   for (int64_t i = 0; i < n; i += 16) {
-    vec16 sum = zero16();
+    Vec16 sum = zero16();
     for (int64_t j = 0; j < k; j++) {
       sum = fma16(splat16(weights[j]), load16(routed + j * stride + i, n - i), sum);
     }

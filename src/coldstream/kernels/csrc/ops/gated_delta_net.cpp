@@ -16,24 +16,24 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t MAX_TAPS = 16;
-static_assert(MIN_FORK_ROWS >= MAX_TAPS);  // so the inputs that a state is left with are rows of the batch
-constexpr int64_t GATE_ROWS_PER_TASK = 16;
-constexpr int64_t HEADS_PER_TASK = 8;
-constexpr int64_t STEPS_PER_WORKER = 4;  // from which on a task is all of a step
+constexpr int64_t max_taps = 16;
+static_assert(min_fork_rows >= max_taps);  // so the inputs that a state is left with are rows of the batch
+constexpr int64_t gate_rows_per_task = 16;
+constexpr int64_t heads_per_task = 8;
+constexpr int64_t steps_per_worker = 4;  // from which on a task is all of a step
 
 // The rows of one sequence: a chain, which advances its state, or a draft tree. state_id: of the first row,
 // whose slot has the state before it.
-struct state_run {
+struct StateRun {
   int32_t first_row, num_rows, state_id;
   bool is_tree;
 };
 
-enum class state_use : uint8_t { none, read, advanced };
+enum class StateUse : uint8_t { none, read, advanced };
 
-class gated_delta_net_op : public op {
+class GatedDeltaNetOp : public Op {
  public:
-  gated_delta_net_op(const float_kernels& kernels, delta_net_arguments arguments)
+  GatedDeltaNetOp(const FloatKernels& kernels, DeltaNetArguments arguments)
       : kernels_(kernels),
         a_(std::move(arguments)),
         runs_(a_.capacity),
@@ -45,7 +45,7 @@ class gated_delta_net_op : public op {
   const char* name() const override { return "gated_delta_net"; }
   int num_stages() const override { return 4; }
   size_t scratch_bytes() const override {
-    const int64_t num_states = 1 + (a_.kept.num_rows > 0 && !a_.replayed ? MAX_TREE_ROWS : 0);
+    const int64_t num_states = 1 + (a_.kept.num_rows > 0 && !a_.replayed ? max_tree_rows : 0);
     return sizeof(float) * num_states * block_floats();
   }
   size_t shared_bytes() const override {
@@ -54,12 +54,12 @@ class gated_delta_net_op : public op {
 
   bool runs_alone(int stage, int rows) const override {
     if (stage == 0) return true;
-    if (stage == 1) return rows * a_.num_channels() <= SMALL_WORK / 4;
+    if (stage == 1) return rows * a_.num_channels() <= small_work / 4;
     if (stage == 2) return false;
-    return a_.replayed || rows_to_norm(rows) * a_.num_value_heads * a_.head_size <= SMALL_WORK / 4;
+    return a_.replayed || rows_to_norm(rows) * a_.num_value_heads * a_.head_size <= small_work / 4;
   }
 
-  void run(int stage, int rows, worker& w) override {
+  void run(int stage, int rows, Worker& w) override {
     if (stage == 0) {
       plan_runs(rows, w);
     } else if (stage == 1) {
@@ -75,25 +75,25 @@ class gated_delta_net_op : public op {
   int64_t block_floats() const { return a_.head_size * kernels_.delta_columns; }
 
   // Shared memory: convolved channels [rows, channels], then decay and beta [rows, value heads] each.
-  float* convolved(const worker& w, int64_t row) const {
+  float* convolved(const Worker& w, int64_t row) const {
     return reinterpret_cast<float*>(w.shared->data()) + row * a_.num_channels();
   }
-  float* decay(const worker& w, int rows, int64_t row) const {
+  float* decay(const Worker& w, int rows, int64_t row) const {
     return convolved(w, rows) + row * a_.num_value_heads;
   }
-  float* beta(const worker& w, int rows, int64_t row) const {
+  float* beta(const Worker& w, int rows, int64_t row) const {
     return decay(w, rows, rows) + row * a_.num_value_heads;
   }
 
-  void plan_runs(int32_t rows, worker& w) {
+  void plan_runs(int32_t rows, Worker& w) {
     num_runs_ = num_steps_ = 0;
-    std::fill(uses_.begin(), uses_.end(), state_use::none);
+    std::fill(uses_.begin(), uses_.end(), StateUse::none);
     std::fill_n(is_step_.begin(), rows, 0);
     for (int32_t first = 0, end; first < rows; first = end) {
       end = a_.replayed ? rows : group_end(a_.layout, first, rows);
-      const state_run run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
+      const StateRun run = {first, end - first, a_.layout.state_ids[first], a_.layout.in_tree(first)};
       if (const char* fault = run_fault(run)) return w.fail(fault);
-      uses_[run.state_id] = run.is_tree ? state_use::read : state_use::advanced;
+      uses_[run.state_id] = run.is_tree ? StateUse::read : StateUse::advanced;
       if (const char* fault = mark_later_states(run)) return w.fail(fault);
       if (run.is_tree) plan_copies(run);
       is_step_[first] = run.num_rows == 1 && !run.is_tree && !a_.replayed;
@@ -101,13 +101,13 @@ class gated_delta_net_op : public op {
       runs_[num_runs_++] = run;
     }
     std::stable_partition(runs_.begin(), runs_.begin() + num_runs_,
-                          [&](const state_run& run) { return !is_step_[run.first_row]; });
+                          [&](const StateRun& run) { return !is_step_[run.first_row]; });
   }
 
   // Which copy of the state each row of a tree has: that of its parent if it is the parent's last child,
   // which comes after the others.
-  void plan_copies(const state_run& run) {
-    int32_t last_child[MAX_TREE_ROWS], num_slots = 0;
+  void plan_copies(const StateRun& run) {
+    int32_t last_child[max_tree_rows], num_slots = 0;
     const int32_t* parents = a_.layout.batch.parents;
     for (int32_t i = 0; i < run.num_rows; i++) {
       if (const int32_t parent = parents[run.first_row + i]; parent >= 0)
@@ -127,10 +127,10 @@ class gated_delta_net_op : public op {
   bool is_state(int32_t state_id) const { return state_id >= 0 && state_id < a_.num_states; }
 
   // Null, or what is wrong with a run after those before it.
-  const char* run_fault(const state_run& run) const {
+  const char* run_fault(const StateRun& run) const {
     if (!is_state(run.state_id)) return "gated_delta_net: a row's state lies outside the states";
-    if (uses_[run.state_id] == state_use::advanced ||
-        (uses_[run.state_id] == state_use::read && !run.is_tree)) {
+    if (uses_[run.state_id] == StateUse::advanced ||
+        (uses_[run.state_id] == StateUse::read && !run.is_tree)) {
       return "gated_delta_net: the rows of a state must be adjacent";
     }
     for (int32_t i = 0; a_.replayed && i < run.num_rows; i++) {
@@ -148,41 +148,41 @@ class gated_delta_net_op : public op {
   }
 
   // The end of the rows from `row` of a run on that have its state.
-  int32_t part_end(const state_run& run, int32_t row) const {
+  int32_t part_end(const StateRun& run, int32_t row) const {
     const int32_t end = run.first_row + run.num_rows;
     return a_.replayed ? end : state_end(a_.layout, row, end);
   }
 
   // Notes the states that a run goes on into behind its first one. Null, or what is wrong with them.
-  const char* mark_later_states(const state_run& run) {
+  const char* mark_later_states(const StateRun& run) {
     const int32_t end = run.first_row + run.num_rows;
     for (int32_t row = part_end(run, run.first_row); row < end; row = part_end(run, row)) {
       const int32_t state_id = a_.layout.state_ids[row], before = run.is_tree ? 0 : row - run.first_row;
-      if (before < MIN_FORK_ROWS)
+      if (before < min_fork_rows)
         return "gated_delta_net: a tree, or the first rows of a chain, have two state_ids";
       if (!is_state(state_id)) return "gated_delta_net: a row's state lies outside the states";
-      if (uses_[state_id] != state_use::none) return "gated_delta_net: the rows of a state must be adjacent";
-      uses_[state_id] = state_use::advanced;
+      if (uses_[state_id] != StateUse::none) return "gated_delta_net: the rows of a state must be adjacent";
+      uses_[state_id] = StateUse::advanced;
     }
     return nullptr;
   }
 
   // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in
   // the order in which they lie there.
-  bool has_many_steps(const worker& w) const { return num_steps_ >= STEPS_PER_WORKER * w.count; }
+  bool has_many_steps(const Worker& w) const { return num_steps_ >= steps_per_worker * w.count; }
 
-  void convolve_heads(int rows, worker& w) {
+  void convolve_heads(int rows, Worker& w) {
     const int64_t num_heads = a_.num_channels() / a_.head_size;
     const int64_t num_apart = has_many_steps(w) ? num_steps_ : 0;  // the last runs, each a task
     const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
     const int64_t heads =
-        std::max<int64_t>(1, SMALL_WORK / 8 / (num_rows * a_.head_size));  // of the others' tasks
+        std::max<int64_t>(1, small_work / 8 / (num_rows * a_.head_size));  // of the others' tasks
     const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads + heads - 1) / heads,
                   conv_tasks = head_tasks + num_apart;
-    const int64_t num_tasks = conv_tasks + (rows + GATE_ROWS_PER_TASK - 1) / GATE_ROWS_PER_TASK;
+    const int64_t num_tasks = conv_tasks + (rows + gate_rows_per_task - 1) / gate_rows_per_task;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
       if (task >= conv_tasks) {
-        open_gates(rows, (task - conv_tasks) * GATE_ROWS_PER_TASK, w);
+        open_gates(rows, (task - conv_tasks) * gate_rows_per_task, w);
       } else if (task >= head_tasks) {
         for (int64_t head = 0; head < num_heads; head++)
           convolve_run(runs_[num_runs + task - head_tasks], head, w);
@@ -194,12 +194,12 @@ class gated_delta_net_op : public op {
     }
   }
 
-  void convolve_run(const state_run& run, int64_t head, worker& w) {
+  void convolve_run(const StateRun& run, int64_t head, Worker& w) {
     run.is_tree ? convolve_tree(run, head, w) : convolve_chain(run, head, w);
   }
 
-  void open_gates(int rows, int64_t first, worker& w) {
-    for (int64_t row = first; row < std::min<int64_t>(first + GATE_ROWS_PER_TASK, rows); row++) {
+  void open_gates(int rows, int64_t first, Worker& w) {
+    for (int64_t row = first; row < std::min<int64_t>(first + gate_rows_per_task, rows); row++) {
       kernels_.delta_gates(a_.alpha.row(source(row)), a_.beta.row(source(row)), a_.a, a_.dt_bias,
                            decay(w, rows, row), beta(w, rows, row), a_.num_value_heads);
       if (!a_.layout.in_tree(row)) continue;
@@ -213,7 +213,7 @@ class gated_delta_net_op : public op {
   int64_t source(int64_t row) const { return a_.replayed ? a_.replayed[row] : row; }
 
   // Raw channels of the token `index` of a run; negative indices are in the state.
-  const float* raw_input(const state_run& run, int64_t index, int64_t channel) const {
+  const float* raw_input(const StateRun& run, int64_t index, int64_t channel) const {
     if (index >= 0) return a_.qkv.row(source(run.first_row + index)) + channel;
     return conv_row(run.state_id, index + a_.num_taps - 1) + channel;
   }
@@ -222,7 +222,7 @@ class gated_delta_net_op : public op {
   }
 
   // The head of one row, from the raw channels of the tokens up to its own.
-  void convolve_head(const float* const* inputs, int64_t row, int64_t head, worker& w) {
+  void convolve_head(const float* const* inputs, int64_t row, int64_t head, Worker& w) {
     const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
     const int64_t channel = head * a_.head_size;
     float* out = convolved(w, row) + channel;
@@ -234,9 +234,9 @@ class gated_delta_net_op : public op {
     }
   }
 
-  void convolve_chain(const state_run& run, int64_t head, worker& w) {
+  void convolve_chain(const StateRun& run, int64_t head, Worker& w) {
     const int64_t channel = head * a_.head_size, taps = a_.num_taps;
-    const float* inputs[MAX_TAPS];
+    const float* inputs[max_taps];
     for (int64_t token = 0; token < run.num_rows; token++) {
       for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
       convolve_head(inputs, run.first_row + token, head, w);
@@ -253,9 +253,9 @@ class gated_delta_net_op : public op {
     }
   }
 
-  void convolve_tree(const state_run& run, int64_t head, worker& w) {
+  void convolve_tree(const StateRun& run, int64_t head, Worker& w) {
     const int64_t channel = head * a_.head_size, taps = a_.num_taps;
-    const float* inputs[MAX_TAPS];
+    const float* inputs[max_taps];
     for (int64_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
       int64_t ancestor = row, before = taps - 1;  // rows of the state that come before the path
       for (int64_t j = taps - 1; j >= 0; j--) {
@@ -272,7 +272,7 @@ class gated_delta_net_op : public op {
     }
   }
 
-  void advance_states(int rows, worker& w) {
+  void advance_states(int rows, Worker& w) {
     const int64_t num_long = num_runs_ - num_steps_,
                   long_tasks = num_long * blocks_per_run(kernels_.delta_columns);
     const int64_t step_blocks = blocks_per_run(kernels_.step_columns), total = num_steps_ * step_blocks;
@@ -292,18 +292,18 @@ class gated_delta_net_op : public op {
   int64_t blocks_per_run(int64_t columns) const { return a_.num_value_heads * blocks_per_head(columns); }
 
   // Block `index` of those of all runs that are no single tokens.
-  void advance_block(int rows, int64_t index, worker& w) {
+  void advance_block(int rows, int64_t index, Worker& w) {
     const int64_t columns = kernels_.delta_columns;
-    const state_run& run = runs_[index / blocks_per_run(columns)];
-    const delta_block block = block_of(rows, run, index % blocks_per_run(columns), columns, w);
+    const StateRun& run = runs_[index / blocks_per_run(columns)];
+    const DeltaBlock block = block_of(rows, run, index % blocks_per_run(columns), columns, w);
     run.is_tree ? walk_tree(block, run, columns, w) : walk_chain(block, run, index % blocks_per_run(columns));
   }
 
   // Block `index` of those of all single tokens. next: the one that this worker is likely to take after it.
-  void step_block(int rows, int64_t index, int64_t next, worker& w) {
+  void step_block(int rows, int64_t index, int64_t next, Worker& w) {
     const int64_t columns = kernels_.step_columns, per_run = blocks_per_run(columns);
-    const state_run* steps = runs_.data() + num_runs_ - num_steps_;
-    delta_block block = block_of(rows, steps[index / per_run], index % per_run, columns, w);
+    const StateRun* steps = runs_.data() + num_runs_ - num_steps_;
+    DeltaBlock block = block_of(rows, steps[index / per_run], index % per_run, columns, w);
     if (next < num_steps_ * per_run)
       block.next_state = state_of(steps[next / per_run], next % per_run, columns);
     kernels_.delta_step(block);
@@ -311,7 +311,7 @@ class gated_delta_net_op : public op {
   }
 
   // Of a block of a run's: of all columns of all heads.
-  float* state_of(const state_run& run, int64_t block, int64_t columns) const {
+  float* state_of(const StateRun& run, int64_t block, int64_t columns) const {
     const int64_t head = block / blocks_per_head(columns),
                   column = block % blocks_per_head(columns) * columns;
     return a_.state + (run.state_id * a_.num_value_heads + head) * a_.head_size * a_.head_size + column;
@@ -319,12 +319,12 @@ class gated_delta_net_op : public op {
 
   // block: block `index` of all rows of the run. One task passes from state to state, as each begins with the
   // last.
-  void walk_chain(const delta_block& block, const state_run& run, int64_t index) {
+  void walk_chain(const DeltaBlock& block, const StateRun& run, int64_t index) {
     const float* source = block.state;
     const int32_t end = run.first_row + run.num_rows;
     for (int32_t row = run.first_row, last; row < end; row = last) {
       last = part_end(run, row);
-      delta_block part = block.part(row - run.first_row, last - row);
+      DeltaBlock part = block.part(row - run.first_row, last - row);
       part.source = source;
       part.state =
           state_of({row, last - row, a_.layout.state_ids[row], false}, index, kernels_.delta_columns);
@@ -334,13 +334,13 @@ class gated_delta_net_op : public op {
   }
 
   // block: of all rows of the run. Rows that follow each other in one copy of the state advance it together.
-  void walk_tree(const delta_block& block, const state_run& run, int64_t columns, worker& w) {
+  void walk_tree(const DeltaBlock& block, const StateRun& run, int64_t columns, Worker& w) {
     const int32_t* parents = a_.layout.batch.parents + run.first_row;
     const uint8_t* takes_over = takes_over_.data() + run.first_row;
     for (int64_t i = 0, end; i < run.num_rows; i = end) {
       for (end = i + 1; end < run.num_rows && takes_over[end] && parents[end] == run.first_row + end - 1;)
         end++;
-      delta_block step = block.part(i, end - i);
+      DeltaBlock step = block.part(i, end - i);
       step.source = step.state = copy_of(run.first_row + i, w);
       step.state_stride = columns;
       if (!takes_over[i]) {
@@ -355,11 +355,11 @@ class gated_delta_net_op : public op {
   }
 
   // Private memory: what delta_advance takes, then copies of the state [head_size, columns].
-  float* copy_of(int64_t row, const worker& w) const {
+  float* copy_of(int64_t row, const Worker& w) const {
     return reinterpret_cast<float*>(w.memory->data()) + (1 + slots_[row]) * block_floats();
   }
 
-  delta_block block_of(int rows, const state_run& run, int64_t index, int64_t columns, worker& w) {
+  DeltaBlock block_of(int rows, const StateRun& run, int64_t index, int64_t columns, Worker& w) {
     const int64_t head = index / blocks_per_head(columns),
                   column = index % blocks_per_head(columns) * columns;
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
@@ -385,12 +385,12 @@ class gated_delta_net_op : public op {
     };
   }
 
-  void norm_heads(int rows, worker& w) {
-    const int64_t tasks_per_row = (a_.num_value_heads + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
+  void norm_heads(int rows, Worker& w) {
+    const int64_t tasks_per_row = (a_.num_value_heads + heads_per_task - 1) / heads_per_task;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
-      const int64_t row = task / tasks_per_row, first = task % tasks_per_row * HEADS_PER_TASK;
+      const int64_t row = task / tasks_per_row, first = task % tasks_per_row * heads_per_task;
       if (is_step_[row] && norms_in_step()) continue;
-      for (int64_t head = first; head < std::min(first + HEADS_PER_TASK, a_.num_value_heads); head++)
+      for (int64_t head = first; head < std::min(first + heads_per_task, a_.num_value_heads); head++)
         norm_head(row, head);
     }
   }
@@ -400,10 +400,10 @@ class gated_delta_net_op : public op {
     kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, out, a_.head_size);
   }
 
-  const float_kernels& kernels_;
-  const delta_net_arguments a_;
-  std::vector<state_run> runs_;  // those of one token, as in decoding, behind all others
-  std::vector<state_use> uses_;
+  const FloatKernels& kernels_;
+  const DeltaNetArguments a_;
+  std::vector<StateRun> runs_;  // those of one token, as in decoding, behind all others
+  std::vector<StateUse> uses_;
   std::vector<int32_t> slots_;       // by row of a tree: its copy of the state, in the worker's memory
   std::vector<uint8_t> takes_over_;  // by row of a tree: whether that copy was its parent's
   std::vector<uint8_t> is_step_;     // by row: whether it is such a run of one token
@@ -412,8 +412,8 @@ class gated_delta_net_op : public op {
 
 }  // namespace
 
-std::unique_ptr<op> make_gated_delta_net(const float_kernels& kernels, delta_net_arguments arguments) {
-  return std::make_unique<gated_delta_net_op>(kernels, std::move(arguments));
+std::unique_ptr<Op> make_gated_delta_net(const FloatKernels& kernels, DeltaNetArguments arguments) {
+  return std::make_unique<GatedDeltaNetOp>(kernels, std::move(arguments));
 }
 
 }  // namespace coldstream

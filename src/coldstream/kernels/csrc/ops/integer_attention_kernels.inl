@@ -3,19 +3,19 @@
 // query or the weight and (code, high) of the key or the value, which makes high · (256 · high + low) + low ·
 // high; over one plane they are the codes of two neighbours.
 
-constexpr float TWO_PLANE_LIMIT = 32639.0f, ONE_PLANE_LIMIT = 127.0f;
+constexpr float two_plane_limit = 32639.0f, one_plane_limit = 127.0f;
 
 // The Walsh–Hadamard transform of each block of the greatest power of two that divides n, a multiple of 16.
 static void rotate_head(float* head, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += 256) {
     const int64_t count = n - begin < 256 ? (n - begin) / 16 : 16;
-    vec16 square[16];
+    Vec16 square[16];
     for (int64_t i = 0; i < 16; i++) square[i] = i < count ? load16(head + begin + 16 * i) : zero16();
     transpose16(square);
     for (int stride = 1; stride < 16; stride *= 2) {
       for (int i = 0; i < 16; i++) {
         if (i & stride) continue;
-        const vec16 first = square[i], second = square[i + stride];
+        const Vec16 first = square[i], second = square[i + stride];
         square[i] = add16(first, second);
         square[i + stride] = sub16(first, second);
       }
@@ -26,7 +26,7 @@ static void rotate_head(float* head, int64_t n) {
   for (int64_t stride = 16; stride < (n & -n); stride *= 2) {
     for (int64_t i = 0; i < n; i += 16) {
       if (i & stride) continue;
-      const vec16 first = load16(head + i), second = load16(head + i + stride);
+      const Vec16 first = load16(head + i), second = load16(head + i + stride);
       store16(head + i, add16(first, second));
       store16(head + i + stride, sub16(first, second));
     }
@@ -38,15 +38,15 @@ static inline float head_factor(int64_t head_size) {
 }
 
 // Numbers times `factor` are their codes; with a factor of 0 all codes are 0.
-struct plane_scale {
+struct PlaneScale {
   float factor, scale;
 };
 
 // For n numbers, a multiple of 16, whose greatest code is `limit` of `unit`.
-static inline plane_scale scale_planes(const float* x, int64_t n, float limit, float unit) {
-  vec16 greatest = zero16(), poison = zero16();
+static inline PlaneScale scale_planes(const float* x, int64_t n, float limit, float unit) {
+  Vec16 greatest = zero16(), poison = zero16();
   for (int64_t i = 0; i < n; i += 16) {
-    const vec16 v = load16(x + i);
+    const Vec16 v = load16(x + i);
     greatest = max16(greatest, max16(v, sub16(zero16(), v)));
     poison = fma16(v, zero16(), poison);
   }
@@ -57,23 +57,23 @@ static inline plane_scale scale_planes(const float* x, int64_t n, float limit, f
   return {limit / maximum, maximum / (limit * unit)};
 }
 
-static inline plane_scale scale_two_planes(const float* x, int64_t n) {
-  return scale_planes(x, n, TWO_PLANE_LIMIT, 1.0f / 256);
+static inline PlaneScale scale_two_planes(const float* x, int64_t n) {
+  return scale_planes(x, n, two_plane_limit, 1.0f / 256);
 }
 
-static inline ints16 codes_of(const float* x, float factor) {
+static inline Ints16 codes_of(const float* x, float factor) {
   if (factor == 0.0f) return splat_ints(0);
-  const vec16 magic = splat16(0x1.8p23f);  // adding it rounds to an integer, which the low bits then hold
+  const Vec16 magic = splat16(0x1.8p23f);  // adding it rounds to an integer, which the low bits then hold
   return sub_ints(bits_of_floats(add16(mul16(load16(x), splat16(factor)), magic)), bits_of_floats(magic));
 }
 
-static inline ints16 high_of(ints16 codes) { return over_256(add_ints(codes, splat_ints(128))); }
+static inline Ints16 high_of(Ints16 codes) { return over_256(add_ints(codes, splat_ints(128))); }
 
-// 16 codes of two planes as the operands that meet a cache of PLANES.
-template <int PLANES>
-static inline void store_operands(ints16 codes, int32_t* out, int64_t at) {
-  if constexpr (PLANES == 2) {
-    const ints16 high = high_of(codes);
+// 16 codes of two planes as the operands that meet a cache of planes.
+template <int planes>
+static inline void store_operands(Ints16 codes, int32_t* out, int64_t at) {
+  if constexpr (planes == 2) {
+    const Ints16 high = high_of(codes);
     store_ints(out + at, join_ints(high, sub_ints(codes, times_256(high))));
   } else {
     int32_t lanes[16];
@@ -83,10 +83,10 @@ static inline void store_operands(ints16 codes, int32_t* out, int64_t at) {
 }
 
 // Numbers [n], a multiple of 16, in two planes → operands; returns the scale over 256.
-template <int PLANES>
+template <int planes>
 static inline float round_operands(const float* x, int64_t n, int32_t* out) {
-  const plane_scale to = scale_two_planes(x, n);
-  for (int64_t i = 0; i < n; i += 16) store_operands<PLANES>(codes_of(x + i, to.factor), out, i);
+  const PlaneScale to = scale_two_planes(x, n);
+  for (int64_t i = 0; i < n; i += 16) store_operands<planes>(codes_of(x + i, to.factor), out, i);
   return to.scale * (1.0f / 256);
 }
 
@@ -94,62 +94,62 @@ static inline float round_operands(const float* x, int64_t n, int32_t* out) {
 template <typename Operands>
 static void round_query(float* head, int32_t* query, int64_t n) {
   rotate_head(head, n);
-  const vec16 factor = splat16(head_factor(n));
+  const Vec16 factor = splat16(head_factor(n));
   for (int64_t i = 0; i < n; i += 16) store16(head + i, mul16(load16(head + i), factor));
   const float scale = Operands::round(head, n, query);
   memcpy(query + Operands::query_scale(n), &scale, sizeof(scale));
 }
 
 // head is rotated in place; row: planes, scale, zeros, as cache_layout.py has them.
-template <int PLANES>
+template <int planes>
 static void store_planes(float* head, void* to, int64_t n) {
   rotate_head(head, n);
   auto* row = static_cast<int8_t*>(to);
-  const plane_scale scale =
-      PLANES == 2 ? scale_two_planes(head, n) : scale_planes(head, n, ONE_PLANE_LIMIT, 1.0f);
+  const PlaneScale scale =
+      planes == 2 ? scale_two_planes(head, n) : scale_planes(head, n, one_plane_limit, 1.0f);
   for (int64_t i = 0; i < n; i += 16) {
-    const ints16 codes = codes_of(head + i, scale.factor);
-    const ints16 high = PLANES == 2 ? high_of(codes) : codes;
+    const Ints16 codes = codes_of(head + i, scale.factor);
+    const Ints16 high = planes == 2 ? high_of(codes) : codes;
     store_bytes(row + i, high);
-    if (PLANES == 2) store_bytes(row + n + i, sub_ints(codes, times_256(high)));
+    if (planes == 2) store_bytes(row + n + i, sub_ints(codes, times_256(high)));
   }
   const float tail[4] = {scale.scale};
-  memcpy(row + PLANES * n, tail, sizeof(tail));
+  memcpy(row + planes * n, tail, sizeof(tail));
 }
 
 #include "ops/packed_rows.inl"
 
 // Operands of 16 numbers in two planes, or of 32 in one.
-template <int PLANES>
-static inline ints16 load_operands(const int8_t* row, int64_t at, int64_t head_size) {
-  if constexpr (PLANES == 1) return widen_byte_pairs(row + 2 * at);
+template <int planes>
+static inline Ints16 load_operands(const int8_t* row, int64_t at, int64_t head_size) {
+  if constexpr (planes == 1) return widen_byte_pairs(row + 2 * at);
   return join_planes(row + at, row + head_size + at);
 }
 
-template <int PLANES>
+template <int planes>
 static inline void load_scales(const int8_t* rows, int64_t stride, int64_t n, int64_t head_size,
                                float* scales) {
-  for (int64_t p = 0; p < ATTENTION_BLOCK; p++) {
+  for (int64_t p = 0; p < attention_block; p++) {
     scales[p] = 0.0f;
-    if (p < n) memcpy(scales + p, rows + p * stride + PLANES * head_size, sizeof(float));
+    if (p < n) memcpy(scales + p, rows + p * stride + planes * head_size, sizeof(float));
   }
 }
 
-// keys [n] → operands [head_size · PLANES / 2, ATTENTION_BLOCK], those of positions from n on undefined.
-template <int PLANES>
+// keys [n] → operands [head_size · planes / 2, attention_block], those of positions from n on undefined.
+template <int planes>
 static inline void pack_integer_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t head_size,
                                      int32_t* packed) {
-  const int64_t num_steps = head_size * PLANES / 2;
+  const int64_t num_steps = head_size * planes / 2;
   for (int64_t position = 0; position < n; position += 16) {
     for (int64_t i = 0; i < num_steps; i += 16) {
-      vec16 square[16];
+      Vec16 square[16];
       for (int64_t p = 0; p < 16; p++) {
         const int64_t at = position + p < n ? position + p : n - 1;
-        square[p] = floats_of_bits(load_operands<PLANES>(keys + at * stride, i, head_size));
+        square[p] = floats_of_bits(load_operands<planes>(keys + at * stride, i, head_size));
       }
       transpose16(square);
       for (int64_t j = 0; j < 16 && i + j < num_steps; j++) {
-        store_ints(packed + (i + j) * ATTENTION_BLOCK + position, bits_of_floats(square[j]));
+        store_ints(packed + (i + j) * attention_block + position, bits_of_floats(square[j]));
       }
     }
   }
@@ -157,14 +157,14 @@ static inline void pack_integer_keys(const int8_t* keys, int64_t stride, int64_t
 
 // values [n] → operands [n, head_size] of two planes, [(n + 1) / 2, head_size] of one, an absent
 // neighbour anything, as it meets a weight of 0.
-template <int PLANES>
+template <int planes>
 static inline void pack_integer_values(const int8_t* values, int64_t stride, int64_t n, int64_t head_size,
                                        int32_t* packed) {
-  for (int64_t p = 0; p < n; p += 3 - PLANES) {
+  for (int64_t p = 0; p < n; p += 3 - planes) {
     const int8_t* row = values + p * stride;
     for (int64_t i = 0; i < head_size; i += 16, packed += 16) {
-      if constexpr (PLANES == 2) {
-        store_ints(packed, load_operands<PLANES>(row, i, head_size));
+      if constexpr (planes == 2) {
+        store_ints(packed, load_operands<planes>(row, i, head_size));
       } else {
         store_ints(packed, join_neighbours(row + i, row + (p + 1 < n ? stride : 0) + i));
       }
@@ -178,19 +178,19 @@ static inline void multiply_rows(const int32_t* a, int64_t a_stride, const int32
                                  int64_t num_rows, int64_t n, int64_t row, int64_t column,
                                  const Finish& finish) {
   for (; row + R <= num_rows; row += R) {
-    ints16 sums[R][V];
+    Ints16 sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) sums[r][v] = splat_ints(0);
     }
     for (int64_t i = 0; i < n; i++) {
-      ints16 columns[V];
+      Ints16 columns[V];
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) columns[v] = load_ints(b + i * b_stride + column + 16 * v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const ints16 factor = splat_ints(a[(row + r) * a_stride + i]);
+        const Ints16 factor = splat_ints(a[(row + r) * a_stride + i]);
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) sums[r][v] = add_products(factor, columns[v], sums[r][v]);
       }
@@ -211,104 +211,104 @@ template <typename Finish>
 static inline void multiply_integers(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t b_stride,
                                      int64_t num_rows, int64_t num_columns, int64_t n, const Finish& finish) {
   int64_t column = 0;
-  for (; column + 16 * TILE_VECTORS <= num_columns; column += 16 * TILE_VECTORS) {
-    multiply_rows<TILE_ROWS, TILE_VECTORS>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
+  for (; column + 16 * tile_vectors <= num_columns; column += 16 * tile_vectors) {
+    multiply_rows<tile_rows, tile_vectors>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
   }
   for (; column < num_columns; column += 16) {
-    multiply_rows<TILE_ROWS, 1>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
+    multiply_rows<tile_rows, 1>(a, a_stride, b, b_stride, num_rows, n, 0, column, finish);
   }
 }
 
 // Pairs of int16, which every tier multiplies. query_scale: where a query's scale lies.
-template <int PLANES>
-struct pair_operands {
+template <int planes>
+struct PairOperands {
   static constexpr int64_t query_scale(int64_t size) { return size; }
 
-  static float round(const float* x, int64_t n, int32_t* out) { return round_operands<PLANES>(x, n, out); }
+  static float round(const float* x, int64_t n, int32_t* out) { return round_operands<planes>(x, n, out); }
 
   static void pack_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
-    pack_integer_keys<PLANES>(keys, stride, n, size, packed);
+    pack_integer_keys<planes>(keys, stride, n, size, packed);
   }
 
   static void pack_values(const int8_t* values, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
-    pack_integer_values<PLANES>(values, stride, n, size, packed);
+    pack_integer_values<planes>(values, stride, n, size, packed);
   }
 
   template <typename Finish>
   static void multiply_keys(const int32_t* queries, const int32_t* keys, int64_t num_rows,
                             int64_t num_columns, int64_t size, const Finish& finish) {
-    multiply_integers(queries, integer_query_ints(size), keys, ATTENTION_BLOCK, num_rows, num_columns,
-                      size * PLANES / 2, finish);
+    multiply_integers(queries, integer_query_ints(size), keys, attention_block, num_rows, num_columns,
+                      size * planes / 2, finish);
   }
 
   template <typename Finish>
   static void multiply_values(const int32_t* weights, const int32_t* values, int64_t num_rows, int64_t n,
                               int64_t size, const Finish& finish) {
-    const int64_t num_steps = PLANES == 2 ? n : (n + 1) / 2;
-    multiply_integers(weights, ATTENTION_BLOCK, values, size, num_rows, size, num_steps, finish);
+    const int64_t num_steps = planes == 2 ? n : (n + 1) / 2;
+    multiply_integers(weights, attention_block, values, size, num_rows, size, num_steps, finish);
   }
 };
 
-template <int BITS, typename Operands>
-static void attend_integers(const attention_chunk& chunk) {
-  constexpr int PLANES = BITS == 16 ? 2 : 1;
+template <int bits, typename Operands>
+static void attend_integers(const AttentionChunk& chunk) {
+  constexpr int planes = bits == 16 ? 2 : 1;
   const int64_t size = chunk.head_size, row_floats = attention_row_floats(size);
   const int64_t query_ints = integer_query_ints(size), num_rows_all = chunk.num_tokens * chunk.group;
   const auto* queries = static_cast<const int32_t*>(chunk.q);
   float* scores = chunk.memory;
-  float* key_scales = scores + ATTENTION_BLOCK * num_rows_all;
-  float* value_scales = key_scales + ATTENTION_BLOCK;
-  float* factors = value_scales + ATTENTION_BLOCK;
+  float* key_scales = scores + attention_block * num_rows_all;
+  float* value_scales = key_scales + attention_block;
+  float* factors = value_scales + attention_block;
   float* weight_scales = factors + num_rows_all;
   // The same memory holds floats before and operands behind.
   auto* keys = reinterpret_cast<int32_t*>(weight_scales + num_rows_all);
-  int32_t* values = keys + ATTENTION_BLOCK * size;
-  int32_t* weights = values + ATTENTION_BLOCK * size;
-  auto* unpacked = reinterpret_cast<int8_t*>(weights + ATTENTION_BLOCK * num_rows_all);
+  int32_t* values = keys + attention_block * size;
+  int32_t* weights = values + attention_block * size;
+  auto* unpacked = reinterpret_cast<int8_t*>(weights + attention_block * num_rows_all);
   const auto pack = [&](int64_t offset, int64_t n) {
-    const auto of_keys = plane_rows<BITS>(chunk, chunk.keys, offset, n, unpacked);
+    const auto of_keys = plane_rows<bits>(chunk, chunk.keys, offset, n, unpacked);
     Operands::pack_keys(of_keys.first, of_keys.stride, n, size, keys);
-    load_scales<PLANES>(of_keys.first, of_keys.stride, n, size, key_scales);
-    const auto of_values = plane_rows<BITS>(chunk, chunk.values, offset, n, unpacked);
+    load_scales<planes>(of_keys.first, of_keys.stride, n, size, key_scales);
+    const auto of_values = plane_rows<bits>(chunk, chunk.values, offset, n, unpacked);
     Operands::pack_values(of_values.first, of_values.stride, n, size, values);
-    load_scales<PLANES>(of_values.first, of_values.stride, n, size, value_scales);
+    load_scales<planes>(of_values.first, of_values.stride, n, size, value_scales);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, seen_part seen) {
+  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
     const int64_t n = seen.end;
     const int32_t* q = queries + first_row * query_ints;
     Operands::multiply_keys(q, keys, num_rows, head_floats(n), size,
-                            [&](int64_t r, int64_t column, vec16 products) {
+                            [&](int64_t r, int64_t column, Vec16 products) {
                               float scale;
                               memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
-                              store16(scores + r * ATTENTION_BLOCK + column,
+                              store16(scores + r * attention_block + column,
                                       mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
                             });
     float* rows = chunk.rows + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
-      float *row = rows + r * row_floats + size, *row_scores = scores + r * ATTENTION_BLOCK;
+      float *row = rows + r * row_floats + size, *row_scores = scores + r * attention_block;
       factors[r] = advance_softmax(row_scores, seen, row, row + 1);
-      for (int64_t i = 0; i < ATTENTION_BLOCK; i += 16) {
-        const vec16 scaled = mul16(load16(row_scores + i), load16(value_scales + i));
+      for (int64_t i = 0; i < attention_block; i += 16) {
+        const Vec16 scaled = mul16(load16(row_scores + i), load16(value_scales + i));
         store16(row_scores + i, keep16(scaled, n - i, 0.0f));
       }
       for (int64_t i = 0; i < seen.from; i++) row_scores[i] = 0.0f;  // whatever scales lie there
-      weight_scales[r] = Operands::round(row_scores, ATTENTION_BLOCK, weights + r * ATTENTION_BLOCK);
+      weight_scales[r] = Operands::round(row_scores, attention_block, weights + r * attention_block);
     }
     Operands::multiply_values(
-        weights, values, num_rows, n, size, [&](int64_t r, int64_t column, vec16 products) {
+        weights, values, num_rows, n, size, [&](int64_t r, int64_t column, Vec16 products) {
           float* o = rows + r * row_floats + column;
-          const vec16 kept = seen.first ? zero16() : mul16(load16(o), splat16(factors[r]));
+          const Vec16 kept = seen.first ? zero16() : mul16(load16(o), splat16(factors[r]));
           store16(o, fma16(splat16(weight_scales[r]), products, kept));
         });
   });
 }
 
 static void attend_finish_rotated(const float* row, const float* gate, float* out, int64_t head_size) {
-  const vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
+  const Vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
   for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(row + i), inverse));
   rotate_head(out, head_size);
   for (int64_t i = 0; i < head_size; i += 16) {
-    const vec16 value = mul16(load16(out + i), factor);
+    const Vec16 value = mul16(load16(out + i), factor);
     store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i))));
   }
 }

@@ -1,33 +1,33 @@
 // Sixteen int32 lanes as a plain array: the meaning of the operations in the other integer_lanes_*.inl. A
 // lane may also hold two int16, the first in its low half.
 
-struct ints16 {
+struct Ints16 {
   int32_t lane[16];
 };
 
-static inline ints16 load_ints(const int32_t* p) {
-  ints16 r;
+static inline Ints16 load_ints(const int32_t* p) {
+  Ints16 r;
   memcpy(r.lane, p, sizeof(r.lane));
   return r;
 }
 
-static inline void store_ints(int32_t* p, const ints16& v) { memcpy(p, v.lane, sizeof(v.lane)); }
+static inline void store_ints(int32_t* p, const Ints16& v) { memcpy(p, v.lane, sizeof(v.lane)); }
 
 #define LANEWISE_INTS(NAME, PARAMETERS, EXPRESSION)        \
-  static inline ints16 NAME PARAMETERS {                   \
-    ints16 r;                                              \
+  static inline Ints16 NAME PARAMETERS {                   \
+    Ints16 r;                                              \
     for (int i = 0; i < 16; i++) r.lane[i] = (EXPRESSION); \
     return r;                                              \
   }
 LANEWISE_INTS(splat_ints, (int32_t x), x)
-LANEWISE_INTS(add_ints, (const ints16& a, const ints16& b), a.lane[i] + b.lane[i])
-LANEWISE_INTS(sub_ints, (const ints16& a, const ints16& b), a.lane[i] - b.lane[i])
-LANEWISE_INTS(times_256, (const ints16& a), a.lane[i] * 256)
-LANEWISE_INTS(over_256, (const ints16& a), a.lane[i] >> 8)  // rounded down
+LANEWISE_INTS(add_ints, (const Ints16& a, const Ints16& b), a.lane[i] + b.lane[i])
+LANEWISE_INTS(sub_ints, (const Ints16& a, const Ints16& b), a.lane[i] - b.lane[i])
+LANEWISE_INTS(times_256, (const Ints16& a), a.lane[i] * 256)
+LANEWISE_INTS(over_256, (const Ints16& a), a.lane[i] >> 8)  // rounded down
 // Thirty-two bytes, two int16 a lane.
 LANEWISE_INTS(widen_byte_pairs, (const int8_t* p), (p[2 * i] & 0xffff) | p[2 * i + 1] * 65536)
 // Two int16 a lane, from lanes in their range.
-LANEWISE_INTS(join_ints, (const ints16& low, const ints16& high),
+LANEWISE_INTS(join_ints, (const Ints16& low, const Ints16& high),
               (low.lane[i] & 0xffff) | high.lane[i] * 65536)
 // Numbers in two planes, as 256 · high + low and high.
 LANEWISE_INTS(join_planes, (const int8_t* high, const int8_t* low),
@@ -36,26 +36,26 @@ LANEWISE_INTS(join_planes, (const int8_t* high, const int8_t* low),
 LANEWISE_INTS(join_neighbours, (const int8_t* first, const int8_t* second),
               (first[i] & 0xffff) | second[i] * 65536)
 // sum + the products of the low halves and of the high halves.
-LANEWISE_INTS(add_products, (const ints16& a, const ints16& b, const ints16& sum),
+LANEWISE_INTS(add_products, (const Ints16& a, const Ints16& b, const Ints16& sum),
               sum.lane[i] + static_cast<int16_t>(a.lane[i]) * static_cast<int16_t>(b.lane[i]) +
                   (a.lane[i] >> 16) * (b.lane[i] >> 16))
-LANEWISE_INTS(bits_of_floats, (const vec16& v), static_cast<int32_t>(float_to_bits(v.lane[i])))
+LANEWISE_INTS(bits_of_floats, (const Vec16& v), static_cast<int32_t>(float_to_bits(v.lane[i])))
 #undef LANEWISE_INTS
 
-static inline vec16 floats_of_bits(const ints16& v) {
-  vec16 r;
+static inline Vec16 floats_of_bits(const Ints16& v) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) r.lane[i] = bits_to_float(static_cast<uint32_t>(v.lane[i]));
   return r;
 }
 
-static inline vec16 ints_to_floats(const ints16& v) {
-  vec16 r;
+static inline Vec16 ints_to_floats(const Ints16& v) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) r.lane[i] = static_cast<float>(v.lane[i]);
   return r;
 }
 
 // For lanes in the range of a byte.
-static inline void store_bytes(int8_t* p, const ints16& v) {
+static inline void store_bytes(int8_t* p, const Ints16& v) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(v.lane[i]);
 }
 

@@ -13,9 +13,9 @@ namespace {
 
 using namespace nb::literals;
 
-using cache_4d = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
-using state_3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using state_4d = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Cache4d = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+using State3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using State4d = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 void check_head_size(int64_t size, const char* what) {
   if (size < 1 || size > 4096) {
@@ -24,7 +24,7 @@ void check_head_size(int64_t size, const char* what) {
 }
 
 // The type of caches of heads of `size`; they must be of one type and shape, and contiguous.
-cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_t size) {
+CacheType check_caches(const Cache4d& k_cache, const Cache4d& v_cache, int64_t size) {
   const nb::dlpack::dtype half = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
   const bool is_integer = k_cache.dtype() == nb::dtype<int8_t>();
   if ((!is_integer && k_cache.dtype() != half && k_cache.dtype() != nb::dtype<float>()) ||
@@ -35,27 +35,27 @@ cache_type check_caches(const cache_4d& k_cache, const cache_4d& v_cache, int64_
                                       size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
   check_contiguous(v_cache, "v_cache", shape);
-  for (const cache_type type : {cache_type::i16, cache_type::i8, cache_type::i4, cache_type::i3}) {
+  for (const CacheType type : {CacheType::i16, CacheType::i8, CacheType::i4, CacheType::i3}) {
     if (is_integer && holds_integers(type, size) && shape[3] == cache_row_elements(type, size)) return type;
   }
   if (is_integer || shape[3] != size) {
     refuse("rows of " + std::to_string(shape[3]) + " elements in k_cache hold no heads of " +
            std::to_string(size));
   }
-  return k_cache.dtype() == half ? cache_type::f16 : cache_type::f32;
+  return k_cache.dtype() == half ? CacheType::f16 : CacheType::f32;
 }
 
 // `BatchRows` of kernels/ops.py; the creator of a graph keeps its arrays alive.
-struct batch_rows {
-  ids_1d segments;
-  ids_2d tables;
-  ids_1d indices, parents, kept;
+struct BatchRows {
+  Ids1d segments;
+  Ids2d tables;
+  Ids1d indices, parents, kept;
 };
-using optional_kept = std::optional<std::tuple<array_2d, array_2d, array_2d>>;
+using OptionalKept = std::optional<std::tuple<Array2d, Array2d, Array2d>>;
 
-row_layout layout_of(const int32_t* positions, const int32_t* state_ids, const batch_rows* rows,
-                     int64_t num_rows) {
-  row_layout layout = {positions, state_ids};
+RowLayout layout_of(const int32_t* positions, const int32_t* state_ids, const BatchRows* rows,
+                    int64_t num_rows) {
+  RowLayout layout = {positions, state_ids};
   if (rows == nullptr) return layout;
   const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
   check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
@@ -71,7 +71,7 @@ row_layout layout_of(const int32_t* positions, const int32_t* state_ids, const b
   return layout;
 }
 
-kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) {
+KeptInputs kept_of(const OptionalKept& kept, int64_t channels, int64_t heads) {
   if (!kept) return {};
   const auto& [qkv, alpha, beta] = *kept;
   const int64_t num_rows = size_of(qkv, 0);
@@ -81,28 +81,27 @@ kept_inputs kept_of(const optional_kept& kept, int64_t channels, int64_t heads) 
   return {qkv.data(), alpha.data(), beta.data(), num_rows};
 }
 
-void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, const array_2d& value,
-               const array_1d& q_norm, const array_1d& k_norm, float eps, const array_3d& angles,
-               const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& positions,
-               const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
-               std::optional<int64_t> window) {
+void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const Array2d& value,
+               const Array1d& q_norm, const Array1d& k_norm, float eps, const Array3d& angles,
+               const Cache4d& k_cache, const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids,
+               const Array2d& out, const BatchRows* batch, std::optional<int64_t> window) {
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
   check_head_size(size, "the head size of q_norm");
-  const cache_type type = check_caches(k_cache, v_cache, size);
+  const CacheType type = check_caches(k_cache, v_cache, size);
   const int64_t heads = size_of(out, 1) / size, num_pairs = size_of(angles, 1);
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > 1024) {
     refuse(std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) +
            " key/value heads");
   }
-  if (batch != nullptr && size_of(k_cache, 1) != ATTENTION_CHUNK) {
-    refuse("a batch needs caches in blocks of " + std::to_string(ATTENTION_CHUNK) + " positions, not " +
+  if (batch != nullptr && size_of(k_cache, 1) != attention_chunk) {
+    refuse("a batch needs caches in blocks of " + std::to_string(attention_chunk) + " positions, not " +
            std::to_string(size_of(k_cache, 1)));
   }
   if (window && *window < 1) refuse("a window of " + std::to_string(*window) + " positions holds nothing");
   if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
   check_contiguous(angles, "angles", {rows, num_pairs, 2});
   const bool has_gate = size_of(query_gate, 1) != heads * size;
-  const attention_arguments arguments = {
+  const AttentionArguments arguments = {
       .capacity = rows,
       .num_heads = heads,
       .num_kv_heads = kv_heads,
@@ -130,7 +129,7 @@ void attention(runtime& rt, const array_2d& query_gate, const array_2d& key, con
 }
 
 // [channels, taps] as one contiguous row per tap.
-std::vector<float> taps_by_tap(const array_2d& conv_taps) {
+std::vector<float> taps_by_tap(const Array2d& conv_taps) {
   const int64_t channels = size_of(conv_taps, 0), taps = size_of(conv_taps, 1);
   std::vector<float> result(channels * taps);
   for (int64_t c = 0; c < channels; c++) {
@@ -141,7 +140,7 @@ std::vector<float> taps_by_tap(const array_2d& conv_taps) {
   return result;
 }
 
-std::vector<int32_t> checked_key_heads(const ids_1d& key_head_ids, int64_t num_value_heads,
+std::vector<int32_t> checked_key_heads(const Ids1d& key_head_ids, int64_t num_value_heads,
                                        int64_t num_key_heads) {
   const int32_t* heads = ids(key_head_ids, "key_head_ids", num_value_heads);
   for (int64_t i = 0; i < num_value_heads; i++) {
@@ -154,20 +153,20 @@ std::vector<int32_t> checked_key_heads(const ids_1d& key_head_ids, int64_t num_v
 }
 
 // Weights and states of a gated DeltaNet, as the bindings take them.
-struct delta_net_parts {
-  const array_2d& conv_taps;
-  const array_1d& a;
-  const array_1d& dt_bias;
-  const array_1d& norm;
-  const ids_1d& key_head_ids;
+struct DeltaNetParts {
+  const Array2d& conv_taps;
+  const Array1d& a;
+  const Array1d& dt_bias;
+  const Array1d& norm;
+  const Ids1d& key_head_ids;
   int64_t num_key_heads;
   float eps;
-  const state_3d& conv_state;
-  const state_4d& state;
+  const State3d& conv_state;
+  const State4d& state;
 };
 
 // Arguments without rows; `channels` of qkv.
-delta_net_arguments checked(const delta_net_parts& parts, int64_t channels) {
+DeltaNetArguments checked(const DeltaNetParts& parts, int64_t channels) {
   const int64_t num_states = size_of(parts.state, 0), heads = size_of(parts.state, 1),
                 size = size_of(parts.state, 2);
   const int64_t taps = size_of(parts.conv_taps, 1), num_key_heads = parts.num_key_heads;
@@ -184,7 +183,7 @@ delta_net_arguments checked(const delta_net_parts& parts, int64_t channels) {
   check(parts.state, "state", {num_states, heads, size, size});
   check(parts.conv_state, "conv_state", {num_states, taps - 1, channels});
   check(parts.conv_taps, "conv_taps", {channels, taps});
-  delta_net_arguments result = {};
+  DeltaNetArguments result = {};
   result.num_key_heads = num_key_heads;
   result.num_value_heads = heads;
   result.head_size = size;
@@ -201,14 +200,13 @@ delta_net_arguments checked(const delta_net_parts& parts, int64_t channels) {
   return result;
 }
 
-void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const array_2d& alpha,
-                     const array_2d& beta, const array_2d& conv_taps, const array_1d& a,
-                     const array_1d& dt_bias, const array_1d& norm, const ids_1d& key_head_ids,
-                     int64_t num_key_heads, float eps, const state_3d& conv_state, const state_4d& state,
-                     const ids_1d& state_ids, const array_2d& out, const batch_rows* batch,
-                     const optional_kept& kept) {
+void gated_delta_net(Runtime& rt, const Array2d& qkv, const Array2d& z, const Array2d& alpha,
+                     const Array2d& beta, const Array2d& conv_taps, const Array1d& a, const Array1d& dt_bias,
+                     const Array1d& norm, const Ids1d& key_head_ids, int64_t num_key_heads, float eps,
+                     const State3d& conv_state, const State4d& state, const Ids1d& state_ids,
+                     const Array2d& out, const BatchRows* batch, const OptionalKept& kept) {
   const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1);
-  delta_net_arguments arguments =
+  DeltaNetArguments arguments =
       checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
   const int64_t heads = arguments.num_value_heads, size = arguments.head_size;
   arguments.capacity = rows;
@@ -223,13 +221,13 @@ void gated_delta_net(runtime& rt, const array_2d& qkv, const array_2d& z, const 
               dt_bias, norm, conv_state, state, state_ids, out);
 }
 
-void commit_delta_net(runtime& rt, const array_2d& qkv, const array_2d& alpha, const array_2d& beta,
-                      const array_2d& conv_taps, const array_1d& a, const array_1d& dt_bias,
-                      const array_1d& norm, const ids_1d& key_head_ids, int64_t num_key_heads, float eps,
-                      const state_3d& conv_state, const state_4d& state, const ids_1d& state_id,
-                      const ids_1d& kept_ids, const array_2d& out) {
+void commit_delta_net(Runtime& rt, const Array2d& qkv, const Array2d& alpha, const Array2d& beta,
+                      const Array2d& conv_taps, const Array1d& a, const Array1d& dt_bias, const Array1d& norm,
+                      const Ids1d& key_head_ids, int64_t num_key_heads, float eps, const State3d& conv_state,
+                      const State4d& state, const Ids1d& state_id, const Ids1d& kept_ids,
+                      const Array2d& out) {
   const int64_t rows = size_of(kept_ids, 0), channels = size_of(qkv, 1);
-  delta_net_arguments arguments =
+  DeltaNetArguments arguments =
       checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
   const int64_t heads = arguments.num_value_heads;
   arguments.capacity = rows;
@@ -244,15 +242,15 @@ void commit_delta_net(runtime& rt, const array_2d& qkv, const array_2d& alpha, c
               dt_bias, norm, conv_state, state, state_id, kept_ids, out);
 }
 
-void commit_attention(runtime& rt, const cache_4d& k_cache, const cache_4d& v_cache, const ids_1d& first,
-                      const ids_1d& sources, const ids_1d& table) {
+void commit_attention(Runtime& rt, const Cache4d& k_cache, const Cache4d& v_cache, const Ids1d& first,
+                      const Ids1d& sources, const Ids1d& table) {
   const int64_t rows = size_of(sources, 0), blocks = size_of(k_cache, 0), positions = size_of(k_cache, 1);
   const std::vector<int64_t> shape = {blocks, positions, size_of(k_cache, 2), size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
   check_contiguous(v_cache, "v_cache", shape);
   if (k_cache.dtype() != v_cache.dtype()) refuse("k_cache and v_cache must be of one type");
   const int64_t table_blocks = size_of(table, 0);
-  const move_rows_arguments arguments = {
+  const MoveRowsArguments arguments = {
       .caches = {static_cast<std::byte*>(k_cache.data()), static_cast<std::byte*>(v_cache.data())},
       .num_blocks = blocks,
       .num_positions = positions,
@@ -268,12 +266,12 @@ void commit_attention(runtime& rt, const cache_4d& k_cache, const cache_4d& v_ca
 }  // namespace
 
 void bind_mixers(nb::module_& m) {
-  nb::class_<batch_rows>(m, "BatchRows", "`BatchRows` of kernels/ops.py, of arrays that others keep.")
+  nb::class_<BatchRows>(m, "BatchRows", "`BatchRows` of kernels/ops.py, of arrays that others keep.")
       .def(
           "__init__",
-          [](batch_rows* self, const ids_1d& segments, const ids_2d& tables, const ids_1d& indices,
-             const ids_1d& parents,
-             const ids_1d& kept) { new (self) batch_rows{segments, tables, indices, parents, kept}; },
+          [](BatchRows* self, const Ids1d& segments, const Ids2d& tables, const Ids1d& indices,
+             const Ids1d& parents,
+             const Ids1d& kept) { new (self) BatchRows{segments, tables, indices, parents, kept}; },
           nb::arg("segments").noconvert(), nb::arg("tables").noconvert(), nb::arg("indices").noconvert(),
           nb::arg("parents").noconvert(), nb::arg("kept").noconvert(),
           "int32 arrays: tables [segments, blocks], contiguous, the others [T].");

@@ -2,20 +2,20 @@
 // 32 at a time as rows of i8 for the products.
 
 // What nibbles stand for: code + 8, and the levels of kernels/attention/levels.py.
-constexpr int8_t NIBBLE_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-constexpr int8_t LEVEL_VALUES[16] = {13, 40, 71, 114, -13, -40, -71, -114};
-constexpr float LEVEL_THRESHOLDS[3] = {26.5f, 55.5f, 92.5f};
-constexpr float NIBBLE_LIMIT = 7.0f, LEVEL_LIMIT = 140.0f;
+constexpr int8_t nibble_values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr int8_t level_values[16] = {13, 40, 71, 114, -13, -40, -71, -114};
+constexpr float level_thresholds[3] = {26.5f, 55.5f, 92.5f};
+constexpr float nibble_limit = 7.0f, level_limit = 140.0f;
 
 // head [n], n a multiple of 32, is rotated in place and rounded.
-template <int BITS>
+template <int bits>
 static void store_packed(float* head, void* to, int64_t n) {
   rotate_head(head, n);
   auto* row = static_cast<uint8_t*>(to);
-  const plane_scale scale = scale_planes(head, n, BITS == 4 ? NIBBLE_LIMIT : LEVEL_LIMIT, 1.0f);
-  memset(row, 0, n * BITS / 8);
+  const PlaneScale scale = scale_planes(head, n, bits == 4 ? nibble_limit : level_limit, 1.0f);
+  memset(row, 0, n * bits / 8);
   for (int64_t i = 0; i < n; i += 16) {
-    if constexpr (BITS == 4) {
+    if constexpr (bits == 4) {
       int8_t codes[16];
       store_bytes(codes, codes_of(head + i, scale.factor));
       for (int64_t j = 0; j < 8; j++) row[i / 2 + j] = (codes[2 * j] + 8) | (codes[2 * j + 1] + 8) << 4;
@@ -25,7 +25,7 @@ static void store_packed(float* head, void* to, int64_t n) {
       for (int64_t j = 0; j < 16; j++) {
         const float magnitude = __builtin_fabsf(scaled[j]);
         int low = 0;
-        for (const float threshold : LEVEL_THRESHOLDS) low += magnitude >= threshold;
+        for (const float threshold : level_thresholds) low += magnitude >= threshold;
         // Value 8 · part + place of a block: cache_layout.py says which bits are its own.
         const int64_t block = i / 32, part = i % 32 / 8 + j / 8, place = j % 8;
         row[8 * block + part / 2 * 4 + place / 2] |= low << (place % 2 * 4 + part % 2 * 2);
@@ -33,17 +33,17 @@ static void store_packed(float* head, void* to, int64_t n) {
       }
     }
   }
-  const int64_t code_bytes = n * BITS / 8;
+  const int64_t code_bytes = n * bits / 8;
   memset(row + code_bytes, 0, (code_bytes + sizeof(float) + 15) / 16 * 16 - code_bytes);
   memcpy(row + code_bytes, &scale.scale, sizeof(float));
 }
 
 // A packed row → a row of i8.
-template <int BITS>
+template <int bits>
 static inline void unpack_row(const int8_t* row, int64_t n, int8_t* out) {
   for (int64_t i = 0; i < n; i += 32) {
     uint32_t nibbles[4];
-    if constexpr (BITS == 4) {
+    if constexpr (bits == 4) {
       memcpy(nibbles, row + i / 2, sizeof(nibbles));
     } else {
       uint32_t low[2], high;
@@ -54,25 +54,25 @@ static inline void unpack_row(const int8_t* row, int64_t n, int8_t* out) {
         nibbles[part] = (low[part / 2] >> (part % 2 * 2) & 0x33333333) | signs;
       }
     }
-    look_up_nibbles(nibbles, BITS == 4 ? NIBBLE_VALUES : LEVEL_VALUES, out + i);
+    look_up_nibbles(nibbles, bits == 4 ? nibble_values : level_values, out + i);
   }
-  memcpy(out + n, row + n * BITS / 8, sizeof(float));
+  memcpy(out + n, row + n * bits / 8, sizeof(float));
 }
 
-struct row_view {
+struct RowView {
   const int8_t* first;
   int64_t stride;
 };
 
 // n rows of keys or values of a chunk from `offset` on, as rows of planes; of a packed type in `memory`.
-template <int BITS>
-static inline row_view plane_rows(const attention_chunk& chunk, const void* cache, int64_t offset, int64_t n,
-                                  int8_t* memory) {
+template <int bits>
+static inline RowView plane_rows(const AttentionChunk& chunk, const void* cache, int64_t offset, int64_t n,
+                                 int8_t* memory) {
   const int8_t* rows = static_cast<const int8_t*>(cache) + offset;
-  if constexpr (BITS >= 8) return {rows, chunk.position_stride};
-  const int64_t size = chunk.head_size, stride = cache_row_elements(cache_type::i8, size);
+  if constexpr (bits >= 8) return {rows, chunk.position_stride};
+  const int64_t size = chunk.head_size, stride = cache_row_elements(CacheType::i8, size);
   for (int64_t p = 0; p < n; p++) {
-    unpack_row<BITS>(rows + p * chunk.position_stride, size, memory + p * stride);
+    unpack_row<bits>(rows + p * chunk.position_stride, size, memory + p * stride);
   }
   return {memory, stride};
 }

@@ -7,23 +7,23 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t ROWS_PER_TASK = 32;
-constexpr int64_t EXPERTS_PER_TASK = 16;
-constexpr int64_t CHOICE_WORK = 8;  // floats of simple work that an expert's probability and rank cost
+constexpr int64_t rows_per_task = 32;
+constexpr int64_t experts_per_task = 16;
+constexpr int64_t choice_work = 8;  // floats of simple work that an expert's probability and rank cost
 
-class router_op : public op {
+class RouterOp : public Op {
  public:
-  router_op(const float_kernels& kernels, const router_arguments& arguments)
+  RouterOp(const FloatKernels& kernels, const RouterArguments& arguments)
       : kernels_(kernels), a_(arguments) {}
   const char* name() const override { return "router"; }
   int num_stages() const override { return 2; }
   size_t shared_bytes() const override { return sizeof(float) * a_.capacity * a_.matrix.num_rows; }
 
   bool runs_alone(int stage, int rows) const override {
-    return rows * a_.matrix.num_rows * (stage == 0 ? a_.matrix.num_cols : CHOICE_WORK) <= SMALL_WORK;
+    return rows * a_.matrix.num_rows * (stage == 0 ? a_.matrix.num_cols : choice_work) <= small_work;
   }
 
-  void run(int stage, int rows, worker& w) override {
+  void run(int stage, int rows, Worker& w) override {
     if (stage == 0) {
       compute_logits(rows, w);
     } else {
@@ -32,40 +32,40 @@ class router_op : public op {
   }
 
  private:
-  float* logits(const worker& w, int64_t row) const {
+  float* logits(const Worker& w, int64_t row) const {
     return reinterpret_cast<float*>(w.shared->data()) + row * a_.matrix.num_rows;
   }
 
-  void compute_logits(int rows, worker& w) {
+  void compute_logits(int rows, Worker& w) {
     const int64_t num_experts = a_.matrix.num_rows;
-    const int64_t expert_tasks = (num_experts + EXPERTS_PER_TASK - 1) / EXPERTS_PER_TASK;
-    const int64_t row_tasks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+    const int64_t expert_tasks = (num_experts + experts_per_task - 1) / experts_per_task;
+    const int64_t row_tasks = (rows + rows_per_task - 1) / rows_per_task;
     for (int64_t task = w.take(); task < row_tasks * expert_tasks; task = w.take()) {
-      const int64_t row = task / expert_tasks * ROWS_PER_TASK,
-                    expert = task % expert_tasks * EXPERTS_PER_TASK;
-      multiply(row, std::min(ROWS_PER_TASK, rows - row), expert,
-               std::min(EXPERTS_PER_TASK, num_experts - expert), w);
+      const int64_t row = task / expert_tasks * rows_per_task,
+                    expert = task % expert_tasks * experts_per_task;
+      multiply(row, std::min(rows_per_task, rows - row), expert,
+               std::min(experts_per_task, num_experts - expert), w);
     }
   }
 
-  void multiply(int64_t row, int64_t num_rows, int64_t expert, int64_t num_experts, worker& w) {
+  void multiply(int64_t row, int64_t num_rows, int64_t expert, int64_t num_experts, Worker& w) {
     const int64_t n = a_.matrix.num_cols, out_stride = a_.matrix.num_rows;
     const uint8_t* matrix = a_.matrix.data + expert * a_.matrix.row_bytes;
     const float* x = a_.x.row(row);
     float* out = logits(w, row) + expert;
-    if (a_.matrix.type == quant_type::f32) {
+    if (a_.matrix.type == QuantType::f32) {
       kernels_.product_f32(x, a_.x.stride, num_rows, reinterpret_cast<const float*>(matrix), num_experts, out,
                            out_stride, n);
-    } else if (a_.matrix.type == quant_type::f16) {
-      kernels_.product_f16(x, a_.x.stride, num_rows, reinterpret_cast<const float16*>(matrix), num_experts,
+    } else if (a_.matrix.type == QuantType::f16) {
+      kernels_.product_f16(x, a_.x.stride, num_rows, reinterpret_cast<const Float16*>(matrix), num_experts,
                            out, out_stride, n);
     } else {
-      kernels_.product_bf16(x, a_.x.stride, num_rows, reinterpret_cast<const bfloat16*>(matrix), num_experts,
+      kernels_.product_bf16(x, a_.x.stride, num_rows, reinterpret_cast<const Bfloat16*>(matrix), num_experts,
                             out, out_stride, n);
     }
   }
 
-  void choose_experts(int rows, worker& w) {
+  void choose_experts(int rows, Worker& w) {
     const int64_t k = a_.num_experts_per_tok;
     for (int64_t row = w.take(); row < rows; row = w.take()) {
       kernels_.softmax_topk(logits(w, row), a_.matrix.num_rows, k, a_.topk_ids + row * k,
@@ -73,14 +73,14 @@ class router_op : public op {
     }
   }
 
-  const float_kernels& kernels_;
-  const router_arguments a_;
+  const FloatKernels& kernels_;
+  const RouterArguments a_;
 };
 
 }  // namespace
 
-std::unique_ptr<op> make_router(const float_kernels& kernels, const router_arguments& arguments) {
-  return std::make_unique<router_op>(kernels, arguments);
+std::unique_ptr<Op> make_router(const FloatKernels& kernels, const RouterArguments& arguments) {
+  return std::make_unique<RouterOp>(kernels, arguments);
 }
 
 }  // namespace coldstream

@@ -1,15 +1,15 @@
 // Products with float weights, and the choice of experts.
 
 // Sixteen inputs (or, at the end of a row, `left`) of R rows of x and E rows of the matrix.
-template <bool WHOLE, int R, int E, typename T>
+template <bool whole, int R, int E, typename T>
 static inline void product_step(const float* x, int64_t x_stride, const T* weight, int64_t n, int64_t left,
-                                vec16 (&sums)[R][E]) {
-  vec16 inputs[R];
+                                Vec16 (&sums)[R][E]) {
+  Vec16 inputs[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) inputs[r] = WHOLE ? load16(x + r * x_stride) : load16(x + r * x_stride, left);
+  for (int r = 0; r < R; r++) inputs[r] = whole ? load16(x + r * x_stride) : load16(x + r * x_stride, left);
 #pragma GCC unroll 4
   for (int e = 0; e < E; e++) {
-    const vec16 weights = WHOLE ? load16(weight + e * n) : load16(weight + e * n, left);
+    const Vec16 weights = whole ? load16(weight + e * n) : load16(weight + e * n, left);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) sums[r][e] = fma16(inputs[r], weights, sums[r][e]);
   }
@@ -18,7 +18,7 @@ static inline void product_step(const float* x, int64_t x_stride, const T* weigh
 template <int R, int E, typename T>
 static inline void product_tile(const float* x, int64_t x_stride, const T* weight, float* out,
                                 int64_t out_stride, int64_t n) {
-  vec16 sums[R][E];
+  Vec16 sums[R][E];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
@@ -37,7 +37,7 @@ static inline void product_tile(const float* x, int64_t x_stride, const T* weigh
 template <int R, typename T>
 static void product_rows(const float* x, int64_t x_stride, const T* weight, int64_t num_outputs, float* out,
                          int64_t out_stride, int64_t n) {
-  constexpr int E = TILE_ROWS / 2;
+  constexpr int E = tile_rows / 2;
   int64_t e = 0;
   for (; e + E <= num_outputs; e += E) {
     product_tile<R, E>(x, x_stride, weight + e * n, out + e, out_stride, n);
@@ -48,7 +48,7 @@ static void product_rows(const float* x, int64_t x_stride, const T* weight, int6
 template <typename T>
 static void product(const float* x, int64_t x_stride, int64_t num_rows, const T* weight, int64_t num_outputs,
                     float* out, int64_t out_stride, int64_t n) {
-  constexpr int R = TILE_ROWS / 2;
+  constexpr int R = tile_rows / 2;
   int64_t r = 0;
   for (; r + R <= num_rows; r += R) {
     product_rows<R>(x + r * x_stride, x_stride, weight, num_outputs, out + r * out_stride, out_stride, n);
@@ -59,24 +59,24 @@ static void product(const float* x, int64_t x_stride, int64_t num_rows, const T*
 }
 
 static inline float sum_of(const float* x, int64_t n) {
-  vec16 sum = zero16();
+  Vec16 sum = zero16();
   for (int64_t i = 0; i < n; i += 16) sum = add16(sum, load16(x + i, n - i));
   return sum16(sum);
 }
 
 static void softmax_in_place(float* x, int64_t n) {
-  vec16 greatest = splat16(-__builtin_inff());
+  Vec16 greatest = splat16(-__builtin_inff());
   for (int64_t i = 0; i < n; i += 16) {
     greatest = max16(greatest, keep16(load16(x + i, n - i), n - i, -__builtin_inff()));
   }
-  const vec16 maximum = splat16(greatest16(greatest));
+  const Vec16 maximum = splat16(greatest16(greatest));
   for (int64_t i = 0; i < n; i += 16) store16(x + i, exp16(sub16(load16(x + i, n - i), maximum)), n - i);
-  const vec16 sum = splat16(sum_of(x, n));
+  const Vec16 sum = splat16(sum_of(x, n));
   for (int64_t i = 0; i < n; i += 16) store16(x + i, div16(load16(x + i, n - i), sum), n - i);
 }
 
 static float sum_exp(const float* x, float maximum, int64_t n) {
-  vec16 sum = zero16();
+  Vec16 sum = zero16();
   for (int64_t i = 0; i < n; i += 16) {
     sum = add16(sum, keep16(exp16(sub16(load16(x + i, n - i), splat16(maximum))), n - i, 0.0f));
   }

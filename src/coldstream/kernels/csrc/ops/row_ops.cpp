@@ -9,12 +9,12 @@ namespace coldstream {
 namespace {
 
 // Least work of a task, so that taking it costs little in comparison.
-constexpr int64_t TASK_FLOATS = 4096;
+constexpr int64_t task_floats = 4096;
 
 // Calls f(row) for this worker's share of the rows.
 template <typename F>
-void for_each_row(worker& w, int rows, int64_t size, F f) {
-  const int64_t rows_per_task = std::max<int64_t>(1, TASK_FLOATS / std::max<int64_t>(1, size));
+void for_each_row(Worker& w, int rows, int64_t size, F f) {
+  const int64_t rows_per_task = std::max<int64_t>(1, task_floats / std::max<int64_t>(1, size));
   for (int64_t first = w.take() * rows_per_task; first < rows; first = w.take() * rows_per_task) {
     for (int64_t row = first; row < std::min<int64_t>(first + rows_per_task, rows); row++) f(row);
   }
@@ -22,23 +22,23 @@ void for_each_row(worker& w, int rows, int64_t size, F f) {
 
 // Calls f(row, begin, count) for this worker's share of the pieces of all rows.
 template <typename F>
-void for_each_piece(worker& w, int rows, int64_t size, F f) {
-  const int64_t pieces = std::max<int64_t>(1, (size + TASK_FLOATS - 1) / TASK_FLOATS);
-  for_each_row(w, static_cast<int>(rows * pieces), std::min(size, TASK_FLOATS), [&](int64_t index) {
-    const int64_t begin = index % pieces * TASK_FLOATS;
-    f(index / pieces, begin, std::min(TASK_FLOATS, size - begin));
+void for_each_piece(Worker& w, int rows, int64_t size, F f) {
+  const int64_t pieces = std::max<int64_t>(1, (size + task_floats - 1) / task_floats);
+  for_each_row(w, static_cast<int>(rows * pieces), std::min(size, task_floats), [&](int64_t index) {
+    const int64_t begin = index % pieces * task_floats;
+    f(index / pieces, begin, std::min(task_floats, size - begin));
   });
 }
 
-using binary_kernel = void (*)(const float*, const float*, float*, int64_t);
+using BinaryKernel = void (*)(const float*, const float*, float*, int64_t);
 
-class binary_op : public op {
+class BinaryOp : public Op {
  public:
-  binary_op(const char* name, binary_kernel kernel, input_rows x, input_rows y, output_rows out, int64_t size)
+  BinaryOp(const char* name, BinaryKernel kernel, InputRows x, InputRows y, OutputRows out, int64_t size)
       : name_(name), kernel_(kernel), x_(x), y_(y), out_(out), size_(size) {}
   const char* name() const override { return name_; }
-  bool runs_alone(int, int rows) const override { return rows * size_ <= SMALL_WORK; }
-  void run(int, int rows, worker& w) override {
+  bool runs_alone(int, int rows) const override { return rows * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
     for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
       kernel_(x_.row(row) + begin, y_.row(row) + begin, out_.row(row) + begin, count);
     });
@@ -46,36 +46,36 @@ class binary_op : public op {
 
  private:
   const char* name_;
-  binary_kernel kernel_;
-  input_rows x_, y_;
-  output_rows out_;
+  BinaryKernel kernel_;
+  InputRows x_, y_;
+  OutputRows out_;
   int64_t size_;
 };
 
-class rms_norm_op : public op {
+class RmsNormOp : public Op {
  public:
-  rms_norm_op(const float_kernels& kernels, input_rows x, const float* weight, float eps, output_rows out,
-              int64_t size)
+  RmsNormOp(const FloatKernels& kernels, InputRows x, const float* weight, float eps, OutputRows out,
+            int64_t size)
       : kernels_(kernels), x_(x), weight_(weight), eps_(eps), out_(out), size_(size) {}
   const char* name() const override { return "rms_norm"; }
-  bool runs_alone(int, int rows) const override { return rows * size_ <= SMALL_WORK; }
-  void run(int, int rows, worker& w) override {
+  bool runs_alone(int, int rows) const override { return rows * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
     for_each_row(w, rows, size_,
                  [&](int64_t row) { kernels_.rms_norm(x_.row(row), weight_, eps_, out_.row(row), size_); });
   }
 
  private:
-  const float_kernels& kernels_;
-  input_rows x_;
+  const FloatKernels& kernels_;
+  InputRows x_;
   const float* weight_;
   float eps_;
-  output_rows out_;
+  OutputRows out_;
   int64_t size_;
 };
 
-class rope_angles_op : public op {
+class RopeAnglesOp : public Op {
  public:
-  rope_angles_op(const rope_arguments& rope, const int32_t* positions, output_rows out)
+  RopeAnglesOp(const RopeArguments& rope, const int32_t* positions, OutputRows out)
       : positions_(positions), magnitude_(rope.magnitude), out_(out) {
     for (int64_t i = 0; i < rope.num_dims / 2; i++) {
       const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(rope.num_dims);
@@ -84,8 +84,8 @@ class rope_angles_op : public op {
     }
   }
   const char* name() const override { return "rope_angles"; }
-  bool runs_alone(int, int rows) const override { return rows * work_of_row() <= SMALL_WORK; }
-  void run(int, int rows, worker& w) override {
+  bool runs_alone(int, int rows) const override { return rows * work_of_row() <= small_work; }
+  void run(int, int rows, Worker& w) override {
     for_each_row(w, rows, work_of_row(), [&](int64_t row) {
       if (positions_[row] < 0) return w.fail("rope_angles: negative position");
       float* out = out_.row(row);
@@ -104,18 +104,18 @@ class rope_angles_op : public op {
   const int32_t* positions_;
   const double magnitude_;
   std::vector<double> frequencies_;
-  output_rows out_;
+  OutputRows out_;
 };
 
-class combine_op : public op {
+class CombineOp : public Op {
  public:
-  combine_op(const float_kernels& kernels, const combine_arguments& arguments)
+  CombineOp(const FloatKernels& kernels, const CombineArguments& arguments)
       : kernels_(kernels), a_(arguments) {}
   const char* name() const override { return "combine_experts"; }
   bool runs_alone(int, int rows) const override {
-    return rows * (a_.num_experts_per_tok + 1) * a_.size <= SMALL_WORK;
+    return rows * (a_.num_experts_per_tok + 1) * a_.size <= small_work;
   }
-  void run(int, int rows, worker& w) override {
+  void run(int, int rows, Worker& w) override {
     for_each_piece(w, rows, a_.size, [&](int64_t row, int64_t begin, int64_t count) {
       kernels_.combine(a_.routed + row * a_.row_stride + begin, a_.rank_stride, a_.weights.row(row),
                        a_.num_experts_per_tok, a_.shared.data ? a_.shared.row(row) + begin : nullptr,
@@ -125,18 +125,18 @@ class combine_op : public op {
   }
 
  private:
-  const float_kernels& kernels_;
-  combine_arguments a_;
+  const FloatKernels& kernels_;
+  CombineArguments a_;
 };
 
-class top_log_probs_op : public op {
+class TopLogProbsOp : public Op {
  public:
-  top_log_probs_op(const float_kernels& kernels, input_rows logits, int64_t size, int64_t k, int32_t* ids,
-                   float* log_probs)
+  TopLogProbsOp(const FloatKernels& kernels, InputRows logits, int64_t size, int64_t k, int32_t* ids,
+                float* log_probs)
       : kernels_(kernels), logits_(logits), size_(size), k_(k), ids_(ids), log_probs_(log_probs) {}
   const char* name() const override { return "top_log_probs"; }
-  bool runs_alone(int, int rows) const override { return rows == 1 || rows * size_ <= SMALL_WORK; }
-  void run(int, int rows, worker& w) override {
+  bool runs_alone(int, int rows) const override { return rows == 1 || rows * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
     for (int64_t row = w.take(); row < rows; row = w.take())
       choose(logits_.row(row), ids_ + row * k_, log_probs_ + row * k_);
   }
@@ -160,20 +160,20 @@ class top_log_probs_op : public op {
     for (int64_t i = 0; i < k_; i++) values[i] = values[i] - maximum - sum;
   }
 
-  const float_kernels& kernels_;
-  input_rows logits_;
+  const FloatKernels& kernels_;
+  InputRows logits_;
   int64_t size_, k_;
   int32_t* ids_;
   float* log_probs_;
 };
 
-class move_rows_op : public op {
+class MoveRowsOp : public Op {
  public:
-  explicit move_rows_op(const move_rows_arguments& arguments) : a_(arguments) {}
+  explicit MoveRowsOp(const MoveRowsArguments& arguments) : a_(arguments) {}
   const char* name() const override { return "move_rows"; }
   // A few rows that mostly stay where they are.
   bool runs_alone(int, int) const override { return true; }
-  void run(int, int rows, worker& w) override {
+  void run(int, int rows, Worker& w) override {
     if (w.take() != 0) return;
     if (const char* fault = fault_of(rows)) return w.fail(fault);
     for (int row = 0; row < rows; row++) {
@@ -202,41 +202,41 @@ class move_rows_op : public op {
     return (a_.table[index / a_.num_positions] * a_.num_positions + index % a_.num_positions) * a_.row_bytes;
   }
 
-  const move_rows_arguments a_;
+  const MoveRowsArguments a_;
 };
 
 }  // namespace
 
-std::unique_ptr<op> make_top_log_probs(const float_kernels& kernels, input_rows logits, int64_t size,
-                                       int64_t k, int32_t* ids, float* log_probs) {
-  return std::make_unique<top_log_probs_op>(kernels, logits, size, k, ids, log_probs);
+std::unique_ptr<Op> make_top_log_probs(const FloatKernels& kernels, InputRows logits, int64_t size, int64_t k,
+                                       int32_t* ids, float* log_probs) {
+  return std::make_unique<TopLogProbsOp>(kernels, logits, size, k, ids, log_probs);
 }
 
-std::unique_ptr<op> make_move_rows(const move_rows_arguments& arguments) {
-  return std::make_unique<move_rows_op>(arguments);
+std::unique_ptr<Op> make_move_rows(const MoveRowsArguments& arguments) {
+  return std::make_unique<MoveRowsOp>(arguments);
 }
 
-std::unique_ptr<op> make_add(const float_kernels& kernels, input_rows x, input_rows y, output_rows out,
+std::unique_ptr<Op> make_add(const FloatKernels& kernels, InputRows x, InputRows y, OutputRows out,
                              int64_t size) {
-  return std::make_unique<binary_op>("add", kernels.add, x, y, out, size);
+  return std::make_unique<BinaryOp>("add", kernels.add, x, y, out, size);
 }
 
-std::unique_ptr<op> make_swiglu(const float_kernels& kernels, input_rows gate, input_rows up, output_rows out,
+std::unique_ptr<Op> make_swiglu(const FloatKernels& kernels, InputRows gate, InputRows up, OutputRows out,
                                 int64_t size) {
-  return std::make_unique<binary_op>("swiglu", kernels.swiglu, gate, up, out, size);
+  return std::make_unique<BinaryOp>("swiglu", kernels.swiglu, gate, up, out, size);
 }
 
-std::unique_ptr<op> make_rms_norm(const float_kernels& kernels, input_rows x, const float* weight, float eps,
-                                  output_rows out, int64_t size) {
-  return std::make_unique<rms_norm_op>(kernels, x, weight, eps, out, size);
+std::unique_ptr<Op> make_rms_norm(const FloatKernels& kernels, InputRows x, const float* weight, float eps,
+                                  OutputRows out, int64_t size) {
+  return std::make_unique<RmsNormOp>(kernels, x, weight, eps, out, size);
 }
 
-std::unique_ptr<op> make_rope_angles(const rope_arguments& rope, const int32_t* positions, output_rows out) {
-  return std::make_unique<rope_angles_op>(rope, positions, out);
+std::unique_ptr<Op> make_rope_angles(const RopeArguments& rope, const int32_t* positions, OutputRows out) {
+  return std::make_unique<RopeAnglesOp>(rope, positions, out);
 }
 
-std::unique_ptr<op> make_combine_experts(const float_kernels& kernels, const combine_arguments& arguments) {
-  return std::make_unique<combine_op>(kernels, arguments);
+std::unique_ptr<Op> make_combine_experts(const FloatKernels& kernels, const CombineArguments& arguments) {
+  return std::make_unique<CombineOp>(kernels, arguments);
 }
 
 }  // namespace coldstream

@@ -1,6 +1,6 @@
 // Sixteen float32 lanes as a plain array: the meaning of the operations in the other vec16_*.inl.
 
-struct vec16 {
+struct Vec16 {
   float lane[16];
 };
 
@@ -20,9 +20,9 @@ static inline uint32_t float_to_bits(float value) {
 
 static inline float to_float(float x) { return x; }
 
-static inline float to_float(bfloat16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
+static inline float to_float(Bfloat16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
 
-static inline float to_float(float16 x) {
+static inline float to_float(Float16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   const uint32_t rest = x.bits & 0x7fff;
   const uint32_t quiet = rest > 0x7c00 ? 0x400000 : 0;
@@ -32,7 +32,7 @@ static inline float to_float(float16 x) {
 }
 
 // To nearest, ties to even, as the F16C instruction does it.
-static inline float16 to_float16(float x) {
+static inline Float16 to_float16(float x) {
   const uint32_t bits = float_to_bits(x);
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const uint32_t rest = bits & 0x7fffffff;
@@ -46,42 +46,42 @@ static inline float16 to_float16(float x) {
   return {static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13))};
 }
 
-static inline vec16 splat16(float x) {
-  vec16 r;
+static inline Vec16 splat16(float x) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) r.lane[i] = x;
   return r;
 }
 
-static inline vec16 zero16() { return splat16(0.0f); }
+static inline Vec16 zero16() { return splat16(0.0f); }
 
 template <typename T>
-static inline vec16 load16(const T* p) {
-  vec16 r;
+static inline Vec16 load16(const T* p) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) r.lane[i] = to_float(p[i]);
   return r;
 }
 
 // The first min(left, 16) values, then zeros.
 template <typename T>
-static inline vec16 load16(const T* p, int64_t left) {
-  vec16 r = zero16();
+static inline Vec16 load16(const T* p, int64_t left) {
+  Vec16 r = zero16();
   for (int i = 0; i < lanes_of(left); i++) r.lane[i] = to_float(p[i]);
   return r;
 }
 
-static inline void store16(float* p, const vec16& v) { memcpy(p, v.lane, sizeof(v.lane)); }
+static inline void store16(float* p, const Vec16& v) { memcpy(p, v.lane, sizeof(v.lane)); }
 
-static inline void store16(float* p, const vec16& v, int64_t left) {
+static inline void store16(float* p, const Vec16& v, int64_t left) {
   for (int i = 0; i < lanes_of(left); i++) p[i] = v.lane[i];
 }
 
-static inline void store16(float16* p, const vec16& v, int64_t left) {
+static inline void store16(Float16* p, const Vec16& v, int64_t left) {
   for (int i = 0; i < lanes_of(left); i++) p[i] = to_float16(v.lane[i]);
 }
 
 #define LANEWISE(NAME, EXPRESSION)                           \
-  static inline vec16 NAME(const vec16& a, const vec16& b) { \
-    vec16 r;                                                 \
+  static inline Vec16 NAME(const Vec16& a, const Vec16& b) { \
+    Vec16 r;                                                 \
     for (int i = 0; i < 16; i++) {                           \
       const float x = a.lane[i], y = b.lane[i];              \
       r.lane[i] = EXPRESSION;                                \
@@ -96,15 +96,15 @@ LANEWISE(max16, x > y ? x : y)  // a NaN in either: y
 LANEWISE(min16, x < y ? x : y)
 #undef LANEWISE
 
-static inline vec16 fma16(const vec16& a, const vec16& b, const vec16& c) {
-  vec16 r;
+static inline Vec16 fma16(const Vec16& a, const Vec16& b, const Vec16& c) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) r.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
   return r;
 }
 
 // 2^n for lanes that hold 1.5·2^23 + n, n in −126 … 127.
-static inline vec16 pow2_16(const vec16& shifted) {
-  vec16 r;
+static inline Vec16 pow2_16(const Vec16& shifted) {
+  Vec16 r;
   for (int i = 0; i < 16; i++) {
     r.lane[i] = bits_to_float((float_to_bits(shifted.lane[i]) << 23) + (127u << 23));
   }
@@ -112,19 +112,19 @@ static inline vec16 pow2_16(const vec16& shifted) {
 }
 
 // The first min(n, 16) lanes of v, then `fill`.
-static inline vec16 keep16(const vec16& v, int64_t n, float fill) {
-  vec16 r = splat16(fill);
+static inline Vec16 keep16(const Vec16& v, int64_t n, float fill) {
+  Vec16 r = splat16(fill);
   for (int i = 0; i < lanes_of(n); i++) r.lane[i] = v.lane[i];
   return r;
 }
 
-static inline float sum16(const vec16& v) {
+static inline float sum16(const Vec16& v) {
   float p[8];
   for (int i = 0; i < 8; i++) p[i] = v.lane[i] + v.lane[i + 8];
   return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
 }
 
-static inline float greatest16(const vec16& v) {
+static inline float greatest16(const Vec16& v) {
   float p[8];
   for (int width = 8, i = 0; i < width; i++) p[i] = v.lane[i] > v.lane[i + 8] ? v.lane[i] : v.lane[i + 8];
   for (int width = 4; width > 0; width /= 2) {
@@ -133,7 +133,7 @@ static inline float greatest16(const vec16& v) {
   return p[0];
 }
 
-static inline void transpose16(vec16* rows) {
+static inline void transpose16(Vec16* rows) {
   for (int i = 0; i < 16; i++) {
     for (int j = 0; j < i; j++) {
       const float x = rows[i].lane[j];

@@ -17,32 +17,32 @@ constexpr int64_t num_groups(int64_t cols) { return (cols + group_elements - 1) 
 
 // Which inputs share a scale: a group, for types with super-blocks, or a block of 32, for types of such
 // blocks.
-enum class activation_form { by_group, by_block };
+enum class ActivationForm { by_group, by_block };
 
 // The form that an integer type needs.
-inline activation_form form_of(quant_type type) {
+inline ActivationForm form_of(QuantType type) {
   const bool is_block = quant_geometry_find(static_cast<int>(type))->block_elements == block_elements;
-  return is_block ? activation_form::by_block : activation_form::by_group;
+  return is_block ? ActivationForm::by_block : ActivationForm::by_group;
 }
 
 // One row: the layout for few rows, and the first step to that for many.
-struct activation_row {
+struct ActivationRow {
   int8_t* q;      // [groups * 256]
   int16_t* sums;  // [groups * 16], over 16 consecutive q
   float* scales;  // [groups * scales_per_group(form)]
-  activation_form form;
+  ActivationForm form;
 
-  static constexpr int scales_per_group(activation_form form) {
-    return form == activation_form::by_block ? blocks_per_group : 1;
+  static constexpr int scales_per_group(ActivationForm form) {
+    return form == ActivationForm::by_block ? blocks_per_group : 1;
   }
 
-  static constexpr size_t bytes(int64_t cols, activation_form form) {
+  static constexpr size_t bytes(int64_t cols, ActivationForm form) {
     const size_t per_group = group_elements + 16 * sizeof(int16_t) + scales_per_group(form) * sizeof(float);
     return (num_groups(cols) * per_group + 63) / 64 * 64;
   }
 
   // `memory` holds bytes(cols, form) bytes and is aligned to 64.
-  static activation_row at(std::byte* memory, int64_t cols, activation_form form) {
+  static ActivationRow at(std::byte* memory, int64_t cols, ActivationForm form) {
     const int64_t groups = num_groups(cols);
     auto* q = reinterpret_cast<int8_t*>(memory);
     auto* sums = reinterpret_cast<int16_t*>(q + groups * group_elements);
@@ -51,9 +51,9 @@ struct activation_row {
 };
 
 // The forms of the same inputs that some weights need: one for most, none for float weights, both for few.
-class activation_forms {
+class ActivationForms {
  public:
-  void add(quant_type weight) {
+  void add(QuantType weight) {
     if (quant_is_integer(weight)) needed_[static_cast<int>(form_of(weight))] = true;
   }
   bool any() const { return needed_[0] || needed_[1]; }
@@ -63,22 +63,22 @@ class activation_forms {
   size_t row_bytes(int64_t cols) const { return offset(cols, 0) + offset(cols, 1); }
 
   // One form of the row in `memory`, row_bytes(cols) bytes aligned to 64.
-  activation_row row(std::byte* memory, int64_t cols, activation_form form) const {
-    return activation_row::at(memory + (form == activation_form::by_block ? offset(cols, 0) : 0), cols, form);
+  ActivationRow row(std::byte* memory, int64_t cols, ActivationForm form) const {
+    return ActivationRow::at(memory + (form == ActivationForm::by_block ? offset(cols, 0) : 0), cols, form);
   }
 
   // Its number among these forms.
-  int index(activation_form form) const { return form == activation_form::by_block && needed_[0] ? 1 : 0; }
+  int index(ActivationForm form) const { return form == ActivationForm::by_block && needed_[0] ? 1 : 0; }
 
   template <typename F>
   void for_each(F&& f) const {
-    if (needed_[0]) f(activation_form::by_group);
-    if (needed_[1]) f(activation_form::by_block);
+    if (needed_[0]) f(ActivationForm::by_group);
+    if (needed_[1]) f(ActivationForm::by_block);
   }
 
  private:
   size_t offset(int64_t cols, int form) const {
-    return needed_[form] ? activation_row::bytes(cols, static_cast<activation_form>(form)) : 0;
+    return needed_[form] ? ActivationRow::bytes(cols, static_cast<ActivationForm>(form)) : 0;
   }
 
   bool needed_[2] = {false, false};
@@ -86,7 +86,7 @@ class activation_forms {
 
 // One group of 16 rows with the row innermost: the layout for many rows. Lanes of a vector register, and
 // columns of a matrix tile, are rows.
-struct alignas(64) activation_tile {
+struct alignas(64) ActivationTile {
   int8_t q[64][tile_rows][4];  // four consecutive inputs of each row
   union {
     int16_t sums_16[8][tile_rows][2];                 // by group: over 16 inputs, two consecutive sums
@@ -95,6 +95,6 @@ struct alignas(64) activation_tile {
   int16_t sums_32[4][tile_rows][2];  // over 32 inputs, two consecutive sums
   float scales[tile_rows];           // by group
 };
-static_assert(sizeof(activation_tile) == 4928);
+static_assert(sizeof(ActivationTile) == 4928);
 
 }  // namespace coldstream

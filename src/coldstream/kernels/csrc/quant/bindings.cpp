@@ -15,12 +15,12 @@ namespace {
 
 using namespace nb::literals;
 
-using bytes_1d = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ids_1d = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ids_2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
-using input_2d = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using array_3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
-using array_flat = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+using Bytes1d = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids1d = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
+using Input2d = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Array3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using ArrayFlat = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void invalid(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -31,9 +31,9 @@ std::string shape_text(std::initializer_list<int64_t> sizes) {
 }
 
 // A weight whose bytes begin at `offset` of `available` bytes.
-weight make_weight(const uint8_t* data, uint64_t available, uint64_t offset, int type_id, int64_t rows,
+Weight make_weight(const uint8_t* data, uint64_t available, uint64_t offset, int type_id, int64_t rows,
                    int64_t cols, int64_t matrices, std::shared_ptr<void> owner) {
-  const quant_geometry* geometry = quant_geometry_find(type_id);
+  const QuantGeometry* geometry = quant_geometry_find(type_id);
   if (geometry == nullptr) invalid("unknown tensor type " + std::to_string(type_id));
   if (rows < 1 || cols < 1 || matrices < 1) invalid("a weight needs at least one matrix, row and column");
   if (cols % geometry->block_elements != 0) {
@@ -49,19 +49,19 @@ weight make_weight(const uint8_t* data, uint64_t available, uint64_t offset, int
             std::to_string(offset) + " does not fit into " + std::to_string(available) + " bytes");
   }
   const uint8_t* begin = data + offset;
-  if (type_id == static_cast<int>(quant_type::f32) &&
+  if (type_id == static_cast<int>(QuantType::f32) &&
       reinterpret_cast<uintptr_t>(begin) % alignof(float) != 0) {
     invalid("F32 weights must begin at a multiple of 4 bytes, not at byte " + std::to_string(offset));
   }
   return {begin, geometry->type, matrices, rows, cols, row_bytes, matrix_bytes, std::move(owner)};
 }
 
-weight rows_of(const weight& w, int64_t begin, int64_t end) {
+Weight rows_of(const Weight& w, int64_t begin, int64_t end) {
   if (begin < 0 || begin >= end || end > w.num_rows) {
     invalid("rows " + std::to_string(begin) + " … " + std::to_string(end) + " of " +
             std::to_string(w.num_rows));
   }
-  weight view = w;
+  Weight view = w;
   if (w.addresses != nullptr) {
     view.first_byte += begin * w.row_bytes;
   } else {
@@ -71,8 +71,8 @@ weight rows_of(const weight& w, int64_t begin, int64_t end) {
   return view;
 }
 
-template <typename array>
-void check_rows(const array& a, const char* name, int64_t rows, int64_t cols) {
+template <typename Array>
+void check_rows(const Array& a, const char* name, int64_t rows, int64_t cols) {
   const int64_t num_rows = static_cast<int64_t>(a.shape(0)), num_cols = static_cast<int64_t>(a.shape(1));
   if (num_rows != rows || num_cols != cols) {
     invalid(std::string(name) + " has shape " + shape_text({num_rows, num_cols}) + " instead of " +
@@ -89,21 +89,21 @@ int num_rows_of(size_t rows) {
   return static_cast<int>(rows);
 }
 
-void check_in_place(const weight& w) {
+void check_in_place(const Weight& w) {
   if (w.addresses != nullptr) invalid("a weight of a pool is for pooled_experts: it may not be in memory");
 }
 
-void check_single(const weight& w, const char* name) {
+void check_single(const Weight& w, const char* name) {
   check_in_place(w);
   if (w.num_matrices != 1) invalid(std::string(name) + " is a stack of matrices, not one");
 }
 
-weight weight_of_pool(std::shared_ptr<expert_pool> pool, int layer, int index, int type_id, int64_t rows,
+Weight weight_of_pool(std::shared_ptr<ExpertPool> pool, int layer, int index, int type_id, int64_t rows,
                       int64_t cols) {
-  const expert_pool::part& p = pool->part_at(layer, index);
+  const ExpertPool::Part& p = pool->part_at(layer, index);
   const int64_t matrices = pool->num_experts();
   const uint64_t all = p.bytes * static_cast<uint64_t>(matrices);
-  weight w = make_weight(nullptr, p.offset + all, p.offset, type_id, rows, cols, matrices, nullptr);
+  Weight w = make_weight(nullptr, p.offset + all, p.offset, type_id, rows, cols, matrices, nullptr);
   if (static_cast<uint64_t>(w.matrix_bytes) != p.bytes) {
     invalid("matrices of " + std::to_string(p.bytes) + " bytes are not " + shape_text({rows, cols}));
   }
@@ -114,11 +114,11 @@ weight weight_of_pool(std::shared_ptr<expert_pool> pool, int layer, int index, i
 }
 
 void bind_weight(nb::module_& m) {
-  nb::class_<weight>(m, "Weight",
+  nb::class_<Weight>(m, "Weight",
                      "A matrix [rows, cols] or a stack of them, in GGUF's block layout where it lies.")
       .def_static(
           "from_file",
-          [](std::shared_ptr<mapped_file> file, uint64_t offset, int type_id, int64_t rows, int64_t cols,
+          [](std::shared_ptr<MappedFile> file, uint64_t offset, int type_id, int64_t rows, int64_t cols,
              int64_t matrices) {
             const uint8_t* data = file->data();
             const uint64_t size = file->size();
@@ -129,7 +129,7 @@ void bind_weight(nb::module_& m) {
           "within the file.")
       .def_static(
           "from_array",
-          [](bytes_1d array, int type_id, int64_t rows, int64_t cols, int64_t matrices) {
+          [](Bytes1d array, int type_id, int64_t rows, int64_t cols, int64_t matrices) {
             return make_weight(array.data(), array.size(), 0, type_id, rows, cols, matrices, keep(array));
           },
           nb::arg("array").noconvert(), "type_id"_a, "rows"_a, "cols"_a, "matrices"_a = 1,
@@ -141,21 +141,21 @@ void bind_weight(nb::module_& m) {
            "A view of these output rows of every matrix. Raises ValueError unless 0 <= begin < end <= "
            "num_rows.")
       .def_prop_ro(
-          "address", [](const weight& w) { return reinterpret_cast<uintptr_t>(w.data); },
+          "address", [](const Weight& w) { return reinterpret_cast<uintptr_t>(w.data); },
           "Where the first matrix lies: for a device that has its memory registered, not for reading.")
-      .def_ro("matrix_bytes", &weight::matrix_bytes, "From one matrix to the next.")
-      .def_prop_ro("type_id", [](const weight& w) { return static_cast<int>(w.type); })
-      .def_ro("num_matrices", &weight::num_matrices)
-      .def_ro("num_rows", &weight::num_rows)
-      .def_ro("num_cols", &weight::num_cols);
+      .def_ro("matrix_bytes", &Weight::matrix_bytes, "From one matrix to the next.")
+      .def_prop_ro("type_id", [](const Weight& w) { return static_cast<int>(w.type); })
+      .def_ro("num_matrices", &Weight::num_matrices)
+      .def_ro("num_rows", &Weight::num_rows)
+      .def_ro("num_cols", &Weight::num_cols);
 }
 
-void linear(runtime& rt, input_2d x, const std::vector<weight>& weights, const std::vector<array_2d>& outs) {
+void linear(Runtime& rt, Input2d x, const std::vector<Weight>& weights, const std::vector<Array2d>& outs) {
   if (weights.empty() || weights.size() != outs.size())
     invalid("linear needs one output for each of one or more weights");
   const int64_t rows = num_rows_of(x.shape(0)), cols = weights[0].num_cols;
   check_rows(x, "x", rows, cols);
-  std::vector<linear_part> parts;
+  std::vector<LinearPart> parts;
   std::vector<std::shared_ptr<void>> owners = {keep(x)};
   for (size_t i = 0; i < weights.size(); i++) {
     check_single(weights[i], "a weight of linear");
@@ -164,23 +164,23 @@ void linear(runtime& rt, input_2d x, const std::vector<weight>& weights, const s
     parts.push_back({weights[i], {outs[i].data(), outs[i].stride(0)}});
     owners.push_back(keep(outs[i]));
   }
-  const quant_kernels& kernels = quant_kernels_for(rt.active_tier());
-  const float_rows_in in = {x.data(), x.stride(0)};
-  submit(rt, std::make_unique<linear_op>(kernels, in, cols, std::move(parts), static_cast<int>(rows)),
+  const QuantKernels& kernels = quant_kernels_for(rt.active_tier());
+  const FloatRowsIn in = {x.data(), x.stride(0)};
+  submit(rt, std::make_unique<LinearOp>(kernels, in, cols, std::move(parts), static_cast<int>(rows)),
          static_cast<int>(rows), std::move(owners));
 }
 
-void embed(runtime& rt, const weight& table, ids_1d token_ids, array_2d out) {
+void embed(Runtime& rt, const Weight& table, Ids1d token_ids, Array2d out) {
   check_single(table, "an embedding table");
   const int rows = num_rows_of(token_ids.shape(0));
   check_rows(out, "out", rows, table.num_cols);
-  const float_rows_out to = {out.data(), out.stride(0)};
-  submit(rt, std::make_unique<embed_op>(quant_kernels_for(rt.active_tier()), table, token_ids.data(), to),
+  const FloatRowsOut to = {out.data(), out.stride(0)};
+  submit(rt, std::make_unique<EmbedOp>(quant_kernels_for(rt.active_tier()), table, token_ids.data(), to),
          rows, {keep(token_ids), keep(out)});
 }
 
-routed_experts_args experts_args(const input_2d& x, const ids_2d& topk_ids, const weight& gate,
-                                 const weight& up, const weight& down, const array_3d& out) {
+RoutedExpertsArgs experts_args(const Input2d& x, const Ids2d& topk_ids, const Weight& gate, const Weight& up,
+                               const Weight& down, const Array3d& out) {
   const int rows = num_rows_of(x.shape(0));
   const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
   if (gate.num_matrices != up.num_matrices || gate.num_matrices != down.num_matrices ||
@@ -213,17 +213,17 @@ routed_experts_args experts_args(const input_2d& x, const ids_2d& topk_ids, cons
           out.stride(1)};
 }
 
-void routed_experts(runtime& rt, input_2d x, ids_2d topk_ids, const weight& gate, const weight& up,
-                    const weight& down, array_3d out) {
-  routed_experts_args args = experts_args(x, topk_ids, gate, up, down, out);
-  for (const weight* w : {&gate, &up, &down}) check_in_place(*w);
+void routed_experts(Runtime& rt, Input2d x, Ids2d topk_ids, const Weight& gate, const Weight& up,
+                    const Weight& down, Array3d out) {
+  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, out);
+  for (const Weight* w : {&gate, &up, &down}) check_in_place(*w);
   const int rows = num_rows_of(x.shape(0));
-  submit(rt, std::make_unique<routed_experts_op>(quant_kernels_for(rt.active_tier()), std::move(args), rows),
+  submit(rt, std::make_unique<RoutedExpertsOp>(quant_kernels_for(rt.active_tier()), std::move(args), rows),
          rows, {keep(x), keep(topk_ids), keep(out)});
 }
 
 // The layer of the pool that `experts` is a part of, and the ids that its router chose.
-pooled_layer layer_of(std::shared_ptr<expert_pool> pool, const weight& experts, const ids_2d& topk_ids) {
+PooledLayer layer_of(std::shared_ptr<ExpertPool> pool, const Weight& experts, const Ids2d& topk_ids) {
   const int layer = pool->layer_of(experts.addresses);
   if (layer < 0) invalid("the experts do not lie in this pool");
   const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
@@ -232,22 +232,22 @@ pooled_layer layer_of(std::shared_ptr<expert_pool> pool, const weight& experts, 
   return {std::move(pool), layer, topk_ids.data(), topk_ids.stride(0), static_cast<int>(ranks)};
 }
 
-void request_experts(runtime& rt, std::shared_ptr<expert_pool> pool, const weight& gate, ids_2d topk_ids) {
-  submit(rt, std::make_unique<request_experts_op>(layer_of(std::move(pool), gate, topk_ids)),
+void request_experts(Runtime& rt, std::shared_ptr<ExpertPool> pool, const Weight& gate, Ids2d topk_ids) {
+  submit(rt, std::make_unique<RequestExpertsOp>(layer_of(std::move(pool), gate, topk_ids)),
          num_rows_of(topk_ids.shape(0)), {keep(topk_ids)});
 }
 
-void pooled_experts(runtime& rt, std::shared_ptr<expert_pool> pool, input_2d x, ids_2d topk_ids,
-                    const weight& gate, const weight& up, const weight& down, array_3d out) {
-  routed_experts_args args = experts_args(x, topk_ids, gate, up, down, out);
-  pooled_layer from = layer_of(pool, gate, topk_ids);
+void pooled_experts(Runtime& rt, std::shared_ptr<ExpertPool> pool, Input2d x, Ids2d topk_ids,
+                    const Weight& gate, const Weight& up, const Weight& down, Array3d out) {
+  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, out);
+  PooledLayer from = layer_of(pool, gate, topk_ids);
   if (pool->layer_of(up.addresses) != from.layer || pool->layer_of(down.addresses) != from.layer) {
     invalid("gate, up and down lie in different layers of the pool");
   }
   const int rows = num_rows_of(x.shape(0));
   submit(rt,
-         std::make_unique<pooled_experts_op>(quant_kernels_for(rt.active_tier()), std::move(args),
-                                             std::move(from), rows),
+         std::make_unique<PooledExpertsOp>(quant_kernels_for(rt.active_tier()), std::move(args),
+                                           std::move(from), rows),
          rows, {keep(x), keep(topk_ids), keep(out)});
 }
 
@@ -260,20 +260,20 @@ nb::ndarray<nb::numpy, T> new_array(std::initializer_list<size_t> shape) {
   return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.begin(), owner);
 }
 
-nb::tuple quantize_activations(runtime& rt, input_2d x, int scale_size) {
+nb::tuple quantize_activations(Runtime& rt, Input2d x, int scale_size) {
   if (scale_size != group_elements && scale_size != block_elements)
     invalid("scale_size must be 256 or 32, not " + std::to_string(scale_size));
-  const auto form = scale_size == group_elements ? activation_form::by_group : activation_form::by_block;
+  const auto form = scale_size == group_elements ? ActivationForm::by_group : ActivationForm::by_block;
   const int64_t rows = static_cast<int64_t>(x.shape(0)), cols = static_cast<int64_t>(x.shape(1));
   check_rows(x, "x", rows, cols);
   const size_t groups = static_cast<size_t>(num_groups(cols));
   auto q = new_array<int8_t>({x.shape(0), groups * group_elements});
-  const size_t num_scales = groups * static_cast<size_t>(activation_row::scales_per_group(form));
+  const size_t num_scales = groups * static_cast<size_t>(ActivationRow::scales_per_group(form));
   auto scales = new_array<float>({x.shape(0), num_scales});
   auto sums = new_array<int16_t>({x.shape(0), groups * 16});
-  scratch memory;
-  memory.reserve(activation_row::bytes(cols, form));
-  const activation_row row = activation_row::at(memory.data(), cols, form);
+  Scratch memory;
+  memory.reserve(ActivationRow::bytes(cols, form));
+  const ActivationRow row = ActivationRow::at(memory.data(), cols, form);
   for (size_t t = 0; t < x.shape(0); t++) {
     quant_kernels_for(rt.active_tier())
         .quantize_row(x.data() + static_cast<int64_t>(t) * x.stride(0), cols, row);
@@ -284,19 +284,19 @@ nb::tuple quantize_activations(runtime& rt, input_2d x, int scale_size) {
   return nb::make_tuple(q, scales, sums);
 }
 
-void dequantize(runtime& rt, const weight& w, array_flat out) {
+void dequantize(Runtime& rt, const Weight& w, ArrayFlat out) {
   check_in_place(w);
   if (static_cast<int64_t>(out.size()) != w.num_matrices * w.num_rows * w.num_cols) {
     invalid("out must hold the " + shape_text({w.num_matrices, w.num_rows, w.num_cols}) +
             " values of the weight");
   }
-  submit(rt, std::make_unique<dequantize_op>(quant_kernels_for(rt.active_tier()), w, out.data()), 1,
+  submit(rt, std::make_unique<DequantizeOp>(quant_kernels_for(rt.active_tier()), w, out.data()), 1,
          {keep(out)});
 }
 
 nb::list geometry() {
   nb::list rows;
-  for (const quant_geometry& g : quant_geometries) {
+  for (const QuantGeometry& g : quant_geometries) {
     rows.append(nb::make_tuple(static_cast<int>(g.type), g.name, g.block_elements, g.block_bytes));
   }
   return rows;

@@ -7,7 +7,7 @@
 
 namespace coldstream {
 
-struct codes_256 {
+struct Codes256 {
   __m256i part[8];  // 32 codes each
 };
 
@@ -24,16 +24,16 @@ static inline __m256i load_256(const void* p) { return _mm256_loadu_si256(static
 
 // For each type: `load`, which reads one super-block or eight blocks. Codes are unsigned, `offset_bits` the
 // power of two that they lie above those of the type, if they do; those of Q8_0 are signed.
-template <quant_type Q>
-struct format_256;
+template <QuantType Q>
+struct Format256;
 
 template <>
-struct format_256<quant_type::q4_k> {
-  using block = block_q4_k;
+struct Format256<QuantType::q4_k> {
+  using Block = BlockQ4_K;
   static constexpr bool super_block = true, has_mins = true, is_signed = false;
-  static codes_256 load(const block* b) {
+  static Codes256 load(const Block* b) {
     const __m256i mask = _mm256_set1_epi8(15);
-    codes_256 c;
+    Codes256 c;
     for (int k = 0; k < 4; k++) {
       const __m256i packed = load_256(b->qs + 32 * k);
       c.part[2 * k] = _mm256_and_si256(packed, mask);
@@ -44,12 +44,12 @@ struct format_256<quant_type::q4_k> {
 };
 
 template <>
-struct format_256<quant_type::q5_k> {
-  using block = block_q5_k;
+struct Format256<QuantType::q5_k> {
+  using Block = BlockQ5_K;
   static constexpr bool super_block = true, has_mins = true, is_signed = false;
-  static codes_256 load(const block* b) {
+  static Codes256 load(const Block* b) {
     const __m256i mask = _mm256_set1_epi8(15), sixteen = _mm256_set1_epi8(16), high = load_256(b->qh);
-    codes_256 c;
+    Codes256 c;
     for (int j = 0; j < 8; j++) {
       const __m256i packed = load_256(b->qs + 32 * (j / 2));
       const __m256i low = _mm256_and_si256(j % 2 == 0 ? packed : _mm256_srli_epi16(packed, 4), mask);
@@ -62,13 +62,13 @@ struct format_256<quant_type::q5_k> {
 };
 
 template <>
-struct format_256<quant_type::q6_k> {
-  using block = block_q6_k;
+struct Format256<QuantType::q6_k> {
+  using Block = BlockQ6_K;
   static constexpr bool super_block = true, has_mins = false, is_signed = false;
   static constexpr int offset_bits = 5;
-  static codes_256 load(const block* b) {
+  static Codes256 load(const Block* b) {
     const __m256i low_mask = _mm256_set1_epi8(15), high_mask = _mm256_set1_epi8(48);
-    codes_256 c;
+    Codes256 c;
     for (int n = 0; n < 2; n++) {
       const __m256i first = load_256(b->ql + 64 * n), second = load_256(b->ql + 64 * n + 32);
       const __m256i high = load_256(b->qh + 32 * n);
@@ -91,27 +91,27 @@ static inline __m256i load_nibbles_32(const uint8_t* qs) {
 }
 
 template <>
-struct format_256<quant_type::q4_0> {
-  using block = block_q4_0;
+struct Format256<QuantType::q4_0> {
+  using Block = BlockQ4_0;
   static constexpr bool super_block = false, has_mins = false, is_signed = false;
   static constexpr int offset_bits = 3;
-  static codes_256 load(const block* b) {
-    codes_256 c;
+  static Codes256 load(const Block* b) {
+    Codes256 c;
     for (int j = 0; j < 8; j++) c.part[j] = load_nibbles_32(b[j].qs);
     return c;
   }
 };
 
 template <>
-struct format_256<quant_type::q5_0> {
-  using block = block_q5_0;
+struct Format256<QuantType::q5_0> {
+  using Block = BlockQ5_0;
   static constexpr bool super_block = false, has_mins = false, is_signed = false;
   static constexpr int offset_bits = 4;
-  static codes_256 load(const block* b) {
+  static Codes256 load(const Block* b) {
     // Byte i of the 32 bits to lanes 8i … 8i + 7, then bit k of it to lane 8i + k.
     const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i bits = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
-    codes_256 c;
+    Codes256 c;
     for (int j = 0; j < 8; j++) {
       const __m256i packed = _mm256_set1_epi32(static_cast<int>(load_u32(b[j].qh)));
       const __m256i is_high =
@@ -123,12 +123,12 @@ struct format_256<quant_type::q5_0> {
 };
 
 template <>
-struct format_256<quant_type::q8_0> {
-  using block = block_q8_0;
+struct Format256<QuantType::q8_0> {
+  using Block = BlockQ8_0;
   static constexpr bool super_block = false, has_mins = false, is_signed = true;
   static constexpr int offset_bits = 0;
-  static codes_256 load(const block* b) {
-    codes_256 c;
+  static Codes256 load(const Block* b) {
+    Codes256 c;
     for (int j = 0; j < 8; j++) c.part[j] = load_256(b[j].qs);
     return c;
   }

@@ -8,7 +8,7 @@
 
 namespace coldstream {
 
-struct codes_512 {
+struct Codes512 {
   __m512i part[4];  // 64 codes each
 };
 
@@ -29,17 +29,17 @@ static inline __m512i halves_epi8(int low, int high) {
 
 // For each type: `offset_bits`, the power of two that its signed codes lie below the unsigned ones, and
 // `load`, which reads one super-block or eight blocks.
-template <quant_type Q>
-struct format_512;
+template <QuantType Q>
+struct Format512;
 
 template <>
-struct format_512<quant_type::q4_k> {
-  using block = block_q4_k;
+struct Format512<QuantType::q4_k> {
+  using Block = BlockQ4_K;
   static constexpr bool super_block = true, has_mins = true;
-  static codes_512 load(const block* b) {
+  static Codes512 load(const Block* b) {
     // 32 bytes hold 32 codes in their low nibbles and the next 32 in their high nibbles.
     const __m512i shifts = halves_epi16(0, 4), mask = _mm512_set1_epi8(15);
-    codes_512 c;
+    Codes512 c;
     for (int k = 0; k < 4; k++) {
       c.part[k] = _mm512_and_si512(_mm512_srlv_epi16(broadcast_256(b->qs + 32 * k), shifts), mask);
     }
@@ -48,13 +48,13 @@ struct format_512<quant_type::q4_k> {
 };
 
 template <>
-struct format_512<quant_type::q5_k> {
-  using block = block_q5_k;
+struct Format512<QuantType::q5_k> {
+  using Block = BlockQ5_K;
   static constexpr bool super_block = true, has_mins = true;
-  static codes_512 load(const block* b) {
+  static Codes512 load(const Block* b) {
     const __m512i shifts = halves_epi16(0, 4), mask = _mm512_set1_epi8(15), sixteen = _mm512_set1_epi8(16);
     const __m512i high = broadcast_256(b->qh);
-    codes_512 c;
+    Codes512 c;
     for (int k = 0; k < 4; k++) {
       const __m512i low = _mm512_and_si512(_mm512_srlv_epi16(broadcast_256(b->qs + 32 * k), shifts), mask);
       const __mmask64 is_high = _mm512_test_epi8_mask(high, halves_epi8(1 << 2 * k, 2 << 2 * k));
@@ -65,14 +65,14 @@ struct format_512<quant_type::q5_k> {
 };
 
 template <>
-struct format_512<quant_type::q6_k> {
-  using block = block_q6_k;
+struct Format512<QuantType::q6_k> {
+  using Block = BlockQ6_K;
   static constexpr bool super_block = true, has_mins = false;
   static constexpr int offset_bits = 5;
-  static codes_512 load(const block* b) {
+  static Codes512 load(const Block* b) {
     const __m512i low_mask = _mm512_set1_epi8(15), mask = _mm512_set1_epi8(63);
     constexpr int select = 0xca;  // a ? b : c, bit by bit
-    codes_512 c;
+    Codes512 c;
     for (int n = 0; n < 2; n++) {
       const __m512i low = _mm512_loadu_si512(b->ql + 64 * n), high = broadcast_256(b->qh + 32 * n);
       const __m512i first = _mm512_sllv_epi16(high, halves_epi16(4, 2));
@@ -97,12 +97,12 @@ static inline __m512i join_256(__m256i low, __m256i high) {
 }
 
 template <>
-struct format_512<quant_type::q4_0> {
-  using block = block_q4_0;
+struct Format512<QuantType::q4_0> {
+  using Block = BlockQ4_0;
   static constexpr bool super_block = false, has_mins = false;
   static constexpr int offset_bits = 3;
-  static codes_512 load(const block* b) {
-    codes_512 c;
+  static Codes512 load(const Block* b) {
+    Codes512 c;
     for (int k = 0; k < 4; k++)
       c.part[k] = join_256(load_nibbles_32(b[2 * k].qs), load_nibbles_32(b[2 * k + 1].qs));
     return c;
@@ -110,13 +110,13 @@ struct format_512<quant_type::q4_0> {
 };
 
 template <>
-struct format_512<quant_type::q5_0> {
-  using block = block_q5_0;
+struct Format512<QuantType::q5_0> {
+  using Block = BlockQ5_0;
   static constexpr bool super_block = false, has_mins = false;
   static constexpr int offset_bits = 4;
-  static codes_512 load(const block* b) {
+  static Codes512 load(const Block* b) {
     const __m512i sixteen = _mm512_set1_epi8(16);
-    codes_512 c;
+    Codes512 c;
     for (int k = 0; k < 4; k++) {
       const __m512i low = join_256(load_nibbles_32(b[2 * k].qs), load_nibbles_32(b[2 * k + 1].qs));
       const __mmask64 is_high = load_u32(b[2 * k].qh) | static_cast<uint64_t>(load_u32(b[2 * k + 1].qh))
@@ -128,13 +128,13 @@ struct format_512<quant_type::q5_0> {
 };
 
 template <>
-struct format_512<quant_type::q8_0> {
-  using block = block_q8_0;
+struct Format512<QuantType::q8_0> {
+  using Block = BlockQ8_0;
   static constexpr bool super_block = false, has_mins = false;
   static constexpr int offset_bits = 7;
-  static codes_512 load(const block* b) {
+  static Codes512 load(const Block* b) {
     const __m512i sign = _mm512_set1_epi8(-128);
-    codes_512 c;
+    Codes512 c;
     for (int k = 0; k < 4; k++) {
       const auto* low = reinterpret_cast<const __m256i*>(b[2 * k].qs);
       const auto* high = reinterpret_cast<const __m256i*>(b[2 * k + 1].qs);
@@ -145,30 +145,30 @@ struct format_512<quant_type::q8_0> {
 };
 
 // Scales of a super-block with minimums, as int16: eight scales, then eight minimums.
-template <typename block>
-static inline __m256i load_scales_and_mins(const block* b) {
-  const scales_k4 bytes = unpack_scales_k4(b->scales);
+template <typename Block>
+static inline __m256i load_scales_and_mins(const Block* b) {
+  const ScalesK4 bytes = unpack_scales_k4(b->scales);
   const auto scales = static_cast<int64_t>(bytes.scales), mins = static_cast<int64_t>(bytes.mins);
   return _mm256_cvtepu8_epi16(_mm_set_epi64x(mins, scales));
 }
 
 // The sixteen scales of a Q6_K block as int16.
-static inline __m256i load_scales_16(const block_q6_k* b) {
+static inline __m256i load_scales_16(const BlockQ6_K* b) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b->scales)));
 }
 
 // The int16 scales of a super-block spread over the lanes of its 256 codes taken as pairs, and its eight
 // minimums.
-template <quant_type Q>
-struct spread_scales {
+template <QuantType Q>
+struct SpreadScales {
   __m512i part[4];
   __m256i packed;  // Q4_K, Q5_K: eight scales, then eight minimums; Q6_K: sixteen scales
 
-  explicit spread_scales(const typename format_512<Q>::block* b) {
-    constexpr int shift = format_512<Q>::has_mins ? 4 : 3, per_part = format_512<Q>::has_mins ? 2 : 4;
+  explicit SpreadScales(const typename Format512<Q>::Block* b) {
+    constexpr int shift = Format512<Q>::has_mins ? 4 : 3, per_part = Format512<Q>::has_mins ? 2 : 4;
     const __m512i iota = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15,
                                           14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    if constexpr (format_512<Q>::has_mins) {
+    if constexpr (Format512<Q>::has_mins) {
       packed = load_scales_and_mins(b);
     } else {
       packed = load_scales_16(b);

@@ -2,7 +2,7 @@
 
 namespace coldstream {
 
-void dequantize_row_generic(quant_type type, const uint8_t* data, int64_t cols, float* out) {
+void dequantize_row_generic(QuantType type, const uint8_t* data, int64_t cols, float* out) {
   convert_row(type, data, cols, out);
 }
 

@@ -8,8 +8,8 @@
 namespace coldstream {
 
 // `cols` is a whole number of blocks. Reads nothing beyond them.
-void dequantize_row_generic(quant_type type, const uint8_t* data, int64_t cols, float* out);
-void dequantize_row_avx2(quant_type type, const uint8_t* data, int64_t cols, float* out);
-void dequantize_row_avx512(quant_type type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_generic(QuantType type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_avx2(QuantType type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_avx512(QuantType type, const uint8_t* data, int64_t cols, float* out);
 
 }  // namespace coldstream

@@ -12,8 +12,8 @@ namespace coldstream {
 
 namespace {
 
-constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t e2m1_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 int nibble(const uint8_t* p, int i) { return p[i / 2] >> (i % 2 * 4) & 15; }
 
@@ -99,7 +99,7 @@ uint64_t grid_8(const int8_t (&low)[4], const int8_t (&high)[4]) {
 
 // Scales times codes are exact in float32, so only the sign of a zero depends on the order of these products.
 
-void dequantize(const block_q4_0& b, float* __restrict y) {
+void dequantize(const BlockQ4_0& b, float* __restrict y) {
   const float d = load_half(b.d);
   for (int i = 0; i < 16; i++) {
     y[i] = d * static_cast<float>((b.qs[i] & 15) - 8);
@@ -107,7 +107,7 @@ void dequantize(const block_q4_0& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_q4_1& b, float* __restrict y) {
+void dequantize(const BlockQ4_1& b, float* __restrict y) {
   const float d = load_half(b.d), m = load_half(b.m);
   for (int i = 0; i < 16; i++) {
     y[i] = d * static_cast<float>(b.qs[i] & 15) + m;
@@ -115,7 +115,7 @@ void dequantize(const block_q4_1& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_q5_0& b, float* __restrict y) {
+void dequantize(const BlockQ5_0& b, float* __restrict y) {
   const float d = load_half(b.d);
   const uint32_t high = load_u32(b.qh);
   for (int i = 0; i < 16; i++) {
@@ -124,7 +124,7 @@ void dequantize(const block_q5_0& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_q5_1& b, float* __restrict y) {
+void dequantize(const BlockQ5_1& b, float* __restrict y) {
   const float d = load_half(b.d), m = load_half(b.m);
   const uint32_t high = load_u32(b.qh);
   for (int i = 0; i < 16; i++) {
@@ -133,22 +133,22 @@ void dequantize(const block_q5_1& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_q8_0& b, float* __restrict y) {
+void dequantize(const BlockQ8_0& b, float* __restrict y) {
   const float d = load_half(b.d);
   for (int i = 0; i < 32; i++) y[i] = d * static_cast<float>(static_cast<int8_t>(b.qs[i]));
 }
 
-void dequantize(const block_iq4_nl& b, float* __restrict y) {
-  scale_table_32(load_half(b.d), IQ4_VALUES, b.qs, y);
+void dequantize(const BlockIQ4_NL& b, float* __restrict y) {
+  scale_table_32(load_half(b.d), iq4_values, b.qs, y);
 }
 
-void dequantize(const block_mxfp4& b, float* __restrict y) {
+void dequantize(const BlockMXFP4& b, float* __restrict y) {
   // 2^(e - 128) for every e; the two smallest are subnormal.
   const float d = std::bit_cast<float>(b.e < 2 ? 0x200000u << b.e : (b.e - 1u) << 23);
-  scale_table_32(d, E2M1_DOUBLED, b.qs, y);
+  scale_table_32(d, e2m1_doubled, b.qs, y);
 }
 
-void dequantize(const block_q2_k& b, float* __restrict y) {
+void dequantize(const BlockQ2_K& b, float* __restrict y) {
   const float d = load_half(b.d), dmin = load_half(b.dmin);
   for (int j = 0; j < 16; j++) {
     const uint8_t* qs = b.qs + j / 8 * 32 + j % 2 * 16;
@@ -159,7 +159,7 @@ void dequantize(const block_q2_k& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_q3_k& b, float* __restrict y) {
+void dequantize(const BlockQ3_K& b, float* __restrict y) {
   const float d = load_half(b.d);
   for (int j = 0; j < 16; j++) {
     const uint8_t *qs = b.qs + j / 8 * 32 + j % 2 * 16, *high = b.hmask + j % 2 * 16;
@@ -172,9 +172,9 @@ void dequantize(const block_q3_k& b, float* __restrict y) {
   }
 }
 
-template <typename block, typename code_at>
-void dequantize_k4(const block& b, float* __restrict y, code_at code) {
-  const scales_k4 bytes = unpack_scales_k4(b.scales);
+template <typename Block, typename CodeAt>
+void dequantize_k4(const Block& b, float* __restrict y, CodeAt code) {
+  const ScalesK4 bytes = unpack_scales_k4(b.scales);
   const float d = load_half(b.d), dmin = load_half(b.dmin);
   for (int j = 0; j < 8; j++) {
     const float scale = d * static_cast<float>(bytes.scales >> 8 * j & 255);
@@ -185,15 +185,15 @@ void dequantize_k4(const block& b, float* __restrict y, code_at code) {
   }
 }
 
-void dequantize(const block_q4_k& b, float* __restrict y) {
+void dequantize(const BlockQ4_K& b, float* __restrict y) {
   dequantize_k4(b, y, [](int low, int, int) { return low; });
 }
 
-void dequantize(const block_q5_k& b, float* __restrict y) {
+void dequantize(const BlockQ5_K& b, float* __restrict y) {
   dequantize_k4(b, y, [&](int low, int i, int j) { return low + (b.qh[i] >> j & 1) * 16; });
 }
 
-void dequantize(const block_q6_k& b, float* __restrict y) {
+void dequantize(const BlockQ6_K& b, float* __restrict y) {
   const float d = load_half(b.d);
   for (int j = 0; j < 16; j++) {
     const uint8_t *low = b.ql + j / 8 * 64 + j % 4 * 16, *high = b.qh + j / 8 * 32 + j % 2 * 16;
@@ -206,16 +206,16 @@ void dequantize(const block_q6_k& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq4_xs& b, float* __restrict y) {
+void dequantize(const BlockIQ4_XS& b, float* __restrict y) {
   const float d = load_half(b.d);
   const int scales_high = load_u16(b.scales_h);
   for (int j = 0; j < 8; j++) {
     const float scale = d * static_cast<float>(nibble(b.scales_l, j) + 16 * (scales_high >> 2 * j & 3) - 32);
-    scale_table_32(scale, IQ4_VALUES, b.qs + 16 * j, y + 32 * j);
+    scale_table_32(scale, iq4_values, b.qs + 16 * j, y + 32 * j);
   }
 }
 
-void dequantize(const block_iq2_xxs& b, float* __restrict y) {
+void dequantize(const BlockIQ2_XXS& b, float* __restrict y) {
   const float d = load_half(b.d) * 0.125f;
   for (int g = 0; g < 32; g++) {  // groups of eight values; four of them share a word of signs and scale
     const uint8_t* quarter = b.qs + g / 4 * 8;
@@ -225,7 +225,7 @@ void dequantize(const block_iq2_xxs& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq2_xs& b, float* __restrict y) {
+void dequantize(const BlockIQ2_XS& b, float* __restrict y) {
   const float d = load_half(b.d) * 0.125f;
   for (int g = 0; g < 32; g++) {
     const uint32_t word = load_u16(b.qs + 2 * g);
@@ -234,7 +234,7 @@ void dequantize(const block_iq2_xs& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq2_s& b, float* __restrict y) {
+void dequantize(const BlockIQ2_S& b, float* __restrict y) {
   const float d = load_half(b.d) * 0.125f;
   for (int g = 0; g < 32; g++) {
     const float scale = d * static_cast<float>(1 + 2 * nibble(b.scales, g / 2));
@@ -243,7 +243,7 @@ void dequantize(const block_iq2_s& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq3_xxs& b, float* __restrict y) {
+void dequantize(const BlockIQ3_XXS& b, float* __restrict y) {
   const float d = load_half(b.d) * 0.25f;
   for (int g = 0; g < 32; g++) {
     const uint32_t word = load_u32(b.scales_signs + g / 4 * 4), signs = even_signs(word >> g % 4 * 7);
@@ -252,7 +252,7 @@ void dequantize(const block_iq3_xxs& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq3_s& b, float* __restrict y) {
+void dequantize(const BlockIQ3_S& b, float* __restrict y) {
   const float d = load_half(b.d);
   for (int g = 0; g < 32; g++) {
     const float scale = d * static_cast<float>(1 + 2 * nibble(b.scales, g / 4));
@@ -261,7 +261,7 @@ void dequantize(const block_iq3_s& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq1_s& b, float* __restrict y) {
+void dequantize(const BlockIQ1_S& b, float* __restrict y) {
   for (int g = 0; g < 32; g++) {
     const int word = load_u16(b.qh + g / 4 * 2);
     const float d = load_half(b.d) * 0.125f * static_cast<float>(1 + 2 * (word >> 12 & 7));
@@ -270,7 +270,7 @@ void dequantize(const block_iq1_s& b, float* __restrict y) {
   }
 }
 
-void dequantize(const block_iq1_m& b, float* __restrict y) {
+void dequantize(const BlockIQ1_M& b, float* __restrict y) {
   uint32_t d_bits = 0;  // spread over the top nibbles of the four scale words
   for (int i = 0; i < 4; i++) d_bits |= static_cast<uint32_t>(load_u16(b.scales + 2 * i) >> 12) << 4 * i;
   for (int g = 0; g < 32; g++) {
@@ -281,63 +281,63 @@ void dequantize(const block_iq1_m& b, float* __restrict y) {
   }
 }
 
-template <typename block>
+template <typename Block>
 void dequantize_blocks(const uint8_t* data, int64_t count, int elements, float* out) {
-  const auto* blocks = reinterpret_cast<const block*>(data);
+  const auto* blocks = reinterpret_cast<const Block*>(data);
   for (int64_t b = 0; b < count; b++) dequantize(blocks[b], out + b * elements);
 }
 
-void convert_row(quant_type type, const uint8_t* data, int64_t cols, float* out) {
+void convert_row(QuantType type, const uint8_t* data, int64_t cols, float* out) {
   switch (type) {
-    case quant_type::f32:
+    case QuantType::f32:
       std::memcpy(out, data, static_cast<size_t>(cols) * sizeof(float));
       return;
-    case quant_type::f16:
+    case QuantType::f16:
       for (int64_t i = 0; i < cols; i++) out[i] = load_half(data + 2 * i);
       return;
-    case quant_type::bf16:
+    case QuantType::bf16:
       for (int64_t i = 0; i < cols; i++) out[i] = bfloat_to_float(load_u16(data + 2 * i));
       return;
-    case quant_type::q4_0:
-      return dequantize_blocks<block_q4_0>(data, cols / 32, 32, out);
-    case quant_type::q4_1:
-      return dequantize_blocks<block_q4_1>(data, cols / 32, 32, out);
-    case quant_type::q5_0:
-      return dequantize_blocks<block_q5_0>(data, cols / 32, 32, out);
-    case quant_type::q5_1:
-      return dequantize_blocks<block_q5_1>(data, cols / 32, 32, out);
-    case quant_type::q8_0:
-      return dequantize_blocks<block_q8_0>(data, cols / 32, 32, out);
-    case quant_type::iq4_nl:
-      return dequantize_blocks<block_iq4_nl>(data, cols / 32, 32, out);
-    case quant_type::mxfp4:
-      return dequantize_blocks<block_mxfp4>(data, cols / 32, 32, out);
-    case quant_type::q2_k:
-      return dequantize_blocks<block_q2_k>(data, cols / 256, 256, out);
-    case quant_type::q3_k:
-      return dequantize_blocks<block_q3_k>(data, cols / 256, 256, out);
-    case quant_type::q4_k:
-      return dequantize_blocks<block_q4_k>(data, cols / 256, 256, out);
-    case quant_type::q5_k:
-      return dequantize_blocks<block_q5_k>(data, cols / 256, 256, out);
-    case quant_type::q6_k:
-      return dequantize_blocks<block_q6_k>(data, cols / 256, 256, out);
-    case quant_type::iq2_xxs:
-      return dequantize_blocks<block_iq2_xxs>(data, cols / 256, 256, out);
-    case quant_type::iq2_xs:
-      return dequantize_blocks<block_iq2_xs>(data, cols / 256, 256, out);
-    case quant_type::iq2_s:
-      return dequantize_blocks<block_iq2_s>(data, cols / 256, 256, out);
-    case quant_type::iq3_xxs:
-      return dequantize_blocks<block_iq3_xxs>(data, cols / 256, 256, out);
-    case quant_type::iq3_s:
-      return dequantize_blocks<block_iq3_s>(data, cols / 256, 256, out);
-    case quant_type::iq1_s:
-      return dequantize_blocks<block_iq1_s>(data, cols / 256, 256, out);
-    case quant_type::iq1_m:
-      return dequantize_blocks<block_iq1_m>(data, cols / 256, 256, out);
-    case quant_type::iq4_xs:
-      return dequantize_blocks<block_iq4_xs>(data, cols / 256, 256, out);
+    case QuantType::q4_0:
+      return dequantize_blocks<BlockQ4_0>(data, cols / 32, 32, out);
+    case QuantType::q4_1:
+      return dequantize_blocks<BlockQ4_1>(data, cols / 32, 32, out);
+    case QuantType::q5_0:
+      return dequantize_blocks<BlockQ5_0>(data, cols / 32, 32, out);
+    case QuantType::q5_1:
+      return dequantize_blocks<BlockQ5_1>(data, cols / 32, 32, out);
+    case QuantType::q8_0:
+      return dequantize_blocks<BlockQ8_0>(data, cols / 32, 32, out);
+    case QuantType::iq4_nl:
+      return dequantize_blocks<BlockIQ4_NL>(data, cols / 32, 32, out);
+    case QuantType::mxfp4:
+      return dequantize_blocks<BlockMXFP4>(data, cols / 32, 32, out);
+    case QuantType::q2_k:
+      return dequantize_blocks<BlockQ2_K>(data, cols / 256, 256, out);
+    case QuantType::q3_k:
+      return dequantize_blocks<BlockQ3_K>(data, cols / 256, 256, out);
+    case QuantType::q4_k:
+      return dequantize_blocks<BlockQ4_K>(data, cols / 256, 256, out);
+    case QuantType::q5_k:
+      return dequantize_blocks<BlockQ5_K>(data, cols / 256, 256, out);
+    case QuantType::q6_k:
+      return dequantize_blocks<BlockQ6_K>(data, cols / 256, 256, out);
+    case QuantType::iq2_xxs:
+      return dequantize_blocks<BlockIQ2_XXS>(data, cols / 256, 256, out);
+    case QuantType::iq2_xs:
+      return dequantize_blocks<BlockIQ2_XS>(data, cols / 256, 256, out);
+    case QuantType::iq2_s:
+      return dequantize_blocks<BlockIQ2_S>(data, cols / 256, 256, out);
+    case QuantType::iq3_xxs:
+      return dequantize_blocks<BlockIQ3_XXS>(data, cols / 256, 256, out);
+    case QuantType::iq3_s:
+      return dequantize_blocks<BlockIQ3_S>(data, cols / 256, 256, out);
+    case QuantType::iq1_s:
+      return dequantize_blocks<BlockIQ1_S>(data, cols / 256, 256, out);
+    case QuantType::iq1_m:
+      return dequantize_blocks<BlockIQ1_M>(data, cols / 256, 256, out);
+    case QuantType::iq4_xs:
+      return dequantize_blocks<BlockIQ4_XS>(data, cols / 256, 256, out);
   }
 }
 

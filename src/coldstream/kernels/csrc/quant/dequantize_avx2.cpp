@@ -4,7 +4,7 @@
 
 namespace coldstream {
 
-void dequantize_row_avx2(quant_type type, const uint8_t* data, int64_t cols, float* out) {
+void dequantize_row_avx2(QuantType type, const uint8_t* data, int64_t cols, float* out) {
   convert_row(type, data, cols, out);
 }
 

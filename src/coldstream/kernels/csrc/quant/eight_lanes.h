@@ -17,8 +17,8 @@ static inline __m256 load_halves_8(const uint8_t* field, size_t stride, int coun
 }
 
 // The scales of up to eight blocks.
-template <typename block>
-static inline __m256 load_d_8(const block* b, int count) {
+template <typename Block>
+static inline __m256 load_d_8(const Block* b, int count) {
   return load_halves_8(b->d, sizeof *b, count);
 }
 

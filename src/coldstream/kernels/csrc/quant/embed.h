@@ -5,13 +5,13 @@
 
 namespace coldstream {
 
-class embed_op : public op {
+class EmbedOp : public Op {
  public:
-  embed_op(const quant_kernels& kernels, weight table, const int32_t* token_ids, float_rows_out out)
+  EmbedOp(const QuantKernels& kernels, Weight table, const int32_t* token_ids, FloatRowsOut out)
       : kernels_(kernels), table_(std::move(table)), token_ids_(token_ids), out_(out) {}
   const char* name() const override { return "embed"; }
-  bool runs_alone(int, int rows) const override { return rows * table_.num_cols <= SMALL_WORK; }
-  void run(int, int rows, worker& w) override {
+  bool runs_alone(int, int rows) const override { return rows * table_.num_cols <= small_work; }
+  void run(int, int rows, Worker& w) override {
     for (int64_t t = w.take(); t < rows; t = w.take()) {
       const int64_t id = token_ids_[t];
       if (id < 0 || id >= table_.num_rows) {
@@ -24,19 +24,19 @@ class embed_op : public op {
   }
 
  private:
-  const quant_kernels& kernels_;
-  weight table_;
+  const QuantKernels& kernels_;
+  Weight table_;
   const int32_t* token_ids_;
-  float_rows_out out_;
+  FloatRowsOut out_;
 };
 
 // All rows of all matrices of a weight, one after the other.
-class dequantize_op : public op {
+class DequantizeOp : public Op {
  public:
-  dequantize_op(const quant_kernels& kernels, weight w, float* out)
+  DequantizeOp(const QuantKernels& kernels, Weight w, float* out)
       : kernels_(kernels), weight_(std::move(w)), out_(out) {}
   const char* name() const override { return "dequantize"; }
-  void run(int, int, worker& w) override {
+  void run(int, int, Worker& w) override {
     for (int64_t i = w.take(); i < weight_.num_matrices * weight_.num_rows; i = w.take()) {
       const uint8_t* row = weight_.data + i / weight_.num_rows * weight_.matrix_bytes +
                            i % weight_.num_rows * weight_.row_bytes;
@@ -45,8 +45,8 @@ class dequantize_op : public op {
   }
 
  private:
-  const quant_kernels& kernels_;
-  weight weight_;
+  const QuantKernels& kernels_;
+  Weight weight_;
   float* out_;
 };
 

@@ -18,18 +18,18 @@ constexpr const char* no_slots = "the pool has no slots: call allocate first";
 constexpr const char* bad_id = "an expert id lies outside the experts of the layer";
 
 // Room for a part's bytes with those around them that an aligned read includes.
-uint64_t part_room(const expert_pool::part& p) { return io_ceil(p.bytes + io_alignment - 1); }
+uint64_t part_room(const ExpertPool::Part& p) { return io_ceil(p.bytes + io_alignment - 1); }
 
 }  // namespace
 
-expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::vector<part>> layers,
-                         int num_experts)
+ExpertPool::ExpertPool(std::unique_ptr<FileReader> reader, std::vector<std::vector<Part>> layers,
+                       int num_experts)
     : reader_(std::move(reader)), num_experts_(num_experts) {
   if (layers.empty() || num_experts < 1) throw std::invalid_argument("a pool needs layers and experts");
   for (auto& parts : layers) {
     if (parts.empty()) throw std::invalid_argument("a layer of a pool needs parts");
     uint64_t bytes = 0;
-    for (const part& p : parts) {
+    for (const Part& p : parts) {
       uint64_t all, end;
       if (p.bytes < 1 || __builtin_mul_overflow(p.bytes, static_cast<uint64_t>(num_experts), &all) ||
           __builtin_add_overflow(p.offset, all, &end) || end > INT64_MAX / 2) {
@@ -54,16 +54,16 @@ expert_pool::expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::v
   used_.reserve(slot_of_.size());
 }
 
-expert_pool::~expert_pool() {
+ExpertPool::~ExpertPool() {
   reader_.reset();  // before the memory that it reads into
   if (memory_ != nullptr) munmap(memory_, memory_bytes_);
 }
 
-const uint8_t* const* expert_pool::addresses(int layer, int index) const {
+const uint8_t* const* ExpertPool::addresses(int layer, int index) const {
   return layers_[layer].addresses.data() + static_cast<int64_t>(index) * num_experts_;
 }
 
-int expert_pool::layer_of(const uint8_t* const* table) const {
+int ExpertPool::layer_of(const uint8_t* const* table) const {
   for (int layer = 0; layer < num_layers(); layer++) {
     const int num_parts = static_cast<int>(layers_[layer].parts.size());
     for (int i = 0; i < num_parts; i++) {
@@ -73,7 +73,7 @@ int expert_pool::layer_of(const uint8_t* const* table) const {
   return -1;
 }
 
-void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
+void ExpertPool::allocate(const std::vector<int>& num_slots, int num_staging) {
   if (memory_ != nullptr) throw std::invalid_argument("the slots of this pool have been allocated");
   if (num_slots.size() != classes_.size() || num_staging < 1) {
     throw std::invalid_argument("a pool needs a number of slots for each size, and at least one to stage in");
@@ -94,10 +94,10 @@ void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
   madvise(memory_, memory_bytes_, MADV_HUGEPAGE);
   auto* next = static_cast<std::byte*>(memory_);
   for (size_t c = 0; c < classes_.size(); c++) {
-    size_class& of = classes_[c];
+    SizeClass& of = classes_[c];
     of.num_slots = num_slots[c];
     of.max_staging = std::min(num_staging, of.num_slots);
-    of.slots = std::make_unique<slot[]>(of.num_slots);
+    of.slots = std::make_unique<Slot[]>(of.num_slots);
     for (int i = 0; i < of.num_slots; i++, next += of.bytes) {
       of.slots[i].memory = next;
       of.free.push_back(of.num_slots - 1 - i);
@@ -106,17 +106,17 @@ void expert_pool::allocate(const std::vector<int>& num_slots, int num_staging) {
   }
 }
 
-void expert_pool::follow(int layer, bool is_prefill) {
+void ExpertPool::follow(int layer, bool is_prefill) {
   if (layer <= layer_ || is_prefill != is_prefill_ || step_ == 0 || reader_->failed()) begin_step(is_prefill);
 }
 
-void expert_pool::begin_step(bool is_prefill) {
+void ExpertPool::begin_step(bool is_prefill) {
   settle();
   std::lock_guard lock(mutex_);
   step_++;
   is_prefill_ = is_prefill;
   used_.clear();
-  for (size_class& of : classes_) {
+  for (SizeClass& of : classes_) {
     of.next = 0;
     of.num_staging = 0;
     of.staging.clear();
@@ -125,11 +125,11 @@ void expert_pool::begin_step(bool is_prefill) {
 }
 
 // Ends reads that a failed step has left, and frees their slots.
-void expert_pool::settle() {
+void ExpertPool::settle() {
   reader_->settle();
   std::lock_guard lock(mutex_);
   for (int32_t expert : loading_) {
-    slot& from = slot_with(expert);
+    Slot& from = slot_with(expert);
     from.is_pinned = false;
     from.pending = 0;
     current().free.push_back(slot_of_[number(expert)]);
@@ -140,10 +140,10 @@ void expert_pool::settle() {
   release_pass();
 }
 
-void expert_pool::clear() {
+void ExpertPool::clear() {
   settle();
   std::lock_guard lock(mutex_);
-  for (size_class& of : classes_) {
+  for (SizeClass& of : classes_) {
     for (int i = 0; i < of.num_slots; i++) {
       if (of.slots[i].owner < 0 || of.slots[i].num_holds > 0) continue;
       evict(of.slots[i]);
@@ -152,7 +152,7 @@ void expert_pool::clear() {
   }
 }
 
-const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts) {
+const char* ExpertPool::preload(int layer, const std::vector<int32_t>& experts) {
   if (memory_ == nullptr) return no_slots;
   layers_.at(layer);
   settle();
@@ -181,9 +181,9 @@ const char* expert_pool::preload(int layer, const std::vector<int32_t>& experts)
   return nullptr;
 }
 
-void expert_pool::keep(int layer) { layers_.at(layer).is_kept = true; }
+void ExpertPool::keep(int layer) { layers_.at(layer).is_kept = true; }
 
-const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
+const char* ExpertPool::request(int layer, const int32_t* ids, int rows, int ranks, int64_t stride) {
   std::lock_guard lock(mutex_);
   release_pass();
   end_pass();
@@ -221,7 +221,7 @@ const char* expert_pool::request(int layer, const int32_t* ids, int rows, int ra
   return nullptr;
 }
 
-const char* expert_pool::next_pass() {
+const char* ExpertPool::next_pass() {
   std::unique_lock lock(mutex_);
   if (num_passes_++ > 0) {
     release_pass();
@@ -247,16 +247,16 @@ const char* expert_pool::next_pass() {
 }
 
 // Unpins the experts that have been computed.
-void expert_pool::release_pass() {
+void ExpertPool::release_pass() {
   for (int32_t expert : in_pass_) {
-    slot& from = slot_with(expert);
+    Slot& from = slot_with(expert);
     from.is_pinned = false;
     if (from.is_staging) current().staging.push_back(slot_of_[number(expert)]);
   }
   in_pass_.clear();
 }
 
-void expert_pool::load_missing() {
+void ExpertPool::load_missing() {
   while (!missing_.empty()) {
     const int index = take_slot();
     if (index < 0) return;
@@ -265,28 +265,28 @@ void expert_pool::load_missing() {
   }
 }
 
-void expert_pool::load(int32_t expert, int index) {
-  slot& to = current().slots[index];
+void ExpertPool::load(int32_t expert, int index) {
+  Slot& to = current().slots[index];
   evict(to);
   to.owner = number(expert);
   to.used_step = step_;
   to.is_pinned = true;
   slot_of_[to.owner] = index;
-  layer& of = layers_[layer_];
+  Layer& of = layers_[layer_];
   of.num_resident++;
   to.pending.store(static_cast<int>(of.parts.size()), std::memory_order_relaxed);
   loading_.push_back(expert);
   std::byte* memory = to.memory;
-  for (const part& p : of.parts) {
+  for (const Part& p : of.parts) {
     const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
     reader_->submit({p.file, begin, begin + p.bytes, memory, &to.pending});
     memory += part_room(p);
   }
 }
 
-void expert_pool::evict(slot& from) {
+void ExpertPool::evict(Slot& from) {
   if (from.owner < 0) return;
-  layer& of = layers_[from.owner / num_experts_];
+  Layer& of = layers_[from.owner / num_experts_];
   const int64_t expert = from.owner % num_experts_;
   for (size_t i = 0; i < of.parts.size(); i++) of.addresses[i * num_experts_ + expert] = nullptr;
   slot_of_[from.owner] = -1;
@@ -294,11 +294,11 @@ void expert_pool::evict(slot& from) {
   from.owner = -1;
 }
 
-void expert_pool::publish(int32_t expert) {
-  layer& of = layers_[layer_];
+void ExpertPool::publish(int32_t expert) {
+  Layer& of = layers_[layer_];
   const std::byte* memory = slot_with(expert).memory;
   for (size_t i = 0; i < of.parts.size(); i++) {
-    const part& p = of.parts[i];
+    const Part& p = of.parts[i];
     const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
     of.addresses[i * num_experts_ + expert] =
         reinterpret_cast<const uint8_t*>(memory + (begin - io_floor(begin)));

@@ -29,23 +29,23 @@
 
 namespace coldstream {
 
-class expert_pool {
+class ExpertPool {
  public:
   // A matrix of expert 0 of a layer; that of expert e is e · bytes further.
-  struct part {
+  struct Part {
     int file;
     uint64_t offset, bytes;
   };
-  struct counters {
+  struct Counters {
     uint64_t hits, misses;  // of experts of a layer in a step
     double wait_s;          // in which a step had nothing to compute
   };
 
   // `layers` have one or more parts each. Throws std::invalid_argument if one does not fit into 63 bits.
-  expert_pool(std::unique_ptr<file_reader> reader, std::vector<std::vector<part>> layers, int num_experts);
-  expert_pool(const expert_pool&) = delete;
-  expert_pool& operator=(const expert_pool&) = delete;
-  ~expert_pool();
+  ExpertPool(std::unique_ptr<FileReader> reader, std::vector<std::vector<Part>> layers, int num_experts);
+  ExpertPool(const ExpertPool&) = delete;
+  ExpertPool& operator=(const ExpertPool&) = delete;
+  ~ExpertPool();
 
   // Layers whose experts have equal sizes share slots: sizes of slots, and the class of each layer.
   const std::vector<uint64_t>& slot_bytes() const { return slot_bytes_; }
@@ -56,7 +56,7 @@ class expert_pool {
   // change entries.
   const uint8_t* const* addresses(int layer, int index) const;
   // Throws std::out_of_range.
-  const part& part_at(int layer, int index) const { return layers_.at(layer).parts.at(index); }
+  const Part& part_at(int layer, int index) const { return layers_.at(layer).parts.at(index); }
   // The layer that has this table of addresses, or -1.
   int layer_of(const uint8_t* const* table) const;
 
@@ -110,21 +110,21 @@ class expert_pool {
   // Whether there will be another pass.
   bool is_pending() const { return !missing_.empty() || !loading_.empty(); }
 
-  file_reader& reader() { return *reader_; }
-  counters count() const {
+  FileReader& reader() { return *reader_; }
+  Counters count() const {
     std::lock_guard lock(mutex_);
     return counters_;
   }
 
  private:
-  struct layer {
-    std::vector<part> parts;
+  struct Layer {
+    std::vector<Part> parts;
     int size_class;
     std::vector<const uint8_t*> addresses;  // [parts][experts]
     int num_resident = 0;
     bool is_kept = false;
   };
-  struct slot {
+  struct Slot {
     std::byte* memory;
     int64_t owner = -1;      // layer · num_experts + expert
     int64_t used_step = -1;  // the last step that used it
@@ -133,10 +133,10 @@ class expert_pool {
     int num_holds = 0;
     std::atomic<int> pending{0};  // reads under way
   };
-  struct size_class {
+  struct SizeClass {
     uint64_t bytes;
     int num_layers = 0, num_slots = 0;
-    std::unique_ptr<slot[]> slots;
+    std::unique_ptr<Slot[]> slots;
     std::vector<int> free;     // slots without an owner
     std::vector<int> order;    // of slots with an owner, for overwriting
     size_t next = 0;           // in `order`
@@ -147,11 +147,11 @@ class expert_pool {
   };
 
   int64_t number(int32_t expert) const { return int64_t{layer_} * num_experts_ + expert; }
-  size_class& current() { return classes_[layers_[layer_].size_class]; }
-  slot& slot_with(int32_t expert) { return current().slots[slot_of_[number(expert)]]; }
+  SizeClass& current() { return classes_[layers_[layer_].size_class]; }
+  Slot& slot_with(int32_t expert) { return current().slots[slot_of_[number(expert)]]; }
   bool has_arrived(int32_t expert) { return slot_with(expert).pending.load(std::memory_order_acquire) == 0; }
-  bool has_kept(const slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
-  bool may_overwrite(const slot& of) const {
+  bool has_kept(const Slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
+  bool may_overwrite(const Slot& of) const {
     return !of.is_pinned && !of.is_staging && of.num_holds == 0 && !has_kept(of);
   }
   int index_of(int layer, int32_t expert) const;
@@ -159,20 +159,20 @@ class expert_pool {
   void release_pass();
   void load_missing();
   void load(int32_t expert, int index);
-  void evict(slot& from);
+  void evict(Slot& from);
   void publish(int32_t expert);
   int take_slot();
-  int take_staging(size_class& of);
-  int take_free(size_class& of);
-  int take_in_order(size_class& of, bool spare_used);
-  int take_any(size_class& of);
+  int take_staging(SizeClass& of);
+  int take_free(SizeClass& of);
+  int take_in_order(SizeClass& of, bool spare_used);
+  int take_any(SizeClass& of);
 
-  std::unique_ptr<file_reader> reader_;
+  std::unique_ptr<FileReader> reader_;
   const int num_experts_;
   std::mutex clients_;
   mutable std::mutex mutex_;  // of slots, their classes, addresses and counters; never held during a wait
-  std::vector<layer> layers_;
-  std::vector<size_class> classes_;
+  std::vector<Layer> layers_;
+  std::vector<SizeClass> classes_;
   std::vector<uint64_t> slot_bytes_;
   std::vector<int32_t> slot_of_;  // [layers][experts], -1: in none
   void* memory_ = nullptr;
@@ -181,7 +181,7 @@ class expert_pool {
   int64_t step_ = 0;
   bool is_prefill_ = false;
   std::vector<int64_t> used_;
-  counters counters_{};
+  Counters counters_{};
 
   // State of the running layer.
   int layer_ = 0;

@@ -15,7 +15,7 @@ constexpr int64_t max_slice =
 
 }  // namespace
 
-routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity)
+RoutedExpertsOp::RoutedExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args, int capacity)
     : kernels_(kernels), args_(std::move(args)), tiled_(prefers_tiles(kernels, capacity)) {
   x_forms_.add(args_.gate.type);
   x_forms_.add(args_.up.type);
@@ -23,38 +23,38 @@ routed_experts_op::routed_experts_op(const quant_kernels& kernels, routed_expert
   layout_ = make_layout(capacity);
 }
 
-routed_experts_op::layout routed_experts_op::make_layout(int capacity) const {
+RoutedExpertsOp::Layout RoutedExpertsOp::make_layout(int capacity) const {
   const int64_t num_experts = args_.gate.num_matrices, x_cols = args_.gate.num_cols,
                 h_cols = args_.down.num_cols, num_pairs = int64_t{capacity} * args_.num_experts_per_tok;
   // The last tile of every used expert may be partial.
   const int64_t max_tiles = num_pairs / tile_rows + std::min(num_experts, num_pairs);
   const int64_t tile_groups = tiled_ ? max_tiles : 0;
-  layout l{};
+  Layout l{};
   const auto place = [&](int64_t count, size_t bytes) {
     const size_t offset = l.total;
     l.total += (static_cast<size_t>(count) * bytes + 63) / 64 * 64;
     return offset;
   };
-  l.groups = place(1, sizeof(groups));
-  l.jobs = place(max_tiles, sizeof(job));
-  l.tiles = place(max_tiles, sizeof(tile));
+  l.groups = place(1, sizeof(Groups));
+  l.jobs = place(max_tiles, sizeof(Job));
+  l.tiles = place(max_tiles, sizeof(Tile));
   l.pairs = place(num_pairs, sizeof(int32_t));
   l.ends = place(num_experts, sizeof(int32_t));
   l.hidden = place(num_pairs * args_.gate.num_rows, sizeof(float));
   l.x_rows = place(capacity, x_forms_.row_bytes(x_cols));
   l.h_rows = place(num_pairs, h_forms_.row_bytes(h_cols));
-  l.x_form_bytes = static_cast<size_t>(tile_groups * num_groups(x_cols)) * sizeof(activation_tile);
+  l.x_form_bytes = static_cast<size_t>(tile_groups * num_groups(x_cols)) * sizeof(ActivationTile);
   l.x_tiles = place(x_forms_.count(), l.x_form_bytes);
-  l.h_tiles = place(h_forms_.count() * tile_groups * num_groups(h_cols), sizeof(activation_tile));
+  l.h_tiles = place(h_forms_.count() * tile_groups * num_groups(h_cols), sizeof(ActivationTile));
   return l;
 }
 
-size_t routed_experts_op::scratch_bytes() const {
+size_t RoutedExpertsOp::scratch_bytes() const {
   const size_t products = multiply_bytes(kernels_, std::max(args_.gate.num_cols, args_.down.num_cols));
   return products + 2 * static_cast<size_t>(pass_rows * max_slice) * sizeof(float);
 }
 
-void routed_experts_op::run(int stage, int rows, worker& w) {
+void RoutedExpertsOp::run(int stage, int rows, Worker& w) {
   if (!tiled_ && stage > 0) stage++;
   switch (stage) {
     case 0:
@@ -70,53 +70,53 @@ void routed_experts_op::run(int stage, int rows, worker& w) {
   }
 }
 
-bool routed_experts_op::runs_alone(int stage, int rows) const {
+bool RoutedExpertsOp::runs_alone(int stage, int rows) const {
   if (!tiled_ && stage > 0) stage++;
   switch (stage) {
     case 0:
-      return rows * args_.gate.num_cols <= SMALL_WORK;
+      return rows * args_.gate.num_cols <= small_work;
     case 1:
       return !prefers_tiles(kernels_, rows);  // no expert has more rows, so that there is nothing to pack
     case 3:
-      return rows * args_.num_experts_per_tok * args_.down.num_cols <= SMALL_WORK;
+      return rows * args_.num_experts_per_tok * args_.down.num_cols <= small_work;
     default:
       return false;
   }
 }
 
-activation_row routed_experts_op::x_row(const worker& w, int64_t token, activation_form form) const {
+ActivationRow RoutedExpertsOp::x_row(const Worker& w, int64_t token, ActivationForm form) const {
   const int64_t cols = args_.gate.num_cols;
   return x_forms_.row(at<std::byte>(w, layout_.x_rows) + token * x_forms_.row_bytes(cols), cols, form);
 }
 
-activation_row routed_experts_op::h_row(const worker& w, int64_t pair) const {
+ActivationRow RoutedExpertsOp::h_row(const Worker& w, int64_t pair) const {
   const int64_t cols = args_.down.num_cols;
   auto* memory = at<std::byte>(w, layout_.h_rows) + pair * h_forms_.row_bytes(cols);
   return h_forms_.row(memory, cols, form_of(args_.down.type));
 }
 
 // Activation tiles of a job for gate or up; null if the product reads rows.
-const activation_tile* routed_experts_op::x_tiles(const worker& w, const job& j, quant_type weight) const {
+const ActivationTile* RoutedExpertsOp::x_tiles(const Worker& w, const Job& j, QuantType weight) const {
   if (!is_tiled(j) || !quant_is_integer(weight)) return nullptr;
   const size_t form_at = static_cast<size_t>(x_forms_.index(form_of(weight))) * layout_.x_form_bytes;
-  return at<activation_tile>(w, layout_.x_tiles + form_at) + j.first_tile * num_groups(args_.gate.num_cols);
+  return at<ActivationTile>(w, layout_.x_tiles + form_at) + j.first_tile * num_groups(args_.gate.num_cols);
 }
 
-const float* routed_experts_op::hidden_row(const worker& w, int64_t pair) const {
+const float* RoutedExpertsOp::hidden_row(const Worker& w, int64_t pair) const {
   return at<float>(w, layout_.hidden) + pair * args_.gate.num_rows;
 }
 
-int64_t routed_experts_op::token_of(const worker& w, int64_t pair) const {
+int64_t RoutedExpertsOp::token_of(const Worker& w, int64_t pair) const {
   return at<int32_t>(w, layout_.pairs)[pair] / args_.num_experts_per_tok;
 }
 
-void routed_experts_op::prepare(int rows, worker& w) const {
-  const int num_rows = x_forms_.any() && quantized_rows_ != x_rows::none ? rows : 0;
+void RoutedExpertsOp::prepare(int rows, Worker& w) const {
+  const int num_rows = x_forms_.any() && quantized_rows_ != XRows::none ? rows : 0;
   for (int64_t task = w.take(); task < 1 + num_rows; task = w.take()) {
     if (task == 0) {
       group_pairs(rows, w);
-    } else if (quantized_rows_ == x_rows::all || has_pair(task - 1)) {
-      x_forms_.for_each([&](activation_form form) {
+    } else if (quantized_rows_ == XRows::all || has_pair(task - 1)) {
+      x_forms_.for_each([&](ActivationForm form) {
         kernels_.quantize_row(args_.x.row(task - 1), args_.gate.num_cols, x_row(w, task - 1, form));
       });
     }
@@ -124,19 +124,19 @@ void routed_experts_op::prepare(int rows, worker& w) const {
 }
 
 // Whether any pair of the row is computed here.
-bool routed_experts_op::has_pair(int64_t row) const {
+bool RoutedExpertsOp::has_pair(int64_t row) const {
   const int32_t* ids = args_.topk_ids + row * args_.topk_stride;
   return std::any_of(ids, ids + args_.num_experts_per_tok, [](int32_t id) { return id != not_here; });
 }
 
 // A counting sort of the pairs by expert; then the jobs and tiles of each expert.
-void routed_experts_op::group_pairs(int rows, worker& w) const {
+void RoutedExpertsOp::group_pairs(int rows, Worker& w) const {
   const int ranks = args_.num_experts_per_tok;
   const int64_t num_experts = args_.gate.num_matrices;
   auto* ends = at<int32_t>(w, layout_.ends);
   auto* pairs = at<int32_t>(w, layout_.pairs);
   std::memset(ends, 0, static_cast<size_t>(num_experts) * sizeof(int32_t));
-  auto& found = *at<groups>(w, layout_.groups);
+  auto& found = *at<Groups>(w, layout_.groups);
   found = {0, 0};
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
@@ -150,10 +150,10 @@ void routed_experts_op::group_pairs(int rows, worker& w) const {
     const int32_t count = ends[e];
     for (int32_t i = 0; i < count; i += pass_rows) {
       const auto in_job = std::min(static_cast<int32_t>(pass_rows), count - i);
-      at<job>(w, layout_.jobs)[found.num_jobs] = {e, first + i, in_job, found.num_tiles};
+      at<Job>(w, layout_.jobs)[found.num_jobs] = {e, first + i, in_job, found.num_tiles};
       for (int32_t r = 0; r < in_job; r += tile_rows) {
         const auto in_tile = std::min(tile_rows, in_job - r);
-        at<tile>(w, layout_.tiles)[found.num_tiles++] = {found.num_jobs, first + i + r, in_tile};
+        at<Tile>(w, layout_.tiles)[found.num_tiles++] = {found.num_jobs, first + i + r, in_tile};
       }
       found.num_jobs++;
     }
@@ -168,45 +168,45 @@ void routed_experts_op::group_pairs(int rows, worker& w) const {
   }
 }
 
-void routed_experts_op::pack_x(worker& w) const {
+void RoutedExpertsOp::pack_x(Worker& w) const {
   if (!x_forms_.any()) return;
-  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take())
-    x_forms_.for_each([&](activation_form form) { pack_x_tile(i, form, w); });
+  for (int64_t i = w.take(); i < at<Groups>(w, layout_.groups)->num_tiles; i = w.take())
+    x_forms_.for_each([&](ActivationForm form) { pack_x_tile(i, form, w); });
 }
 
-void routed_experts_op::pack_x_tile(int64_t i, activation_form form, worker& w) const {
+void RoutedExpertsOp::pack_x_tile(int64_t i, ActivationForm form, Worker& w) const {
   const int64_t cols = args_.gate.num_cols;
-  const tile& next = at<tile>(w, layout_.tiles)[i];
-  if (!is_tiled(at<job>(w, layout_.jobs)[next.job])) return;
-  activation_row rows[tile_rows];
+  const Tile& next = at<Tile>(w, layout_.tiles)[i];
+  if (!is_tiled(at<Job>(w, layout_.jobs)[next.job])) return;
+  ActivationRow rows[tile_rows];
   for (int r = 0; r < next.count; r++) rows[r] = x_row(w, token_of(w, next.first_pair + r), form);
   const size_t form_at = static_cast<size_t>(x_forms_.index(form)) * layout_.x_form_bytes;
   kernels_.pack(rows, next.count, cols,
-                at<activation_tile>(w, layout_.x_tiles + form_at) + i * num_groups(cols));
+                at<ActivationTile>(w, layout_.x_tiles + form_at) + i * num_groups(cols));
 }
 
 // Calls run_slice(job, begin, end) for every slice of `num_rows` weight rows of every job.
 template <typename F>
-void routed_experts_op::for_each_slice(int64_t num_rows, int rows, worker& w, F&& run_slice) const {
-  const int64_t total = at<groups>(w, layout_.groups)->num_jobs * num_rows;
+void RoutedExpertsOp::for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const {
+  const int64_t total = at<Groups>(w, layout_.groups)->num_jobs * num_rows;
   // Jobs of several rows are not equally long: no task may be a large share of all.
-  shrinking_slices slices(total, w.count, rows > few_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
+  ShrinkingSlices slices(total, w.count, rows > few_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
     for (int64_t first = next.begin, end; first < next.end; first = end) {
       const int64_t begin = first % num_rows,
                     count = std::min({max_slice, num_rows - begin, next.end - first});
-      run_slice(at<job>(w, layout_.jobs)[first / num_rows], begin, begin + count);
+      run_slice(at<Job>(w, layout_.jobs)[first / num_rows], begin, begin + count);
       end = first + count;
     }
   }
 }
 
-void routed_experts_op::gate_up(int rows, worker& w) const {
+void RoutedExpertsOp::gate_up(int rows, Worker& w) const {
   for_each_slice(args_.gate.num_rows, rows, w,
-                 [&](const job& j, int64_t begin, int64_t end) { gate_up_slice(j, begin, end, w); });
+                 [&](const Job& j, int64_t begin, int64_t end) { gate_up_slice(j, begin, end, w); });
 }
 
-void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const {
+void RoutedExpertsOp::gate_up_slice(const Job& j, int64_t begin, int64_t end, Worker& w) const {
   const float* x[pass_rows];
   float *gate[pass_rows] = {}, *up[pass_rows] = {};
   auto* values = reinterpret_cast<float*>(w.memory->data());
@@ -217,9 +217,9 @@ void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, 
     gate[r] = values + r * max_slice;
     up[r] = values + (pass_rows + r) * max_slice;
   }
-  const auto multiply_x = [&](const weight& matrix, float* const* out) {
-    const activation_tile* tiles = x_tiles(w, j, matrix.type);
-    activation_row q[pass_rows];
+  const auto multiply_x = [&](const Weight& matrix, float* const* out) {
+    const ActivationTile* tiles = x_tiles(w, j, matrix.type);
+    ActivationRow q[pass_rows];
     if (tiles == nullptr && quant_is_integer(matrix.type)) {
       for (int r = 0; r < j.count; r++) q[r] = x_row(w, token_of(w, j.first_pair + r), form_of(matrix.type));
     }
@@ -233,30 +233,30 @@ void routed_experts_op::gate_up_slice(const job& j, int64_t begin, int64_t end, 
   }
 }
 
-void routed_experts_op::quantize_hidden(worker& w) const {
+void RoutedExpertsOp::quantize_hidden(Worker& w) const {
   if (!h_forms_.any()) return;
   const int64_t cols = args_.down.num_cols;
-  for (int64_t i = w.take(); i < at<groups>(w, layout_.groups)->num_tiles; i = w.take()) {
-    const tile& next = at<tile>(w, layout_.tiles)[i];
-    activation_row rows[tile_rows];
+  for (int64_t i = w.take(); i < at<Groups>(w, layout_.groups)->num_tiles; i = w.take()) {
+    const Tile& next = at<Tile>(w, layout_.tiles)[i];
+    ActivationRow rows[tile_rows];
     for (int r = 0; r < next.count; r++) {
       rows[r] = h_row(w, next.first_pair + r);
       kernels_.quantize_row(hidden_row(w, next.first_pair + r), cols, rows[r]);
     }
-    if (is_tiled(at<job>(w, layout_.jobs)[next.job])) {
-      kernels_.pack(rows, next.count, cols, at<activation_tile>(w, layout_.h_tiles) + i * num_groups(cols));
+    if (is_tiled(at<Job>(w, layout_.jobs)[next.job])) {
+      kernels_.pack(rows, next.count, cols, at<ActivationTile>(w, layout_.h_tiles) + i * num_groups(cols));
     }
   }
 }
 
-void routed_experts_op::down(int rows, worker& w) const {
+void RoutedExpertsOp::down(int rows, Worker& w) const {
   for_each_slice(args_.down.num_rows, rows, w,
-                 [&](const job& j, int64_t begin, int64_t end) { down_slice(j, begin, end, w); });
+                 [&](const Job& j, int64_t begin, int64_t end) { down_slice(j, begin, end, w); });
 }
 
-void routed_experts_op::down_slice(const job& j, int64_t begin, int64_t end, worker& w) const {
+void RoutedExpertsOp::down_slice(const Job& j, int64_t begin, int64_t end, Worker& w) const {
   const float* x[pass_rows];
-  activation_row q[pass_rows];
+  ActivationRow q[pass_rows];
   float* out[pass_rows] = {};
   for (int r = 0; r < j.count; r++) {
     const int64_t pair = j.first_pair + r, source = at<int32_t>(w, layout_.pairs)[pair];
@@ -265,9 +265,9 @@ void routed_experts_op::down_slice(const job& j, int64_t begin, int64_t end, wor
     out[r] = args_.out + source / args_.num_experts_per_tok * args_.out_row_stride +
              source % args_.num_experts_per_tok * args_.out_rank_stride + begin;
   }
-  const activation_tile* tiles = nullptr;
+  const ActivationTile* tiles = nullptr;
   if (is_tiled(j))
-    tiles = at<activation_tile>(w, layout_.h_tiles) + j.first_tile * num_groups(args_.down.num_cols);
+    tiles = at<ActivationTile>(w, layout_.h_tiles) + j.first_tile * num_groups(args_.down.num_cols);
   multiply(kernels_, slice_of(args_.down, j.expert, begin, end), {x, q, tiles, out, j.count},
            w.memory->data());
 }

@@ -12,77 +12,77 @@ namespace coldstream {
 // The id of a pair that is computed elsewhere: its row of the output is not written.
 inline constexpr int32_t not_here = -1;
 
-struct routed_experts_args {
-  float_rows_in x;
+struct RoutedExpertsArgs {
+  FloatRowsIn x;
   const int32_t* topk_ids;
   int64_t topk_stride;
   int num_experts_per_tok;
-  weight gate, up, down;
+  Weight gate, up, down;
   float* out;  // [rows, num_experts_per_tok, down.num_rows]
   int64_t out_row_stride, out_rank_stride;
 };
 
-class routed_experts_op : public op {
+class RoutedExpertsOp : public Op {
  public:
-  routed_experts_op(const quant_kernels& kernels, routed_experts_args args, int capacity);
+  RoutedExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args, int capacity);
   const char* name() const override { return "routed_experts"; }
   int num_stages() const override { return tiled_ ? 5 : 4; }
   size_t scratch_bytes() const override;
   size_t shared_bytes() const override { return layout_.total; }
-  void run(int stage, int rows, worker& w) override;
+  void run(int stage, int rows, Worker& w) override;
   bool runs_alone(int stage, int rows) const override;
   // The rows of x that a run quantises: those that it needs; or, for several runs over the same rows, the
   // first run all of them and the others none, which reuse its shared memory.
-  enum class x_rows { needed, all, none };
-  void set_quantized_rows(x_rows which) { quantized_rows_ = which; }
+  enum class XRows { needed, all, none };
+  void set_quantized_rows(XRows which) { quantized_rows_ = which; }
 
  private:
-  struct job {
+  struct Job {
     int32_t expert, first_pair, count, first_tile;
   };
-  struct tile {
+  struct Tile {
     int32_t job, first_pair, count;
   };
-  struct groups {
+  struct Groups {
     int32_t num_jobs, num_tiles;
   };
   // Offsets into the shared memory.
-  struct layout {
+  struct Layout {
     size_t groups, jobs, tiles, pairs, ends, hidden, x_rows, h_rows, x_tiles, h_tiles, total;
     size_t x_form_bytes;  // from the tiles of x in one form to those in the next
   };
 
-  layout make_layout(int capacity) const;
+  Layout make_layout(int capacity) const;
   template <typename T>
-  T* at(const worker& w, size_t offset) const {
+  T* at(const Worker& w, size_t offset) const {
     return reinterpret_cast<T*>(w.shared->data() + offset);
   }
-  bool is_tiled(const job& j) const { return tiled_ && prefers_tiles(kernels_, j.count); }
-  activation_row x_row(const worker& w, int64_t token, activation_form form) const;
-  activation_row h_row(const worker& w, int64_t pair) const;
-  const activation_tile* x_tiles(const worker& w, const job& j, quant_type weight) const;
-  const float* hidden_row(const worker& w, int64_t pair) const;
-  int64_t token_of(const worker& w, int64_t pair) const;
+  bool is_tiled(const Job& j) const { return tiled_ && prefers_tiles(kernels_, j.count); }
+  ActivationRow x_row(const Worker& w, int64_t token, ActivationForm form) const;
+  ActivationRow h_row(const Worker& w, int64_t pair) const;
+  const ActivationTile* x_tiles(const Worker& w, const Job& j, QuantType weight) const;
+  const float* hidden_row(const Worker& w, int64_t pair) const;
+  int64_t token_of(const Worker& w, int64_t pair) const;
 
-  void prepare(int rows, worker& w) const;
+  void prepare(int rows, Worker& w) const;
   bool has_pair(int64_t row) const;
-  void group_pairs(int rows, worker& w) const;
-  void pack_x(worker& w) const;
-  void pack_x_tile(int64_t i, activation_form form, worker& w) const;
-  void gate_up(int rows, worker& w) const;
-  void gate_up_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
-  void quantize_hidden(worker& w) const;
-  void down(int rows, worker& w) const;
-  void down_slice(const job& j, int64_t begin, int64_t end, worker& w) const;
+  void group_pairs(int rows, Worker& w) const;
+  void pack_x(Worker& w) const;
+  void pack_x_tile(int64_t i, ActivationForm form, Worker& w) const;
+  void gate_up(int rows, Worker& w) const;
+  void gate_up_slice(const Job& j, int64_t begin, int64_t end, Worker& w) const;
+  void quantize_hidden(Worker& w) const;
+  void down(int rows, Worker& w) const;
+  void down_slice(const Job& j, int64_t begin, int64_t end, Worker& w) const;
   template <typename F>
-  void for_each_slice(int64_t num_rows, int rows, worker& w, F&& run_slice) const;
+  void for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const;
 
-  const quant_kernels& kernels_;
-  routed_experts_args args_;
+  const QuantKernels& kernels_;
+  RoutedExpertsArgs args_;
   bool tiled_;  // whether any job may be computed in tiles
-  activation_forms x_forms_, h_forms_;
-  x_rows quantized_rows_ = x_rows::needed;
-  layout layout_;
+  ActivationForms x_forms_, h_forms_;
+  XRows quantized_rows_ = XRows::needed;
+  Layout layout_;
 };
 
 }  // namespace coldstream

@@ -12,15 +12,15 @@ namespace coldstream {
 namespace {
 
 // A super-block's scales, spread over the int16 lanes that they multiply.
-template <quant_type Q>
-struct spread_scales {
+template <QuantType Q>
+struct SpreadScales {
   __m256i part[8];
   // Factors of the sums over 16 inputs: the minimums, or −32 times the scales to subtract the offset.
   __m256i factors;
 
-  explicit spread_scales(const typename format_256<Q>::block* b) {
-    if constexpr (format_256<Q>::has_mins) {
-      const scales_k4 bytes = unpack_scales_k4(b->scales);
+  explicit SpreadScales(const typename Format256<Q>::Block* b) {
+    if constexpr (Format256<Q>::has_mins) {
+      const ScalesK4 bytes = unpack_scales_k4(b->scales);
       const __m128i scales = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(static_cast<int64_t>(bytes.scales)));
       const __m256i all = _mm256_set_m128i(scales, scales);
       for (int j = 0; j < 8; j++)
@@ -39,76 +39,76 @@ struct spread_scales {
         part[j] = _mm256_shuffle_epi8(halves[j / 4], index);
       }
       factors =
-          _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(scales, format_256<Q>::offset_bits));
+          _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(scales, Format256<Q>::offset_bits));
     }
   }
 };
 
-template <quant_type Q>
-struct kernel_few {
-  using format = format_256<Q>;
+template <QuantType Q>
+struct KernelFew {
+  using Format = Format256<Q>;
   // With more rows, or if their number is not known, a block's codes and scales go through memory.
   static constexpr int most_fixed_rows = 4;
 
-  template <int ROWS, bool FULL, eight E>
+  template <int rows, bool full, Eight E>
   inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
-                                                                     int count, const activation_row* x,
+                                                                     int count, const ActivationRow* x,
                                                                      int64_t g, int num_rows, __m256* p) {
-    using block = typename format::block;
-    if constexpr (FULL) count = 8;
-    __m256i dots[capacity_of<ROWS>][8], min_dots[capacity_of<ROWS>][8];
+    using Block = typename Format::Block;
+    if constexpr (full) count = 8;
+    __m256i dots[capacity_of<rows>][8], min_dots[capacity_of<rows>][8];
     for (int i = 0; i < count; i++) {
-      const auto* b = reinterpret_cast<const block*>(data + i * stride);
-      const int64_t group = E == eight::of_a_row ? g + i : g;
+      const auto* b = reinterpret_cast<const Block*>(data + i * stride);
+      const int64_t group = E == Eight::of_a_row ? g + i : g;
       prefetch_weights(b, sizeof *b);
-      const codes_256 codes = format::load(b);
-      const spread_scales<Q> scales(b);
+      const Codes256 codes = Format::load(b);
+      const SpreadScales<Q> scales(b);
       for (int t = 0; t < num_rows; t++) {
         const int8_t* q = x[t].q + group * group_elements;
         const __m256i min_dot = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + group * 16));
-        __m256i dot = format::has_mins ? _mm256_setzero_si256() : min_dot;
+        __m256i dot = Format::has_mins ? _mm256_setzero_si256() : min_dot;
         for (int j = 0; j < 8; j++) {
           const __m256i pairs = _mm256_maddubs_epi16(codes.part[j], load_256(q + 32 * j));
           dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
         }
         dots[t][i] = dot;
-        if constexpr (format::has_mins) min_dots[t][i] = min_dot;
+        if constexpr (Format::has_mins) min_dots[t][i] = min_dot;
       }
     }
-    const auto* first = reinterpret_cast<const block*>(data);
+    const auto* first = reinterpret_cast<const Block*>(data);
     const __m256 d = load_halves_8(first->d, stride, count);
     __m256 dmin;
-    if constexpr (format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
+    if constexpr (Format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
     for (int t = 0; t < num_rows; t++) {
       for (int i = count; i < 8; i++) {
         dots[t][i] = _mm256_setzero_si256();
-        if constexpr (format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
+        if constexpr (Format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
       }
       const __m256 a =
-          E == eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
+          E == Eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
-      if constexpr (format::has_mins)
+      if constexpr (Format::has_mins)
         p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
     }
   }
 
-  inline __attribute__((always_inline)) static void add_blocks(const typename format::block* b, int count,
-                                                               const activation_row* x, int64_t g,
+  inline __attribute__((always_inline)) static void add_blocks(const typename Format::Block* b, int count,
+                                                               const ActivationRow* x, int64_t g,
                                                                int num_rows, __m256* p) {
-    const codes_256 codes = format::load(b);
+    const Codes256 codes = Format::load(b);
     const __m256i ones = _mm256_set1_epi16(1);
     const __m256 d = _mm256_and_ps(load_d_8(b, 8), _mm256_castsi256_ps(first_lanes(count)));
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
       __m256i dots[8];
       for (int j = 0; j < 8; j++) {
-        const __m256i pairs = multiply_pairs<format::is_signed>(codes.part[j], load_256(q + 32 * j));
+        const __m256i pairs = multiply_pairs<Format::is_signed>(codes.part[j], load_256(q + 32 * j));
         dots[j] = _mm256_madd_epi16(pairs, ones);
       }
       __m256i dot = sum_each(dots);
-      if constexpr (!format::is_signed) {
+      if constexpr (!Format::is_signed) {
         const __m256i sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
-        dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(sums, format::offset_bits));
+        dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(sums, Format::offset_bits));
       }
       const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
@@ -118,8 +118,8 @@ struct kernel_few {
 
 }  // namespace
 
-void few_avx2(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<quant_type Q>() { few_of_type<kernel_few<Q>>(w, x, num_rows, out); });
+void few_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<KernelFew<Q>>(w, x, num_rows, out); });
 }
 
 }  // namespace coldstream

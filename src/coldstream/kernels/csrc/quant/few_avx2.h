@@ -5,6 +5,6 @@
 
 namespace coldstream {
 
-void few_avx2(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
+void few_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
 
 }  // namespace coldstream

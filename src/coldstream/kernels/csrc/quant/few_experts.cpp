@@ -14,22 +14,21 @@ constexpr int64_t slice_multiple = 4;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The rows that a worker quantised last, in the forms that its weights need.
-class last_rows {
+class LastRows {
  public:
-  last_rows(const quant_kernels& kernels, const activation_forms& forms, int64_t cols, std::byte* memory,
-            size_t row_bytes)
+  LastRows(const QuantKernels& kernels, const ActivationForms& forms, int64_t cols, std::byte* memory,
+           size_t row_bytes)
       : kernels_(kernels), forms_(forms), cols_(cols), memory_(memory), row_bytes_(row_bytes) {}
 
   // out[r] = rows of `w` times x[r].
-  void multiply(const weight_rows& w, const float* const* x, float* const* out, int count,
-                std::byte* memory) {
-    activation_row q[few_max_rows] = {};
+  void multiply(const WeightRows& w, const float* const* x, float* const* out, int count, std::byte* memory) {
+    ActivationRow q[few_max_rows] = {};
     for (int r = 0; r < count; r++) {
       std::byte* at = memory_ + static_cast<size_t>(r) * row_bytes_;
       if (sources_[r] != x[r]) {
         sources_[r] = x[r];
         forms_.for_each(
-            [&](activation_form form) { kernels_.quantize_row(x[r], cols_, forms_.row(at, cols_, form)); });
+            [&](ActivationForm form) { kernels_.quantize_row(x[r], cols_, forms_.row(at, cols_, form)); });
       }
       if (quant_is_integer(w.type)) q[r] = forms_.row(at, cols_, form_of(w.type));
     }
@@ -37,8 +36,8 @@ class last_rows {
   }
 
  private:
-  const quant_kernels& kernels_;
-  const activation_forms& forms_;
+  const QuantKernels& kernels_;
+  const ActivationForms& forms_;
   const int64_t cols_;
   std::byte* const memory_;
   const size_t row_bytes_;
@@ -47,30 +46,30 @@ class last_rows {
 
 }  // namespace
 
-few_experts_op::few_experts_op(const quant_kernels& kernels, routed_experts_args args)
+FewExpertsOp::FewExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args)
     : kernels_(kernels), args_(std::move(args)) {
   x_forms_.add(args_.gate.type);
   x_forms_.add(args_.up.type);
   h_forms_.add(args_.down.type);
 }
 
-size_t few_experts_op::row_bytes() const {
+size_t FewExpertsOp::row_bytes() const {
   return std::max(x_forms_.row_bytes(args_.gate.num_cols), h_forms_.row_bytes(args_.down.num_cols));
 }
 
-size_t few_experts_op::scratch_bytes() const {
+size_t FewExpertsOp::scratch_bytes() const {
   const int64_t cols = std::max(args_.gate.num_cols, args_.down.num_cols);
   return few_max_rows * (row_bytes() + 2 * max_slice * sizeof(float)) + multiply_bytes(kernels_, cols);
 }
 
-size_t few_experts_op::shared_bytes() const {
+size_t FewExpertsOp::shared_bytes() const {
   return static_cast<size_t>(max_pairs * args_.gate.num_rows) * sizeof(float);
 }
 
-void few_experts_op::run(int stage, int rows, worker& w) { stage == 0 ? gate_up(rows, w) : down(rows, w); }
+void FewExpertsOp::run(int stage, int rows, Worker& w) { stage == 0 ? gate_up(rows, w) : down(rows, w); }
 
-few_experts_op::work few_experts_op::list_work(int rows, worker& w) const {
-  work found;
+FewExpertsOp::Work FewExpertsOp::list_work(int rows, Worker& w) const {
+  Work found;
   found.num_jobs = 0;
   int count = 0;
   for (int32_t row = 0; row < rows; row++) {
@@ -86,9 +85,9 @@ few_experts_op::work few_experts_op::list_work(int rows, worker& w) const {
     }
   }
   std::stable_sort(found.pairs, found.pairs + count,
-                   [](const pair& a, const pair& b) { return a.expert < b.expert; });
+                   [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
   for (int i = 0; i < count; i++) {
-    job* last = found.num_jobs == 0 ? nullptr : &found.jobs[found.num_jobs - 1];
+    Job* last = found.num_jobs == 0 ? nullptr : &found.jobs[found.num_jobs - 1];
     if (last != nullptr && found.pairs[i].expert == found.pairs[last->first].expert &&
         last->count < few_max_rows) {
       last->count++;
@@ -102,7 +101,7 @@ few_experts_op::work few_experts_op::list_work(int rows, worker& w) const {
 // Calls run_slice(job, begin, end) for the slices of `num_rows` weight rows of every job: about one slice per
 // worker for few jobs, two for more.
 template <typename F>
-void few_experts_op::for_each_slice(int num_jobs, int64_t num_rows, worker& w, F&& run_slice) const {
+void FewExpertsOp::for_each_slice(int num_jobs, int64_t num_rows, Worker& w, F&& run_slice) const {
   const int64_t num_shares = w.count * (num_jobs <= 2 ? 1 : 2);
   const int64_t share = ceil_div(num_jobs * num_rows, num_shares * slice_multiple) * slice_multiple;
   const int64_t slice = std::clamp<int64_t>(share, 2 * slice_multiple, max_slice);
@@ -113,16 +112,16 @@ void few_experts_op::for_each_slice(int num_jobs, int64_t num_rows, worker& w, F
   }
 }
 
-void few_experts_op::gate_up(int rows, worker& w) const {
-  const work found = list_work(rows, w);
+void FewExpertsOp::gate_up(int rows, Worker& w) const {
+  const Work found = list_work(rows, w);
   const int64_t size = args_.gate.num_rows;
   auto* values = reinterpret_cast<float*>(w.memory->data() + few_max_rows * row_bytes());
   auto* memory = reinterpret_cast<std::byte*>(values + 2 * few_max_rows * max_slice);
   auto* hidden = reinterpret_cast<float*>(w.shared->data());
-  last_rows last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data(), row_bytes());
+  LastRows last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data(), row_bytes());
   for_each_slice(found.num_jobs, size, w, [&](int64_t i, int64_t begin, int64_t end) {
-    const job& next = found.jobs[i];
-    const pair* pairs = found.pairs + next.first;
+    const Job& next = found.jobs[i];
+    const Pair* pairs = found.pairs + next.first;
     const float* x[few_max_rows];
     float *gate[few_max_rows], *up[few_max_rows];
     for (int r = 0; r < next.count; r++) {
@@ -138,15 +137,15 @@ void few_experts_op::gate_up(int rows, worker& w) const {
   });
 }
 
-void few_experts_op::down(int rows, worker& w) const {
-  const work found = list_work(rows, w);
+void FewExpertsOp::down(int rows, Worker& w) const {
+  const Work found = list_work(rows, w);
   const int64_t cols = args_.down.num_cols;
   auto* memory = w.memory->data() + few_max_rows * (row_bytes() + 2 * max_slice * sizeof(float));
   const auto* hidden = reinterpret_cast<const float*>(w.shared->data());
-  last_rows last(kernels_, h_forms_, cols, w.memory->data(), row_bytes());
+  LastRows last(kernels_, h_forms_, cols, w.memory->data(), row_bytes());
   for_each_slice(found.num_jobs, args_.down.num_rows, w, [&](int64_t i, int64_t begin, int64_t end) {
-    const job& next = found.jobs[i];
-    const pair* pairs = found.pairs + next.first;
+    const Job& next = found.jobs[i];
+    const Pair* pairs = found.pairs + next.first;
     const float* h[few_max_rows];
     float* out[few_max_rows];
     for (int r = 0; r < next.count; r++) {

@@ -3,9 +3,9 @@
 // and unpacked once for all activation rows.
 //
 // A `kernel` has its `format` (block, super_block, has_mins), `most_fixed_rows`, and
-//   add_super_blocks<ROWS, FULL, E>(data, stride, count, x, g, num_rows, p):
-//     eight super-blocks, `stride` bytes apart, or fewer at the end if not FULL; the first one meets
-//     activation group g. Each adds to a lane of p. ROWS is the number of activation rows, or 0 if only known
+//   add_super_blocks<rows, full, E>(data, stride, count, x, g, num_rows, p):
+//     eight super-blocks, `stride` bytes apart, or fewer at the end if not full; the first one meets
+//     activation group g. Each adds to a lane of p. rows is the number of activation rows, or 0 if only known
 //     at run time;
 //   add_blocks(b, count, x, g, num_rows, p):
 //     eight blocks of 32, one activation group; those behind the first `count` belong to other rows.
@@ -19,11 +19,11 @@
 namespace coldstream {
 
 // Where eight super-blocks lie: one behind the other in a weight row, or below each other in eight rows.
-enum class eight { of_a_row, of_rows };
+enum class Eight { of_a_row, of_rows };
 
 // The activation rows that there is room for.
-template <int ROWS>
-inline constexpr int capacity_of = ROWS != 0 ? ROWS : few_max_rows;
+template <int rows>
+inline constexpr int capacity_of = rows != 0 ? rows : few_max_rows;
 
 // The hardware does not prefetch across page boundaries.
 static inline void prefetch_weights(const void* block, size_t bytes) {
@@ -34,23 +34,23 @@ static inline void prefetch_weights(const void* block, size_t bytes) {
 
 // Weight rows n … n + count - 1, at most eight, which are the lanes: for rows that do not fill eight lanes
 // with their own super-blocks.
-template <typename kernel, int ROWS, bool FULL>
-inline __attribute__((always_inline)) void multiply_eight_rows(const weight_rows& w, int64_t n, int count,
-                                                               const activation_row* x, int num_rows,
+template <typename Kernel, int rows, bool full>
+inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows& w, int64_t n, int count,
+                                                               const ActivationRow* x, int num_rows,
                                                                float* const* out) {
-  using block = typename kernel::format::block;
-  __m256 p[8][capacity_of<ROWS>];
+  using Block = typename Kernel::Format::Block;
+  __m256 p[8][capacity_of<rows>];
   for (int lane = 0; lane < 8; lane++) {
     for (int t = 0; t < num_rows; t++) p[lane][t] = _mm256_setzero_ps();
   }
   const uint8_t* data = w.data + n * w.row_bytes;
   for (int64_t g = 0; g < w.cols / group_elements; g++) {
-    kernel::template add_super_blocks<ROWS, FULL, eight::of_rows>(
-        data + g * static_cast<int64_t>(sizeof(block)), w.row_bytes, count, x, g, num_rows, p[g % 8]);
+    Kernel::template add_super_blocks<rows, full, Eight::of_rows>(
+        data + g * static_cast<int64_t>(sizeof(Block)), w.row_bytes, count, x, g, num_rows, p[g % 8]);
   }
   for (int t = 0; t < num_rows; t++) {
     const __m256 of_row[8] = {p[0][t], p[1][t], p[2][t], p[3][t], p[4][t], p[5][t], p[6][t], p[7][t]};
-    if constexpr (FULL) {
+    if constexpr (full) {
       _mm256_storeu_ps(out[t] + n, sum_accumulators(of_row));
     } else {
       _mm256_maskstore_ps(out[t] + n, first_lanes(count), sum_accumulators(of_row));
@@ -59,103 +59,103 @@ inline __attribute__((always_inline)) void multiply_eight_rows(const weight_rows
 }
 
 // Weight rows n, n + distance, … of which each fills the eight lanes with its own super-blocks.
-template <typename kernel, int ROWS, int STREAMS>
-inline __attribute__((always_inline)) void multiply_whole_rows(const weight_rows& w, int64_t n,
-                                                               int64_t distance, const activation_row* x,
+template <typename Kernel, int rows, int streams>
+inline __attribute__((always_inline)) void multiply_whole_rows(const WeightRows& w, int64_t n,
+                                                               int64_t distance, const ActivationRow* x,
                                                                int num_rows, float* const* out) {
-  using block = typename kernel::format::block;
-  __m256 p[STREAMS][capacity_of<ROWS>];
-  for (int s = 0; s < STREAMS; s++) {
+  using Block = typename Kernel::Format::Block;
+  __m256 p[streams][capacity_of<rows>];
+  for (int s = 0; s < streams; s++) {
     for (int t = 0; t < num_rows; t++) p[s][t] = _mm256_setzero_ps();
   }
   for (int64_t b = 0; b < w.cols / group_elements; b += 8) {
-    for (int s = 0; s < STREAMS; s++) {
+    for (int s = 0; s < streams; s++) {
       const uint8_t* data =
-          w.data + (n + s * distance) * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
-      kernel::template add_super_blocks<ROWS, true, eight::of_a_row>(data, sizeof(block), 8, x, b, num_rows,
+          w.data + (n + s * distance) * w.row_bytes + b * static_cast<int64_t>(sizeof(Block));
+      Kernel::template add_super_blocks<rows, true, Eight::of_a_row>(data, sizeof(Block), 8, x, b, num_rows,
                                                                      p[s]);
     }
   }
-  for (int s = 0; s < STREAMS; s++) {
+  for (int s = 0; s < streams; s++) {
     for (int t = 0; t < num_rows; t++) out[t][n + s * distance] = sum_lanes(p[s][t]);
   }
 }
 
-template <typename kernel, int ROWS>
-void few_of_super_blocks(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  if constexpr (ROWS != 0) num_rows = ROWS;
+template <typename Kernel, int rows>
+void few_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  if constexpr (rows != 0) num_rows = rows;
   int64_t n = 0;
   if (w.cols / group_elements % 8 != 0) {
-    for (; n + 8 <= w.count; n += 8) multiply_eight_rows<kernel, ROWS, true>(w, n, 8, x, num_rows, out);
+    for (; n + 8 <= w.count; n += 8) multiply_eight_rows<Kernel, rows, true>(w, n, 8, x, num_rows, out);
     if (n < w.count)
-      multiply_eight_rows<kernel, ROWS, false>(w, n, static_cast<int>(w.count - n), x, num_rows, out);
+      multiply_eight_rows<Kernel, rows, false>(w, n, static_cast<int>(w.count - n), x, num_rows, out);
     return;
   }
   // One activation row waits for memory, which gives more bytes to several places that are read in turn.
   constexpr int streams = 4;
-  if constexpr (ROWS == 1) {
+  if constexpr (rows == 1) {
     const int64_t distance = w.count / streams;
-    for (; n < distance; n++) multiply_whole_rows<kernel, ROWS, streams>(w, n, distance, x, num_rows, out);
+    for (; n < distance; n++) multiply_whole_rows<Kernel, rows, streams>(w, n, distance, x, num_rows, out);
     n *= streams;
   }
-  for (; n < w.count; n++) multiply_whole_rows<kernel, ROWS, 1>(w, n, 0, x, num_rows, out);
+  for (; n < w.count; n++) multiply_whole_rows<Kernel, rows, 1>(w, n, 0, x, num_rows, out);
 }
 
 // The last `rest` blocks of weight row n. Blocks of the next rows are read with them, if there are any.
-template <typename kernel>
-inline __attribute__((always_inline)) void add_last_blocks(const weight_rows& w, int64_t n, int64_t b,
-                                                           int rest, const activation_row* x, int num_rows,
+template <typename Kernel>
+inline __attribute__((always_inline)) void add_last_blocks(const WeightRows& w, int64_t n, int64_t b,
+                                                           int rest, const ActivationRow* x, int num_rows,
                                                            __m256* p) {
-  using block = typename kernel::format::block;
-  const uint8_t* data = w.data + n * w.row_bytes + b * static_cast<int64_t>(sizeof(block));
-  const uint8_t* end = w.data + (w.count - 1) * w.row_bytes + w.cols / block_elements * sizeof(block);
-  if (data + 8 * sizeof(block) <= end) {
-    prefetch_weights(data, static_cast<size_t>(rest) * sizeof(block));
-    kernel::add_blocks(reinterpret_cast<const block*>(data), rest, x, b / 8, num_rows, p);
+  using Block = typename Kernel::Format::Block;
+  const uint8_t* data = w.data + n * w.row_bytes + b * static_cast<int64_t>(sizeof(Block));
+  const uint8_t* end = w.data + (w.count - 1) * w.row_bytes + w.cols / block_elements * sizeof(Block);
+  if (data + 8 * sizeof(Block) <= end) {
+    prefetch_weights(data, static_cast<size_t>(rest) * sizeof(Block));
+    Kernel::add_blocks(reinterpret_cast<const Block*>(data), rest, x, b / 8, num_rows, p);
   } else {
-    block padded[8] = {};
-    std::memcpy(padded, data, static_cast<size_t>(rest) * sizeof(block));
-    kernel::add_blocks(padded, rest, x, b / 8, num_rows, p);
+    Block padded[8] = {};
+    std::memcpy(padded, data, static_cast<size_t>(rest) * sizeof(Block));
+    Kernel::add_blocks(padded, rest, x, b / 8, num_rows, p);
   }
 }
 
-template <typename kernel, int ROWS>
-void few_of_blocks(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  using block = typename kernel::format::block;
-  if constexpr (ROWS != 0) num_rows = ROWS;
+template <typename Kernel, int rows>
+void few_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  using Block = typename Kernel::Format::Block;
+  if constexpr (rows != 0) num_rows = rows;
   const int64_t num_blocks = w.cols / block_elements;
   for (int64_t n = 0; n < w.count; n++) {
-    const auto* row = reinterpret_cast<const block*>(w.data + n * w.row_bytes);
-    __m256 p[capacity_of<ROWS>];
+    const auto* row = reinterpret_cast<const Block*>(w.data + n * w.row_bytes);
+    __m256 p[capacity_of<rows>];
     for (int t = 0; t < num_rows; t++) p[t] = _mm256_setzero_ps();
     int64_t b = 0;
     for (; b + 8 <= num_blocks; b += 8) {
-      prefetch_weights(row + b, 8 * sizeof(block));
-      kernel::add_blocks(row + b, 8, x, b / 8, num_rows, p);
+      prefetch_weights(row + b, 8 * sizeof(Block));
+      Kernel::add_blocks(row + b, 8, x, b / 8, num_rows, p);
     }
-    if (b < num_blocks) add_last_blocks<kernel>(w, n, b, static_cast<int>(num_blocks - b), x, num_rows, p);
+    if (b < num_blocks) add_last_blocks<Kernel>(w, n, b, static_cast<int>(num_blocks - b), x, num_rows, p);
     for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes(p[t]);
   }
 }
 
-template <typename kernel, int ROWS>
-void few_of_rows(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  if constexpr (kernel::format::super_block) {
-    few_of_super_blocks<kernel, ROWS>(w, x, num_rows, out);
+template <typename Kernel, int rows>
+void few_of_rows(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  if constexpr (Kernel::Format::super_block) {
+    few_of_super_blocks<Kernel, rows>(w, x, num_rows, out);
   } else {
-    few_of_blocks<kernel, ROWS>(w, x, num_rows, out);
+    few_of_blocks<Kernel, rows>(w, x, num_rows, out);
   }
 }
 
 // With the number of activation rows known to the compiler if it is at most kernel::most_fixed_rows.
-template <typename kernel, int ROWS = 1>
-void few_of_type(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  if constexpr (ROWS > kernel::most_fixed_rows) {
-    few_of_rows<kernel, 0>(w, x, num_rows, out);
-  } else if (num_rows == ROWS) {
-    few_of_rows<kernel, ROWS>(w, x, ROWS, out);
+template <typename Kernel, int rows = 1>
+void few_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  if constexpr (rows > Kernel::most_fixed_rows) {
+    few_of_rows<Kernel, 0>(w, x, num_rows, out);
+  } else if (num_rows == rows) {
+    few_of_rows<Kernel, rows>(w, x, rows, out);
   } else {
-    few_of_type<kernel, ROWS + 1>(w, x, num_rows, out);
+    few_of_type<Kernel, rows + 1>(w, x, num_rows, out);
   }
 }
 

@@ -33,8 +33,8 @@ void quantize_span(const float* x, int count, int span, int8_t* q, int16_t* sums
   }
 }
 
-void quantize_row(const float* x, int64_t cols, activation_row out) {
-  const int span = group_elements / activation_row::scales_per_group(out.form);
+void quantize_row(const float* x, int64_t cols, ActivationRow out) {
+  const int span = group_elements / ActivationRow::scales_per_group(out.form);
   for (int64_t i = 0; i < num_groups(cols) * group_elements; i += span) {
     const int count = static_cast<int>(std::clamp<int64_t>(cols - i, 0, span));
     quantize_span(x + (count > 0 ? i : 0), count, span, out.q + i, out.sums + i / 16, out.scales + i / span);
@@ -48,31 +48,31 @@ int32_t dot(const int8_t* a, const int8_t* b, int count) {
 }
 
 // One super-block times the activation group under it.
-template <typename format>
-void add_super_block(const typename format::block& b, const activation_row* x, int64_t g, int num_rows,
+template <typename Format>
+void add_super_block(const typename Format::Block& b, const ActivationRow* x, int64_t g, int num_rows,
                      float (*p)[8]) {
   int8_t codes[256];
   int16_t scales[16], mins[16];
-  format::codes(b, codes);
-  format::scales(b, scales, mins);
+  Format::codes(b, codes);
+  Format::scales(b, scales, mins);
   for (int t = 0; t < num_rows; t++) {
     int32_t total = 0, total_min = 0;
     for (int j = 0; j < 16; j++) {
       total += scales[j] * dot(codes + j * 16, x[t].q + g * 256 + j * 16, 16);
-      if constexpr (format::has_mins) total_min += mins[j] * x[t].sums[g * 16 + j];
+      if constexpr (Format::has_mins) total_min += mins[j] * x[t].sums[g * 16 + j];
     }
     const float a = x[t].scales[g];
     float& lane = p[t][g % 8];
     lane = fma(load_half(b.d) * a, static_cast<float>(total), lane);
-    if constexpr (format::has_mins) lane = fma(-(load_half(b.dmin) * a), static_cast<float>(total_min), lane);
+    if constexpr (Format::has_mins) lane = fma(-(load_half(b.dmin) * a), static_cast<float>(total_min), lane);
   }
 }
 
-template <typename format>
-void add_block(const typename format::block& b, const activation_row* x, int64_t index, int num_rows,
+template <typename Format>
+void add_block(const typename Format::Block& b, const ActivationRow* x, int64_t index, int num_rows,
                float (*p)[8]) {
   int8_t codes[32];
-  format::codes(b, codes);
+  Format::codes(b, codes);
   for (int t = 0; t < num_rows; t++) {
     const float sum = static_cast<float>(dot(codes, x[t].q + index * 32, 32));
     float& lane = p[t][index % 8];
@@ -80,26 +80,26 @@ void add_block(const typename format::block& b, const activation_row* x, int64_t
   }
 }
 
-template <quant_type Q>
-void few_of_type(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  using format = integer_format<Q>;
-  const int64_t num_blocks = w.cols / (format::super_block ? 256 : 32);
+template <QuantType Q>
+void few_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  using Format = IntegerFormat<Q>;
+  const int64_t num_blocks = w.cols / (Format::super_block ? 256 : 32);
   for (int64_t n = 0; n < w.count; n++) {
-    const auto* blocks = reinterpret_cast<const typename format::block*>(w.data + n * w.row_bytes);
+    const auto* blocks = reinterpret_cast<const typename Format::Block*>(w.data + n * w.row_bytes);
     float p[few_max_rows][8] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
-      if constexpr (format::super_block) {
-        add_super_block<format>(blocks[b], x, b, num_rows, p);
+      if constexpr (Format::super_block) {
+        add_super_block<Format>(blocks[b], x, b, num_rows, p);
       } else {
-        add_block<format>(blocks[b], x, b, num_rows, p);
+        add_block<Format>(blocks[b], x, b, num_rows, p);
       }
     }
     for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes_8(p[t]);
   }
 }
 
-void few(const weight_rows& w, const activation_row* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<quant_type Q>() { few_of_type<Q>(w, x, num_rows, out); });
+void few(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<Q>(w, x, num_rows, out); });
 }
 
 void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
@@ -119,7 +119,7 @@ void swiglu(const float* gate, const float* up, int64_t count, float* out) {
 
 }  // namespace
 
-constinit const quant_kernels quant_kernels_generic = {
+constinit const QuantKernels quant_kernels_generic = {
     .quantize_row = quantize_row,
     .few = few,
     .many = nullptr,

@@ -2,16 +2,16 @@
 
 namespace coldstream {
 
-const quant_kernels& quant_kernels_for(tier t) {
+const QuantKernels& quant_kernels_for(Tier t) {
 #if defined(__x86_64__)
   switch (t) {
-    case tier::generic:
+    case Tier::generic:
       return quant_kernels_generic;
-    case tier::avx2:
+    case Tier::avx2:
       return quant_kernels_avx2;
-    case tier::avx512:
+    case Tier::avx512:
       return quant_kernels_avx512;
-    case tier::amx:
+    case Tier::amx:
       return quant_kernels_amx;
   }
 #endif

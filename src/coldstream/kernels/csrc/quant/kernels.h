@@ -12,8 +12,8 @@
 namespace coldstream {
 
 // Consecutive rows of one weight matrix.
-struct weight_rows {
-  quant_type type;
+struct WeightRows {
+  QuantType type;
   const uint8_t* data;
   int64_t row_bytes;
   int64_t count;
@@ -21,7 +21,7 @@ struct weight_rows {
 };
 
 // Rows begin … end of one matrix of a stack.
-inline weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int64_t end) {
+inline WeightRows slice_of(const Weight& w, int64_t matrix, int64_t begin, int64_t end) {
   return {w.type, w.row(matrix, begin), w.row_bytes, end - begin, w.num_cols};
 }
 
@@ -30,37 +30,37 @@ inline weight_rows slice_of(const weight& w, int64_t matrix, int64_t begin, int6
 inline constexpr int few_max_rows = 8;
 inline constexpr int many_max_tiles = 8;
 
-struct quant_kernels {
-  void (*quantize_row)(const float* x, int64_t cols, activation_row out);  // in the form of `out`
+struct QuantKernels {
+  void (*quantize_row)(const float* x, int64_t cols, ActivationRow out);  // in the form of `out`
 
   // out[t][n] = product of weight row n with activation row t, of an integer type, whose form the activations
   // have; reads the blocks of `w` and nothing beyond them.
-  void (*few)(const weight_rows& w, const activation_row* x, int num_rows, float* const* out);
+  void (*few)(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
 
   // The same for tiles of 16 rows, x[tile][group]; `out` has 16 pointers per tile, null for rows that are
   // padding. Null if the tier has nothing better than `few`. `memory` is 64-byte aligned, `many_bytes` long.
-  void (*many)(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
+  void (*many)(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                std::byte* memory);
   size_t many_bytes;
   int many_min_rows;  // from this many rows on `many` is faster
   // Rows of activations (num_rows <= 16, all of the first one's form) to one tile per group; missing rows
   // become zeros.
-  void (*pack)(const activation_row* x, int num_rows, int64_t cols, activation_tile* out);
+  void (*pack)(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);
 
   // out[t][n] for float weights [count][cols] (row stride in floats) and float activations.
   void (*float_product)(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                         int num_rows, float* const* out);
-  void (*dequantize_row)(quant_type type, const uint8_t* data, int64_t cols, float* out);
+  void (*dequantize_row)(QuantType type, const uint8_t* data, int64_t cols, float* out);
   // out[i] = silu(gate[i]) * up[i]
   void (*swiglu)(const float* gate, const float* up, int64_t count, float* out);
 };
 
-extern const quant_kernels quant_kernels_generic;
-extern const quant_kernels quant_kernels_avx2;
-extern const quant_kernels quant_kernels_avx512;
-extern const quant_kernels quant_kernels_amx;
+extern const QuantKernels quant_kernels_generic;
+extern const QuantKernels quant_kernels_avx2;
+extern const QuantKernels quant_kernels_avx512;
+extern const QuantKernels quant_kernels_amx;
 
 // The table of a tier that this machine supports.
-const quant_kernels& quant_kernels_for(tier t);
+const QuantKernels& quant_kernels_for(Tier t);
 
 }  // namespace coldstream

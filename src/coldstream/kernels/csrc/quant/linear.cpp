@@ -18,36 +18,36 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-linear_op::linear_op(const quant_kernels& kernels, float_rows_in x, int64_t cols,
-                     std::vector<linear_part> parts, int capacity)
+LinearOp::LinearOp(const QuantKernels& kernels, FloatRowsIn x, int64_t cols, std::vector<LinearPart> parts,
+                   int capacity)
     : kernels_(kernels), x_(x), cols_(cols), parts_(std::move(parts)), capacity_(capacity), total_rows_(0) {
-  for (const linear_part& part : parts_) {
+  for (const LinearPart& part : parts_) {
     total_rows_ += part.w.num_rows;
     forms_.add(part.w.type);
   }
 }
 
-bool linear_op::quantizes_apart() const {
+bool LinearOp::quantizes_apart() const {
   return forms_.any() &&
          (prefers_tiles(kernels_, capacity_) || capacity_ * cols_ > private_quantize_elements);
 }
 
-size_t linear_op::scratch_bytes() const {
+size_t LinearOp::scratch_bytes() const {
   const size_t rows_kept =
       quantizes_apart() ? (prefers_tiles(kernels_, capacity_) ? tile_rows : 0) : capacity_;
   return multiply_bytes(kernels_, cols_) + rows_kept * forms_.row_bytes(cols_);
 }
 
-size_t linear_op::shared_bytes() const {
+size_t LinearOp::shared_bytes() const {
   if (!quantizes_apart()) return 0;
   const int64_t num_tiles = prefers_tiles(kernels_, capacity_)
                                 ? ceil_div(capacity_, tile_rows) * num_groups(cols_) * forms_.count()
                                 : 0;
-  return std::max(static_cast<size_t>(num_tiles) * sizeof(activation_tile),
+  return std::max(static_cast<size_t>(num_tiles) * sizeof(ActivationTile),
                   static_cast<size_t>(capacity_) * forms_.row_bytes(cols_));
 }
 
-void linear_op::run(int stage, int rows, worker& w) {
+void LinearOp::run(int stage, int rows, Worker& w) {
   if (stage == 0 && quantizes_apart()) {
     quantize(rows, w);
   } else {
@@ -55,44 +55,43 @@ void linear_op::run(int stage, int rows, worker& w) {
   }
 }
 
-bool linear_op::runs_alone(int stage, int rows) const {
-  if (stage == 0 && quantizes_apart()) return rows * cols_ <= SMALL_WORK;
-  return rows * total_rows_ * cols_ <= SMALL_WORK;
+bool LinearOp::runs_alone(int stage, int rows) const {
+  if (stage == 0 && quantizes_apart()) return rows * cols_ <= small_work;
+  return rows * total_rows_ * cols_ <= small_work;
 }
 
-void linear_op::quantize(int rows, worker& w) const {
+void LinearOp::quantize(int rows, Worker& w) const {
   if (!prefers_tiles(kernels_, rows)) {
     for (int64_t t = w.take(); t < rows; t = w.take())
       quantize_row(t, w.shared->data() + t * forms_.row_bytes(cols_));
     return;
   }
   for (int64_t tile = w.take(); tile < ceil_div(rows, tile_rows); tile = w.take())
-    forms_.for_each([&](activation_form form) { quantize_tile(tile, rows, form, w); });
+    forms_.for_each([&](ActivationForm form) { quantize_tile(tile, rows, form, w); });
 }
 
-void linear_op::quantize_row(int64_t t, std::byte* memory) const {
-  forms_.for_each([&](activation_form form) {
-    kernels_.quantize_row(x_.row(t), cols_, forms_.row(memory, cols_, form));
-  });
+void LinearOp::quantize_row(int64_t t, std::byte* memory) const {
+  forms_.for_each(
+      [&](ActivationForm form) { kernels_.quantize_row(x_.row(t), cols_, forms_.row(memory, cols_, form)); });
 }
 
-void linear_op::quantize_tile(int64_t tile, int rows, activation_form form, worker& w) const {
-  activation_row part[tile_rows];
+void LinearOp::quantize_tile(int64_t tile, int rows, ActivationForm form, Worker& w) const {
+  ActivationRow part[tile_rows];
   const int count = static_cast<int>(std::min<int64_t>(tile_rows, rows - tile * tile_rows));
   for (int i = 0; i < count; i++) {
-    part[i] = activation_row::at(w.memory->data() + i * activation_row::bytes(cols_, form), cols_, form);
+    part[i] = ActivationRow::at(w.memory->data() + i * ActivationRow::bytes(cols_, form), cols_, form);
     kernels_.quantize_row(x_.row(tile * tile_rows + i), cols_, part[i]);
   }
   kernels_.pack(part, count, cols_, tiles_of(form, rows, w) + tile * num_groups(cols_));
 }
 
 // The tiles of a batch lie form by form.
-activation_tile* linear_op::tiles_of(activation_form form, int rows, worker& w) const {
+ActivationTile* LinearOp::tiles_of(ActivationForm form, int rows, Worker& w) const {
   const int64_t num_tiles = ceil_div(rows, tile_rows) * num_groups(cols_);
-  return reinterpret_cast<activation_tile*>(w.shared->data()) + forms_.index(form) * num_tiles;
+  return reinterpret_cast<ActivationTile*>(w.shared->data()) + forms_.index(form) * num_tiles;
 }
 
-void linear_op::multiply_slices(int rows, worker& w) const {
+void LinearOp::multiply_slices(int rows, Worker& w) const {
   const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
   std::byte* quantized = w.shared->data();
   std::byte* memory = w.memory->data();
@@ -103,23 +102,23 @@ void linear_op::multiply_slices(int rows, worker& w) const {
     memory += rows * row_bytes;
   }
   const int64_t total = ceil_div(rows, pass_rows) * total_rows_;
-  shrinking_slices slices(total, w.count, tiled ? 32 : 8, rows > few_max_rows ? max_slice : total);
+  ShrinkingSlices slices(total, w.count, tiled ? 32 : 8, rows > few_max_rows ? max_slice : total);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take()))
     multiply_range(next.begin, next.end, rows, quantized, memory, w);
 }
 
 // Of the rows of all weights, for one pass over the activation rows after the other.
-void linear_op::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
-                               worker& w) const {
+void LinearOp::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
+                              Worker& w) const {
   const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
   for (int64_t pass = begin / total_rows_; pass * total_rows_ < end; pass++) {
     const int first_row = static_cast<int>(pass * pass_rows);
     const int num_rows = std::min(static_cast<int>(pass_rows), rows - first_row);
     int64_t first = pass * total_rows_;
-    for (const linear_part& part : parts_) {
+    for (const LinearPart& part : parts_) {
       const int64_t from = std::max(begin, first), to = std::min(end, first + part.w.num_rows);
       if (from < to) {
-        const activation_tile* tiles = nullptr;
+        const ActivationTile* tiles = nullptr;
         if (tiled && quant_is_integer(part.w.type))
           tiles = tiles_of(form_of(part.w.type), rows, w) + first_row / tile_rows * num_groups(cols_);
         multiply_slice(part, from - first, to - first, first_row, num_rows, tiles, quantized, memory);
@@ -129,12 +128,11 @@ void linear_op::multiply_range(int64_t begin, int64_t end, int rows, std::byte* 
   }
 }
 
-void linear_op::multiply_slice(const linear_part& part, int64_t begin, int64_t end, int first_row,
-                               int num_rows, const activation_tile* tiles, std::byte* quantized,
-                               std::byte* memory) const {
+void LinearOp::multiply_slice(const LinearPart& part, int64_t begin, int64_t end, int first_row, int num_rows,
+                              const ActivationTile* tiles, std::byte* quantized, std::byte* memory) const {
   const bool reads_rows = tiles == nullptr && quant_is_integer(part.w.type);
   const float* x[pass_rows];
-  activation_row q[pass_rows];
+  ActivationRow q[pass_rows];
   float* out[pass_rows] = {};
   for (int t = 0; t < num_rows; t++) {
     x[t] = x_.row(first_row + t);
@@ -142,8 +140,8 @@ void linear_op::multiply_slice(const linear_part& part, int64_t begin, int64_t e
       q[t] = forms_.row(quantized + (first_row + t) * forms_.row_bytes(cols_), cols_, form_of(part.w.type));
     out[t] = part.out.row(first_row + t) + begin;
   }
-  const weight_rows rows = {part.w.type, part.w.data + begin * part.w.row_bytes, part.w.row_bytes,
-                            end - begin, cols_};
+  const WeightRows rows = {part.w.type, part.w.data + begin * part.w.row_bytes, part.w.row_bytes, end - begin,
+                           cols_};
   multiply(kernels_, rows, {x, q, tiles, out, num_rows}, memory);
 }
 

@@ -13,7 +13,7 @@
 namespace coldstream {
 
 // Weight rows i … i + 15 of a panel, of which `num_rows` exist, to n … n + 15.
-static inline void store_half_panel(const accumulators& p, int num_lanes, int i, int num_rows,
+static inline void store_half_panel(const Accumulators& p, int num_lanes, int i, int num_rows,
                                     float* const* out, int64_t n) {
   __m512i sums[16];
   for (int r = 0; r < 16; r++) {
@@ -32,8 +32,8 @@ static inline void store_half_panel(const accumulators& p, int num_lanes, int i,
 }
 
 // The part of a kernel for `many_of_type` that does not depend on how it multiplies.
-struct kernel_512 {
-  static void store(const accumulators& p, int num_lanes, int num_rows, float* const* out, int64_t n) {
+struct Kernel512 {
+  static void store(const Accumulators& p, int num_lanes, int num_rows, float* const* out, int64_t n) {
     for (int i = 0; i < num_rows; i += 16) store_half_panel(p, num_lanes, i, num_rows - i, out, n + i);
   }
 

@@ -19,14 +19,14 @@ namespace {
 
 // Tiles 0 … 3 accumulate, 4 and 5 hold weights (16 rows of inputs), 6 and 7 activations (inputs of 16 rows).
 template <int inputs>
-struct alignas(64) tile_config {
+struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, inputs, inputs, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, inputs / 4, inputs / 4};
 };
-static_assert(sizeof(tile_config<64>) == 64);
+static_assert(sizeof(TileConfig<64>) == 64);
 
-struct alignas(64) panel_k {
+struct alignas(64) PanelK {
   int8_t low[panel_rows][256];
   int8_t high[panel_rows][256];
   int32_t results[4][16][tile_rows];  // of the four accumulator tiles
@@ -34,21 +34,21 @@ struct alignas(64) panel_k {
   float d[panel_rows], dmin[panel_rows];
 };
 
-template <quant_type Q>
-struct kernel_k : kernel_512 {
-  using format = format_512<Q>;
-  using panel = panel_k;
+template <QuantType Q>
+struct KernelK : Kernel512 {
+  using Format = Format512<Q>;
+  using Panel = PanelK;
 
-  static void load(panel& to, int row, const typename format::block* b) {
-    const codes_512 codes = format::load(b);
-    const spread_scales<Q> scales(b);
+  static void load(Panel& to, int row, const typename Format::Block* b) {
+    const Codes512 codes = Format::load(b);
+    const SpreadScales<Q> scales(b);
     const __m512i low_byte = _mm512_set1_epi16(0xff), seven_bits = _mm512_set1_epi8(0x7f);
     constexpr int select = 0xca;  // a ? b : c, bit by bit
     for (int k = 0; k < 4; k++) {
       __m512i even = _mm512_mullo_epi16(_mm512_and_si512(codes.part[k], low_byte), scales.part[k]);
       __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(codes.part[k], 8), scales.part[k]);
-      if constexpr (!format::has_mins) {
-        const __m512i offset = _mm512_slli_epi16(scales.part[k], format::offset_bits);
+      if constexpr (!Format::has_mins) {
+        const __m512i offset = _mm512_slli_epi16(scales.part[k], Format::offset_bits);
         even = _mm512_sub_epi16(even, offset);
         odd = _mm512_sub_epi16(odd, offset);
       }
@@ -59,21 +59,21 @@ struct kernel_k : kernel_512 {
       _mm512_store_si512(to.high[row] + 64 * k, high);
     }
     to.d[row] = _cvtsh_ss(load_u16(b->d));
-    if constexpr (format::has_mins) {
+    if constexpr (Format::has_mins) {
       to.dmin[row] = _cvtsh_ss(load_u16(b->dmin));
       _mm_store_si128(reinterpret_cast<__m128i*>(to.mins[row]), _mm256_extracti128_si256(scales.packed, 1));
     }
   }
 
-  static void clear(panel& to, int row) {
+  static void clear(Panel& to, int row) {
     std::memset(to.low[row], 0, sizeof to.low[row]);
     std::memset(to.high[row], 0, sizeof to.high[row]);
     std::memset(to.mins[row], 0, sizeof to.mins[row]);
     to.d[row] = to.dmin[row] = 0.0f;
   }
 
-  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       int /*num_blocks*/, accumulators* p) {
+  static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
+                       int /*num_blocks*/, Accumulators* p) {
     const int last = num_tiles(num_rows) - 1, lane = static_cast<int>(g % 8);
     for (int tile = 0; tile <= last; tile++) {
       multiply_tile(w, x[tile * stride]);
@@ -84,7 +84,7 @@ struct kernel_k : kernel_512 {
     add_results(w, x[last * stride], g < 8, p[last].lane[lane]);
   }
 
-  static void multiply_tile(const panel& w, const activation_tile& x) {
+  static void multiply_tile(const Panel& w, const ActivationTile& x) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -103,17 +103,17 @@ struct kernel_k : kernel_512 {
     }
   }
 
-  static void store_results(panel& w) {
+  static void store_results(Panel& w) {
     _tile_stored(0, w.results[0], 64);
     _tile_stored(1, w.results[1], 64);
     _tile_stored(2, w.results[2], 64);
     _tile_stored(3, w.results[3], 64);
   }
 
-  static void add_results(const panel& w, const activation_tile& x, bool first, float (*p)[tile_rows]) {
+  static void add_results(const Panel& w, const ActivationTile& x, bool first, float (*p)[tile_rows]) {
     const __m512 a = _mm512_load_ps(x.scales);
     __m512i sums[4];
-    if constexpr (format::has_mins) {
+    if constexpr (Format::has_mins) {
       for (int i = 0; i < 4; i++) sums[i] = _mm512_load_si512(x.sums_32[i]);
     }
     for (int n = 0; n < panel_rows; n++) {
@@ -122,7 +122,7 @@ struct kernel_k : kernel_512 {
       const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(low, _mm512_slli_epi32(high, 7)));
       __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(p[n]);
       sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.d[n]), a), dot, sum);
-      if constexpr (format::has_mins) {
+      if constexpr (Format::has_mins) {
         __m512i min_dot = _mm512_setzero_si512();
         for (int i = 0; i < 4; i++)
           min_dot = _mm512_dpwssd_epi32(min_dot, sums[i], _mm512_set1_epi32(w.mins[n][i]));
@@ -133,22 +133,22 @@ struct kernel_k : kernel_512 {
   }
 };
 
-struct alignas(64) panel_32 {
+struct alignas(64) Panel32 {
   int8_t codes[panel_rows][256];
   int32_t results[4][16][tile_rows];
   float d[8][panel_rows];
 };
 
 // Blocks of 32 have a float scale each, so that a tile product spans 32 inputs only.
-template <quant_type Q>
-struct kernel_32 : kernel_512 {
-  using format = format_512<Q>;
-  using panel = panel_32;
+template <QuantType Q>
+struct Kernel32 : Kernel512 {
+  using Format = Format512<Q>;
+  using Panel = Panel32;
 
-  static void load(panel& to, int row, const typename format::block* b) {
-    const codes_512 codes = format::load(b);
+  static void load(Panel& to, int row, const typename Format::Block* b) {
+    const Codes512 codes = Format::load(b);
     for (int k = 0; k < 4; k++) {
-      const __m512i offset = _mm512_set1_epi8(static_cast<char>(1 << format::offset_bits));
+      const __m512i offset = _mm512_set1_epi8(static_cast<char>(1 << Format::offset_bits));
       _mm512_store_si512(to.codes[row] + 64 * k, _mm512_sub_epi8(codes.part[k], offset));
     }
     alignas(32) float d[8];
@@ -156,15 +156,15 @@ struct kernel_32 : kernel_512 {
     for (int i = 0; i < 8; i++) to.d[i][row] = d[i];
   }
 
-  static void clear(panel& to, int row) {
+  static void clear(Panel& to, int row) {
     std::memset(to.codes[row], 0, sizeof to.codes[row]);
     for (int i = 0; i < 8; i++) to.d[i][row] = 0.0f;
   }
 
-  static void multiply(panel& w, const activation_tile* x, int64_t stride, int num_rows, int64_t g,
-                       int /*num_blocks*/, accumulators* p) {
+  static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
+                       int /*num_blocks*/, Accumulators* p) {
     for (int tile = 0; tile < num_tiles(num_rows); tile++) {
-      const activation_tile& from = x[tile * stride];
+      const ActivationTile& from = x[tile * stride];
       for (int pair = 0; pair < 4; pair++) {
         multiply_pair(w, from, pair);
         if (pair > 0) add_pair(w, from, pair - 1, g == 0, p[tile]);
@@ -178,7 +178,7 @@ struct kernel_32 : kernel_512 {
   }
 
   // Two blocks of 32 inputs.
-  static void multiply_pair(const panel& w, const activation_tile& x, int pair) {
+  static void multiply_pair(const Panel& w, const ActivationTile& x, int pair) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -195,7 +195,7 @@ struct kernel_32 : kernel_512 {
     _tile_dpbssd(3, 5, 7);
   }
 
-  static void add_pair(const panel& w, const activation_tile& x, int pair, bool first, accumulators& p) {
+  static void add_pair(const Panel& w, const ActivationTile& x, int pair, bool first, Accumulators& p) {
     for (int i = 0; i < 2; i++) {
       const int lane = 2 * pair + i;
       const __m512 a = _mm512_load_ps(x.block_scales[lane]);
@@ -209,17 +209,16 @@ struct kernel_32 : kernel_512 {
   }
 };
 
-void many(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
-          std::byte* memory) {
-  dispatch_integer(w.type, [&]<quant_type Q>() {
-    if constexpr (format_512<Q>::super_block) {
-      const tile_config<64> config;
+void many(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+  dispatch_integer(w.type, [&]<QuantType Q>() {
+    if constexpr (Format512<Q>::super_block) {
+      const TileConfig<64> config;
       _tile_loadconfig(&config);
-      many_of_type<Q, kernel_k<Q>>(w, x, num_tiles, out, memory);
+      many_of_type<Q, KernelK<Q>>(w, x, num_tiles, out, memory);
     } else {
-      const tile_config<32> config;
+      const TileConfig<32> config;
       _tile_loadconfig(&config);
-      many_of_type<Q, kernel_32<Q>>(w, x, num_tiles, out, memory);
+      many_of_type<Q, Kernel32<Q>>(w, x, num_tiles, out, memory);
     }
     _tile_release();
   });
@@ -227,11 +226,11 @@ void many(const weight_rows& w, const activation_tile* x, int num_tiles, float* 
 
 }  // namespace
 
-constinit const quant_kernels quant_kernels_amx = {
+constinit const QuantKernels quant_kernels_amx = {
     .quantize_row = quantize_row_avx512,
     .few = few_avx512,
     .many = many,
-    .many_bytes = std::max(panel_memory<panel_k>(), panel_memory<panel_32>()),
+    .many_bytes = std::max(panel_memory<PanelK>(), panel_memory<Panel32>()),
     .many_min_rows = 8,
     .pack = pack_avx512,
     .float_product = float_product_avx512,

@@ -19,7 +19,7 @@ inline constexpr int panel_rows = 32;
 // only when all others have been read.
 inline constexpr int64_t prefetch_groups = 2;
 
-struct accumulators {
+struct Accumulators {
   float lane[8][panel_rows][tile_rows];
 };
 
@@ -38,20 +38,20 @@ static inline int present_rows(float* const* out, int num_rows) {
 // types of small blocks have `num_blocks`, and store(p, num_lanes, rows, out, n), which sums the first
 // `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n + rows
 // - 1.
-template <quant_type Q, typename kernel>
-void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles, float* const* out,
+template <QuantType Q, typename Kernel>
+void many_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                   std::byte* memory) {
-  using format = integer_format<Q>;
-  using block = typename format::block;
-  constexpr int step_blocks = format::super_block ? 1 : 8;
-  constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(block));
-  const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (format::super_block ? 256 : 32);
+  using Format = IntegerFormat<Q>;
+  using Block = typename Format::Block;
+  constexpr int step_blocks = Format::super_block ? 1 : 8;
+  constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(Block));
+  const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (Format::super_block ? 256 : 32);
   const int num_rows = present_rows(out, num_tiles * tile_rows);
-  auto& panel = *reinterpret_cast<typename kernel::panel*>(memory);
-  auto* p = reinterpret_cast<accumulators*>(memory + sizeof(typename kernel::panel));
+  auto& panel = *reinterpret_cast<typename Kernel::Panel*>(memory);
+  auto* p = reinterpret_cast<Accumulators*>(memory + sizeof(typename Kernel::Panel));
   for (int64_t n = 0; n < w.count; n += panel_rows) {
     const int rows = static_cast<int>(w.count - n < panel_rows ? w.count - n : panel_rows);
-    for (int i = rows; i < panel_rows; i++) kernel::clear(panel, i);
+    for (int i = rows; i < panel_rows; i++) Kernel::clear(panel, i);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t first = g * step_blocks, ahead = g + prefetch_groups;
       // Behind its last group, a panel's rows are followed by those of the next one.
@@ -60,27 +60,27 @@ void many_of_type(const weight_rows& w, const activation_tile* x, int num_tiles,
       for (int i = 0; i < rows; i++) {
         const uint8_t* data = w.data + (n + i) * w.row_bytes;
         prefetch_bytes(data + to_ahead, step_bytes);
-        const auto* row = reinterpret_cast<const block*>(data);
+        const auto* row = reinterpret_cast<const Block*>(data);
         if (first + step_blocks <= num_blocks) {
-          kernel::load(panel, i, row + first);
+          Kernel::load(panel, i, row + first);
         } else {
-          block padded[step_blocks] = {};
-          std::memcpy(padded, row + first, static_cast<size_t>(num_blocks - first) * sizeof(block));
-          kernel::load(panel, i, padded);
+          Block padded[step_blocks] = {};
+          std::memcpy(padded, row + first, static_cast<size_t>(num_blocks - first) * sizeof(Block));
+          Kernel::load(panel, i, padded);
         }
       }
       const auto present = static_cast<int>(std::min<int64_t>(step_blocks, num_blocks - first));
-      kernel::multiply(panel, x + g, groups, num_rows, g, present, p);
+      Kernel::multiply(panel, x + g, groups, num_rows, g, present, p);
     }
     const auto num_lanes = static_cast<int>(std::min<int64_t>(8, num_blocks));
     for (int tile = 0; tile < num_tiles; tile++)
-      kernel::store(p[tile], num_lanes, rows, out + tile * tile_rows, n);
+      Kernel::store(p[tile], num_lanes, rows, out + tile * tile_rows, n);
   }
 }
 
-template <typename panel>
+template <typename Panel>
 constexpr size_t panel_memory() {
-  return sizeof(panel) + many_max_tiles * sizeof(accumulators);
+  return sizeof(Panel) + many_max_tiles * sizeof(Accumulators);
 }
 
 }  // namespace coldstream

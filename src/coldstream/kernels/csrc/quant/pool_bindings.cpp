@@ -17,19 +17,19 @@ namespace {
 
 using namespace nb::literals;
 
-using file_list = std::vector<std::pair<int, std::string>>;
-using part_list = std::vector<std::tuple<int, uint64_t, uint64_t>>;
+using FileList = std::vector<std::pair<int, std::string>>;
+using PartList = std::vector<std::tuple<int, uint64_t, uint64_t>>;
 
-std::shared_ptr<expert_pool> make_pool(const file_list& files, const std::vector<part_list>& layers,
-                                       int num_experts, int num_threads) {
+std::shared_ptr<ExpertPool> make_pool(const FileList& files, const std::vector<PartList>& layers,
+                                      int num_experts, int num_threads) {
   std::vector<int> descriptors;
   std::vector<std::string> names;
   for (const auto& [descriptor, name] : files) {
     descriptors.push_back(descriptor);
     names.push_back(name);
   }
-  std::vector<std::vector<expert_pool::part>> parts;
-  for (const part_list& layer : layers) {
+  std::vector<std::vector<ExpertPool::Part>> parts;
+  for (const PartList& layer : layers) {
     auto& into = parts.emplace_back();
     for (const auto& [file, offset, bytes] : layer) {
       if (file < 0 || file >= static_cast<int>(files.size())) {
@@ -39,8 +39,8 @@ std::shared_ptr<expert_pool> make_pool(const file_list& files, const std::vector
       into.push_back({file, offset, bytes});
     }
   }
-  auto reader = std::make_unique<file_reader>(descriptors, std::move(names), num_threads);
-  return std::make_shared<expert_pool>(std::move(reader), std::move(parts), num_experts);
+  auto reader = std::make_unique<FileReader>(descriptors, std::move(names), num_threads);
+  return std::make_shared<ExpertPool>(std::move(reader), std::move(parts), num_experts);
 }
 
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_array(const std::vector<int64_t>& values) {
@@ -49,18 +49,18 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_array(const std::vector<int64_t>
   return {copy->data(), {copy->size()}, owner};
 }
 
-void set_pool_order(expert_pool& pool, int size_class,
+void set_pool_order(ExpertPool& pool, int size_class,
                     nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order) {
   pool.set_order(size_class, std::vector<int>(order.data(), order.data() + order.size()));
 }
 
-void preload(expert_pool& pool, int layer, const std::vector<int32_t>& experts) {
+void preload(ExpertPool& pool, int layer, const std::vector<int32_t>& experts) {
   const char* problem = pool.preload(layer, experts);
-  if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());
+  if (pool.reader().failed()) throw ModelChangedError(pool.reader().failure());
   if (problem != nullptr) throw std::invalid_argument(problem);
 }
 
-std::optional<std::vector<uintptr_t>> hold(expert_pool& pool, int layer, int32_t expert) {
+std::optional<std::vector<uintptr_t>> hold(ExpertPool& pool, int layer, int32_t expert) {
   std::vector<uintptr_t> parts;
   for (const uint8_t* part : pool.hold(layer, expert)) parts.push_back(reinterpret_cast<uintptr_t>(part));
   return parts.empty() ? std::nullopt : std::make_optional(parts);
@@ -69,19 +69,19 @@ std::optional<std::vector<uintptr_t>> hold(expert_pool& pool, int layer, int32_t
 }  // namespace
 
 void bind_expert_pool(nb::module_& m) {
-  nb::class_<expert_pool>(m, "ExpertPool",
-                          "Experts in a bounded part of memory, read from their file as they are needed.")
+  nb::class_<ExpertPool>(m, "ExpertPool",
+                         "Experts in a bounded part of memory, read from their file as they are needed.")
       .def(nb::new_(&make_pool), "files"_a, "layers"_a, "num_experts"_a, "num_threads"_a,
            "files: (descriptor, name for errors) of each; the descriptors are not kept. layers: for each, "
            "the (file, offset, bytes) of the matrices of its first expert; those of the others follow at "
            "intervals of `bytes`. Raises OSError.")
-      .def_prop_ro("slot_bytes", &expert_pool::slot_bytes, "Bytes of a slot, for each size of slots.")
-      .def("class_of", &expert_pool::class_of, "layer"_a, "Index into slot_bytes.")
-      .def("allocate", &expert_pool::allocate, "num_slots"_a, "num_staging"_a,
+      .def_prop_ro("slot_bytes", &ExpertPool::slot_bytes, "Bytes of a slot, for each size of slots.")
+      .def("class_of", &ExpertPool::class_of, "layer"_a, "Index into slot_bytes.")
+      .def("allocate", &ExpertPool::allocate, "num_slots"_a, "num_staging"_a,
            "Allocates num_slots slots of each size. A step of prefill uses at most num_staging of them for "
            "experts that are not expected to be needed again.")
       .def(
-          "owners", [](const expert_pool& pool, int size_class) { return to_array(pool.owners(size_class)); },
+          "owners", [](const ExpertPool& pool, int size_class) { return to_array(pool.owners(size_class)); },
           "size_class"_a, "int64 [slots] of layer · experts + expert, or -1 for a free slot; a copy.")
       .def("set_order", set_pool_order, "size_class"_a, nb::arg("order").noconvert(),
            "int64 indices of slots, in the order in which they are to be given to other experts.")
@@ -91,7 +91,7 @@ void bind_expert_pool(nb::module_& m) {
           "ModelChangedError if the file cannot be read.")
       .def(
           "memory",
-          [](const expert_pool& pool) {
+          [](const ExpertPool& pool) {
             const auto [begin, num_bytes] = pool.memory();
             return std::make_pair(reinterpret_cast<uintptr_t>(begin), num_bytes);
           },
@@ -100,24 +100,24 @@ void bind_expert_pool(nb::module_& m) {
           "hold", hold, "layer"_a, "expert"_a,
           "The addresses of an expert's matrices, which stays where it is until `release`. None, with nothing "
           "held, if it is not in memory or too few slots would be left for other experts.")
-      .def("release", &expert_pool::release, "layer"_a, "expert"_a,
+      .def("release", &ExpertPool::release, "layer"_a, "expert"_a,
            "Ends one `hold` of an expert. Raises ValueError if there is none.")
       .def(
-          "keep", &expert_pool::keep, "layer"_a,
+          "keep", &ExpertPool::keep, "layer"_a,
           "From now on the layer's experts give their slots to no other. There must be slots for all of them.")
-      .def("clear", &expert_pool::clear, nb::call_guard<nb::gil_scoped_release>(),
+      .def("clear", &ExpertPool::clear, nb::call_guard<nb::gil_scoped_release>(),
            "Forgets all experts in memory that are not held, as after a change of the file.")
-      .def("begin_step", &expert_pool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("begin_step", &ExpertPool::begin_step, "is_prefill"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Before each run of a graph. Ends what a failed run has left.")
       .def(
-          "used", [](const expert_pool& pool) { return to_array(pool.used()); },
+          "used", [](const ExpertPool& pool) { return to_array(pool.used()); },
           "int64 numbers of the experts that the step has used, a copy.")
       .def_prop_ro(
-          "is_direct", [](expert_pool& pool) { return pool.reader().is_direct(); },
+          "is_direct", [](ExpertPool& pool) { return pool.reader().is_direct(); },
           "Whether all files are read past the page cache.")
       .def(
           "count",
-          [](expert_pool& pool) {
+          [](ExpertPool& pool) {
             const auto [hits, misses, wait_s] = pool.count();
             const auto [bytes, retries] = pool.reader().count();
             return std::make_tuple(hits, misses, wait_s, bytes, retries);

@@ -6,7 +6,7 @@
 
 namespace coldstream {
 
-std::vector<int64_t> expert_pool::owners(int size_class) const {
+std::vector<int64_t> ExpertPool::owners(int size_class) const {
   std::lock_guard lock(mutex_);
   const auto& of = classes_[size_class];
   std::vector<int64_t> result(of.num_slots);
@@ -14,7 +14,7 @@ std::vector<int64_t> expert_pool::owners(int size_class) const {
   return result;
 }
 
-void expert_pool::set_order(int size_class, const std::vector<int>& order) {
+void ExpertPool::set_order(int size_class, const std::vector<int>& order) {
   auto& of = classes_[size_class];
   for (int index : order) {
     if (index < 0 || index >= of.num_slots) {
@@ -27,7 +27,7 @@ void expert_pool::set_order(int size_class, const std::vector<int>& order) {
 }
 
 // The slot of an expert, or -1.
-int expert_pool::index_of(int layer, int32_t expert) const {
+int ExpertPool::index_of(int layer, int32_t expert) const {
   if (layer < 0 || layer >= num_layers() || expert < 0 || expert >= num_experts_) {
     throw std::out_of_range("layer " + std::to_string(layer) + " of the pool has no expert " +
                             std::to_string(expert));
@@ -35,12 +35,12 @@ int expert_pool::index_of(int layer, int32_t expert) const {
   return slot_of_[int64_t{layer} * num_experts_ + expert];
 }
 
-std::vector<const uint8_t*> expert_pool::hold(int layer, int32_t expert) {
+std::vector<const uint8_t*> ExpertPool::hold(int layer, int32_t expert) {
   std::lock_guard lock(mutex_);
   const int index = index_of(layer, expert);
   if (index < 0 || addresses(layer, 0)[expert] == nullptr) return {};
-  size_class& of = classes_[layers_[layer].size_class];
-  slot& held = of.slots[index];
+  SizeClass& of = classes_[layers_[layer].size_class];
+  Slot& held = of.slots[index];
   if (held.num_holds == 0) {
     // A step must find slots that it may overwrite, or it would wait for whoever holds them.
     if (of.num_slots - of.num_held <= of.max_staging) return {};
@@ -59,17 +59,17 @@ std::vector<const uint8_t*> expert_pool::hold(int layer, int32_t expert) {
   return parts;
 }
 
-void expert_pool::release(int layer, int32_t expert) {
+void ExpertPool::release(int layer, int32_t expert) {
   std::lock_guard lock(mutex_);
   const int index = index_of(layer, expert);
-  size_class& of = classes_[layers_[layer].size_class];
+  SizeClass& of = classes_[layers_[layer].size_class];
   if (index < 0 || of.slots[index].num_holds == 0) throw std::invalid_argument("the expert is not held");
   if (--of.slots[index].num_holds == 0) of.num_held--;
 }
 
 // A slot for the running layer, or -1 if there is none until some of its experts are computed.
-int expert_pool::take_slot() {
-  size_class& of = current();
+int ExpertPool::take_slot() {
+  SizeClass& of = current();
   if (is_prefill_ && !layers_[layer_].is_kept) {
     // While the pool fills, every layer gets an equal share.
     const bool has_share = layers_[layer_].num_resident < std::max(1, of.num_slots / of.num_layers);
@@ -82,7 +82,7 @@ int expert_pool::take_slot() {
   return index < 0 && is_prefill_ ? take_staging(of) : index;
 }
 
-int expert_pool::take_staging(size_class& of) {
+int ExpertPool::take_staging(SizeClass& of) {
   if (!of.staging.empty()) {
     const int index = of.staging.back();
     of.staging.pop_back();
@@ -98,7 +98,7 @@ int expert_pool::take_staging(size_class& of) {
   return index;
 }
 
-int expert_pool::take_free(size_class& of) {
+int ExpertPool::take_free(SizeClass& of) {
   if (of.free.empty()) return -1;
   const int index = of.free.back();
   of.free.pop_back();
@@ -106,17 +106,17 @@ int expert_pool::take_free(size_class& of) {
 }
 
 // spare_used: not from experts that this step has used, as the next step likely uses them too.
-int expert_pool::take_in_order(size_class& of, bool spare_used) {
+int ExpertPool::take_in_order(SizeClass& of, bool spare_used) {
   while (of.next < of.order.size()) {
     const int index = of.order[of.next++];
-    const slot& from = of.slots[index];
+    const Slot& from = of.slots[index];
     const bool is_free = from.owner < 0;
     if (!is_free && may_overwrite(from) && !(spare_used && from.used_step == step_)) return index;
   }
   return -1;
 }
 
-int expert_pool::take_any(size_class& of) {
+int ExpertPool::take_any(SizeClass& of) {
   for (int i = 0; i < of.num_slots; i++) {
     of.hand = (of.hand + 1) % of.num_slots;
     if (may_overwrite(of.slots[of.hand])) return of.hand;

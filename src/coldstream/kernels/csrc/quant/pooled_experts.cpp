@@ -6,47 +6,47 @@ namespace coldstream {
 
 namespace {
 
-routed_experts_args with_ids(routed_experts_args args, const int32_t* ids) {
+RoutedExpertsArgs with_ids(RoutedExpertsArgs args, const int32_t* ids) {
   args.topk_ids = ids;
   args.topk_stride = args.num_experts_per_tok;
   return args;
 }
 
-void throw_if_unreadable(expert_pool& pool) {
-  if (pool.reader().failed()) throw model_changed_error(pool.reader().failure());
+void throw_if_unreadable(ExpertPool& pool) {
+  if (pool.reader().failed()) throw ModelChangedError(pool.reader().failure());
 }
 
 }  // namespace
 
-void request_experts_op::run(int, int rows, worker& w) {
+void RequestExpertsOp::run(int, int rows, Worker& w) {
   if (w.take() != 0) return;
-  expert_pool& pool = *from_.pool;
+  ExpertPool& pool = *from_.pool;
   const char* problem =
       pool.request(from_.layer, from_.topk_ids, rows, from_.num_experts_per_tok, from_.topk_stride);
   if (problem != nullptr) w.fail(problem);
 }
 
-void request_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
+void RequestExpertsOp::throw_failure() { throw_if_unreadable(*from_.pool); }
 
-pooled_experts_op::pooled_experts_op(const quant_kernels& kernels, routed_experts_args args,
-                                     pooled_layer from, int capacity)
+PooledExpertsOp::PooledExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args, PooledLayer from,
+                                 int capacity)
     : from_(std::move(from)),
       ids_(static_cast<size_t>(capacity) * from_.num_experts_per_tok),
       experts_(kernels, with_ids(std::move(args), ids_.data()), capacity) {}
 
-void pooled_experts_op::run(int stage, int rows, worker& w) {
+void PooledExpertsOp::run(int stage, int rows, Worker& w) {
   if (stage == 0) return choose(rows, w);
   if (stage == num_stages() - 1) from_.pool->end_pass();
   experts_.run(stage - 1, rows, w);
 }
 
 // One worker waits for the disk; the others sleep until it has chosen a pass.
-void pooled_experts_op::choose(int rows, worker& w) {
-  expert_pool& pool = *from_.pool;
+void PooledExpertsOp::choose(int rows, Worker& w) {
+  ExpertPool& pool = *from_.pool;
   if (w.take() != 0) return pool.await_pass();
   if (const char* problem = pool.next_pass()) return w.fail(problem);
-  using x_rows = routed_experts_op::x_rows;
-  experts_.set_quantized_rows(pool.is_first_pass() ? x_rows::all : x_rows::none);
+  using XRows = RoutedExpertsOp::XRows;
+  experts_.set_quantized_rows(pool.is_first_pass() ? XRows::all : XRows::none);
   const int ranks = from_.num_experts_per_tok;
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
@@ -56,6 +56,6 @@ void pooled_experts_op::choose(int rows, worker& w) {
   }
 }
 
-void pooled_experts_op::throw_failure() { throw_if_unreadable(*from_.pool); }
+void PooledExpertsOp::throw_failure() { throw_if_unreadable(*from_.pool); }
 
 }  // namespace coldstream

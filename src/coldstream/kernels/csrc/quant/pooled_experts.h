@@ -10,34 +10,34 @@
 
 namespace coldstream {
 
-struct pooled_layer {
-  std::shared_ptr<expert_pool> pool;
+struct PooledLayer {
+  std::shared_ptr<ExpertPool> pool;
   int layer;
   const int32_t* topk_ids;
   int64_t topk_stride;
   int num_experts_per_tok;
 };
 
-class request_experts_op : public op {
+class RequestExpertsOp : public Op {
  public:
-  explicit request_experts_op(pooled_layer from) : from_(std::move(from)) {}
+  explicit RequestExpertsOp(PooledLayer from) : from_(std::move(from)) {}
   const char* name() const override { return "request_experts"; }
-  void run(int stage, int rows, worker& w) override;
+  void run(int stage, int rows, Worker& w) override;
   void throw_failure() override;
 
  private:
-  pooled_layer from_;
+  PooledLayer from_;
 };
 
-class pooled_experts_op : public op {
+class PooledExpertsOp : public Op {
  public:
-  // `args` as for routed_experts_op, with the ids of `from`.
-  pooled_experts_op(const quant_kernels& kernels, routed_experts_args args, pooled_layer from, int capacity);
+  // `args` as for RoutedExpertsOp, with the ids of `from`.
+  PooledExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args, PooledLayer from, int capacity);
   const char* name() const override { return "routed_experts"; }
   int num_stages() const override { return 1 + experts_.num_stages(); }
   size_t scratch_bytes() const override { return experts_.scratch_bytes(); }
   size_t shared_bytes() const override { return experts_.shared_bytes(); }
-  void run(int stage, int rows, worker& w) override;
+  void run(int stage, int rows, Worker& w) override;
   bool runs_alone(int stage, int rows) const override {
     return stage > 0 && experts_.runs_alone(stage - 1, rows);
   }
@@ -45,11 +45,11 @@ class pooled_experts_op : public op {
   void throw_failure() override;
 
  private:
-  void choose(int rows, worker& w);
+  void choose(int rows, Worker& w);
 
-  pooled_layer from_;
+  PooledLayer from_;
   std::vector<int32_t> ids_;  // of the pass, [rows, num_experts_per_tok]; not_here for other pairs
-  routed_experts_op experts_;
+  RoutedExpertsOp experts_;
 };
 
 }  // namespace coldstream

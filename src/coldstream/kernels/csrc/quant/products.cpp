@@ -12,12 +12,12 @@ namespace {
 // cache.
 constexpr int float_rows = 8;
 
-void multiply_float(const quant_kernels& k, const weight_rows& w, const product_rows& rows, float* memory) {
+void multiply_float(const QuantKernels& k, const WeightRows& w, const ProductRows& rows, float* memory) {
   for (int64_t n = 0; n < w.count; n += float_rows) {
     const int64_t count = std::min<int64_t>(float_rows, w.count - n);
     const float* values = memory;
     int64_t stride = w.cols;
-    if (w.type == quant_type::f32) {
+    if (w.type == QuantType::f32) {
       values = reinterpret_cast<const float*>(w.data + n * w.row_bytes);
       stride = w.row_bytes / static_cast<int64_t>(sizeof(float));
     } else {
@@ -36,11 +36,11 @@ void multiply_float(const quant_kernels& k, const weight_rows& w, const product_
 
 }  // namespace
 
-size_t multiply_bytes(const quant_kernels& k, int64_t cols) {
+size_t multiply_bytes(const QuantKernels& k, int64_t cols) {
   return std::max(static_cast<size_t>(float_rows * cols) * sizeof(float), k.many_bytes);
 }
 
-void multiply(const quant_kernels& k, const weight_rows& w, const product_rows& rows, std::byte* memory) {
+void multiply(const QuantKernels& k, const WeightRows& w, const ProductRows& rows, std::byte* memory) {
   if (!quant_is_integer(w.type)) {
     multiply_float(k, w, rows, reinterpret_cast<float*>(memory));
   } else if (rows.tiles != nullptr) {

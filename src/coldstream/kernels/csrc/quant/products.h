@@ -10,24 +10,24 @@
 namespace coldstream {
 
 // Private memory that `multiply` needs for products over `cols` inputs, 64-byte aligned.
-size_t multiply_bytes(const quant_kernels& k, int64_t cols);
+size_t multiply_bytes(const QuantKernels& k, int64_t cols);
 
 // Whether a batch of this many rows is better packed into tiles.
-inline bool prefers_tiles(const quant_kernels& k, int64_t num_rows) {
+inline bool prefers_tiles(const QuantKernels& k, int64_t num_rows) {
   return k.many != nullptr && num_rows >= k.many_min_rows;
 }
 
 inline constexpr int64_t pass_rows = int64_t{many_max_tiles} * tile_rows;
 
 // Sources and outputs of the rows of a product. A source that no weight needs may be null.
-struct product_rows {
-  const float* const* x;         // for float and dequantised weights
-  const activation_row* q;       // for integer types, in the form of the weights'
-  const activation_tile* tiles;  // the same, if packed; then `q` is not read
-  float* const* out;             // element n of the slice goes to out[t][n]
-  int count;                     // at most pass_rows; with tiles, `out` is padded with null to whole tiles
+struct ProductRows {
+  const float* const* x;        // for float and dequantised weights
+  const ActivationRow* q;       // for integer types, in the form of the weights'
+  const ActivationTile* tiles;  // the same, if packed; then `q` is not read
+  float* const* out;            // element n of the slice goes to out[t][n]
+  int count;                    // at most pass_rows; with tiles, `out` is padded with null to whole tiles
 };
 
-void multiply(const quant_kernels& k, const weight_rows& w, const product_rows& rows, std::byte* memory);
+void multiply(const QuantKernels& k, const WeightRows& w, const ProductRows& rows, std::byte* memory);
 
 }  // namespace coldstream

@@ -51,20 +51,20 @@ void quantize_span(const float* x, int8_t* q, int16_t* sums, float* scale) {
   }
 }
 
-// ROWS weight rows with one activation row: enough independent sums to hide the latency of fma.
-template <int ROWS>
+// rows weight rows with one activation row: enough independent sums to hide the latency of fma.
+template <int rows>
 void float_dots(const float* w, int64_t stride, int64_t cols, const float* x, float* out) {
-  __m256 low[ROWS], high[ROWS];
-  for (int n = 0; n < ROWS; n++) low[n] = high[n] = _mm256_setzero_ps();
+  __m256 low[rows], high[rows];
+  for (int n = 0; n < rows; n++) low[n] = high[n] = _mm256_setzero_ps();
   int64_t i = 0;
   for (; i + 16 <= cols; i += 16) {
     const __m256 x_low = _mm256_loadu_ps(x + i), x_high = _mm256_loadu_ps(x + i + 8);
-    for (int n = 0; n < ROWS; n++) {
+    for (int n = 0; n < rows; n++) {
       low[n] = _mm256_fmadd_ps(x_low, _mm256_loadu_ps(w + n * stride + i), low[n]);
       high[n] = _mm256_fmadd_ps(x_high, _mm256_loadu_ps(w + n * stride + i + 8), high[n]);
     }
   }
-  for (int n = 0; n < ROWS; n++) {
+  for (int n = 0; n < rows; n++) {
     alignas(32) float p[16];
     _mm256_store_ps(p, low[n]);
     _mm256_store_ps(p + 8, high[n]);
@@ -74,12 +74,12 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* x, fl
 }
 
 // The sums over 16 inputs of 8 rows, and those over 32, with the row innermost.
-void pack_sums(const activation_row* x, int num_rows, activation_form form, int64_t g, int first,
-               activation_tile& tile) {
+void pack_sums(const ActivationRow* x, int num_rows, ActivationForm form, int64_t g, int first,
+               ActivationTile& tile) {
   __m256i v[8];
   for (int t = 0; t < 8; t++) v[t] = t < num_rows ? load_256(x[t].sums + g * 16) : _mm256_setzero_si256();
   transpose_8x8(v);
-  if (form == activation_form::by_group) {
+  if (form == ActivationForm::by_group) {
     for (int i = 0; i < 8; i++) _mm256_store_si256(reinterpret_cast<__m256i*>(tile.sums_16[i][first]), v[i]);
   }
   const __m256i ones = _mm256_set1_epi16(1);
@@ -91,8 +91,8 @@ void pack_sums(const activation_row* x, int num_rows, activation_form form, int6
 }
 
 // Up to 8 rows to rows first … first + 7 of a tile; missing ones become zeros.
-void pack_unit(const activation_row* x, int num_rows, activation_form form, int64_t g, int first,
-               activation_tile& tile) {
+void pack_unit(const ActivationRow* x, int num_rows, ActivationForm form, int64_t g, int first,
+               ActivationTile& tile) {
   for (int part = 0; part < 8; part++) {
     __m256i v[8];
     for (int t = 0; t < 8; t++)
@@ -104,7 +104,7 @@ void pack_unit(const activation_row* x, int num_rows, activation_form form, int6
   pack_sums(x, num_rows, form, g, first, tile);
   for (int t = 0; t < 8; t++) {
     const bool exists = t < num_rows;
-    if (form == activation_form::by_group) {
+    if (form == ActivationForm::by_group) {
       tile.scales[first + t] = exists ? x[t].scales[g] : 0.0f;
     } else {
       for (int b = 0; b < blocks_per_group; b++)
@@ -115,7 +115,7 @@ void pack_unit(const activation_row* x, int num_rows, activation_form form, int6
 
 }  // namespace
 
-void quantize_row_avx2(const float* x, int64_t cols, activation_row out) {
+void quantize_row_avx2(const float* x, int64_t cols, ActivationRow out) {
   for (int64_t g = 0; g < num_groups(cols); g++) {
     const int64_t rest = cols - g * group_elements;
     const float* from = x + g * group_elements;
@@ -126,7 +126,7 @@ void quantize_row_avx2(const float* x, int64_t cols, activation_row out) {
     }
     int8_t* q = out.q + g * group_elements;
     int16_t* sums = out.sums + g * 16;
-    if (out.form == activation_form::by_group) {
+    if (out.form == ActivationForm::by_group) {
       quantize_span<group_elements>(from, q, sums, out.scales + g);
       continue;
     }
@@ -137,7 +137,7 @@ void quantize_row_avx2(const float* x, int64_t cols, activation_row out) {
   }
 }
 
-void pack_avx2(const activation_row* x, int num_rows, int64_t cols, activation_tile* out) {
+void pack_avx2(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out) {
   for (int64_t g = 0; g < num_groups(cols); g++) {
     for (int first = 0; first < tile_rows; first += 8)
       pack_unit(x + first, num_rows - first, x->form, g, first, out[g]);

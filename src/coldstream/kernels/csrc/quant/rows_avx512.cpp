@@ -28,9 +28,9 @@ inline __attribute__((always_inline)) void quantize_span(const __m512* values, i
 }
 
 // Group `g` of a row, of whose inputs `count` exist.
-template <activation_form form>
+template <ActivationForm form>
 inline __attribute__((always_inline)) void quantize_group(const float* x, int64_t count, int64_t g,
-                                                          const activation_row& out) {
+                                                          const ActivationRow& out) {
   __m512 values[16];
   for (int i = 0; i < 16; i++) {
     const int64_t rest = count - 16 * i;
@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void quantize_group(const float* x, int64_
     values[i] = _mm512_maskz_loadu_ps(present, x + 16 * i);
   }
   int8_t* q = out.q + g * group_elements;
-  if constexpr (form == activation_form::by_group) {
+  if constexpr (form == ActivationForm::by_group) {
     quantize_span<16>(values, q, out.scales + g);
   } else {
     for (int b = 0; b < blocks_per_group; b++)
@@ -57,24 +57,24 @@ inline __attribute__((always_inline)) void quantize_group(const float* x, int64_
 }
 
 // Weight rows with activation rows: enough independent sums to hide the latency of fma.
-template <int ROWS, int INPUTS>
+template <int rows, int inputs>
 void float_dots(const float* w, int64_t stride, int64_t cols, const float* const* x, float* const* out,
                 int64_t n) {
-  __m512 p[ROWS][INPUTS];
-  for (int r = 0; r < ROWS; r++) {
-    for (int t = 0; t < INPUTS; t++) p[r][t] = _mm512_setzero_ps();
+  __m512 p[rows][inputs];
+  for (int r = 0; r < rows; r++) {
+    for (int t = 0; t < inputs; t++) p[r][t] = _mm512_setzero_ps();
   }
   for (int64_t i = 0; i < cols; i += 16) {
     const auto present = static_cast<__mmask16>(cols - i >= 16 ? 0xffff : (1 << (cols - i)) - 1);
-    __m512 value[INPUTS];
-    for (int t = 0; t < INPUTS; t++) value[t] = _mm512_maskz_loadu_ps(present, x[t] + i);
-    for (int r = 0; r < ROWS; r++) {
+    __m512 value[inputs];
+    for (int t = 0; t < inputs; t++) value[t] = _mm512_maskz_loadu_ps(present, x[t] + i);
+    for (int r = 0; r < rows; r++) {
       const __m512 weight = _mm512_maskz_loadu_ps(present, w + (n + r) * stride + i);
-      for (int t = 0; t < INPUTS; t++) p[r][t] = _mm512_mask3_fmadd_ps(value[t], weight, p[r][t], present);
+      for (int t = 0; t < inputs; t++) p[r][t] = _mm512_mask3_fmadd_ps(value[t], weight, p[r][t], present);
     }
   }
-  for (int r = 0; r < ROWS; r++) {
-    for (int t = 0; t < INPUTS; t++) {
+  for (int r = 0; r < rows; r++) {
+    for (int t = 0; t < inputs; t++) {
       alignas(64) float lanes[16];
       _mm512_store_ps(lanes, p[r][t]);
       out[t][n + r] = sum_lanes_16(lanes);
@@ -84,23 +84,23 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* const
 
 }  // namespace
 
-void quantize_row_avx512(const float* x, int64_t cols, activation_row out) {
+void quantize_row_avx512(const float* x, int64_t cols, ActivationRow out) {
   for (int64_t g = 0; g < num_groups(cols); g++) {
     const float* group = x + g * group_elements;
     const int64_t count = cols - g * group_elements;
-    if (out.form == activation_form::by_group) {
-      quantize_group<activation_form::by_group>(group, count, g, out);
+    if (out.form == ActivationForm::by_group) {
+      quantize_group<ActivationForm::by_group>(group, count, g, out);
     } else {
-      quantize_group<activation_form::by_block>(group, count, g, out);
+      quantize_group<ActivationForm::by_block>(group, count, g, out);
     }
   }
 }
 
-void pack_avx512(const activation_row* x, int num_rows, int64_t cols, activation_tile* out) {
+void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out) {
   const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1),
                 low_half = _mm512_set1_epi32(0xffff);
   for (int64_t g = 0; g < num_groups(cols); g++) {
-    activation_tile& tile = out[g];
+    ActivationTile& tile = out[g];
     __m512i v[tile_rows];
     for (int part = 0; part < 4; part++) {
       for (int t = 0; t < tile_rows; t++) {
@@ -117,7 +117,7 @@ void pack_avx512(const activation_row* x, int num_rows, int64_t cols, activation
       }
     }
     transpose_16x16(v);
-    if (x[0].form == activation_form::by_group) {
+    if (x[0].form == ActivationForm::by_group) {
       for (int t = 0; t < tile_rows; t++) tile.scales[t] = t < num_rows ? x[t].scales[g] : 0.0f;
       for (int i = 0; i < 8; i++) _mm512_store_si512(tile.sums_16[i], v[i]);
     } else {

@@ -7,31 +7,31 @@
 
 namespace coldstream {
 
-class shrinking_slices {
+class ShrinkingSlices {
  public:
-  struct slice {
+  struct Slice {
     int64_t begin, end;
     bool is_empty() const { return begin == end; }
   };
 
   // Of `total` rows, for `count` workers; multiples of `step` rows but for the last one, and at most `most`.
-  shrinking_slices(int64_t total, int count, int64_t step, int64_t most)
+  ShrinkingSlices(int64_t total, int count, int64_t step, int64_t most)
       : total_(total), shares_(int64_t{2} * count), step_(step), most_(most) {}
 
   // The slice of a task, empty behind the last one. Tasks are asked for in ascending order.
-  slice of(int64_t task) {
+  Slice of(int64_t task) {
     for (; num_tasks_ <= task && last_.end < total_; num_tasks_++) {
       const int64_t share = (total_ - last_.end) / shares_ / step_ * step_;
       const int64_t size = std::max(std::min(share, most_), step_);
       last_ = {last_.end, std::min(last_.end + size, total_)};
     }
-    return task < num_tasks_ ? last_ : slice{total_, total_};
+    return task < num_tasks_ ? last_ : Slice{total_, total_};
   }
 
  private:
   const int64_t total_, shares_, step_, most_;
   int64_t num_tasks_ = 0;
-  slice last_ = {0, 0};
+  Slice last_ = {0, 0};
 };
 
 }  // namespace coldstream

@@ -7,7 +7,7 @@
 
 namespace coldstream {
 
-enum class quant_type : int {
+enum class QuantType : int {
   // clang-format off
   f32 = 0, f16 = 1, q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q2_k = 10, q3_k = 11, q4_k = 12,
   q5_k = 13, q6_k = 14, iq2_xxs = 16, iq2_xs = 17, iq3_xxs = 18, iq1_s = 19, iq4_nl = 20, iq3_s = 21,
@@ -15,9 +15,9 @@ enum class quant_type : int {
   // clang-format on
 };
 
-struct weight {
+struct Weight {
   const uint8_t* data;  // first block of the first row; null if there is a table of addresses
-  quant_type type;
+  QuantType type;
   int64_t num_matrices;  // 1, or the number of experts
   int64_t num_rows;      // output features of one matrix
   int64_t num_cols;      // input features

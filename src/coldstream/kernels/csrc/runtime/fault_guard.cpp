@@ -8,34 +8,34 @@
 namespace coldstream {
 
 // Entries are never freed, only reused, so that the handler can walk the list at any moment without a lock.
-struct region_entry {
+struct RegionEntry {
   std::atomic<uintptr_t> begin{0};
   std::atomic<uintptr_t> end{0};  // 0: free
   std::string name;               // under `registry_mutex`
-  region_entry* next = nullptr;
+  RegionEntry* next = nullptr;
 };
 
 namespace {
 
 std::mutex registry_mutex;
-std::atomic<region_entry*> registry{nullptr};
+std::atomic<RegionEntry*> registry{nullptr};
 struct sigaction previous_action;
 
-struct jump_target {
+struct JumpTarget {
   sigjmp_buf environment;
   const void* address;
 };
 
 // Initial-exec: the handler must not be the first to touch a lazily allocated thread-local.
-__attribute__((tls_model("initial-exec"))) thread_local jump_target* active_target = nullptr;
+__attribute__((tls_model("initial-exec"))) thread_local JumpTarget* active_target = nullptr;
 
-bool contains(const region_entry& e, uintptr_t address) {
+bool contains(const RegionEntry& e, uintptr_t address) {
   return address >= e.begin.load(std::memory_order_acquire) &&
          address < e.end.load(std::memory_order_acquire);
 }
 
-const region_entry* find_entry(uintptr_t address) {
-  for (const region_entry* e = registry.load(std::memory_order_acquire); e != nullptr; e = e->next) {
+const RegionEntry* find_entry(uintptr_t address) {
+  for (const RegionEntry* e = registry.load(std::memory_order_acquire); e != nullptr; e = e->next) {
     if (contains(*e, address)) return e;
   }
   return nullptr;
@@ -55,7 +55,7 @@ void call_previous(int signal, siginfo_t* info, void* context) {
 }
 
 void on_bus_error(int signal, siginfo_t* info, void* context) {
-  jump_target* target = active_target;
+  JumpTarget* target = active_target;
   if (target != nullptr && info->si_code > 0 &&
       find_entry(reinterpret_cast<uintptr_t>(info->si_addr)) != nullptr) {
     target->address = info->si_addr;
@@ -75,12 +75,12 @@ void install_handler() {
   sigaction(SIGBUS, &action, &previous_action);
 }
 
-region_entry* free_entry() {
-  for (region_entry* e = registry.load(std::memory_order_relaxed); e != nullptr; e = e->next) {
+RegionEntry* free_entry() {
+  for (RegionEntry* e = registry.load(std::memory_order_relaxed); e != nullptr; e = e->next) {
     if (e->end.load(std::memory_order_relaxed) == 0) return e;
   }
   if (registry.load(std::memory_order_relaxed) == nullptr) install_handler();
-  auto* fresh = new region_entry;
+  auto* fresh = new RegionEntry;
   fresh->next = registry.load(std::memory_order_relaxed);
   registry.store(fresh, std::memory_order_release);
   return fresh;
@@ -88,7 +88,7 @@ region_entry* free_entry() {
 
 }  // namespace
 
-guarded_region::guarded_region(const void* begin, size_t size, std::string name) {
+GuardedRegion::GuardedRegion(const void* begin, size_t size, std::string name) {
   std::lock_guard lock(registry_mutex);
   entry_ = free_entry();
   entry_->name = std::move(name);
@@ -96,14 +96,14 @@ guarded_region::guarded_region(const void* begin, size_t size, std::string name)
   entry_->end.store(reinterpret_cast<uintptr_t>(begin) + size, std::memory_order_release);
 }
 
-guarded_region::~guarded_region() {
+GuardedRegion::~GuardedRegion() {
   std::lock_guard lock(registry_mutex);
   entry_->end.store(0, std::memory_order_release);
   entry_->name.clear();
 }
 
-const void* run_guarded(op& next, int stage, int rows, worker& w) {
-  jump_target here;
+const void* run_guarded(Op& next, int stage, int rows, Worker& w) {
+  JumpTarget here;
   here.address = nullptr;
   if (sigsetjmp(here.environment, 0) == 0) {
     active_target = &here;
@@ -117,7 +117,7 @@ const void* run_guarded(op& next, int stage, int rows, worker& w) {
 std::string describe_fault(const void* address) {
   std::lock_guard lock(registry_mutex);
   const auto where = reinterpret_cast<uintptr_t>(address);
-  const region_entry* found = find_entry(where);
+  const RegionEntry* found = find_entry(where);
   const std::string name = found ? found->name : "the model file";
   const std::string offset = found ? std::to_string(where - found->begin.load()) : "?";
   return name + " changed while in use: byte " + offset +

@@ -11,20 +11,20 @@ namespace coldstream {
 
 // A region whose faults are caught, from construction to destruction. Installs the handler on first use; it
 // passes faults outside of all regions, or outside of a guarded stage, on to the previous handler.
-class guarded_region {
+class GuardedRegion {
  public:
-  guarded_region(const void* begin, size_t size, std::string name);
-  guarded_region(const guarded_region&) = delete;
-  guarded_region& operator=(const guarded_region&) = delete;
-  ~guarded_region();
+  GuardedRegion(const void* begin, size_t size, std::string name);
+  GuardedRegion(const GuardedRegion&) = delete;
+  GuardedRegion& operator=(const GuardedRegion&) = delete;
+  ~GuardedRegion();
 
  private:
-  struct region_entry* entry_;
+  struct RegionEntry* entry_;
 };
 
 // Runs one stage on the calling thread; returns the address inside a guarded region that could not be read,
 // or null.
-const void* run_guarded(op& next, int stage, int rows, worker& w);
+const void* run_guarded(Op& next, int stage, int rows, Worker& w);
 
 // The file and byte of `address`, a result of `run_guarded`, as text.
 std::string describe_fault(const void* address);

@@ -30,15 +30,15 @@ std::string describe_error(const std::string& name, uint64_t offset, int error) 
 
 }  // namespace
 
-file_reader::file_reader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads)
+FileReader::FileReader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads)
     : owner_(getpid()), threads_(std::make_unique<std::vector<std::thread>>()) {
   if (num_threads < 1 || names.size() != descriptors.size()) {
     throw std::invalid_argument("reading files needs a name for each and at least one thread");
   }
   try {
     for (size_t i = 0; i < descriptors.size(); i++) {
-      sources_.push_back(std::make_unique<source>());
-      source& next = *sources_.back();
+      sources_.push_back(std::make_unique<Source>());
+      Source& next = *sources_.back();
       next.name = std::move(names[i]);
       next.plain = fcntl(descriptors[i], F_DUPFD_CLOEXEC, 0);
       if (next.plain < 0) {
@@ -48,17 +48,17 @@ file_reader::file_reader(const std::vector<int>& descriptors, std::vector<std::s
       const std::string link = "/proc/self/fd/" + std::to_string(next.plain);
       next.direct = open(link.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
     }
-    signals_blocked blocked;
-    for (int i = 0; i < num_threads; i++) threads_->emplace_back(&file_reader::serve, this);
+    SignalsBlocked blocked;
+    for (int i = 0; i < num_threads; i++) threads_->emplace_back(&FileReader::serve, this);
   } catch (...) {
     stop();
     throw;
   }
 }
 
-file_reader::~file_reader() { stop(); }
+FileReader::~FileReader() { stop(); }
 
-void file_reader::stop() {
+void FileReader::stop() {
   if (getpid() == owner_) {
     {
       std::lock_guard lock(mutex_);
@@ -76,7 +76,7 @@ void file_reader::stop() {
   }
 }
 
-void file_reader::submit(const request& next) {
+void FileReader::submit(const Request& next) {
   {
     std::lock_guard lock(mutex_);
     queue_.push_back(next);
@@ -84,14 +84,14 @@ void file_reader::submit(const request& next) {
   work_.notify_one();
 }
 
-std::string file_reader::failure() {
+std::string FileReader::failure() {
   std::lock_guard lock(mutex_);
   return failure_;
 }
 
-void file_reader::settle() {
+void FileReader::settle() {
   if (getpid() != owner_) {
-    throw forked_error(
+    throw ForkedError(
         "this model was opened before fork() and the threads that read it do not exist here: open it again in "
         "the child process, or start it with the 'spawn' method");
   }
@@ -102,19 +102,19 @@ void file_reader::settle() {
   failure_.clear();
 }
 
-bool file_reader::is_direct() const {
+bool FileReader::is_direct() const {
   for (const auto& s : sources_) {
     if (s->direct < 0) return false;
   }
   return true;
 }
 
-void file_reader::serve() {
+void FileReader::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
     if (stopping_) return;
-    const request next = queue_.front();
+    const Request next = queue_.front();
     queue_.pop_front();
     num_active_++;
     lock.unlock();
@@ -135,8 +135,8 @@ void file_reader::serve() {
 }
 
 // Returns what went wrong, or nothing.
-std::string file_reader::read(const request& next) {
-  source& from = *sources_[next.file];
+std::string FileReader::read(const Request& next) {
+  Source& from = *sources_[next.file];
   const uint64_t first = io_floor(next.begin), last = io_ceil(next.end);
   const int direct = from.direct;
   uint64_t at = first;
@@ -156,7 +156,7 @@ std::string file_reader::read(const request& next) {
   return at < next.end ? read_plain(from, next, at, failures) : std::string();
 }
 
-std::string file_reader::read_plain(source& from, const request& next, uint64_t at, int failures) {
+std::string FileReader::read_plain(Source& from, const Request& next, uint64_t at, int failures) {
   const uint64_t first = io_floor(next.begin);
   while (at < next.end) {
     const ssize_t count = pread(from.plain, next.to + (at - first), next.end - at, static_cast<off_t>(at));

@@ -24,29 +24,29 @@ inline constexpr uint64_t io_alignment = 4096;
 constexpr uint64_t io_floor(uint64_t offset) { return offset / io_alignment * io_alignment; }
 constexpr uint64_t io_ceil(uint64_t offset) { return io_floor(offset + io_alignment - 1); }
 
-class file_reader {
+class FileReader {
  public:
   // The bytes from begin to end of a file. `to` is the memory of byte io_floor(begin), aligned and large
   // enough for whole units of io_alignment. `pending` is decremented when they are in memory, and never if
   // they cannot be read.
-  struct request {
+  struct Request {
     int file;
     uint64_t begin, end;
     std::byte* to;
     std::atomic<int>* pending;
   };
-  struct counters {
+  struct Counters {
     uint64_t bytes, retries;
   };
 
   // Opens the files of the descriptors again, so that they can be read even after they were unlinked.
   // Throws std::system_error, std::invalid_argument for no thread.
-  file_reader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads);
-  file_reader(const file_reader&) = delete;
-  file_reader& operator=(const file_reader&) = delete;
-  ~file_reader();
+  FileReader(const std::vector<int>& descriptors, std::vector<std::string> names, int num_threads);
+  FileReader(const FileReader&) = delete;
+  FileReader& operator=(const FileReader&) = delete;
+  ~FileReader();
 
-  void submit(const request& next);
+  void submit(const Request& next);
   // Waits until `is_done()` is true or a read has failed; returns whether it is true. Calls `is_done`
   // whenever a `pending` has become 0.
   template <typename F>
@@ -63,26 +63,26 @@ class file_reader {
 
   // Whether all files are read past the page cache.
   bool is_direct() const;
-  counters count() const { return {bytes_, retries_}; }
+  Counters count() const { return {bytes_, retries_}; }
 
  private:
-  struct source {
+  struct Source {
     std::string name;
     int plain = -1;                // descriptor through the page cache
     std::atomic<int> direct = -1;  // bypassing it, or -1 if that is not possible
   };
 
   void serve();
-  std::string read(const request& next);
-  std::string read_plain(source& from, const request& next, uint64_t at, int failures);
+  std::string read(const Request& next);
+  std::string read_plain(Source& from, const Request& next, uint64_t at, int failures);
   void stop();
 
   const pid_t owner_;
-  std::vector<std::unique_ptr<source>> sources_;
+  std::vector<std::unique_ptr<Source>> sources_;
   std::unique_ptr<std::vector<std::thread>> threads_;
   std::mutex mutex_;
   std::condition_variable work_, progress_;  // for the threads; for waiting callers
-  std::deque<request> queue_;
+  std::deque<Request> queue_;
   int num_active_ = 0;
   bool stopping_ = false;
   std::atomic<bool> failed_{false};

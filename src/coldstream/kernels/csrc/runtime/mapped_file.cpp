@@ -15,7 +15,7 @@ namespace coldstream {
 namespace {
 
 // Size of one request: the system reads at most its read-ahead window of it, which is at least this.
-constexpr uint64_t READ_AHEAD_BYTES = 128 << 10;
+constexpr uint64_t read_ahead_bytes = 128 << 10;
 
 }  // namespace
 
@@ -24,40 +24,40 @@ uint64_t page_bytes() {
   return bytes;
 }
 
-mapped_file::mapped_file(int fd, uint64_t size, std::string name) : size_(size) {
+MappedFile::MappedFile(int fd, uint64_t size, std::string name) : size_(size) {
   struct stat status;
   if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "cannot read " + name);
   if (size == 0) throw std::invalid_argument(name + " has no bytes to map");
   if (static_cast<uint64_t>(status.st_size) < size) {
-    throw model_changed_error(name + " has " + std::to_string(status.st_size) + " bytes and had " +
-                              std::to_string(size) +
-                              " when it was opened: restore the file and load the model again");
+    throw ModelChangedError(name + " has " + std::to_string(status.st_size) + " bytes and had " +
+                            std::to_string(size) +
+                            " when it was opened: restore the file and load the model again");
   }
   void* mapping = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
   if (mapping == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "cannot map " + name);
   data_ = static_cast<const uint8_t*>(mapping);
   try {
-    guard_ = std::make_unique<guarded_region>(data_, size, std::move(name));
+    guard_ = std::make_unique<GuardedRegion>(data_, size, std::move(name));
   } catch (...) {
     munmap(mapping, size);
     throw;
   }
 }
 
-mapped_file::~mapped_file() {
+MappedFile::~MappedFile() {
   guard_.reset();
   munmap(const_cast<uint8_t*>(data_), size_);
 }
 
-void mapped_file::check_range(uint64_t offset, uint64_t num_bytes) const {
+void MappedFile::check_range(uint64_t offset, uint64_t num_bytes) const {
   if (offset <= size_ && num_bytes <= size_ - offset) return;
   throw std::invalid_argument("bytes " + std::to_string(offset) + " + " + std::to_string(num_bytes) +
                               " lie outside a mapping of " + std::to_string(size_) + " bytes");
 }
 
-void mapped_file::read_ahead(uint64_t offset, uint64_t num_bytes) const {
+void MappedFile::read_ahead(uint64_t offset, uint64_t num_bytes) const {
   check_range(offset, num_bytes);
-  const uint64_t step = std::max(READ_AHEAD_BYTES, page_bytes());
+  const uint64_t step = std::max(read_ahead_bytes, page_bytes());
   for (uint64_t first = offset / page_bytes() * page_bytes(); first < offset + num_bytes; first += step) {
     const uint64_t count = std::min(step, offset + num_bytes - first);
     madvise(const_cast<uint8_t*>(data_) + first, count, MADV_WILLNEED);

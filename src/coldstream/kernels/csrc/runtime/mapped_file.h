@@ -1,5 +1,5 @@
 // A model file mapped read-only. Its bytes are touched only by ops running under a graph, where a vanished
-// page (the file shrank) becomes model_changed_error instead of a dead process.
+// page (the file shrank) becomes ModelChangedError instead of a dead process.
 #pragma once
 
 #include <cstddef>
@@ -10,24 +10,24 @@
 
 namespace coldstream {
 
-class guarded_region;
+class GuardedRegion;
 
 // Page size, the unit in which a mapping is read and protected.
 uint64_t page_bytes();
 
-struct model_changed_error : std::runtime_error {
+struct ModelChangedError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-class mapped_file {
+class MappedFile {
  public:
   // Maps the first `size` bytes of an open descriptor (which is not kept); `name` is what errors call the
-  // file. Throws std::system_error, std::invalid_argument for size 0, model_changed_error if the file is
+  // file. Throws std::system_error, std::invalid_argument for size 0, ModelChangedError if the file is
   // shorter than `size`.
-  mapped_file(int fd, uint64_t size, std::string name = "the model file");
-  mapped_file(const mapped_file&) = delete;
-  mapped_file& operator=(const mapped_file&) = delete;
-  ~mapped_file();
+  MappedFile(int fd, uint64_t size, std::string name = "the model file");
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  ~MappedFile();
   const uint8_t* data() const { return data_; }
   uint64_t size() const { return size_; }
   // Throws std::invalid_argument unless the range lies inside the mapping.
@@ -39,7 +39,7 @@ class mapped_file {
  private:
   const uint8_t* data_ = nullptr;
   uint64_t size_ = 0;
-  std::unique_ptr<guarded_region> guard_;
+  std::unique_ptr<GuardedRegion> guard_;
 };
 
 }  // namespace coldstream

@@ -18,12 +18,12 @@ namespace coldstream {
 
 // Memory kept between runs: private to one worker, or shared by all. The pool grows it before a run, never
 // during one.
-class scratch {
+class Scratch {
  public:
-  scratch() = default;
-  scratch(const scratch&) = delete;
-  scratch& operator=(const scratch&) = delete;
-  ~scratch();
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
   // 64-byte aligned; contents are undefined afterwards. Throws std::bad_alloc.
   void reserve(size_t num_bytes);
   std::byte* data() const { return data_; }
@@ -34,12 +34,12 @@ class scratch {
   size_t size_ = 0;
 };
 
-struct worker {
+struct Worker {
   int index;                        // 0 … count - 1; worker 0 is the calling thread
   int count;                        // at most this many take part
   std::atomic<int64_t>* next_task;  // zero at the start of each stage
-  scratch* memory;                  // private: undefined at the start of each stage
-  scratch* shared;  // of all workers: undefined at the start of an op, kept between its stages
+  Scratch* memory;                  // private: undefined at the start of each stage
+  Scratch* shared;  // of all workers: undefined at the start of an op, kept between its stages
   std::atomic<const char*>* failure;  // null, or the message of the first failing worker
 
   // The next task of this stage, or a number >= num_tasks when there is none left.
@@ -55,11 +55,11 @@ struct worker {
 };
 
 // About this many floats of simple work (a sum, a norm, rounding) take as long as the workers' meeting.
-inline constexpr int64_t SMALL_WORK = 8192;
+inline constexpr int64_t small_work = 8192;
 
-class op {
+class Op {
  public:
-  virtual ~op() = default;
+  virtual ~Op() = default;
   // The name in a profile.
   virtual const char* name() const = 0;
   virtual int num_stages() const { return 1; }
@@ -69,7 +69,7 @@ class op {
   // Runs on every worker that takes part; `rows` <= the capacity the op was made with. Must not throw, must
   // not allocate and must hold nothing that needs a destructor while it reads a mapped file: a vanished page
   // leaves the stage by longjmp.
-  virtual void run(int stage, int rows, worker& w) = 0;
+  virtual void run(int stage, int rows, Worker& w) = 0;
   // Whether worker 0 runs this stage without the others. Asked by worker 0, after all earlier stages.
   virtual bool runs_alone(int /*stage*/, int /*rows*/) const { return false; }
   // Called by worker 0 after the last stage: whether to run all stages again, for an op that computes a part

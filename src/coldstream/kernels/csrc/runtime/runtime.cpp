@@ -5,13 +5,13 @@
 
 namespace coldstream {
 
-graph::graph(std::shared_ptr<thread_pool> pool, int capacity) : pool_(std::move(pool)), capacity_(capacity) {}
+Graph::Graph(std::shared_ptr<ThreadPool> pool, int capacity) : pool_(std::move(pool)), capacity_(capacity) {}
 
-graph::~graph() = default;
+Graph::~Graph() = default;
 
-void graph::add(std::unique_ptr<op> next) { ops_.push_back(std::move(next)); }
+void Graph::add(std::unique_ptr<Op> next) { ops_.push_back(std::move(next)); }
 
-size_t graph::scratch_bytes() const {
+size_t Graph::scratch_bytes() const {
   size_t private_bytes = 0, shared_bytes = 0;
   for (const auto& next : ops_) {
     private_bytes = std::max(private_bytes, next->scratch_bytes());
@@ -20,19 +20,19 @@ size_t graph::scratch_bytes() const {
   return static_cast<size_t>(pool_->size()) * private_bytes + shared_bytes;
 }
 
-void graph::check_rows(int rows) const {
+void Graph::check_rows(int rows) const {
   if (rows < 1 || rows > capacity_) {
     throw std::invalid_argument("a graph captured for " + std::to_string(capacity_) + " rows cannot run " +
                                 std::to_string(rows));
   }
 }
 
-void graph::run(int rows) {
+void Graph::run(int rows) {
   check_rows(rows);
   pool_->run(ops_, rows);
 }
 
-std::vector<std::pair<std::string, double>> graph::profile(int rows) {
+std::vector<std::pair<std::string, double>> Graph::profile(int rows) {
   check_rows(rows);
   std::vector<double> seconds(ops_.size());
   pool_->run(ops_, rows, seconds.data());
@@ -41,28 +41,28 @@ std::vector<std::pair<std::string, double>> graph::profile(int rows) {
   return result;
 }
 
-runtime::runtime(int threads, tier t) : tier_(t) {
+Runtime::Runtime(int threads, Tier t) : tier_(t) {
   if (!tier_supported(t)) {
     throw std::invalid_argument(std::string("this machine cannot run the ") + tier_name(t) +
                                 " kernels, its best are " + tier_name(tier_best()));
   }
-  pool_ = std::make_shared<thread_pool>(threads);
+  pool_ = std::make_shared<ThreadPool>(threads);
 }
 
-runtime::~runtime() = default;
+Runtime::~Runtime() = default;
 
-void runtime::begin_capture(int capacity) {
+void Runtime::begin_capture(int capacity) {
   if (capturing()) throw std::invalid_argument("a capture is already under way: call end_capture first");
   if (capacity < 1) throw std::invalid_argument("a graph needs a capacity of at least 1 row");
-  capture_ = std::make_shared<graph>(pool_, capacity);
+  capture_ = std::make_shared<Graph>(pool_, capacity);
 }
 
-std::shared_ptr<graph> runtime::end_capture() {
+std::shared_ptr<Graph> Runtime::end_capture() {
   if (!capturing()) throw std::invalid_argument("no capture is under way: call begin_capture first");
   return std::move(capture_);
 }
 
-void runtime::submit(std::unique_ptr<op> next, int rows, std::vector<std::shared_ptr<void>> /*owners*/) {
+void Runtime::submit(std::unique_ptr<Op> next, int rows, std::vector<std::shared_ptr<void>> /*owners*/) {
   if (capturing()) {
     if (rows != capture_->capacity()) {
       throw std::invalid_argument("the graph under capture has " + std::to_string(capture_->capacity()) +
@@ -70,7 +70,7 @@ void runtime::submit(std::unique_ptr<op> next, int rows, std::vector<std::shared
     }
     capture_->add(std::move(next));
   } else if (rows > 0) {
-    std::vector<std::unique_ptr<op>> ops;
+    std::vector<std::unique_ptr<Op>> ops;
     ops.push_back(std::move(next));
     pool_->run(ops, rows);
   }

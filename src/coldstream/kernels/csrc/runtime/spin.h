@@ -27,12 +27,12 @@ bool poll(F done) {
 // Polls `done` for at most `limit`; returns whether it became true.
 template <typename F>
 bool spin(F done, std::chrono::steady_clock::duration limit) {
-  using clock = std::chrono::steady_clock;
+  using Clock = std::chrono::steady_clock;
   // After this time it yields between polls, as it may occupy the core that the awaited thread needs.
   constexpr auto exclusive = std::chrono::microseconds(5);
   if (poll(done)) return true;
-  const auto start = clock::now();
-  for (auto waited = clock::duration::zero(); waited < limit; waited = clock::now() - start) {
+  const auto start = Clock::now();
+  for (auto waited = Clock::duration::zero(); waited < limit; waited = Clock::now() - start) {
     if (waited > exclusive) std::this_thread::yield();
     if (poll(done)) return true;
   }

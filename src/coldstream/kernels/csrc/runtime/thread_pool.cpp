@@ -16,21 +16,21 @@ namespace coldstream {
 
 namespace {
 
-using clock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;
 
 // Longer than Python's work between two steps, short enough not to waste a core when idle.
-constexpr auto IDLE_SPIN = std::chrono::microseconds(100);
+constexpr auto idle_spin = std::chrono::microseconds(100);
 
 // state_: the number of helpers inside the stage, whether it is open for more, whether a run is under way,
 // and the serial number of the last stage. All changes are additions, so that a helper that arrives too late
 // only subtracts itself again.
-constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, RUNNING = 0x20000;
-constexpr int SERIAL_SHIFT = 18;
-constexpr uint64_t NEXT_SERIAL = uint64_t{1} << SERIAL_SHIFT;
+constexpr uint64_t inside = 0xffff, open = 0x10000, running = 0x20000;
+constexpr int serial_shift = 18;
+constexpr uint64_t next_serial = uint64_t{1} << serial_shift;
 
 int checked_size(int threads) {
-  if (threads < 1 || threads > thread_pool::MAX_THREADS) {
-    throw std::invalid_argument("threads must be in 1 … " + std::to_string(thread_pool::MAX_THREADS) +
+  if (threads < 1 || threads > ThreadPool::max_threads) {
+    throw std::invalid_argument("threads must be in 1 … " + std::to_string(ThreadPool::max_threads) +
                                 ", not " + std::to_string(threads));
   }
   return threads;
@@ -38,9 +38,9 @@ int checked_size(int threads) {
 
 }  // namespace
 
-scratch::~scratch() { ::operator delete(data_, std::align_val_t(64)); }
+Scratch::~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
 
-void scratch::reserve(size_t num_bytes) {
+void Scratch::reserve(size_t num_bytes) {
   if (num_bytes <= size_) return;
   auto* larger = static_cast<std::byte*>(::operator new(num_bytes, std::align_val_t(64)));
   ::operator delete(data_, std::align_val_t(64));
@@ -48,10 +48,10 @@ void scratch::reserve(size_t num_bytes) {
   size_ = num_bytes;
 }
 
-thread_pool::thread_pool(int threads)
+ThreadPool::ThreadPool(int threads)
     : size_(checked_size(threads)),
       owner_(getpid()),
-      memory_(new scratch[threads]),
+      memory_(new Scratch[threads]),
       threads_(std::make_unique<std::vector<std::thread>>()) {
   try {
     start_workers();
@@ -61,7 +61,7 @@ thread_pool::thread_pool(int threads)
   }
 }
 
-thread_pool::~thread_pool() {
+ThreadPool::~ThreadPool() {
   if (getpid() == owner_) {
     stop_workers();
   } else {
@@ -70,28 +70,28 @@ thread_pool::~thread_pool() {
   }
 }
 
-thread_pool::awake::awake(thread_pool& pool) : pool_(pool) {
+ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
   pool_.sleepless_.fetch_add(1, std::memory_order_relaxed);
   pool_.calls_.fetch_add(1, std::memory_order_release);
   pool_.calls_.notify_all();
 }
 
-thread_pool::awake::~awake() { pool_.sleepless_.fetch_sub(1, std::memory_order_relaxed); }
+ThreadPool::Awake::~Awake() { pool_.sleepless_.fetch_sub(1, std::memory_order_relaxed); }
 
-void thread_pool::start_workers() {
-  signals_blocked blocked;
+void ThreadPool::start_workers() {
+  SignalsBlocked blocked;
   threads_->reserve(size_ - 1);
-  for (int i = 1; i < size_; i++) threads_->emplace_back(&thread_pool::help, this, i);
+  for (int i = 1; i < size_; i++) threads_->emplace_back(&ThreadPool::help, this, i);
 }
 
-void thread_pool::stop_workers() {
+void ThreadPool::stop_workers() {
   stopping_.store(true, std::memory_order_relaxed);
   calls_.fetch_add(1, std::memory_order_release);
   calls_.notify_all();
   for (std::thread& t : *threads_) t.join();
 }
 
-void thread_pool::reserve_memory(const std::vector<std::unique_ptr<op>>& ops) {
+void ThreadPool::reserve_memory(const std::vector<std::unique_ptr<Op>>& ops) {
   size_t private_bytes = 0, shared_bytes = 0;
   for (const auto& next : ops) {
     private_bytes = std::max(private_bytes, next->scratch_bytes());
@@ -101,9 +101,9 @@ void thread_pool::reserve_memory(const std::vector<std::unique_ptr<op>>& ops) {
   shared_.reserve(shared_bytes);
 }
 
-void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds) {
+void ThreadPool::run(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds) {
   if (getpid() != owner_) {
-    throw forked_error(
+    throw ForkedError(
         "this Runtime was made before fork() and its threads do not exist here: make a new one in the "
         "child process, or start it with the 'spawn' method");
   }
@@ -114,7 +114,7 @@ void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, dou
   failure_.store(nullptr, std::memory_order_relaxed);
   walk(ops, rows, seconds);
   if (const void* address = fault_.load(std::memory_order_relaxed)) {
-    throw model_changed_error(describe_fault(address));
+    throw ModelChangedError(describe_fault(address));
   }
   if (const char* message = failure_.load(std::memory_order_relaxed)) {
     for (const auto& next : ops) next->throw_failure();
@@ -122,18 +122,18 @@ void thread_pool::run(const std::vector<std::unique_ptr<op>>& ops, int rows, dou
   }
 }
 
-bool thread_pool::failed() const {
+bool ThreadPool::failed() const {
   return fault_.load(std::memory_order_relaxed) != nullptr ||
          failure_.load(std::memory_order_relaxed) != nullptr;
 }
 
-void thread_pool::walk(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds) {
+void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds) {
   if (size_ > 1) {
-    state_.fetch_add(RUNNING, std::memory_order_relaxed);
+    state_.fetch_add(running, std::memory_order_relaxed);
     calls_.fetch_add(1, std::memory_order_release);
     calls_.notify_all();
   }
-  auto start = clock::now();
+  auto start = Clock::now();
   bool going = true;
   for (size_t i = 0; i < ops.size() && going; i++) {
     const int num_stages = ops[i]->num_stages();
@@ -142,31 +142,31 @@ void thread_pool::walk(const std::vector<std::unique_ptr<op>>& ops, int rows, do
         going = run_stage({ops[i].get(), stage, rows});
     } while (going && ops[i]->repeats());
     if (seconds != nullptr) {
-      const auto now = clock::now();
+      const auto now = Clock::now();
       seconds[i] = std::chrono::duration<double>(now - start).count();
       start = now;
     }
   }
-  if (size_ > 1) state_.fetch_sub(RUNNING, std::memory_order_relaxed);
+  if (size_ > 1) state_.fetch_sub(running, std::memory_order_relaxed);
 }
 
 // Returns whether the run may go on.
-bool thread_pool::run_stage(const stage_work& work) {
+bool ThreadPool::run_stage(const StageWork& work) {
   work_ = work;
   next_task_.store(0, std::memory_order_relaxed);
   if (size_ == 1 || work.next->runs_alone(work.stage, work.rows)) {
     run_share(0);
     return !failed();
   }
-  state_.fetch_add(NEXT_SERIAL + OPEN, std::memory_order_release);
+  state_.fetch_add(next_serial + open, std::memory_order_release);
   run_share(0);
-  state_.fetch_sub(OPEN, std::memory_order_relaxed);
-  spin([&] { return (state_.load(std::memory_order_acquire) & INSIDE) == 0; }, clock::duration::max());
+  state_.fetch_sub(open, std::memory_order_relaxed);
+  spin([&] { return (state_.load(std::memory_order_acquire) & inside) == 0; }, Clock::duration::max());
   return !failed();
 }
 
-void thread_pool::run_share(int index) {
-  worker w = {index, size_, &next_task_, &memory_[index], &shared_, &failure_};
+void ThreadPool::run_share(int index) {
+  Worker w = {index, size_, &next_task_, &memory_[index], &shared_, &failure_};
   if (const void* address = run_guarded(*work_.next, work_.stage, work_.rows, w)) {
     fault_.store(address, std::memory_order_relaxed);
   }
@@ -174,26 +174,26 @@ void thread_pool::run_share(int index) {
 
 // Takes part in the open stage, unless there is none or this helper has served it already. Returns whether it
 // did.
-bool thread_pool::join_stage(int index, uint64_t* last_serial) {
+bool ThreadPool::join_stage(int index, uint64_t* last_serial) {
   uint64_t state = state_.load(std::memory_order_relaxed);
-  if ((state & OPEN) == 0 || state >> SERIAL_SHIFT == *last_serial) return false;
+  if ((state & open) == 0 || state >> serial_shift == *last_serial) return false;
   state = state_.fetch_add(1, std::memory_order_acquire);
-  const bool in_time = (state & OPEN) != 0;
+  const bool in_time = (state & open) != 0;
   if (in_time) {
-    *last_serial = state >> SERIAL_SHIFT;
+    *last_serial = state >> serial_shift;
     run_share(index);
   }
   state_.fetch_sub(1, std::memory_order_release);
   return in_time;
 }
 
-void thread_pool::help(int index) {
+void ThreadPool::help(int index) {
   uint64_t last_serial = 0;
   uint32_t seen_calls = 0;
   for (;;) {
-    if (spin([&] { return join_stage(index, &last_serial); }, IDLE_SPIN)) continue;
+    if (spin([&] { return join_stage(index, &last_serial); }, idle_spin)) continue;
     if (stopping_.load(std::memory_order_relaxed)) return;
-    if ((state_.load(std::memory_order_relaxed) & RUNNING) != 0 ||
+    if ((state_.load(std::memory_order_relaxed) & running) != 0 ||
         sleepless_.load(std::memory_order_relaxed) > 0)
       continue;
     // Returns at once after a run in which this helper was awake: it then polls a while longer.

@@ -20,45 +20,45 @@
 namespace coldstream {
 
 // The pool's threads exist only in the process that made it.
-struct forked_error : std::runtime_error {
+struct ForkedError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-class thread_pool {
+class ThreadPool {
  public:
-  // threads in 1 … MAX_THREADS, otherwise std::invalid_argument. Throws std::system_error when the system
+  // threads in 1 … max_threads, otherwise std::invalid_argument. Throws std::system_error when the system
   // refuses one.
-  explicit thread_pool(int threads);
-  thread_pool(const thread_pool&) = delete;
-  thread_pool& operator=(const thread_pool&) = delete;
-  ~thread_pool();
+  explicit ThreadPool(int threads);
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+  ~ThreadPool();
 
-  static constexpr int MAX_THREADS = 1024;
+  static constexpr int max_threads = 1024;
 
   int size() const { return size_; }
 
   // While one of these exists the threads do not sleep between runs.
-  class awake {
+  class Awake {
    public:
-    explicit awake(thread_pool& pool);
-    awake(const awake&) = delete;
-    awake& operator=(const awake&) = delete;
-    ~awake();
+    explicit Awake(ThreadPool& pool);
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+    ~Awake();
 
    private:
-    thread_pool& pool_;
+    ThreadPool& pool_;
   };
 
   // Runs `ops` in order and returns when all workers are done; concurrent callers are serialised. With
-  // `seconds` [ops.size()], the time of each op. Throws model_changed_error, forked_error, std::bad_alloc,
+  // `seconds` [ops.size()], the time of each op. Throws ModelChangedError, ForkedError, std::bad_alloc,
   // and std::invalid_argument with the message of an op that failed; the pool stays usable after each of
   // them.
-  void run(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds = nullptr);
+  void run(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds = nullptr);
 
  private:
   // The open stage; written while none is open, read by helpers that joined it.
-  struct stage_work {
-    op* next = nullptr;
+  struct StageWork {
+    Op* next = nullptr;
     int stage = 0;
     int rows = 0;
   };
@@ -67,19 +67,19 @@ class thread_pool {
   void stop_workers();
   void help(int index);
   bool join_stage(int index, uint64_t* last_serial);
-  void walk(const std::vector<std::unique_ptr<op>>& ops, int rows, double* seconds);
-  bool run_stage(const stage_work& work);
+  void walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds);
+  bool run_stage(const StageWork& work);
   void run_share(int index);
   bool failed() const;
-  void reserve_memory(const std::vector<std::unique_ptr<op>>& ops);
+  void reserve_memory(const std::vector<std::unique_ptr<Op>>& ops);
 
   const int size_;
   const pid_t owner_;
-  std::unique_ptr<scratch[]> memory_;  // one per worker
-  scratch shared_;
+  std::unique_ptr<Scratch[]> memory_;  // one per worker
+  Scratch shared_;
   std::unique_ptr<std::vector<std::thread>> threads_;
   std::mutex callers_;
-  stage_work work_;
+  StageWork work_;
 
   // On separate cache lines: the word that all workers poll, and the counter of tasks.
   alignas(64) std::atomic<uint64_t> state_{0};  // see thread_pool.cpp

@@ -7,15 +7,15 @@
 
 namespace coldstream {
 
-class touch_pages : public op {
+class TouchPages : public Op {
  public:
   // The range must lie inside the file, otherwise std::invalid_argument.
-  touch_pages(std::shared_ptr<mapped_file> file, uint64_t offset, uint64_t num_bytes);
+  TouchPages(std::shared_ptr<MappedFile> file, uint64_t offset, uint64_t num_bytes);
   const char* name() const override { return "touch_pages"; }
-  void run(int stage, int rows, worker& w) override;
+  void run(int stage, int rows, Worker& w) override;
 
  private:
-  std::shared_ptr<mapped_file> file_;
+  std::shared_ptr<MappedFile> file_;
   uint64_t begin_, end_;
 };
 

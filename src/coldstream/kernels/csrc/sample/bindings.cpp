@@ -15,15 +15,15 @@ namespace coldstream {
 namespace {
 
 using namespace nb::literals;
-using logits_1d = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits1d = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A row and what becomes of it.
-struct choice {
-  token_settings settings;
-  logits_1d logits;
-  std::optional<logits_1d> changed;
-  std::optional<ranked_tokens> ranked;
-  chosen_token chosen = {};
+struct Choice {
+  TokenSettings settings;
+  Logits1d logits;
+  std::optional<Logits1d> changed;
+  std::optional<RankedTokens> ranked;
+  ChosenToken chosen = {};
 };
 
 void check_ids(const std::vector<int32_t>& ids, int64_t vocab) {
@@ -35,7 +35,7 @@ void check_ids(const std::vector<int32_t>& ids, int64_t vocab) {
   }
 }
 
-std::unique_ptr<choice> make_choice(logits_1d logits, std::optional<logits_1d> changed, double temperature,
+std::unique_ptr<Choice> make_choice(Logits1d logits, std::optional<Logits1d> changed, double temperature,
                                     int64_t top_k, double top_p, double min_p, float repetition_penalty,
                                     float presence_penalty, float frequency_penalty,
                                     std::vector<int32_t> recent, uint64_t seed, uint64_t position,
@@ -49,7 +49,7 @@ std::unique_ptr<choice> make_choice(logits_1d logits, std::optional<logits_1d> c
   check_ids(recent, vocab);
   check_ids(biased, vocab);
   std::sort(recent.begin(), recent.end());
-  auto made = std::make_unique<choice>();
+  auto made = std::make_unique<Choice>();
   made->settings = {temperature,
                     top_p,
                     min_p,
@@ -72,43 +72,43 @@ std::unique_ptr<choice> make_choice(logits_1d logits, std::optional<logits_1d> c
   return made;
 }
 
-token_row row_of(choice& each) {
+TokenRow row_of(Choice& each) {
   return {each.logits.data(), each.changed ? each.changed->data() : nullptr, &each.settings, &each.chosen,
           each.ranked ? &*each.ranked : nullptr};
 }
 
-void choose_tokens(const std::vector<choice*>& choices) {
+void choose_tokens(const std::vector<Choice*>& choices) {
   if (choices.empty()) return;
   const auto vocab = int64_t(choices[0]->logits.shape(0));
-  std::vector<token_row> rows;
-  for (choice* each : choices) {
+  std::vector<TokenRow> rows;
+  for (Choice* each : choices) {
     if (int64_t(each->logits.shape(0)) != vocab) throw std::invalid_argument("rows are of one vocabulary");
     rows.push_back(row_of(*each));
   }
   nb::gil_scoped_release unlocked;
-  const auto bytes = std::make_unique_for_overwrite<std::byte[]>(row_memory::num_bytes(vocab));
-  const row_memory memory(bytes.get(), vocab);
-  for (const token_row& row : rows) finish_row(row, vocab, memory);
+  const auto bytes = std::make_unique_for_overwrite<std::byte[]>(RowMemory::num_bytes(vocab));
+  const RowMemory memory(bytes.get(), vocab);
+  for (const TokenRow& row : rows) finish_row(row, vocab, memory);
 }
 
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-  nb::class_<choice>(m, "TokenChoice", "A row of logits, what determines the token after it, and that token.")
+  nb::class_<Choice>(m, "TokenChoice", "A row of logits, what determines the token after it, and that token.")
       .def(nb::new_(&make_choice), "logits"_a.noconvert(), "changed"_a.noconvert().none(), nb::kw_only(),
            "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a,
            "frequency_penalty"_a, "recent"_a, "seed"_a, "position"_a, "biased"_a, "biases"_a,
            "logprobs"_a.none(),
            "logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen "
            "from these, which need not be finite. ValueError for tokens outside of the vocabulary.")
-      .def_prop_ro("token", [](const choice& each) { return each.chosen.token; })
+      .def_prop_ro("token", [](const Choice& each) { return each.chosen.token; })
       .def_prop_ro(
-          "fault", [](const choice& each) { return each.chosen.fault; },
+          "fault", [](const Choice& each) { return each.chosen.fault; },
           "0, or how many logits are not finite, or -1 if the best one is not once all are changed.")
       .def_prop_ro(
           "ranked",
-          [](const choice& each) {
-            const ranked_tokens& ranked = each.ranked.value();
+          [](const Choice& each) {
+            const RankedTokens& ranked = each.ranked.value();
             return std::make_tuple(ranked.likeliest, ranked.rank, ranked.total);
           },
           "Of the logits: the likeliest tokens by rank, the rank of the chosen one, and the weight of all at "

@@ -15,9 +15,9 @@ namespace coldstream {
 
 namespace {
 
-constexpr double TWO_TO_64 = 18446744073709551616.0;
+constexpr double two_to_64 = 18446744073709551616.0;
 
-int64_t num_blocks(int64_t vocab) { return (vocab + ORDER_BLOCK - 1) / ORDER_BLOCK; }
+int64_t num_blocks(int64_t vocab) { return (vocab + order_block - 1) / order_block; }
 
 int32_t count_infinite(const float* logits, int64_t vocab) {
   int32_t count = 0;
@@ -32,7 +32,7 @@ bool has_nan(const float* logits, int64_t vocab) {
 }
 
 // The logits after biases and penalties: those that are given, or a changed copy.
-const float* changed_logits(const float* logits, int64_t vocab, const token_settings& settings, float* copy) {
+const float* changed_logits(const float* logits, int64_t vocab, const TokenSettings& settings, float* copy) {
   if (settings.biased.empty() && settings.recent.empty()) return logits;
   std::memcpy(copy, logits, vocab * sizeof(float));
   for (size_t i = 0; i < settings.biased.size(); i++) copy[settings.biased[i]] += settings.biases[i];
@@ -49,21 +49,21 @@ const float* changed_logits(const float* logits, int64_t vocab, const token_sett
 
 // The orders of the largest logit of each block, and of all.
 int32_t find_largest(const float* logits, int64_t vocab, int32_t* largest) {
-  constexpr int LANES = 8;
+  constexpr int num_lanes = 8;
   int32_t best = std::numeric_limits<int32_t>::min();
-  for (int64_t begin = 0; begin < vocab; begin += ORDER_BLOCK) {
-    float lanes[LANES];
-    std::fill_n(lanes, LANES, logits[begin]);
-    const int64_t size = std::min(ORDER_BLOCK, vocab - begin), whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) {
-      for (int lane = 0; lane < LANES; lane++) {
+  for (int64_t begin = 0; begin < vocab; begin += order_block) {
+    float lanes[num_lanes];
+    std::fill_n(lanes, num_lanes, logits[begin]);
+    const int64_t size = std::min(order_block, vocab - begin), whole = size / num_lanes * num_lanes;
+    for (int64_t i = 0; i < whole; i += num_lanes) {
+      for (int lane = 0; lane < num_lanes; lane++) {
         const float logit = logits[begin + i + lane];
         lanes[lane] = lanes[lane] < logit ? logit : lanes[lane];
       }
     }
     for (int64_t i = whole; i < size; i++) lanes[0] = std::max(lanes[0], logits[begin + i]);
-    largest[begin / ORDER_BLOCK] = order_of(*std::max_element(lanes, lanes + LANES));
-    best = std::max(best, largest[begin / ORDER_BLOCK]);
+    largest[begin / order_block] = order_of(*std::max_element(lanes, lanes + num_lanes));
+    best = std::max(best, largest[begin / order_block]);
   }
   return best;
 }
@@ -72,9 +72,9 @@ int32_t find_largest(const float* logits, int64_t vocab, int32_t* largest) {
 int64_t collect_keys(const float* logits, int64_t vocab, const int32_t* largest, int32_t least,
                      uint64_t* keys) {
   int64_t count = 0;
-  for (int64_t begin = 0; begin < vocab; begin += ORDER_BLOCK) {
-    if (largest[begin / ORDER_BLOCK] < least) continue;
-    for (int64_t i = begin; i < std::min(begin + ORDER_BLOCK, vocab); i++) {
+  for (int64_t begin = 0; begin < vocab; begin += order_block) {
+    if (largest[begin / order_block] < least) continue;
+    for (int64_t i = begin; i < std::min(begin + order_block, vocab); i++) {
       const int32_t order = order_of(logits[i]);
       keys[count] = rank_key(order, int32_t(i));
       count += order >= least;
@@ -104,7 +104,7 @@ int64_t keep_up_to(uint64_t cut, uint64_t* keys, int64_t count) {
 }
 
 // The keys of the k likeliest tokens, by id. Returns their number, k.
-int64_t collect_likeliest(const float* logits, int64_t vocab, int64_t k, const row_memory& memory) {
+int64_t collect_likeliest(const float* logits, int64_t vocab, int64_t k, const RowMemory& memory) {
   auto* copy = reinterpret_cast<int32_t*>(memory.sorted);
   const int32_t least = order_of_at_least(k, memory.largest, num_blocks(vocab), copy);
   const int64_t count = collect_keys(logits, vocab, memory.largest, least, memory.keys);
@@ -133,18 +133,18 @@ int64_t keep_heavy(uint64_t least, uint64_t* keys, uint64_t* weights, int64_t co
   return kept;
 }
 
-struct weighted_key {
+struct WeightedKey {
   uint64_t key, weight;
 };
 
 // The first key, by rank, at which the running sum of weights reaches `bound`; the last one if none does.
-uint64_t weighted_cut(weighted_key* first, weighted_key* last, uint64_t bound) {
-  const auto is_before = [](const weighted_key& a, const weighted_key& b) { return a.key < b.key; };
+uint64_t weighted_cut(WeightedKey* first, WeightedKey* last, uint64_t bound) {
+  const auto is_before = [](const WeightedKey& a, const WeightedKey& b) { return a.key < b.key; };
   while (last - first > 1) {
-    weighted_key* middle = first + (last - first) / 2;
+    WeightedKey* middle = first + (last - first) / 2;
     std::nth_element(first, middle, last, is_before);
     uint64_t sum = 0;
-    for (const weighted_key* each = first; each < middle; each++) sum += each->weight;
+    for (const WeightedKey* each = first; each < middle; each++) sum += each->weight;
     if (sum >= bound) {
       last = middle;
     } else {
@@ -156,21 +156,20 @@ uint64_t weighted_cut(weighted_key* first, weighted_key* last, uint64_t bound) {
 }
 
 // Keeps of `count` keys what top-p and min-p keep. Returns their number.
-int64_t keep_by_weight(const token_settings& settings, float largest, int64_t count,
-                       const row_memory& memory) {
+int64_t keep_by_weight(const TokenSettings& settings, float largest, int64_t count, const RowMemory& memory) {
   uint64_t *keys = memory.keys, *weights = memory.weights;
   const uint64_t total = weigh(keys, count, largest, 1.0, weights);
-  const auto least = std::max(uint64_t{1}, uint64_t(std::ceil(settings.min_p * WEIGHT_ONE)));
+  const auto least = std::max(uint64_t{1}, uint64_t(std::ceil(settings.min_p * weight_one)));
   count = keep_heavy(least, keys, weights, count);
   if (settings.top_p == 1.0) return count;
-  auto* sorted = reinterpret_cast<weighted_key*>(memory.sorted);
+  auto* sorted = reinterpret_cast<WeightedKey*>(memory.sorted);
   for (int64_t i = 0; i < count; i++) sorted[i] = {keys[i], weights[i]};
   // At least 1: the first token always stays.
-  const uint64_t bound = std::max(uint64_t{1}, high64(uint64_t(settings.top_p * TWO_TO_64), total));
+  const uint64_t bound = std::max(uint64_t{1}, high64(uint64_t(settings.top_p * two_to_64), total));
   return keep_up_to(weighted_cut(sorted, sorted + count, bound), keys, count);
 }
 
-int32_t draw(const token_settings& settings, float largest, int64_t count, const row_memory& memory) {
+int32_t draw(const TokenSettings& settings, float largest, int64_t count, const RowMemory& memory) {
   const uint64_t total = weigh(memory.keys, count, largest, settings.temperature, memory.weights);
   const uint64_t passed = high64(random_bits(settings.seed, settings.position), total);
   uint64_t sum = 0;
@@ -181,19 +180,19 @@ int32_t draw(const token_settings& settings, float largest, int64_t count, const
 
 }  // namespace
 
-size_t row_memory::num_bytes(int64_t vocab) {
+size_t RowMemory::num_bytes(int64_t vocab) {
   // Two numbers of 8 bytes more: the blocks' orders are an odd number, and the logits may be.
   return (4 * vocab + 2) * sizeof(uint64_t) + (vocab + num_blocks(vocab)) * sizeof(float);
 }
 
-row_memory::row_memory(std::byte* memory, int64_t vocab)
+RowMemory::RowMemory(std::byte* memory, int64_t vocab)
     : keys(reinterpret_cast<uint64_t*>(memory)), weights(keys + vocab), sorted(weights + vocab) {
   changed = reinterpret_cast<float*>(sorted + 2 * vocab);
   largest = reinterpret_cast<int32_t*>(changed + vocab);
 }
 
-chosen_token choose_token(const float* logits, int64_t vocab, const token_settings& settings,
-                          const row_memory& memory) {
+ChosenToken choose_token(const float* logits, int64_t vocab, const TokenSettings& settings,
+                         const RowMemory& memory) {
   if (settings.may_be_infinite) {
     if (has_nan(logits, vocab)) return {0, -1};
   } else if (const int32_t num_bad = count_infinite(logits, vocab)) {
@@ -206,7 +205,7 @@ chosen_token choose_token(const float* logits, int64_t vocab, const token_settin
   if (settings.temperature == 0.0) {
     int64_t block = 0;
     while (memory.largest[block] != best) block++;
-    int64_t token = block * ORDER_BLOCK;
+    int64_t token = block * order_block;
     while (order_of(values[token]) != best) token++;
     return {int32_t(token), 0};
   }
@@ -222,8 +221,8 @@ chosen_token choose_token(const float* logits, int64_t vocab, const token_settin
   return {draw(settings, largest, count, memory), 0};
 }
 
-void rank_tokens(const float* logits, int64_t vocab, int32_t chosen, ranked_tokens& ranked,
-                 const row_memory& memory) {
+void rank_tokens(const float* logits, int64_t vocab, int32_t chosen, RankedTokens& ranked,
+                 const RowMemory& memory) {
   const float largest = logit_of(find_largest(logits, vocab, memory.largest));
   ranked.total = 0;
   for (int64_t i = 0; i < vocab; i++) ranked.total += token_weight(logits[i], largest, 1.0);
@@ -239,7 +238,7 @@ void rank_tokens(const float* logits, int64_t vocab, int32_t chosen, ranked_toke
   }
 }
 
-void finish_row(const token_row& row, int64_t vocab, const row_memory& memory) {
+void finish_row(const TokenRow& row, int64_t vocab, const RowMemory& memory) {
   *row.chosen = choose_token(row.changed ? row.changed : row.logits, vocab, *row.settings, memory);
   if (row.ranked && row.chosen->fault == 0) {
     rank_tokens(row.logits, vocab, row.chosen->token, *row.ranked, memory);

@@ -8,7 +8,7 @@
 namespace coldstream {
 
 // Everything but the logits that determines a token. Ids are of the vocabulary.
-struct token_settings {
+struct TokenSettings {
   double temperature;  // 0: the largest logit
   double top_p;        // 1: off
   double min_p;        // 0: off
@@ -22,32 +22,32 @@ struct token_settings {
   std::vector<float> biases;    // what is added to each; −∞ forbids the token
 };
 
-struct chosen_token {
+struct ChosenToken {
   int32_t token;
   int32_t fault;  // 0, or how many logits are not finite, or −1 if the best one is not once all are changed
 };
 
 // Of the model's own logits of a row, all finite.
-struct ranked_tokens {
+struct RankedTokens {
   uint64_t total;                  // weight of all tokens at temperature 1
   std::vector<int32_t> likeliest;  // by rank, which begins at 1; its size, at most the vocabulary's, is given
   int32_t rank;                    // of the chosen token
 };
 
 // Whose pointers outlive the work.
-struct token_row {
+struct TokenRow {
   const float* logits;   // [vocab]
   const float* changed;  // [vocab] to choose from instead, or null
-  const token_settings* settings;
-  chosen_token* chosen;
-  ranked_tokens* ranked;  // null unless it is wanted; left as it is if no token is chosen
+  const TokenSettings* settings;
+  ChosenToken* chosen;
+  RankedTokens* ranked;  // null unless it is wanted; left as it is if no token is chosen
 };
 
 // What choosing from a row takes, for rows of `vocab` logits.
-class row_memory {
+class RowMemory {
  public:
   static size_t num_bytes(int64_t vocab);
-  row_memory(std::byte* memory, int64_t vocab);
+  RowMemory(std::byte* memory, int64_t vocab);
 
   float* changed;     // [vocab] logits
   int32_t* largest;   // [blocks] orders
@@ -56,15 +56,15 @@ class row_memory {
   uint64_t* sorted;   // [2 · vocab]
 };
 
-constexpr int64_t ORDER_BLOCK = 32;  // tokens that a search for the largest logits passes over together
+constexpr int64_t order_block = 32;  // tokens that a search for the largest logits passes over together
 
-chosen_token choose_token(const float* logits, int64_t vocab, const token_settings& settings,
-                          const row_memory& memory);
+ChosenToken choose_token(const float* logits, int64_t vocab, const TokenSettings& settings,
+                         const RowMemory& memory);
 
-void rank_tokens(const float* logits, int64_t vocab, int32_t chosen, ranked_tokens& ranked,
-                 const row_memory& memory);
+void rank_tokens(const float* logits, int64_t vocab, int32_t chosen, RankedTokens& ranked,
+                 const RowMemory& memory);
 
 // Writes what `row` wants.
-void finish_row(const token_row& row, int64_t vocab, const row_memory& memory);
+void finish_row(const TokenRow& row, int64_t vocab, const RowMemory& memory);
 
 }  // namespace coldstream

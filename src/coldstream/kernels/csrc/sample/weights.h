@@ -8,7 +8,7 @@
 
 namespace coldstream {
 
-constexpr double WEIGHT_ONE = 0x1p40;  // the weight of the largest logit
+constexpr double weight_one = 0x1p40;  // the weight of the largest logit
 
 // ⌊2^40 · exp(x)⌋ for x ≤ 0; below −28 nothing is left.
 static inline uint64_t weight_of_exponent(double x) {
@@ -38,7 +38,7 @@ static inline uint64_t weight_of_exponent(double x) {
     result = result + coefficients[i];
   }
   const int64_t exponent = std::bit_cast<int64_t>(shifted) - std::bit_cast<int64_t>(round_to_integer) + 1023;
-  const double scaled = result * std::bit_cast<double>(exponent << 52) * WEIGHT_ONE;
+  const double scaled = result * std::bit_cast<double>(exponent << 52) * weight_one;
   return is_alive ? static_cast<uint64_t>(static_cast<int64_t>(scaled)) : 0;
 }
 
