@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import unquote, urlsplit
@@ -17,7 +18,8 @@ class HubServer:
     whole. `status` answers everything with that code. `cut_after` ends the next download after that many
     bytes, and `status_after_cut` is the `status` from then on. `stall_after` does not end it but waits there,
     until the server is closed. `etags` are other ETags than the SHA-256 of a file, `ignores_ranges` sends
-    all of it always, `storage` redirects downloads to another server, `repos` are the owner's.
+    all of it always, `busy` are headers of refusals before the next downloads, `surplus` sends more than was
+    announced, `storage` redirects downloads to another server, `repos` are the owner's.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -31,6 +33,8 @@ class HubServer:
         self.stall_after: int | None = None
         self.etags: dict[str, str] = {}
         self.ignores_ranges = False
+        self.busy: list[dict[str, str]] = []
+        self.surplus = 0
         self.storage: HubServer | None = None
         self.repos: list[str] = []
         self.tokens: list[str | None] = []
@@ -98,6 +102,8 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             data = hub.files.get(path.removeprefix(prefix)) if path.startswith(prefix) else None
             if data is None:
                 return self._send(404, b"{}", with_body)
+            if with_body and hub.busy:
+                return self._send(429, b"{}", with_body, **hub.busy.pop(0))
             if hub.storage is not None and with_body:
                 return self._send(302, b"", with_body, Location=hub.storage.endpoint + self.path)
             self._send_file(path.removeprefix(prefix), data, with_body)
@@ -115,7 +121,15 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             etag = f'"{hub.etags.get(path) or hashlib.sha256(data).hexdigest()}"'
             headers = {"X_Repo_Commit": hub.commit, "ETag": etag, "Accept_Ranges": "bytes"}
             start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-            if with_body and hub.cut_after is not None:
+            if with_body and hub.surplus:
+                self.send_response(200)
+                self.end_headers()
+                self.close_connection = True
+                with suppress(ConnectionError):  # once the client has had enough
+                    self.wfile.write(data)
+                    for _ in range(hub.surplus):
+                        self.wfile.write(b"more")
+            elif with_body and hub.cut_after is not None:
                 cut, hub.cut_after, hub.status = hub.cut_after, None, hub.status_after_cut
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))

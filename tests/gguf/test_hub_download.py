@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import filelock
 import pytest
 
 from coldstream.errors import DownloadError, StorageError
@@ -91,6 +92,51 @@ def test_a_connection_that_breaks_is_taken_up_again(server: HubServer, hub: Hub)
     server.cut_after = len(LARGE) - 1
     assert pull(REPO, hub=hub).read_bytes() == LARGE
     assert starts(server) == [0, 2 * CHUNK_BYTES]
+
+
+def test_a_busy_hub_is_asked_again_when_it_says(
+    server: HubServer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.busy = [{"Retry_After": "3"}, {"RateLimit": '"api";r=0;t=55'}, {"Retry_After": "99999"}, {}]
+    slept: list[float] = []
+    monkeypatch.setattr("coldstream.gguf.hub_download.time.sleep", slept.append)
+    assert pull(REPO, hub=hub).read_bytes() == LARGE
+    assert slept == [4.0, 56.0, 300.0, 8.0]
+    server.busy = [{}] * 9
+    path = hub.folder() / FOLDER / "blobs" / digest_of(LARGE)
+    path.unlink()
+    with pytest.raises(DownloadError, match="answered 429"):
+        pull(REPO, hub=hub)
+    assert len(server.busy) == 3
+
+
+def test_a_hub_that_never_stops_sending_is_left(server: HubServer, hub: Hub, blobs: Path) -> None:
+    server.surplus = 1 << 40
+    with pytest.raises(DownloadError, match=r"what came is damaged: .* bytes, the hub lists"):
+        pull(REPO, hub=hub)
+    assert list(blobs.iterdir()) == []
+
+
+def test_file_systems_without_locks_have_files_in_place_of_them(
+    server: HubServer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLock(filelock.FileLock):
+        def _acquire(self) -> None:
+            raise NotImplementedError("this file system has no flock; use SoftFileLock instead")
+
+    monkeypatch.setattr(filelock, "FileLock", NoLock)
+    path = hub.folder() / ".locks" / FOLDER / f"{digest_of(LARGE)}.lock"
+    path.parent.mkdir(parents=True)
+    other = filelock.SoftFileLock(path)
+    other.acquire()
+    notes: list[str] = []
+
+    def hear(note: str) -> None:
+        notes.append(note)
+        other.release()
+
+    assert pull(REPO, hub=hub, notice=hear).read_bytes() == LARGE
+    assert notes == [f"{MODEL}: waiting for another process that downloads it"]
 
 
 def test_a_hub_that_sends_all_of_it_again_is_understood(server: HubServer, hub: Hub, blobs: Path) -> None:

@@ -212,12 +212,13 @@ def _download(hub: Hub, folder: RepoFolder, remote: RemoteFile, progress: Progre
 
 def _similar(hub: Hub, repo: str) -> list[str]:
     """Repositories with names like `repo`: of the same owner on the hub, and in the cache."""
-    from huggingface_hub import HfApi, errors
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi
 
     owner = repo.split("/")[0]
     names = {_repo_of(folder) for folder in hub.folder().glob("models--*--*")}
     # Without the hub's list, only names in the cache are suggested.
-    with suppress(errors.HTTPError, OSError, ValueError, LookupError, TypeError):  # type: ignore[attr-defined]
+    with suppress(HTTPError, OSError, ValueError, LookupError, TypeError):
         listed = HfApi(endpoint=hub.endpoint).list_models(author=owner, limit=MAX_REPOS)
         names |= {str(model.id) for model in listed}
     return difflib.get_close_matches(repo, sorted(names - {repo}), n=3, cutoff=0.7)

@@ -1,24 +1,27 @@
 """One file of the hub → one whole, checked file in the cache.
 
-The layout of the cache, its locks and the transfer are the matter of `huggingface_hub`, which starts a file
-from nothing after its process was killed. Here the part so far is kept as `blobs/ETAG.incomplete`,
-continued by the next attempt, and named `blobs/ETAG` once size and digest are those of the hub. Knows
-nothing of models.
+`huggingface_hub` says where a file is, opens connections, and gives the file its name in the cache. Its own
+download starts from nothing after its process was killed (docs/notes/hub.md). Here the part so far is kept as
+`blobs/ETAG.incomplete` and continued by the next attempt. It becomes `blobs/ETAG` once its size and digest
+are those of the hub. Knows nothing of models.
 """
 
 import hashlib
-import importlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from coldstream.errors import DownloadError, StorageError
 from coldstream.files import free_bytes, sync_folder
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+    from httpx2 import Response
 
 # Called with a file's name, its bytes so far and its size in bytes.
 Progress = Callable[[str, int, int], None]
@@ -30,11 +33,16 @@ LOCK_PATIENCE_S = 0.5  # before a message about the wait
 # A file without a write for so long has no owner, even where locks don't work.
 IDLE_S = 3600.0
 HASH_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES: Final = 10 << 20  # that are written at once
+_MAX_RETRIES: Final = 5  # without a byte between them
+_RETRY_S: Final = 1.0  # before each of them; for a busy hub twice as long each time
+_RETRIED_STATUS: Final = (408, 429)  # of a hub that is busy
+_MAX_RETRY_AFTER_S: Final = 300.0  # that the hub may ask for
+_RATE_LIMIT: Final = re.compile(r"\br=0;t=(\d+)")  # "api";r=0;t=55: nothing is left for 55 seconds
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[\w-]{1,128}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_BARS = "huggingface_hub.http_get"
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,7 @@ class RepoFolder:
     """The folder of one repository in the cache, which may not exist yet."""
 
     def __init__(self, cache: Path, repo: str) -> None:
-        from huggingface_hub.file_download import repo_folder_name
-
-        name = repo_folder_name(repo_id=repo, repo_type="model")
+        name = f"models--{repo.replace('/', '--')}"
         self.path = cache / name
         self.blobs = self.path / "blobs"
         self._locks = cache / ".locks" / name
@@ -147,19 +153,21 @@ class RepoFolder:
         If another process has it, call `waiting` and wait; without `waiting` raise `filelock.Timeout`.
         """
         from filelock import Timeout
-        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
         self._locks.mkdir(parents=True, exist_ok=True)
         path = self._locks / f"{etag}.lock"
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(WeakFileLock(path, timeout=LOCK_PATIENCE_S))
-            except Timeout:
-                if waiting is None:
-                    raise
-                waiting()
-                stack.enter_context(WeakFileLock(path))
+        try:
+            lock = _acquired(path, LOCK_PATIENCE_S)
+        except Timeout:
+            if waiting is None:
+                raise
+            waiting()
+            lock = _acquired(path, -1)
+        try:
             yield
+        finally:
+            with suppress(OSError):
+                lock.release()
 
     def clean_up(self, resumable: Iterable[str]) -> int:
         """Remove leftovers of killed downloads that cannot be continued; returns their bytes.
@@ -181,6 +189,22 @@ class RepoFolder:
                         path.unlink()
                         freed += status.st_size
         return freed
+
+
+def _acquired(path: Path, timeout_s: float) -> "BaseFileLock":
+    """The lock at `path`, which others may wait for who share the cache; a negative timeout waits for ever.
+
+    Raises `filelock.Timeout`.
+    """
+    from filelock import FileLock, SoftFileLock
+
+    lock: BaseFileLock = FileLock(path, timeout=timeout_s, mode=0o664)
+    try:
+        lock.acquire()
+    except NotImplementedError:  # this file system has no locks
+        lock = SoftFileLock(path, timeout=timeout_s, mode=0o664)
+        lock.acquire()
+    return lock
 
 
 def fetch(folder: RepoFolder, remote: RemoteFile, progress: Progress, notice: Notice) -> None:
@@ -243,58 +267,82 @@ def _fetch_part(part: Path, remote: RemoteFile, progress: Progress, notice: Noti
 
 
 def _transfer(part: Path, remote: RemoteFile, progress: Progress) -> None:
-    """Append to `part` what is missing, as long as the hub gives any; then bring it to the disk."""
-    from huggingface_hub import errors
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+    """Appends to `part` what is missing, as long as the hub gives any; then brings it to the disk.
 
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    The result may be too short or too long, which the check of the file reports.
+    """
+    from httpx2 import TransportError
+
+    num_retries = 0
     try:
-        while True:
-            with _storage_errors(part, remote), open(part, "ab") as file, _no_bars():
-                start = file.tell()
-                reported = _ReportedFile(file, part, remote, progress)
-                size, name = remote.num_bytes, remote.name
+        with _storage_errors(part, remote), open(part, "ab") as file:
+            while file.tell() < remote.num_bytes:
+                start, wait_s = file.tell(), 0.0
                 try:
-                    http_get(
-                        remote.url,
-                        reported,  # type: ignore[arg-type]  # the part of a file that it uses
-                        resume_size=start,
-                        headers=headers,
-                        expected_size=size,
-                        displayed_filename=name,
-                    )
-                except (errors.HfHubHTTPError, ConnectionError):
-                    raise
-                except OSError as error:
-                    if error.errno is not None:
+                    with _response(remote, start) as response:
+                        wait_s = _wait_s(response, num_retries)
+                        if not wait_s:
+                            _append(response, file, part, remote, progress)
+                            break
+                except TransportError:
+                    num_retries = 0 if file.tell() != start else num_retries
+                    if num_retries == _MAX_RETRIES:
                         raise
-                    # More or fewer bytes than announced; the check of the file reports it.
-                except errors.HTTPError:  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
-                    if file.tell() <= start:
-                        raise
-                    continue
-                os.fsync(file.fileno())
-            return
+                    wait_s = _RETRY_S
+                num_retries += 1
+                time.sleep(wait_s)
+            os.fsync(file.fileno())
     finally:
         if part.is_file() and part.stat().st_size == 0:
             part.unlink()
 
 
-class _ReportedFile:
-    """The file of a transfer, which reports every write to `progress`."""
+@contextmanager
+def _response(remote: RemoteFile, start: int) -> Iterator["Response"]:
+    """The hub's answer with the bytes from `start` on."""
+    from huggingface_hub import constants, get_session, get_token
 
-    def __init__(self, file: BinaryIO, path: Path, remote: RemoteFile, progress: Progress) -> None:
-        self._file, self._path, self._remote, self._progress = file, path, remote, progress
-        # The file is open for appending, so that every position is its end.
-        self.tell, self.seek, self.truncate = file.tell, file.seek, file.truncate
+    headers = {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    if (token := get_token()) and not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        headers["Authorization"] = f"Bearer {token}"  # which is not sent on to another server
+    with get_session().stream(
+        "GET",
+        remote.url,
+        headers=headers,
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        follow_redirects=True,
+    ) as response:
+        yield response
 
-    def write(self, data: bytes) -> int:
-        with _storage_errors(self._path, self._remote):
-            count = self._file.write(data)
-            self._file.flush()
-        self._progress(self._remote.name, self._file.tell(), self._remote.num_bytes)
-        return count
+
+def _wait_s(response: "Response", num_retries: int) -> float:
+    """Seconds to wait before asking a busy hub again; 0.0: not at all. Raises HfHubHTTPError."""
+    from huggingface_hub import hf_raise_for_status
+
+    if response.status_code not in _RETRIED_STATUS or num_retries == _MAX_RETRIES:
+        hf_raise_for_status(response)
+        return 0.0
+    reset = _RATE_LIMIT.search(response.headers.get("RateLimit", ""))
+    given = reset[1] if reset else response.headers.get("Retry-After", "")
+    if given.isdecimal():  # a second more, as both count whole ones
+        return min(float(given) + 1, _MAX_RETRY_AFTER_S)
+    return _RETRY_S * float(2**num_retries)
+
+
+def _append(response: "Response", file: BinaryIO, part: Path, remote: RemoteFile, progress: Progress) -> None:
+    """Appends what the hub sends to `file`, at most a chunk too many, and reports each write."""
+    if response.status_code != 206 and file.tell():  # it sends all of it again
+        file.seek(0)
+        file.truncate()
+    for chunk in response.iter_bytes(_CHUNK_BYTES):
+        with _storage_errors(part, remote):
+            file.write(chunk)
+            file.flush()
+        progress(remote.name, file.tell(), remote.num_bytes)
+        if file.tell() > remote.num_bytes:
+            return
 
 
 @contextmanager
@@ -318,17 +366,3 @@ def _is_http(error: Exception) -> bool:
     from huggingface_hub import errors
 
     return isinstance(error, errors.HfHubHTTPError)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without the bars of `huggingface_hub`'s own, as there is `progress`."""
-    utils: Any = importlib.import_module("huggingface_hub.utils")
-    was_off = utils.are_progress_bars_disabled(_BARS)
-    if not was_off:
-        utils.disable_progress_bars(_BARS)
-    try:
-        yield
-    finally:
-        if not was_off:
-            utils.enable_progress_bars(_BARS)

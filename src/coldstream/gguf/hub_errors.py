@@ -15,6 +15,7 @@ def hub_errors(repo: str, similar: Callable[[], list[str]]) -> Iterator[None]:
     Broken pipes are passed on: they are errors of the caller's `progress`.
     """
     from filelock import Timeout
+    from httpx2 import HTTPError
     from huggingface_hub import errors
 
     try:
@@ -32,7 +33,7 @@ def hub_errors(repo: str, similar: Callable[[], list[str]]) -> Iterator[None]:
         raise _failure(repo, error) from error
     except (errors.XetDownloadError, ValueError, RuntimeError) as error:
         raise _failure(repo, error) from error
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP library's, whichever that is
+    except HTTPError as error:
         raise _failure(repo, error) from error
 
 
