@@ -1,8 +1,7 @@
 """Writes random-weight GGUF files of the real model's shape, for benchmarks: the bytes cost what real ones
 cost.
 
-    python -m bench.random_model cut.gguf                 the 4-layer, 16-expert cut of Qwen3.6-35B-A3B, about
-    220 MB
+    python -m bench.random_model cut.gguf    4 layers and 16 experts in the shape of Qwen3.6-35B-A3B: 220 MB
 
 Blocks are random bytes with scales chosen so that weights have a standard deviation near 1/sqrt(inputs):
 activations stay of order one and routing is spread over the experts. Layer kinds, tensor names and metadata
@@ -24,7 +23,7 @@ Q6_K = gguf.GGMLQuantizationType.Q6_K
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a model; the defaults are the cut used for CPU benchmarks."""
+    """Dimensions of a model; the defaults are those of the model for CPU benchmarks."""
 
     hidden: int = 2048
     layers: int = 4
@@ -191,7 +190,7 @@ class RandomModelWriter:
 
     def write(self) -> None:
         s = self.shape
-        add_metadata(self.out, s, "random cut of Qwen3.6-35B-A3B")
+        add_metadata(self.out, s, "random Qwen3.6-35B-A3B")
         self.tokenizer()
         self.quantised("token_embd.weight", Q4_K, s.vocab, s.hidden)
         self.floats("output_norm.weight", np.ones(s.hidden))

@@ -162,7 +162,7 @@ class LayerRows:
         self.values = torch.cat((self.values, values))[kept]
         self.positions = np.concatenate((self.positions, positions))[kept]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         count = int(np.searchsorted(self.positions, length))
         self.keys, self.values = self.keys[:count], self.values[:count]
         self.positions = self.positions[:count]

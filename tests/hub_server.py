@@ -15,11 +15,11 @@ class HubServer:
     """Serves one repository on 127.0.0.1; a context manager. Its fields may be changed while it runs.
 
     `listed` is what the hub claims to have (path → size), by default what it has; `answer` replaces the claim
-    whole. `status` answers everything with that code. `cut_after` ends the next download after that many
-    bytes, and `status_after_cut` is the `status` from then on. `stall_after` does not end it but waits there,
-    until the server is closed. `etags` are other ETags than the SHA-256 of a file, `ignores_ranges` sends
-    all of it always, `busy` are headers of refusals before the next downloads, `surplus` sends more than was
-    announced, `storage` redirects downloads to another server, `repos` are the owner's.
+    whole. `status` answers everything with that code. `drop_after` ends the next download after that many
+    bytes, and `status_after_drop` is the `status` from then on. `stall_after` does not end it but waits
+    there, until the server is closed. `etags` are other ETags than the SHA-256 of a file, `ignores_ranges`
+    sends all of it always, `busy` are headers of refusals before the next downloads, `surplus` sends more
+    than was announced, `storage` redirects downloads to another server, `repos` are the owner's.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -28,8 +28,8 @@ class HubServer:
         self.answer: object = None
         self.commit = "0123456789abcdef0123456789abcdef01234567"
         self.status: int | None = None
-        self.cut_after: int | None = None
-        self.status_after_cut: int | None = None
+        self.drop_after: int | None = None
+        self.status_after_drop: int | None = None
         self.stall_after: int | None = None
         self.etags: dict[str, str] = {}
         self.ignores_ranges = False
@@ -129,12 +129,12 @@ def _handler_for(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     self.wfile.write(data)
                     for _ in range(hub.surplus):
                         self.wfile.write(b"more")
-            elif with_body and hub.cut_after is not None:
-                cut, hub.cut_after, hub.status = hub.cut_after, None, hub.status_after_cut
+            elif with_body and hub.drop_after is not None:
+                end, hub.drop_after, hub.status = hub.drop_after, None, hub.status_after_drop
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data[:cut])
+                self.wfile.write(data[:end])
                 self.close_connection = True
             elif with_body and hub.stall_after is not None:
                 stall, hub.stall_after = hub.stall_after, None

@@ -9,9 +9,9 @@ from coldstream.server.output import (
     OutputEvent,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
     output_parser,
 )
 
@@ -125,8 +125,8 @@ def calls_of(events: Sequence[OutputEvent]) -> list[Call]:
     return [(names[index], json.loads(texts[index])) for index in ended]
 
 
-def cut_calls_of(events: Sequence[OutputEvent]) -> list[str]:
-    return [event.text for event in events if isinstance(event, ToolCallCut)]
+def truncated_calls_of(events: Sequence[OutputEvent]) -> list[str]:
+    return [event.text for event in events if isinstance(event, ToolCallTruncated)]
 
 
 def is_json_prefix(text: str) -> bool:

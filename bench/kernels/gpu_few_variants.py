@@ -2,7 +2,7 @@
 
     python -m bench.kernels.gpu_few_variants [--only experts ...] [--rows 1 2 ...] [--quick] [--out FILE]
 
-The constants that choose a kernel are set to every value in turn, so that their borders can be read off.
+The constants that choose a kernel are set to every value in turn, so that their thresholds can be read off.
 """
 
 import argparse

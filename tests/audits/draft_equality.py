@@ -52,7 +52,7 @@ class KnownAnswer:
     wants_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Nothing to forget."""
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:

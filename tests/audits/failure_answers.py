@@ -1,9 +1,9 @@
 """Questions to a server that is made to fail, and what counts as a right answer or a clear error. Pure.
 
 A question's answer is fixed by its prompt and seed. What came of a request is one of five: *answered* with
-every token and log-probability of the undisturbed answer; *refused* with 503 and a time to come back; *cut
-off*, a stream with a beginning of that answer and one error at its end; *wrong*, another answer; or *lost*:
-anything else, such as a broken connection, or a stream that ends without a word.
+every token and log-probability of the undisturbed answer; *refused* with 503 and a time to come back;
+*cut off*, a stream with a beginning of that answer and one error at its end; *wrong*, another answer; or
+*lost*: anything else, such as a broken connection, or a stream that ends without a word.
 """
 
 import random

@@ -40,7 +40,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # Long ones, whose accesses shorter ones make too, captures, in which PyTorch cannot take uncached memory, and
 # measurements.
-LEFT_OUT = re.compile("all_rates|thousand|any_settings|full_vocabulary|large_and_wide|no_cut|graph")
+LEFT_OUT = re.compile("all_rates|thousand|any_settings|full_vocabulary|large_and_wide|no_chunking|graph")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 

@@ -237,9 +237,9 @@ class _Forger:
             parts.append(self._forgery())
         if rng.random() < 0.5:
             token = rng.choice(self._tokens)
-            cut = rng.randint(1, len(token) - 1)
-            parts.append(self._spell(token[:cut]))
-            self._pending = self._spell(token[cut:])
+            split = rng.randint(1, len(token) - 1)
+            parts.append(self._spell(token[:split]))
+            self._pending = self._spell(token[split:])
         return "".join(parts)
 
     def _key(self) -> str:
@@ -249,8 +249,8 @@ class _Forger:
     def _forgery(self) -> str:
         rng, spell = self._random, self._spell
         token, other = rng.choice(self._tokens), rng.choice(self._tokens)
-        cut = rng.randint(1, len(token) - 1)
-        begin, end = token[:cut], token[cut:]
+        split = rng.randint(1, len(token) - 1)
+        begin, end = token[:split], token[split:]
         mark = chr(rng.choice((0xE000, 0xE001, 0xF8FF, 0xF0000, 0xF0001, 0xFFFFD)))
         ways = (
             lambda: spell(token),

@@ -23,7 +23,7 @@ def _with_limit(limit: int, folder: Path, *arguments: str) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, *PROGRAM, *arguments],
         cwd=folder,
-        # Without its own writing of bytecode, which the limit would cut.
+        # Without its own writing of bytecode, which would run into the limit.
         env={"HOME": str(folder), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
         capture_output=True,
@@ -41,7 +41,7 @@ def _with_limit(limit: int, folder: Path, *arguments: str) -> subprocess.Complet
     ],
 )
 @pytest.mark.parametrize("existed", [True, False])
-def test_no_file_is_cut(
+def test_no_file_is_truncated(
     model: str, tmp_path: Path, arguments: tuple[str, ...], out: str, limit: int, existed: bool
 ) -> None:
     path = tmp_path / out

@@ -113,7 +113,7 @@ def test_pr01_pr07_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Pa
     assert paths.count("/v1/completions") == 2
 
 
-def test_pr01_a_second_signal_cuts_answers_off() -> None:
+def test_pr01_a_second_signal_ends_answers_early() -> None:
     with serving() as (server, client):
         children = psutil.Process(server.process.pid).children(recursive=True)
         with client.stream("POST", "/v1/completions", json=LONG) as stream:

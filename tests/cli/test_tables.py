@@ -179,5 +179,5 @@ def test_a_first_column_of_numbers_is_not_wrapped() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 1, 9, 10])
-def test_words_are_cut_into_no_less_than_ten_cells(width: int) -> None:
+def test_words_are_split_into_no_less_than_ten_cells(width: int) -> None:
     assert wrap("a" * 25, width) == ["a" * 10, "a" * 10, "a" * 5]

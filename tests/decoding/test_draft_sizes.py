@@ -111,10 +111,10 @@ def test_drafts_of_several_that_pay_are_used(num: int) -> None:
 def test_a_step_whose_texts_end_says_nothing_of_what_follows() -> None:
     """Of nodes that were not tried since the answer had ended."""
     ended, tried = SizesByCost("chains"), SizesByCost("chains")
-    for sizes, is_cut in ((ended, True), (tried, False)):
+    for sizes, is_truncated in ((ended, True), (tried, False)):
         go(sizes, [chain(4)], 30, accepted=4, row_s=0.0)
         for _ in range(40):
-            sizes.record([TriedDraft(chain(4), (), is_cut)], 0.01)
+            sizes.record([TriedDraft(chain(4), (), is_truncated)], 0.01)
     assert ended._acceptance.expected("chains", chain(1)) > tried._acceptance.expected("chains", chain(1))
 
 

@@ -124,11 +124,11 @@ def measured(
             sampling, "random_bits", lambda _, position: (*numbers, *UNUSED)[position - len(PROMPT)]
         )
         rule = kind(chooser, numbers)
-        cuts = [sorted(each | set(rule.more_bounds)) for each in bounds]
-        for cell in product(*cuts):
+        splits = [sorted(each | set(rule.more_bounds)) for each in bounds]
+        for cell in product(*splits):
             numbers[:] = cell
             share = Fraction(1)
-            for number, starts in zip(cell, cuts, strict=True):
+            for number, starts in zip(cell, splits, strict=True):
                 following = [*starts, NUMBERS][bisect_right(starts, number)]
                 share *= Fraction(following - number, NUMBERS)
             tokens = Continuation(PROMPT, end_ids=frozenset(), max_tokens=len(bounds))

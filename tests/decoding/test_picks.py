@@ -96,7 +96,7 @@ def test_trap_45_a_walk_takes_the_plain_tokens_and_leaves_the_last_one_pending(
         deepest = walk.accepted[-1] if walk.accepted else -1
         assert len(found) == 1 + len(walk.accepted)
         assert tokens.has_ended or tree.child(deepest, found[-1]) is None
-        assert walk.is_cut == tokens.has_ended
+        assert walk.is_truncated == tokens.has_ended
 
 
 @pytest.mark.parametrize("end", range(1, 9))
@@ -109,7 +109,7 @@ def test_trap_43_an_end_within_an_accepted_run_ends_the_walk_there(end: int) -> 
     assert [each.token_id for each in walk.take(tokens, pick, VOCAB)] == wanted[:end]
     assert walk.accepted == list(range(end - 1))
     assert walk.rows == list(range(end))
-    assert walk.is_cut
+    assert walk.is_truncated
 
 
 def test_trap_44_nodes_on_a_device_have_penalties_for_the_root_too() -> None:

@@ -1,4 +1,4 @@
-"""Stop strings: the text let through never depends on where the stream is cut."""
+"""Stop strings: the text let through never depends on where the stream is split."""
 
 import pytest
 from hypothesis import given

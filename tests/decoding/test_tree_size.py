@@ -86,7 +86,7 @@ def test_steps_that_miss_more_experts_are_worth_less() -> None:
     assert SizePolicy(cold).choose(nodes, 0.0).num_nodes == 2
 
 
-def test_trees_beyond_the_most_rows_are_cut() -> None:
+def test_trees_beyond_the_most_rows_are_truncated() -> None:
     times = _known(lambda rows: 0.01, [1, 64])
     assert SizePolicy(times).choose([1.0] * 200, 0.0).num_nodes == MAX_ROWS - 1
 

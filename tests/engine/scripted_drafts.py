@@ -26,7 +26,7 @@ class Scripted:
     aux_layers: tuple[int, ...] = ()
     name: str = "scripted"
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         assert length in (0, len(self.token_ids))
         del self.token_ids[length:]
 

@@ -70,7 +70,7 @@ def test_a_restarted_model_goes_on_from_its_folder_with_the_same_bits(tmp_path: 
         assert [tier.name for tier in cache.statistics().tiers] == ["ram", "disk"]
         prefix = cache.begin(ids)
         held.append(prefix.length)
-        for end in (*prefix.cuts, len(ids)):
+        for end in (*prefix.checkpoints, len(ids)):
             last = runner.extend(prefix.sequence, ids[prefix.sequence.length : end])
             if end < len(ids):
                 cache.keep(ids, prefix.sequence)

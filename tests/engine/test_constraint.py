@@ -122,7 +122,7 @@ def test_a_thought_that_never_began_is_not_closed(plain: LLM) -> None:
     assert plain.generate(PROMPT, params)[0].token_ids == free.token_ids
 
 
-def test_a_budget_never_cuts_a_character(plain: LLM) -> None:
+def test_a_budget_never_splits_a_character(plain: LLM) -> None:
     """The character's bytes are tokens of their own; what closes the thought waits for the last of them."""
     tokenizer = plain.opened.tokenizer
     by_bytes = {tokenizer.token_bytes(index): index for index in range(tokenizer.vocab_size)}

@@ -34,7 +34,7 @@ class Recorder:
     rows: list[np.ndarray] = field(default_factory=list)
     answer: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)  # to each prompt
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         del self.token_ids[length:], self.rows[length:]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:

@@ -24,7 +24,7 @@ class Listener:
     def __init__(self) -> None:
         self.observed: list[int] = []
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.observed = [*self.observed, *[-1] * length][:length]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:

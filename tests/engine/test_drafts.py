@@ -210,7 +210,7 @@ class Observing(Scripted):
 
     gaps: int = 0
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.gaps += length > len(self.token_ids)
         self.token_ids = [*self.token_ids, *[-1] * length][:length]
 

@@ -76,7 +76,7 @@ class Noting(Scripted):
 
     states: list[Any] = field(default_factory=list)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         assert length == 0 or length >= len(self.token_ids), "no row was observed that is not held"
         self.token_ids = [*self.token_ids[:length], *[-1] * (length - len(self.token_ids))]
         self.states = [*self.states[:length], *[None] * (length - len(self.states))]

@@ -44,7 +44,7 @@ class Oracle:
         self.num_asked = 0
         self.hidden: dict[tuple[int, ...], bytes] = {}  # after these tokens
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.observed = [*self.observed, *[-1] * length][:length]
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
@@ -115,7 +115,7 @@ def test_sp08_32_concurrent_requests_with_drafts_are_each_what_they_are_alone(
         with engine_of(opened) as client:
             ids, doomed = {}, []
             for number, (prompt, params) in enumerate(wishes):
-                ids[number] = client.add(prompt, params, borders=(len(prompt) // 2,) if prompt[2:] else ())
+                ids[number] = client.add(prompt, params, boundaries=(len(prompt) // 2,) if prompt[2:] else ())
                 if random.random() < 0.3:
                     doomed.append(client.add(random.choice(wishes)[0], SAMPLED))
                 for _ in range(random.randrange(3)):

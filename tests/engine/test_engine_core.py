@@ -88,7 +88,7 @@ def test_32_concurrent_requests_are_each_what_they_are_alone(
         for _ in range(2):
             ids, doomed = {}, []
             for number, (prompt, params) in enumerate(mixed_wishes(32)):
-                ids[number] = client.add(prompt, params, borders=(len(prompt) // 2,) if prompt[2:] else ())
+                ids[number] = client.add(prompt, params, boundaries=(len(prompt) // 2,) if prompt[2:] else ())
                 if random.random() < 0.5:
                     doomed.append(client.add(random.choice(mixed_wishes(32))[0], SAMPLED))
                 for _ in range(random.randrange(3)):
@@ -175,7 +175,7 @@ def test_no_prefix_is_kept_at_the_cost_of_an_answer_that_runs(path: Path) -> Non
     """As a sequence that shares its state with a kept prefix needs another one to go on."""
     with opened_model(path, CacheSize(20, 4)) as opened, engine_of(opened) as client:
         for each in range(4):
-            client.add([each] * 100, replace(SAMPLED, max_tokens=30), borders=(50,))
+            client.add([each] * 100, replace(SAMPLED, max_tokens=30), boundaries=(50,))
         client.drain()
         statistics = client.engine.statistics()
         assert (statistics.preemptions, statistics.prefixes.evictions) == (0, 0)

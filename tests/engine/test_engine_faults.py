@@ -248,8 +248,8 @@ def test_trap_52_bad_submissions_change_nothing(opened: OpenedModel) -> None:
         Submission(2, changed(prompt_token_ids=(10**9,))),
         Submission(2, changed(max_tokens=0)),
         Submission(2, changed(max_tokens=CONTEXT - 2)),
-        Submission(2, good, borders=(4,)),
-        Submission(2, good, borders=(0,)),
+        Submission(2, good, boundaries=(4,)),
+        Submission(2, good, boundaries=(0,)),
         Submission(2, good, priority=101),
     ):
         with pytest.raises(InvalidRequestError, match="request"):

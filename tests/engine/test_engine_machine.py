@@ -72,12 +72,12 @@ class Served(RuleBasedStateMachine):
         kind=st.integers(0, len(KINDS) - 1),
         priority=st.integers(-1, 1),
         namespace=st.sampled_from(["", "b"]),
-        has_border=st.booleans(),
+        has_boundary=st.booleans(),
     )
-    def add(self, prompt: int, kind: int, priority: int, namespace: str, has_border: bool) -> None:
-        borders = (min(len(PROMPTS[prompt]), len(SHARED)),) if has_border else ()
+    def add(self, prompt: int, kind: int, priority: int, namespace: str, has_boundary: bool) -> None:
+        boundaries = (min(len(PROMPTS[prompt]), len(SHARED)),) if has_boundary else ()
         request_id = self.client.add(
-            PROMPTS[prompt], KINDS[kind], priority=priority, namespace=namespace, borders=borders
+            PROMPTS[prompt], KINDS[kind], priority=priority, namespace=namespace, boundaries=boundaries
         )
         self.wishes[request_id] = (prompt, kind)
 

@@ -82,7 +82,7 @@ def test_an_end_token_stops_and_is_not_text(llm: LLM) -> None:
     assert output.text == llm.opened.tokenizer.decode(free.token_ids[:5])
 
 
-def test_a_stop_string_cuts_the_text(llm: LLM) -> None:
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
     free = llm.generate("the", SEEDED)[0]
     stop = free.text[4:7]
     assert len(stop) == 3

@@ -1,4 +1,4 @@
-"""Recording routing: the same experts however tokens are cut, and those that the definition chooses."""
+"""Recording routing: the same experts however tokens are divided, and those that the definition chooses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_recording_changes_no_logit(path: Path) -> None:
         assert np.array_equal(recording.logits(ids), plain.logits(ids))
 
 
-def test_a_long_text_is_cut_into_parts_that_start_from_nothing(path: Path) -> None:
+def test_a_long_text_is_split_into_parts_that_start_from_nothing(path: Path) -> None:
     ids = token_ids(70)
     parts = [record(path, ids[start : start + 30], 30) for start in (0, 30, 60)]
     assert np.array_equal(record(path, ids, 30), np.concatenate(parts))

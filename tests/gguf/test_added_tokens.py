@@ -33,7 +33,7 @@ def with_added(*tokens: str) -> Metadata:
         (("汉字", "字ab"), "汉字ab", "汉字"),
     ],
 )
-def test_of_added_tokens_that_overlap_the_one_with_more_bytes_is_cut_out_as_in_llama_cpp(
+def test_of_added_tokens_that_overlap_the_one_with_more_bytes_is_split_off_as_in_llama_cpp(
     tmp_path: Path, tokens: tuple[str, str], text: str, first: str
 ) -> None:
     metadata = with_added(*tokens)
@@ -45,7 +45,7 @@ def test_of_added_tokens_that_overlap_the_one_with_more_bytes_is_cut_out_as_in_l
 
 
 @pytest.mark.parametrize("tokens", [("=yz", "xy="), ("xy=", "=yz")])
-def test_of_added_tokens_as_long_as_each_other_the_lower_id_is_cut_out(tokens: tuple[str, str]) -> None:
+def test_of_added_tokens_as_long_as_each_other_the_lower_id_is_split_off(tokens: tuple[str, str]) -> None:
     tokenizer = Tokenizer.from_metadata(with_added(*tokens))
     ids = tokenizer.encode("xy=yz")
     assert tokenizer.special_ids[tokens[0]] in ids

@@ -15,7 +15,7 @@ CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 # Each with a way of its own to bring texts together.
 BODIES = {
     "concatenation": "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}",
-    "reasoning cut out": "<|im_start|>{{ m.role }}\\n{% set c = m.content %}{% if '</think>' in c %}"
+    "reasoning taken out": "<|im_start|>{{ m.role }}\\n{% set c = m.content %}{% if '</think>' in c %}"
     "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ c }}<|im_end|>",
     "reasoning left out": "<|im_start|>{{ m.content.replace('</think>', '') }}{{ m.reasoning_content }}",
     "pieces of the template": "{{ '<|im_' + m.content }}{{ m.content + '|>' }}<{{ m.content }}>",

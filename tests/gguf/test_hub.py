@@ -82,7 +82,7 @@ def test_half_cached_split_model_is_completed(server: HubServer, hub: Hub) -> No
 
 
 def test_a_download_that_fails_in_the_middle_leaves_nothing(server: HubServer, hub: Hub) -> None:
-    server.cut_after, server.status_after_cut = 20_000, 500
+    server.drop_after, server.status_after_drop = 20_000, 500
     with pytest.raises(DownloadError, match=r"answered 500|download failed"):
         pull(REPO, hub=hub)
     assert not leftovers(hub)

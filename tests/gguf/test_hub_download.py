@@ -89,7 +89,7 @@ def test_a_killed_download_goes_on_where_it_was(
 
 
 def test_a_connection_that_breaks_is_taken_up_again(server: HubServer, hub: Hub) -> None:
-    server.cut_after = len(LARGE) - 1
+    server.drop_after = len(LARGE) - 1
     assert pull(REPO, hub=hub).read_bytes() == LARGE
     assert starts(server) == [0, 2 * CHUNK_BYTES]
 
@@ -182,7 +182,7 @@ def test_a_damaged_file_is_noticed_and_repaired(
 def test_a_repair_that_fails_leaves_nothing_that_is_taken_for_whole(server: HubServer, hub: Hub) -> None:
     path = pull(REPO, hub=hub)
     path.resolve().write_bytes(b"?" + LARGE[1:])
-    server.cut_after, server.status_after_cut = CHUNK_BYTES + 1, 500
+    server.drop_after, server.status_after_drop = CHUNK_BYTES + 1, 500
     with pytest.raises(DownloadError, match="answered 500"):
         pull(REPO, hub=hub)
     assert not list_cached(hub)

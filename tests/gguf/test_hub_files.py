@@ -84,7 +84,7 @@ def test_gg14_part_numbers_out_of_range(numbers: tuple[int, ...]) -> None:
             chosen("o/r", [f"{stem}-{number:05}-of-00002.gguf" for number in numbers])
 
 
-def test_long_listings_are_cut() -> None:
+def test_long_listings_are_shortened() -> None:
     with pytest.raises(ModelNotFoundError, match="and 88 more"):
         chosen("o/r", [f"m{index}.gguf" for index in range(100)])
 

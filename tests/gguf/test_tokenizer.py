@@ -219,7 +219,7 @@ def test_tk04_split_characters_never_become_replacements(tokenizer: Tokenizer, t
     assert decoder.finish() == ""
 
 
-def test_tk04_a_cut_character_ends_as_one_replacement(tokenizer: Tokenizer) -> None:
+def test_tk04_a_truncated_character_ends_as_one_replacement(tokenizer: Tokenizer) -> None:
     decoder = StreamDecoder(tokenizer)
     first_byte = tokenizer.vocabulary.token_ids[BYTE_ALPHABET["汉".encode()[0]]]
     assert decoder.push(first_byte) == ""

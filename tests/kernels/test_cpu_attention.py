@@ -1,4 +1,4 @@
-"""C++ attention: the reference's values, and the same bits however the rows are cut into calls."""
+"""C++ attention: the reference's values, and the same bits however the rows are divided among calls."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -70,13 +70,13 @@ def make_case(first: int, count: int, **changes: int | torch.dtype) -> Case:
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
-def run(runtime: _csrc.Runtime, case: Case, cuts: list[int] | None = None) -> Results:
-    """The outputs and both caches after calls on the rows between consecutive `cuts`."""
+def run(runtime: _csrc.Runtime, case: Case, bounds: list[int] | None = None) -> Results:
+    """The outputs and both caches after calls on the rows between consecutive `bounds`."""
     query_gate, key, value, q_norm, k_norm, angles = case.inputs()
     k_cache, v_cache = case.caches()
     outputs = []
-    cuts = [0, len(key)] if cuts is None else cuts
-    for start, stop in pairwise(cuts):
+    bounds = [0, len(key)] if bounds is None else bounds
+    for start, stop in pairwise(bounds):
         part = slice(start, stop)
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
@@ -152,16 +152,16 @@ def test_chunked_prefill_is_token_by_token(fastest: _csrc.Runtime, dtype: torch.
     case = make_case(0, 333, dtype=dtype)
     whole = run(fastest, case)
     check_values(case, whole)
-    for cuts in (list(range(334)), [0, 7, 15, 16, 64, 65, 200, 320, 333], [0, 100, 333]):
-        for want, got in zip(whole, run(fastest, case, cuts), strict=True):
+    for bounds in (list(range(334)), [0, 7, 15, 16, 64, 65, 200, 320, 333], [0, 100, 333]):
+        for want, got in zip(whole, run(fastest, case, bounds), strict=True):
             assert same_bits(want, got)
 
 
-@given(first=st.integers(0, 300), cuts=st.sets(st.integers(1, 79), max_size=6))
+@given(first=st.integers(0, 300), bounds=st.sets(st.integers(1, 79), max_size=6))
 @settings(max_examples=25, deadline=None)
-def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, first: int, cuts: set[int]) -> None:
+def test_no_chunking_changes_a_bit(fastest: _csrc.Runtime, first: int, bounds: set[int]) -> None:
     case = make_case(first, 80)
-    whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(cuts), 80])
+    whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(bounds), 80])
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The C++ gated DeltaNet: the reference's values, and the same bits however the rows are cut into calls."""
+"""The C++ gated DeltaNet: the reference's values, and the same bits however rows are divided among calls."""
 
 import functools
 from itertools import pairwise
@@ -35,11 +35,11 @@ def call_op(
     )  # fmt: skip
 
 
-def run(runtime: _csrc.Runtime, case: DeltaCase, cuts: list[int] | None = None) -> Results:
-    """The outputs and both states after calls on the rows between consecutive `cuts`."""
+def run(runtime: _csrc.Runtime, case: DeltaCase, bounds: list[int] | None = None) -> Results:
+    """The outputs and both states after calls on the rows between consecutive `bounds`."""
     states, outputs = case.states(), []
-    cuts = [0, len(case.state_ids)] if cuts is None else cuts
-    for start, stop in pairwise(cuts):
+    bounds = [0, len(case.state_ids)] if bounds is None else bounds
+    for start, stop in pairwise(bounds):
         out = Output(stop - start, case.num_value_heads * case.head_dim)
         call_op(runtime, case, slice(start, stop), states, out.rows)
         outputs.append(out.checked())
@@ -84,16 +84,16 @@ def test_chunked_prefill_is_token_by_token(fastest: _csrc.Runtime) -> None:
     case = Case(2, 4, 32, one_state(100))
     whole = run(fastest, case)
     check_values(case, whole)
-    for cuts in (list(range(101)), [0, 1, 3, 64, 66, 100], [0, 50, 100]):
-        for want, got in zip(whole, run(fastest, case, cuts), strict=True):
+    for bounds in (list(range(101)), [0, 1, 3, 64, 66, 100], [0, 50, 100]):
+        for want, got in zip(whole, run(fastest, case, bounds), strict=True):
             assert same_bits(want, got)
 
 
-@given(cuts=st.sets(st.integers(1, 39), max_size=8))
+@given(bounds=st.sets(st.integers(1, 39), max_size=8))
 @settings(max_examples=25, deadline=None)
-def test_no_cut_changes_a_bit(fastest: _csrc.Runtime, cuts: set[int]) -> None:
+def test_no_chunking_changes_a_bit(fastest: _csrc.Runtime, bounds: set[int]) -> None:
     case = Case(1, 2, 16, one_state(40))
-    whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(cuts), 40])
+    whole, parts = run(fastest, case), run(fastest, case, [0, *sorted(bounds), 40])
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 
 

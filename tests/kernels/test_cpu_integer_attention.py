@@ -1,4 +1,4 @@
-"""C++ attention over integers: its definition's bits on every tier, however rows are cut into calls."""
+"""C++ attention over integers: its definition's bits on every tier, however rows are divided among calls."""
 
 from itertools import pairwise
 
@@ -23,13 +23,13 @@ def run(
     runtime: _csrc.Runtime,
     case: Case,
     inputs: list[torch.Tensor] | None = None,
-    cuts: list[int] | None = None,
+    bounds: list[int] | None = None,
 ) -> Results:
-    """The outputs and both caches after calls on the rows between consecutive `cuts`."""
+    """The outputs and both caches after calls on the rows between consecutive `bounds`."""
     query_gate, key, value, q_norm, k_norm, angles = inputs or case.inputs()
     caches = case.caches()
     outputs = []
-    for start, stop in pairwise(cuts or [0, len(key)]):
+    for start, stop in pairwise(bounds or [0, len(key)]):
         part = slice(start, stop)
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
@@ -84,15 +84,15 @@ def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, name: str) ->
     first=st.integers(0, 600),
     count=st.integers(1, 64),
     head_dim=st.sampled_from([32, 64, 96, 128, 256]),
-    cuts=st.sets(st.integers(1, 63), max_size=5),
+    bounds=st.sets(st.integers(1, 63), max_size=5),
     tier=st.sampled_from(_csrc.supported_tiers()),
 )
-def test_no_cut_and_no_tier_changes_a_bit(
-    runtimes: Runtimes, name: str, first: int, count: int, head_dim: int, cuts: set[int], tier: str
+def test_no_chunking_and_no_tier_changes_a_bit(
+    runtimes: Runtimes, name: str, first: int, count: int, head_dim: int, bounds: set[int], tier: str
 ) -> None:
     case = make_case((0, first, count), cache_name=name, head_dim=head_dim)
     (alone,) = [each for each in runtimes if each.tier == tier and each.threads == 1]
-    parts = run(alone, case, cuts=[0, *sorted(cut for cut in cuts if cut < count), count])
+    parts = run(alone, case, bounds=[0, *sorted(bound for bound in bounds if bound < count), count])
     whole = run(runtimes[-1], case)
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 
@@ -155,13 +155,13 @@ def test_windows_of_many_rows_begin_in_several_chunks(runtimes: Runtimes, name: 
     window=st.integers(1, 400),
     first=st.integers(0, 600),
     count=st.integers(1, 64),
-    cuts=st.sets(st.integers(1, 63), max_size=5),
+    bounds=st.sets(st.integers(1, 63), max_size=5),
 )
-def test_no_cut_changes_a_bit_of_windows(
-    runtimes: Runtimes, name: str, window: int, first: int, count: int, cuts: set[int]
+def test_no_chunking_changes_a_bit_of_windows(
+    runtimes: Runtimes, name: str, window: int, first: int, count: int, bounds: set[int]
 ) -> None:
     case = make_case((0, first, count), cache_name=name, head_dim=32, window=window)
-    parts = run(runtimes[0], case, cuts=[0, *sorted(cut for cut in cuts if cut < count), count])
+    parts = run(runtimes[0], case, bounds=[0, *sorted(bound for bound in bounds if bound < count), count])
     whole = run(runtimes[-1], case)
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 

@@ -70,7 +70,7 @@ def test_any_settings(logits: list[float], seed: int, penalty: float, **filters:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 2.0])
-def test_cuts_among_many_tokens_of_about_the_same_logit(spread: float) -> None:
+def test_truncation_among_many_tokens_of_about_the_same_logit(spread: float) -> None:
     logits = (np.random.default_rng(2).standard_normal(10_000) * spread).astype(np.float32)
     every = [
         SamplingParams(temperature=1.5, top_k=top_k, top_p=top_p, min_p=0.0)

@@ -1,4 +1,4 @@
-"""The CUDA gated DeltaNet equals the exact reference bit for bit, however the rows are cut into launches."""
+"""The CUDA gated DeltaNet equals the exact reference bit for bit, however rows are divided among launches."""
 
 from itertools import pairwise
 
@@ -68,12 +68,12 @@ def launch(
     return [part.checked() for part in guarded]
 
 
-def run(case: DeltaCase, modes: list[str], cuts: list[int]) -> list[torch.Tensor]:
-    """Output, quantised parts and both states after calls on the rows between consecutive `cuts`."""
+def run(case: DeltaCase, modes: list[str], bounds: list[int]) -> list[torch.Tensor]:
+    """Output, quantised parts and both states after calls on the rows between consecutive `bounds`."""
     states = [state.cuda() for state in case.states()]
     tensors = [tensor.cuda() for tensor in (*case.inputs(), case.state_ids_tensor())]
     results = []
-    for mode, (start, stop) in zip(modes, pairwise(cuts), strict=True):
+    for mode, (start, stop) in zip(modes, pairwise(bounds), strict=True):
         *projections, state_ids = (tensor[start:stop] for tensor in tensors)
         inputs = DeltaNetInputs(*projections, Rows(torch.zeros_like(state_ids), state_ids))
         results.append(launch(mode, case, inputs, states))
@@ -148,7 +148,7 @@ def test_each_row_its_own_sequence() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 128])
-def test_no_cut_changes_a_bit(head_dim: int) -> None:
+def test_no_chunking_changes_a_bit(head_dim: int) -> None:
     case = DeltaCase(1, 2, head_dim, one_state(70))
     expected = case.expected()
     check_results(case, run(case, ["decode"] * 70, list(range(71))), expected)

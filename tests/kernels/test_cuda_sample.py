@@ -52,7 +52,7 @@ def test_full_vocabulary() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.1, 2.0])
-def test_cuts_within_crowded_bins(spread: float) -> None:
+def test_truncation_within_crowded_bins(spread: float) -> None:
     """More tokens than the list holds may lie where top-k or top-p ends."""
     rng = np.random.default_rng(2)
     logits = (rng.standard_normal(100_000) * spread).astype(np.float32)

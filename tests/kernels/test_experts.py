@@ -59,7 +59,7 @@ def test_ties_go_to_the_lowest_id(seed: int, levels: int) -> None:
 
 
 def test_trap_06_strided_topk() -> None:
-    """Ids cut from a sorted row of all experts must come back adjacent, int32 and in range."""
+    """Ids taken from a sorted row of all experts must come back adjacent, int32 and in range."""
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(2))
     ids, weights = choose_experts(logits, 8)
     assert ids.is_contiguous()

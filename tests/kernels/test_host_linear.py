@@ -121,7 +121,7 @@ FLOATS = pytest.mark.parametrize("quant_type", sorted(PASS_COLS), ids=lambda t: 
 
 @FLOATS
 @pytest.mark.parametrize("cols", [8, 120, 128, 384, 520, 2048])
-def test_floats_around_the_borders_of_stages(quant_type: QuantType, cols: int) -> None:
+def test_floats_around_the_boundaries_of_stages(quant_type: QuantType, cols: int) -> None:
     check(activations(cols, 11, cols), [random_weight(quant_type, (19, cols), seed=cols)])
 
 

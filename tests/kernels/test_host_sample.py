@@ -78,7 +78,7 @@ def test_many_seeds_draw_what_the_definition_draws(temperature: float) -> None:
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("spread", [0.0, 0.01, 2.0])
-def test_cuts_within_crowded_bins(spread: float) -> None:
+def test_truncation_within_crowded_bins(spread: float) -> None:
     """More tokens than the list holds may lie where top-k or top-p ends."""
     logits = (np.random.default_rng(2).standard_normal(10_000) * spread).astype(np.float32)
     every = [

@@ -139,18 +139,18 @@ def test_pr09_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
 
 @given(st.data())
 def test_a_damaged_entry_is_none(tmp_path: Path, data: st.DataObject) -> None:
-    """Cut, lengthened, with other bits, or under the name of another one."""
+    """Shortened, lengthened, with other bits, or under the name of another one."""
     cache = KernelCache(tmp_path / "cache")
     payload = data.draw(st.binary(max_size=200))
     cache.put(NAME, payload)
     path = tmp_path / "cache" / NAME
     good = path.read_bytes()
     position = data.draw(st.integers(0, len(good) - 1))
-    cut, longer = good[:position], good + data.draw(st.binary(min_size=1, max_size=9))
+    shorter, longer = good[:position], good + data.draw(st.binary(min_size=1, max_size=9))
     flipped = (
         good[:position] + bytes([good[position] ^ data.draw(st.integers(1, 255))]) + good[position + 1 :]
     )
-    for damaged in (cut, longer, flipped, data.draw(st.binary(max_size=300))):
+    for damaged in (shorter, longer, flipped, data.draw(st.binary(max_size=300))):
         path.write_bytes(damaged)
         assert cache.get(NAME) is None
         (tmp_path / "cache" / "other").write_bytes(good)

@@ -110,8 +110,8 @@ class Sequences(RuleBasedStateMachine):
         sequence = self.draw(data)
         if sequence in self.trees:
             return
-        borders = [sum(counts[:i]) for i in range(1, len(counts))]
-        forks = tuple((MIN_FORK_ROWS + border, self.cache.new()) for border in borders)
+        boundaries = [sum(counts[:i]) for i in range(1, len(counts))]
+        forks = tuple((MIN_FORK_ROWS + boundary, self.cache.new()) for boundary in boundaries)
         count = MIN_FORK_ROWS + sum(counts)
         segment = CheckedSegment(sequence, np.zeros(count, np.int32), None, np.arange(0), None, forks=forks)
         if not self.reserve(segment.demand):
@@ -135,7 +135,7 @@ class Sequences(RuleBasedStateMachine):
             before = state_id
         self.cache.append(sequence, count, forks)
         held = self.tokens[sequence]
-        self.tokens |= {fork: held + tokens[:border] for border, fork in forks}
+        self.tokens |= {fork: held + tokens[:boundary] for boundary, fork in forks}
         self.tokens[sequence] = held + tokens
 
     def copy_state(self, source: int, target: int) -> None:
@@ -313,26 +313,26 @@ def test_bytes_that_cannot_be_written_leave_no_memory_taken(
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK_POSITIONS, BLOCK_POSITIONS + 1, 2 * BLOCK_POSITIONS + 5])
-def test_a_cut_leaves_blocks_for_what_remains(length: int) -> None:
+def test_a_truncation_leaves_blocks_for_what_remains(length: int) -> None:
     cache = SequenceCache(Shape(layer_kinds=("attention",)), CpuOps(1), SIZE, "f32")
     sequence, count = cache.new(), 2 * BLOCK_POSITIONS + 5
     cache.reserve([Demand(sequence, count)])
     cache.append(sequence, count)
-    cache.cut(sequence, length)
+    cache.truncate(sequence, length)
     assert sequence.length == length
     assert len(sequence.blocks) == -(-length // BLOCK_POSITIONS) == SIZE.num_blocks - cache.blocks.num_free
     for wrong in (-1, length + 1):
-        with pytest.raises(InvalidRequestError, match=f"of {length} positions and 0 .* cut to {wrong}"):
-            cache.cut(sequence, wrong)
+        with pytest.raises(InvalidRequestError, match=f"of {length} positions and 0 .* truncated to {wrong}"):
+            cache.truncate(sequence, wrong)
     cache.checkpoint(sequence)
     with pytest.raises(InvalidRequestError, match="and 1 checkpoints"):
-        cache.cut(sequence, 0)
+        cache.truncate(sequence, 0)
 
 
-def test_a_recurrent_sequence_is_not_cut() -> None:
+def test_a_recurrent_sequence_is_not_truncated() -> None:
     cache = SequenceCache(Shape(), CpuOps(1), SIZE, "f32")
     with pytest.raises(AssertionError, match="only at its end"):
-        cache.cut(cache.new(), 0)
+        cache.truncate(cache.new(), 0)
 
 
 def test_a_pool_says_how_many_blocks_there_are_and_what_to_do() -> None:

@@ -30,10 +30,10 @@ def test_a_trace_gives_what_the_policy_holds_of_its_end(num_steps: int) -> None:
     curve = HitCurve.from_trace(trace)
     assert curve.hit_rates[0] == 0.0
     assert curve.hit_rates[-1] == 1.0
-    cut = max(num_steps - 2000, num_steps // 2)
-    assert f"last {num_steps - cut} tokens" in curve.source
-    profile = RoutingTrace(MODEL, trace.topk_ids[:cut]).counts() / cut
-    end = RoutingTrace(MODEL, trace.topk_ids[cut:])
+    split = max(num_steps - 2000, num_steps // 2)
+    assert f"last {num_steps - split} tokens" in curve.source
+    profile = RoutingTrace(MODEL, trace.topk_ids[:split]).counts() / split
+    end = RoutingTrace(MODEL, trace.topk_ids[split:])
     replayed = simulate(end, DecayedFrequency(), 60, profile).hit_rate
     assert curve.at(0.5) >= replayed
     if num_steps > 2:

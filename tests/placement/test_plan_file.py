@@ -205,7 +205,7 @@ def test_trap_21_another_models_plan_is_refused() -> None:
         plan_from_json(text, [replace(MODEL, num_experts=5)])
 
 
-def test_a_plan_that_was_cut_off_is_refused() -> None:
+def test_a_plan_that_was_truncated_is_refused() -> None:
     text = plan_to_json(PLAN)
     for length in range(0, len(text), 7):
         with pytest.raises((TruncatedError, UnsupportedError)):

@@ -181,14 +181,14 @@ def _close_unserved() -> None:
 
 
 class Relay:
-    """A way to a server that can be cut: until it is mended, connections end and new ones are refused."""
+    """A way to a server that can be down: until it is mended, connections end and new ones are refused."""
 
     def __init__(self, listener: socket.socket, port: int) -> None:
         self.url = url_of(listener)
         self._listener = listener
         self._port = port  # of the server
         self._open: set[asyncio.StreamWriter] = set()
-        self._is_cut = False
+        self._is_down = False
         self._loop = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
 
@@ -197,12 +197,12 @@ class Relay:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve())
 
-    def cut(self) -> None:
-        self._is_cut = True
+    def truncate(self) -> None:
+        self._is_down = True
         self._loop.call_soon_threadsafe(self._drop)
 
     def mend(self) -> None:
-        self._is_cut = False
+        self._is_down = False
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._is_over.set)
@@ -216,7 +216,7 @@ class Relay:
         await asyncio.gather(*passing, return_exceptions=True)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
+        if self._is_down:
             writer.transport.abort()
             return
         reader_there, writer_there = await asyncio.open_connection("127.0.0.1", self._port)

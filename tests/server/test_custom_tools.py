@@ -1,4 +1,4 @@
-"""The input of a custom tool is read out of its arguments, wherever these are cut."""
+"""The input of a custom tool is read out of its arguments, wherever these are split."""
 
 import json
 from itertools import pairwise
@@ -13,19 +13,19 @@ from coldstream.server.http.custom_tools import CustomInput, arguments_of_input,
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 
-def read(arguments: str, cuts: list[int]) -> tuple[str, str]:
-    """What was reported piece by piece, and the whole input, of arguments that come cut at some places."""
+def read(arguments: str, splits: list[int]) -> tuple[str, str]:
+    """What was reported piece by piece, and the whole input, of arguments that come split at some places."""
     reader = CustomInput()
-    places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
+    places = [0, *sorted(min(split, len(arguments)) for split in splits), len(arguments)]
     reported = "".join(reader.push(arguments[a:b]) for a, b in pairwise(places))
     return reported + reader.finish(), reader.text
 
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=5), st.sampled_from(["", ' , "more": 1']))
-def test_an_input_is_emitted_whole_wherever_its_json_is_cut(text: str, cuts: list[int], more: str) -> None:
+def test_an_input_is_emitted_whole_wherever_json_is_split(text: str, splits: list[int], more: str) -> None:
     arguments = f"{arguments_of_input(text)[:-1]}{more}}}"
     assert json.loads(arguments)["input"] == text
-    assert read(arguments, cuts) == (text, text)
+    assert read(arguments, splits) == (text, text)
 
 
 def test_an_input_is_emitted_while_it_is_written() -> None:

@@ -132,7 +132,7 @@ async def test_a_call_that_is_demanded_comes_as_a_block_with_typed_input(
     assert (streamed.name, streamed.input) == (block.name, block.input)
 
 
-async def test_a_call_that_is_cut_off_is_text(thinking_claude: AsyncAnthropic) -> None:
+async def test_a_call_that_is_truncated_is_text(thinking_claude: AsyncAnthropic) -> None:
     choice: Any = {"type": "tool", "name": "turn"}
     for max_tokens in range(4, 40, 4):
         request = {**GREEDY, "max_tokens": max_tokens, "tools": TOOLS, "tool_choice": choice}

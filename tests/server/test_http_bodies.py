@@ -240,7 +240,7 @@ async def test_rq11_unknown_models_are_not_found(http: httpx2.AsyncClient, name:
         assert response.json()["error"]["code"] == "model_not_found"
 
 
-async def test_rq07_the_border_of_the_context_is_exact(http: httpx2.AsyncClient, llm: LLM) -> None:
+async def test_rq07_the_limit_of_the_context_is_exact(http: httpx2.AsyncClient, llm: LLM) -> None:
     """The prompt leaves room for one token at least; an answer ends where the context does."""
     size = llm.opened.ctx_size
     for path, key in (("/v1/completions", "prompt"), ("/tokenize", "content")):

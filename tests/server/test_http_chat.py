@@ -284,7 +284,7 @@ async def test_calls_are_one_at_a_time_where_they_must_not_be_parallel(thinking:
     assert len(completion.choices[0].message.tool_calls or ()) == 1
 
 
-async def test_a_call_that_is_cut_off_is_none(thinking: AsyncOpenAI) -> None:
+async def test_a_call_that_is_truncated_is_none(thinking: AsyncOpenAI) -> None:
     """Its text is content, also for those who have read along, and have a part of it already."""
     named: Any = {"type": "function", "function": {"name": "turn"}}
     more: Any = {"tools": TOOLS, "tool_choice": named, "extra_body": {"enable_thinking": False}}

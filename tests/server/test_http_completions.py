@@ -12,7 +12,7 @@ from openai.types import Completion, CompletionChoice
 
 from coldstream.decoding import derived_seed
 from coldstream.engine import LLM, SamplingParams
-from coldstream.server.http.answers import MAX_BORDERS, borders_of
+from coldstream.server.http.answers import MAX_BOUNDARIES, boundaries_of
 from coldstream.server.local_client import LocalClient
 from http_serving import Connect, events_of, open_demo
 
@@ -182,9 +182,12 @@ async def test_tokens_go_to_text_and_back(http: httpx2.AsyncClient, llm: LLM) ->
 
 @given(st.lists(st.integers(0, 3), max_size=60))
 def test_prefixes_are_kept_after_the_first_turn_and_the_last_ones(token_ids: list[int]) -> None:
-    borders, ends = borders_of(token_ids, frozenset({0})), [i + 1 for i, t in enumerate(token_ids) if t == 0]
-    assert list(borders) == sorted(set(borders))
-    assert len(borders) == min(len(ends), MAX_BORDERS)
-    assert set(borders) <= set(ends)
-    assert borders[:1] == tuple(ends[:1])
-    assert borders[-1:] == tuple(ends[-1:])
+    boundaries, ends = (
+        boundaries_of(token_ids, frozenset({0})),
+        [i + 1 for i, t in enumerate(token_ids) if t == 0],
+    )
+    assert list(boundaries) == sorted(set(boundaries))
+    assert len(boundaries) == min(len(ends), MAX_BOUNDARIES)
+    assert set(boundaries) <= set(ends)
+    assert boundaries[:1] == tuple(ends[:1])
+    assert boundaries[-1:] == tuple(ends[-1:])

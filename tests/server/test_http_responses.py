@@ -87,7 +87,7 @@ async def test_a_call_that_is_demanded_is_an_item_with_its_arguments(thinking: A
     assert events[-1].type == "response.completed"
 
 
-async def test_a_call_that_is_cut_off_is_none_in_the_end(thinking: AsyncOpenAI) -> None:
+async def test_a_call_that_is_truncated_is_none_in_the_end(thinking: AsyncOpenAI) -> None:
     choice: Any = {"type": "function", "name": "turn"}
     for size in range(4, 40, 4):
         request = {**GREEDY, **QUICK, "max_output_tokens": size, "tools": TOOLS, "tool_choice": choice}

@@ -75,7 +75,7 @@ SUBMISSIONS = st.builds(
     Submission,
     request_id=COUNTS,
     request=REQUESTS,
-    borders=IDS,
+    boundaries=IDS,
     namespace=TEXTS,
     priority=st.integers(-9, 9),
     deadline=st.none() | SECONDS,
@@ -190,7 +190,7 @@ def test_functions_are_no_data() -> None:
 
 
 @given(SUBMISSIONS, st.lists(st.integers(1, 50)))
-def test_frames_may_be_cut_anywhere(message: Submission, sizes: list[int]) -> None:
+def test_frames_may_be_split_anywhere(message: Submission, sizes: list[int]) -> None:
     data = framed(message, ToEngine) + framed(Cancel(5), ToEngine)
     reader, arrived, start = ToEngineReader(), [], 0
     for size in [*sizes, len(data)]:

@@ -1,4 +1,4 @@
-"""Reasoning, content and calls are distinguished in any answer, wherever its text is cut into pieces."""
+"""Reasoning, content and calls are distinguished in any answer, wherever its text is split into pieces."""
 
 import sys
 from itertools import pairwise
@@ -25,12 +25,12 @@ from output_samples import (
     Call,
     calls_of,
     content_of,
-    cut_calls_of,
     events_of,
     is_json_prefix,
     joined,
     reasoning_of,
     rendered,
+    truncated_calls_of,
 )
 
 FAMILIES = ("xml", "hermes")
@@ -281,9 +281,9 @@ def test_an_answer_that_ends_inside_a_call_has_no_half_of_it(length: int) -> Non
         assert summary(events) == ("", "", [WRITE])
         return
     assert calls_of(events) == []
-    assert cut_calls_of(events) in ([], [text])
+    assert truncated_calls_of(events) in ([], [text])
     assert not any(isinstance(event, ToolCallEnd) for event in events)
-    if not cut_calls_of(events):
+    if not truncated_calls_of(events):
         assert content_of(events) == text
 
 
@@ -451,13 +451,13 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
 @given(
     family=st.sampled_from(FAMILIES),
     text=texts,
-    cuts=st.lists(st.integers(0, 200)),
+    splits=st.lists(st.integers(0, 200)),
     is_thinking=st.booleans(),
 )
-def test_events_do_not_depend_on_where_the_text_is_cut(
-    family: str, text: str, cuts: list[int], is_thinking: bool
+def test_events_do_not_depend_on_where_the_text_is_split(
+    family: str, text: str, splits: list[int], is_thinking: bool
 ) -> None:
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    places = sorted({0, len(text), *(split for split in splits if split < len(text))})
     pieces = [text[start:end] for start, end in pairwise(places)]
     whole = joined(events_of(family, [text], is_thinking=is_thinking))
     assert joined(events_of(family, pieces, is_thinking=is_thinking)) == whole
@@ -471,7 +471,7 @@ def test_events_do_not_depend_on_where_the_text_is_cut(
 def test_what_is_emitted_of_a_call_is_always_the_beginning_of_json(
     family: str, text: str, is_thinking: bool
 ) -> None:
-    """Of complete calls and of those that the end of the answer cuts, after each character."""
+    """Of complete calls and of those that the end of the answer truncates, after each character."""
     reported: dict[int, str] = {}
     for event in events_of(family, text, is_thinking=is_thinking):
         if isinstance(event, ToolCallArguments):

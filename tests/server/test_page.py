@@ -356,7 +356,7 @@ def test_an_edit_and_another_answer_are_beside_the_old_ones(visit: Open, author:
         expect(each.messages.last).to_contain_text("newer answer")
 
 
-def test_an_answer_that_was_cut_is_continued(visit: Open, author: Author) -> None:
+def test_an_answer_that_was_truncated_is_continued(visit: Open, author: Author) -> None:
     with visit(author) as each:
         bodies: list[Any] = []
         each.page.on(
@@ -425,7 +425,7 @@ def test_what_came_before_a_lost_connection_or_an_error_is_kept(browser: Browser
         answer = author.asked()
         answer.write("half of it")
         expect(each.messages.last).to_contain_text("half of it")
-        relay.cut()
+        relay.truncate()
         expect(each.page.locator(".note").last).to_contain_text("The connection was lost.")
         expect(each.page.locator("#state")).to_have_text("The server does not answer.")
         each.button("Continue").click()

@@ -184,7 +184,7 @@ async def test_rq12_a_request_is_one_line_without_its_query() -> None:
     assert len(line["path"]) == 200
 
 
-async def test_an_answer_that_was_cut_off_says_so() -> None:
+async def test_an_answer_that_ended_early_says_so() -> None:
     (line,) = await requested("/v1/completions", start(200), {**END, "more_body": True})
     assert not line["complete"]
     assert "cut off" in line["message"]

@@ -369,7 +369,7 @@ async def test_trap_52_cancelling_ends_a_request_and_closing_its_stream_forgets_
         assert await answer(supervisor, 3) == "5 6 5 "
 
 
-async def test_a_slow_reader_is_cut_off_and_others_are_not_held_up(start: Start) -> None:
+async def test_a_slow_reader_is_disconnected_and_others_are_not_held_up(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
         slow = await supervisor.submit(submission(1, FLOOD, max_tokens=4000))

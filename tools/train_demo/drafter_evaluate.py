@@ -38,7 +38,7 @@ class Chain:
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
         self.name, self.wants_hidden, self.aux_layers = inner.name, inner.wants_hidden, inner.aux_layers
-        self.cut, self.extend = inner.cut, inner.extend
+        self.truncate, self.extend = inner.truncate, inner.extend
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`."""

@@ -46,7 +46,7 @@ from coldstream.files import write_file
     metavar="FILE",
     help="A plan; --plot marks what is resident by it.",
 )
-@click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Cut the text into parts of SIZE.")
+@click.option("--ctx-size", "-c", type=parse_size, metavar="SIZE", help="Split the text into parts of SIZE.")
 @click.option(
     "--threads",
     "-t",

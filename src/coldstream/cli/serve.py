@@ -191,9 +191,9 @@ def _serve(
     with bind(settings.host, settings.port) as listener, Log(_STDERR, log_format) as log:
         logging.basicConfig(handlers=[LogHandler(log)], force=True)
         with ProgressLine() as line, interrupts.lent() if interrupts else nullcontext():
-            cut_by = asyncio.run(serve(service, listener, log, line.update))
+            stopped_by = asyncio.run(serve(service, listener, log, line.update))
         log.write("info", "stopped", "stopped")
-    return 0 if cut_by is None else 128 + cut_by
+    return 0 if stopped_by is None else 128 + stopped_by
 
 
 def prompt_cache(places: Sequence[str]) -> "PromptCache":

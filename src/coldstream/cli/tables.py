@@ -77,7 +77,7 @@ def pair_lines(facts: Mapping[str, str], width: int | None) -> list[str]:
 
 
 def wrap(text: str, width: int | None, separator: str = " ") -> list[str]:
-    """`text` in lines of at most `width` cells, broken at `separator`; a longer word is cut into several."""
+    """`text` in lines of at most `width` cells, broken at `separator`; a longer word is split."""
     if width is None or cell_len(text) <= width:
         return [text]
     lines = [""]
@@ -95,8 +95,8 @@ def _grid_lines(
 ) -> list[str] | None:
     """A line for each row, or more where the first column has to be wrapped; None if that is too wide."""
     widths = [max(cell_len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-    borders = 3 * len(widths) + 1 if markdown else len(_GAP) * (len(widths) - 1)
-    excess = sum(widths) + borders - width if width is not None else 0
+    separators = 3 * len(widths) + 1 if markdown else len(_GAP) * (len(widths) - 1)
+    excess = sum(widths) + separators - width if width is not None else 0
     if excess > 0:
         words = [word for row in (columns, *rows) for word in row[0].split()]
         least = max(_LEAST_WIDTH, *map(cell_len, words))

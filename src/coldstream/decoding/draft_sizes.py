@@ -20,7 +20,9 @@ class TriedDraft:
 
     tree: TokenTree
     accepted: Sequence[int]  # nodes, a path from the root
-    is_cut: bool = False  # whether generation ended along the path, so that what follows it was not tried
+    is_truncated: bool = (
+        False  # whether generation ended along the path, so that what follows it was not tried
+    )
 
 
 class TreeSizes(Protocol):
@@ -135,7 +137,7 @@ class SizesByCost:
         learned.lose_step()
         self.reason = SizeReason.NOT_ASKED
         for draft in drafts:
-            if not draft.is_cut:
+            if not draft.is_truncated:
                 self._acceptance.record(self._name, draft.tree, draft.accepted)
 
     def _of(self, num_sequences: int) -> "_Learned":

@@ -36,7 +36,7 @@ class TreeWalk:
     def __init__(self, tree: TokenTree) -> None:
         self.rows: list[int] = []  # rows of the tree after which a token was chosen: the root's 0, then nodes
         self.accepted: list[int] = []  # nodes whose tokens were chosen and that were walked to
-        self.is_cut = True  # whether what follows the last node was not tried
+        self.is_truncated = True  # whether what follows the last node was not tried
         self.choose_s = 0.0  # of choosing tokens
         self._tree = tree
 
@@ -57,7 +57,7 @@ class TreeWalk:
             yield chosen
             following = self._tree.child(node, chosen.token_id)
             if following is None or tokens.has_ended:
-                self.is_cut = tokens.has_ended
+                self.is_truncated = tokens.has_ended
                 return
             node = following
             self.accepted.append(node)

@@ -1,7 +1,7 @@
 """Stop strings in streamed text.
 
 `StopMatcher` takes text in arbitrary pieces and lets through what can no longer be part of a stop string.
-Where the pieces are cut doesn't matter: the text let through is always the same.
+The division into pieces doesn't matter: the text let through is always the same.
 """
 
 from collections.abc import Sequence

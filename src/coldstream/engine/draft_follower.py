@@ -22,11 +22,11 @@ class DraftFollower:
         if len(self._known) == length and self._owner is owner:
             return
         common = self.num_common(token_ids[:length])
-        self.drafter.cut(common)
+        self.drafter.truncate(common)
         if common < length and self._states is None:
             self.drafter.extend(token_ids[common:length], None)
         elif common < length:
-            self.drafter.cut(length)
+            self.drafter.truncate(length)
         self._known, self._owner = list(token_ids[:length]), owner
 
     def states_of(self, rows: Collection[int]) -> Any:
@@ -48,7 +48,7 @@ class DraftFollower:
 
     def forget(self) -> None:
         """Gives memory back; nothing is known."""
-        self.drafter.cut(0)
+        self.drafter.truncate(0)
         self._known, self._owner = [], None
 
     def num_common(self, token_ids: Sequence[int]) -> int:

@@ -427,7 +427,7 @@ class Engine:
             drafts.end_step()
 
     def _take_one(self, job: Job, outcome: Outcome) -> None:
-        """Takes what was chosen after the last row of a job: its next token, or at a cut only a proof."""
+        """Takes what was chosen after the last row of a job: its next token, or a proof at a checkpoint."""
         try:
             if not isinstance(outcome, Chosen):
                 raise outcome
@@ -442,7 +442,7 @@ class Engine:
             # A row that follows a stop string may be under way, after which the sequence is worth keeping.
             if job.num_missing:
                 self._served.let_go(job, logits_checked=True)
-        elif job.num_computed in job.cuts:
+        elif job.num_computed in job.checkpoints:
             self._served.keep(job)
 
     def _take_along(self, drafts: JobDrafts, job: Job, rows: Sequence[AnyLogits]) -> None:

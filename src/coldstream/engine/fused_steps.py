@@ -131,7 +131,7 @@ class FusedSteps:
                 self._runner.restore(self._sequence, self._before)
                 if wanted:
                     self._runner.extend(self._sequence, wanted)
-                self._drafter.cut(self._sequence.length)
+                self._drafter.truncate(self._sequence.length)
             self._runner.drop(self._sequence, self._before)
         self._follower.computed(wanted)
 

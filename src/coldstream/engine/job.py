@@ -38,8 +38,8 @@ class Job:
             first.leave_checkpoint(first.num_prompt - 1)
         self.sequence: kvcache.Sequence | None = None  # None: it has no memory
         self.shared: list[int] = []  # lengths of kept prefixes that the sequence shares memory with
-        # Lengths of prefixes to be kept: a step passes over them, or ends there.
-        self.cuts: tuple[int, ...] = ()
+        # Lengths of prefixes to be kept. A step crosses them, or ends there.
+        self.checkpoints: tuple[int, ...] = ()
         self.num_reused = 0
         self.is_over = False
         self.drafts: DraftCounts | None = None  # None: no step after its first token had a chance of any
@@ -77,19 +77,19 @@ class Job:
 
     @property
     def num_wanted(self) -> int:
-        """Rows of the next step: up to the last token, or up to a cut that is too near to be passed over."""
+        """Rows of the next step: up to the last token, or to a checkpoint that is too near to be crossed."""
         done = self.num_computed
         if len(self.tokens.ids) == done + 1:
             return 1
-        near = (cut for cut in self.cuts if done < cut < done + MIN_FORK_ROWS)
+        near = (each for each in self.checkpoints if done < each < done + MIN_FORK_ROWS)
         return next(near, len(self.token_ids)) - done
 
-    def borders(self, count: int) -> tuple[int, ...]:
+    def fork_rows(self, count: int) -> tuple[int, ...]:
         """The numbers of its next `count` rows, ≤ `num_wanted`, behind which a fork is to be left."""
         if count == 1:
             return ()
         done = self.num_computed
-        return tuple(cut - done for cut in self.cuts if done < cut < done + count)
+        return tuple(each - done for each in self.checkpoints if done < each < done + count)
 
     @property
     def shared_with(self) -> list[int]:
@@ -134,8 +134,8 @@ class Job:
             self._answer = Answer(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
             self.num_reused = min(prefix.length, self.num_prompt)
         self.sequence, self.shared = prefix.sequence, [prefix.length] if prefix.length else []
-        cuts = {*prefix.cuts, *self._wanted_checkpoints}
-        self.cuts = tuple(sorted(cut for cut in cuts if cut > prefix.length))
+        positions = {*prefix.checkpoints, *self._wanted_checkpoints}
+        self.checkpoints = tuple(sorted(each for each in positions if each > prefix.length))
         return not has_begun
 
     def leave_checkpoint(self, position: int) -> bool:
@@ -149,7 +149,7 @@ class Job:
             return False
         self._wanted_checkpoints.add(position)
         if self.sequence is not None:
-            self.cuts = tuple(sorted({*self.cuts, position}))
+            self.checkpoints = tuple(sorted({*self.checkpoints, position}))
         return True
 
     def choice(self, logits: AnyLogits, unseen: int | None = None) -> TokenChoice:

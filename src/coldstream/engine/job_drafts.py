@@ -154,7 +154,7 @@ class JobDrafts:
                 yield chosen, len(walk.rows) > 1
         finally:
             self._commit(job, [(root_id, *tree.token_ids)[row] for row in walk.rows], walk.rows)
-            self._tried[job] = TriedDraft(tree, walk.accepted, walk.is_cut)
+            self._tried[job] = TriedDraft(tree, walk.accepted, walk.is_truncated)
             if self._uses is None:  # counted once a token of the step is known
                 self._uses = uses_between(self._uses_before, self._runner.expert_uses)
             self._count(job, len(tree), len(walk.accepted), self._choose_s + walk.choose_s)
@@ -175,7 +175,9 @@ class JobDrafts:
             seconds, self._backed_off = time.perf_counter() - self._start, False
             self._fused_sizes.went_on(1, seconds, is_usual=False)  # it may have begun before
         if drafted:
-            tried = [self._tried.get(job, TriedDraft(tree, (), is_cut=True)) for job, tree in drafted.items()]
+            tried = [
+                self._tried.get(job, TriedDraft(tree, (), is_truncated=True)) for job, tree in drafted.items()
+            ]
             is_usual = self._runner.num_captured == self._captured_before
             self._sizes.record(tried, time.perf_counter() - self._start, is_usual=is_usual)
 

@@ -35,7 +35,7 @@ class JobMemory:
         submission = job.submission
         prefix = self.cache.begin(
             job.token_ids,
-            submission.borders,
+            submission.boundaries,
             submission.namespace,
             comes_again=submission.comes_again,
         )
@@ -72,14 +72,14 @@ class JobMemory:
     def fitted(self, counts: Mapping[Job, int]) -> dict[Job, int] | None:
         """Makes room for a step with these rows, or with fewer where it cannot leave all forks behind.
 
-        It ends at the first border for which there is no state then. None where `fits` says no.
+        It ends at the first checkpoint for which there is no state then. None where `fits` says no.
         """
         fitting = dict(counts)
-        while with_borders := [job for job, count in fitting.items() if job.borders(count)]:
+        while with_forks := [job for job, count in fitting.items() if job.fork_rows(count)]:
             if self._make_room(self._demands(fitting)):
                 return fitting
-            last = with_borders[-1]
-            fitting[last] = last.borders(fitting[last])[-1]
+            last = with_forks[-1]
+            fitting[last] = last.fork_rows(fitting[last])[-1]
         return fitting if self.fits(fitting) else None
 
     def keep(self, job: Job, running: Collection[Job]) -> None:
@@ -118,9 +118,9 @@ class JobMemory:
         """Of a step with these rows, and with all forks that it is to leave behind."""
         demands = []
         for job, count in counts.items():
-            demand, borders = demand_of(job, count), job.borders(count)
-            if borders:
-                demand = replace(demand, forks=[self._runner.new_sequence() for _ in borders])
+            demand, fork_rows = demand_of(job, count), job.fork_rows(count)
+            if fork_rows:
+                demand = replace(demand, forks=[self._runner.new_sequence() for _ in fork_rows])
             demands.append(demand)
         return demands
 

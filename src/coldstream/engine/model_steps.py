@@ -29,8 +29,8 @@ class LaunchedStep:
     """A step in flight. Not frozen, because making one is part of the time of every token."""
 
     counts: Mapping[Job, int]  # rows, in their order in the step
-    # Of those without trees, whose logits are looked at: all that end at a cut, leave forks behind or have
-    # all tokens computed.
+    # Of those without trees, whose logits are looked at: all that end at a checkpoint, leave forks behind or
+    # have all tokens computed.
     asked: Sequence[Job]
     started: StartedChoices  # for each of `asked`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
@@ -50,7 +50,7 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
     trees: not empty ones, of jobs with one row, behind which they come. The step leaves forks behind at
-    the cuts that it passes over, which the caller has to release. After these, and at a cut where it ends,
+    the checkpoints that it crosses, for the caller to release. After these, and at one where it ends,
     the likeliest token is chosen, which shows that the last logits are finite, and so the states before
     them: what is not finite never leaves a state.
     """
@@ -61,11 +61,11 @@ def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, T
         if job in trees:
             segments.append(_tree_segment(job, trees[job]))
             continue
-        borders, end = job.borders(count), job.num_computed + count
-        if borders:
-            forks[job] = [runner.new_sequence() for _ in borders]
-        is_asked = bool(borders) or end == len(job.token_ids) or end in job.cuts
-        left = tuple(zip(borders, forks[job], strict=True)) if borders else ()
+        fork_rows, end = job.fork_rows(count), job.num_computed + count
+        if fork_rows:
+            forks[job] = [runner.new_sequence() for _ in fork_rows]
+        is_asked = bool(fork_rows) or end == len(job.token_ids) or end in job.checkpoints
+        left = tuple(zip(fork_rows, forks[job], strict=True)) if fork_rows else ()
         segments.append(Segment(job.sequence, job.next_tokens(count), None, None if is_asked else (), left))
         if is_asked:
             asked.append(job)

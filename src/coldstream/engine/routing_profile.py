@@ -28,8 +28,8 @@ from coldstream.planning.gather import Sources, plan_model
 def profile_text(config: EngineConfig, text: str, progress: OpenProgress | None = None) -> RoutingTrace:
     """The routing of `text` in the model that `config` names, on the CPU, whatever its device.
 
-    A text longer than the context is cut into parts that each start from nothing. Raises as `open_model`, and
-    InvalidRequestError for a text that is empty or longer than a trace can be.
+    A text longer than the context is split into parts that each start from nothing. Raises as `open_model`,
+    and InvalidRequestError for a text that is empty or longer than a trace can be.
     """
     # Routing is recorded if all experts are mapped, whatever the budgets of `config`.
     config = replace(config, device="cpu", plan=None, ram=MAX_BYTES)

@@ -15,7 +15,7 @@ class Submission:
 
     request_id: int  # unique for the life of the engine, chosen by the caller
     request: Request
-    borders: tuple[int, ...] = ()  # positions in the prompt worth keeping for later prompts
+    boundaries: tuple[int, ...] = ()  # positions in the prompt worth keeping for later prompts
     namespace: str = ""  # `OWNER` or `OWNER/PART`: prefixes are shared within a namespace only
     priority: int = 0  # from −MAX_PRIORITY to MAX_PRIORITY; the higher is served first
     deadline: float | None = None  # by the engine's clock: when it has to be finished
@@ -46,10 +46,10 @@ class Submission:
                 f"request {self.request_id}: max_tokens must be from 1 to {ctx_size - len(ids)} after "
                 f"{len(ids)} tokens of prompt, not {most}"
             )
-        if not all(0 < border <= len(ids) for border in self.borders):
+        if not all(0 < each <= len(ids) for each in self.boundaries):
             raise InvalidRequestError(
-                f"request {self.request_id}: borders must be positions from 1 to {len(ids)}, "
-                f"not {shown(self.borders)}"
+                f"request {self.request_id}: boundaries must be positions from 1 to {len(ids)}, "
+                f"not {shown(self.boundaries)}"
             )
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise InvalidRequestError(

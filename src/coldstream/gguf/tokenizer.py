@@ -1,7 +1,7 @@
 """Text ↔ token ids, from the metadata of a GGUF file.
 
-Byte-level BPE by the `tokenizers` library: added tokens are cut out first, the rest is split by the family's
-regular expression, each piece is turned into bytes and merged by rank. Unit of work: one prompt.
+Byte-level BPE by the `tokenizers` library: added tokens are split off first, the rest is split by the
+family's regular expression, each piece is turned into bytes and merged by rank. Unit of work: one prompt.
 
 llama.cpp is the oracle, id for id. Two choices follow from it:
 - No Unicode normalisation. The Hugging Face files of this family apply NFC first; llama.cpp does not, and
@@ -194,7 +194,7 @@ class Tokenizer:
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         ids: list[int] = []
-        for fragment in _cut_out(text, self._added if parse_special else self._user_defined):
+        for fragment in _split_off(text, self._added if parse_special else self._user_defined):
             if isinstance(fragment, int):
                 ids.append(fragment)
             elif fragment:
@@ -238,20 +238,20 @@ def _longest_first(token_ids: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(token_ids.items(), key=lambda item: (-len(item[0].encode()), item[1]))
 
 
-def _cut_out(text: str, added: Sequence[tuple[str, int]]) -> list[str | int]:
+def _split_off(text: str, added: Sequence[tuple[str, int]]) -> list[str | int]:
     """`text` in fragments, added tokens replaced by their ids; longer tokens first, wherever they stand."""
     fragments: list[str | int] = [text]
     for token, index in added:
         if token not in text:
             continue
-        cut: list[str | int] = []
+        split: list[str | int] = []
         for fragment in fragments:
             if isinstance(fragment, int):
-                cut.append(fragment)
+                split.append(fragment)
                 continue
             first, *rest = fragment.split(token)
-            cut.append(first)
+            split.append(first)
             for part in rest:
-                cut += (index, part)
-        fragments = cut
+                split += (index, part)
+        fragments = split
     return fragments

@@ -5,8 +5,8 @@ encodes with it, `chat_template.py` reads the control tokens from it.
 
 A contradictory vocabulary is refused whole instead of repaired: an array of the wrong kind or length, an id
 out of range, a token named twice, a byte that has no token. What nothing depends on is only warned of. Source
-of the key names and of the token kinds: the GGUF specification; of the end-token names: llama.cpp's list, cut
-to what the supported families hold.
+of the key names and of the token kinds: the GGUF specification; of the end-token names: llama.cpp's list,
+reduced to what the supported families hold.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

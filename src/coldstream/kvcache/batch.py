@@ -279,8 +279,8 @@ class BatchArrays:
             rows[0] = segment.token_ids
             rows[1] = indices if segment.depths is None else sequence.length + segment.depths
             rows[2] = sequence.state
-            for border, fork in segment.forks:
-                rows[2, border:] = fork.state
+            for num_before, fork in segment.forks:
+                rows[2, num_before:] = fork.state
             rows[3] = number
             rows[4] = indices
             if sequence.pending is None:

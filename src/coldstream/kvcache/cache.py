@@ -1,6 +1,6 @@
 """The memory of a model between steps: keys and values per position, and the recurrent states.
 
-Keys and values are contiguous for each sequence, or in blocks of positions. They can be cut back to any
+Keys and values are contiguous for each sequence, or in blocks of positions. They can be truncated to any
 earlier position by overwriting; a recurrent state describes only the sequence's present end.
 """
 

@@ -89,7 +89,7 @@ class SequenceCache:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether sequences have states that describe their end only, so that `cut` is impossible."""
+        """Whether sequences have states that describe their end only, so that `truncate` is impossible."""
         return any(isinstance(layer, DeltaNetState) for layer in self.tensors.layers)
 
     def new(self) -> Sequence:
@@ -167,7 +167,7 @@ class SequenceCache:
         return checkpoint
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Cuts the sequence back to the checkpoint, which stays; later checkpoints are dropped.
+        """Truncates the sequence to the checkpoint, which stays; later checkpoints are dropped.
 
         Raises InvalidRequestError for a checkpoint that the sequence does not have.
         """
@@ -257,8 +257,8 @@ class SequenceCache:
         sequence.length -= 1
         self._trim(sequence)
 
-    def cut(self, sequence: Sequence, length: int) -> None:
-        """Cuts a sequence without checkpoints back to its first `length` positions, if no layer is recurrent.
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Truncates a sequence without checkpoints to its first `length` positions, if no layer is recurrent.
 
         Raises InvalidRequestError for a length that it does not have, and for a sequence with checkpoints.
         """
@@ -267,7 +267,7 @@ class SequenceCache:
         if not 0 <= length <= sequence.length or sequence.checkpoints:
             raise InvalidRequestError(
                 f"a sequence of {sequence.length} positions and {len(sequence.checkpoints)} checkpoints "
-                f"cannot be cut to {length}"
+                f"cannot be truncated to {length}"
             )
         sequence.length = length
         self._trim(sequence)

@@ -199,7 +199,7 @@ class ModelRunner(ABC):
         return self._sequences.checkpoint(sequence)
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Cuts the sequence back to its checkpoint, which stays; those made after it are dropped."""
+        """Truncates the sequence to its checkpoint, which stays; those made after it are dropped."""
         self._sequences.restore(sequence, checkpoint)
 
     def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
@@ -342,7 +342,7 @@ class ModelRunner(ABC):
         return result
 
     def _chunks(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[Array]:
-        """The tokens as int32, cut into steps, if `sequence` has room for them. Raises as `step`."""
+        """The tokens as int32, divided into steps, if `sequence` has room for them. Raises as `step`."""
         segment = check_segment(Segment(sequence, token_ids), self._sequences, self._limits)
         self._sequences.check_room([segment.demand])
         ids = segment.token_ids

@@ -43,9 +43,9 @@ class HitCurve:
 
         weights as for `DecayedFrequency`. Takes seconds for a large model.
         """
-        cut = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
-        model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[cut:])
-        profile = RoutingTrace(model, trace.topk_ids[:cut]).counts() / cut if cut else None
+        split = max(trace.num_steps - _MAX_STEPS, trace.num_steps // 2)
+        model, end = trace.model, RoutingTrace(trace.model, trace.topk_ids[split:])
+        profile = RoutingTrace(model, trace.topk_ids[:split]).counts() / split if split else None
         num_all = model.num_layers * model.num_experts
         rates = [
             simulate(end, DecayedFrequency(weights=weights), max(1, round(share * num_all)), profile).hit_rate

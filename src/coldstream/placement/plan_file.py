@@ -99,8 +99,8 @@ def _document(text: str, name: Path) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        is_cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
-        _refuse(TruncatedError if is_cut else UnsupportedError, name, "file", f"not JSON: {error}")
+        is_truncated = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
+        _refuse(TruncatedError if is_truncated else UnsupportedError, name, "file", f"not JSON: {error}")
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         _refuse(UnsupportedError, name, "format", "this is not a plan")
     version = document.pop("version", None)

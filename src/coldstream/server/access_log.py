@@ -41,11 +41,11 @@ class AccessLog:
 
     def _write(self, scope: Scope, status: int, is_whole: bool, duration_s: float) -> None:
         method, path = scope["method"], scope["path"]
-        cut = "" if is_whole else " cut off"
+        ending = "" if is_whole else " cut off"
         self._log.write(
             "info" if status < 500 else "error",
             "request",
-            f"{method} {path} {status}{cut} {duration_s:.3f} s",
+            f"{method} {path} {status}{ending} {duration_s:.3f} s",
             method=method,
             path=path[:200],
             status=status,

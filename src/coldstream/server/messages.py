@@ -198,7 +198,7 @@ def payload_length(header: bytes) -> int:
 
 
 class ToEngineReader:
-    """Cuts what arrives into messages to the engine. Holds one unfinished frame at most."""
+    """Splits what arrives into messages to the engine. Holds one unfinished frame at most."""
 
     def __init__(self) -> None:
         self._data = bytearray()

@@ -70,7 +70,8 @@ class Stop:
 async def serve(service: Service, listener: socket.socket, log: Log, on_progress: OnProgress) -> int | None:
     """Serve on a listening socket until a signal; then let answers under way finish, for `drain_s` at most.
 
-    Returns the number of the second signal, if that cut answers off. Raises what opening the model raises.
+    Returns the number of the second signal, if that ended answers early. Raises what opening the model
+    raises.
     """
     with Stop() as stop:
         supervisor = Supervisor(

@@ -19,7 +19,7 @@ _BACKLOG: Final = 2048
 # Connections that asyncio accepts at a time. Without descriptors it writes a line for each of them.
 _ACCEPTED: Final = 1
 _MAX_UNREAD_HEADERS: Final = 64 << 10  # bytes of a request before its headers are whole
-_CLOSE_S: Final = 2  # for connections whose answers are whole, or were cut
+_CLOSE_S: Final = 2  # for connections whose answers are whole, or ended early
 
 
 class _Uvicorn(uvicorn.Server):

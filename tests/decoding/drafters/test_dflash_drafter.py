@@ -37,7 +37,7 @@ class ScriptedContext:
         self.length += len(rows)
         self.has_last = True
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.has_last = self.has_last and 0 < length <= self.length
         self.length = length
 
@@ -127,7 +127,7 @@ def test_nothing_is_proposed_without_the_last_row_or_for_another_context() -> No
     for other in ([0, 1, 2], [0, 1, 2, 3, 4], []):
         assert drafter.propose(other, 8) == NO_DRAFT
     assert drafter.propose([0, 1, 2, 3], 8) != NO_DRAFT
-    drafter.cut(5)  # two more that it did not observe
+    drafter.truncate(5)  # two more that it did not observe
     assert drafter.propose([0, 1, 2, 3, 4, 5], 8) == NO_DRAFT
     drafter.extend([], np.zeros((0, 2), np.float32))
     drafter.extend([6], np.zeros((1, 2), np.float32))
@@ -145,7 +145,7 @@ def test_trap_32_an_anchor_that_is_no_token_has_no_draft(anchor: int) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["marginal", "conditional"])
-def test_a_draft_that_is_not_finite_stops_it_until_a_cut(bad: float, kind: str) -> None:
+def test_a_draft_that_is_not_finite_stops_it_until_a_truncation(bad: float, kind: str) -> None:
     values = MARGINAL.log_probs.copy()
     values[1, 0] = bad
     if kind == "conditional":
@@ -158,7 +158,7 @@ def test_a_draft_that_is_not_finite_stops_it_until_a_cut(bad: float, kind: str) 
     drafter.extend([3], np.zeros((1, 2), np.float32))
     assert drafter.propose([0, 1, 2, 3, 4], 8) == NO_DRAFT
     assert context.length == 3
-    drafter.cut(4)  # of which the last was observed while it was off
+    drafter.truncate(4)  # of which the last was observed while it was off
     assert drafter.propose([0, 1, 2, 3, 4], 8) == NO_DRAFT
     drafter.extend([4], np.zeros((1, 2), np.float32))
     assert drafter.propose([0, 1, 2, 3, 4, 5], 8) != NO_DRAFT
@@ -166,19 +166,19 @@ def test_a_draft_that_is_not_finite_stops_it_until_a_cut(bad: float, kind: str) 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError("rows"), GenerationFault("failed")])
 @pytest.mark.parametrize("where", ["extend", "propose"])
-def test_a_failure_stops_it_until_a_cut(error: Exception, where: str) -> None:
+def test_a_failure_stops_it_until_a_truncation(error: Exception, where: str) -> None:
     context = ScriptedContext(MARGINAL)
     drafter = observed(context)
     context.failure = error
     if where == "extend":
         drafter.extend([3], np.zeros((1, 2), np.float32))
-        drafter.cut(4)
+        drafter.truncate(4)
         drafter.extend([4], np.zeros((1, 2), np.float32))
         assert drafter.propose([0, 1, 2, 3, 4, 5], 8) == NO_DRAFT
     else:
         assert drafter.propose([0, 1, 2, 3], 8) == NO_DRAFT
     context.failure = None
-    drafter.cut(2)
+    drafter.truncate(2)
     drafter.extend([2], np.zeros((1, 2), np.float32))
     assert drafter.propose([0, 1, 2, 3], 8) != NO_DRAFT
 
@@ -215,10 +215,10 @@ class AnyCalls(RuleBasedStateMachine):
         passed_rows[:] = np.nan  # valid during the call only
 
     @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
+    def truncate(self, data: st.DataObject) -> None:
         last = len(self.tokens)
         length = data.draw(st.sampled_from(sorted({0, last // 2, max(0, last - 3), max(0, last - 1), last})))
-        self.drafter.cut(length)
+        self.drafter.truncate(length)
         del self.tokens[length:]
         self.rows = self.rows[:length]
 
@@ -249,13 +249,13 @@ for machine in (TestAnyCalls, TestAnyCallsOfTheSecondKind):
     machine.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
 
 
-def test_trap_34_a_cut_to_nothing_is_a_fresh_drafter() -> None:
+def test_trap_34_a_truncation_to_nothing_is_a_fresh_drafter() -> None:
     model = open_model(config(**ALL_SLIDING))
     drafter = DflashDrafter(model.new_sequence())
     rows = features(model.spec, 60)
     drafter.extend(list(range(40)), rows[:40])
     drafter.propose([*range(40), 5], 8)
-    drafter.cut(0)
+    drafter.truncate(0)
     drafter.extend([1, 2, 3], rows[57:])
     fresh = DflashDrafter(model.new_sequence())
     fresh.extend([1, 2, 3], rows[57:])

@@ -74,7 +74,7 @@ class HashBlock:
                     return
                 self.append(candidates[0][:1], [output])
         finally:
-            self.cut(num_rows)
+            self.truncate(num_rows)
 
     def _candidates(self, output: np.ndarray) -> Candidates:
         logits = self.logits_of.get(output.tobytes(), logits_of(output))
@@ -87,7 +87,7 @@ class HashBlock:
         assert text is TEXT
         return self.device
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         assert length <= self.length
         del self.rows[length:]
 
@@ -149,8 +149,8 @@ class Observing:
             self.first_known, self.root = len(self.tokens) - 1, root
         return tree
 
-    def cut(self, length: int) -> None:
-        self.drafter.cut(length)
+    def truncate(self, length: int) -> None:
+        self.drafter.truncate(length)
         self.root = None
         if length < len(self.tokens):
             is_known = self.first_known is not None and self.first_known < length
@@ -214,9 +214,9 @@ class AnyCalls(RuleBasedStateMachine):
 
     @precondition(lambda self: self.observed.tokens)
     @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
+    def truncate(self, data: st.DataObject) -> None:
         last = len(self.observed.tokens)
-        self.observed.cut(
+        self.observed.truncate(
             data.draw(st.sampled_from(sorted({0, 1, last // 2, max(0, last - 2), last - 1, last})))
         )
 
@@ -320,7 +320,7 @@ def test_nothing_is_proposed_before_a_state_is_known_and_for_another_context() -
     for context in ([1, 2], [1, 2, 3, 4]):
         assert observed.drafter.propose(context, 8) == NO_DRAFT
     assert observed.propose(3) != NO_DRAFT
-    observed.cut(1)  # whose state has been used
+    observed.truncate(1)  # whose state has been used
     assert observed.propose(2) == NO_DRAFT
     observed.extend([2])
     assert observed.propose(3) != NO_DRAFT
@@ -328,10 +328,10 @@ def test_nothing_is_proposed_before_a_state_is_known_and_for_another_context() -
     assert observed.missing == {0}
 
 
-def test_a_cut_within_what_waits_loses_nothing() -> None:
+def test_a_truncation_within_what_waits_loses_nothing() -> None:
     observed = Observing()
     observed.extend([1, 2, 3, 4])
-    observed.cut(2)
+    observed.truncate(2)
     assert observed.propose(9) != NO_DRAFT
     assert observed.block.rows == observed.rows(9)
     assert not observed.missing
@@ -340,20 +340,20 @@ def test_a_cut_within_what_waits_loses_nothing() -> None:
 def test_a_drafter_may_begin_within_a_sequence() -> None:
     """Such as one whose first tokens were computed for another request."""
     observed = Observing()
-    observed.drafter.cut(5)
+    observed.drafter.truncate(5)
     observed.tokens, observed.first_known, observed.missing = [1, 2, 3, 4, 5], None, {0, 1, 2, 3}
     assert observed.propose(6) == NO_DRAFT
     observed.extend([6, 7])
     assert observed.propose(8) != NO_DRAFT
     assert observed.block.rows == observed.rows(8)
     observed.extend([8])
-    observed.drafter.cut(12)  # four more that it did not observe
+    observed.drafter.truncate(12)  # four more that it did not observe
     observed.tokens += [0, 1, 2, 3]
     observed.first_known, observed.missing = None, observed.missing | {7, 8, 9, 10}
     observed.extend([4, 5])
     assert observed.propose(6) != NO_DRAFT
     assert observed.block.rows == observed.rows(6)
-    observed.cut(7)
+    observed.truncate(7)
     observed.extend([1])
     assert observed.propose(2) != NO_DRAFT
     assert observed.block.rows == observed.rows(2)
@@ -361,7 +361,7 @@ def test_a_drafter_may_begin_within_a_sequence() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("count", [1, MAX_WAITING], ids=["step", "prompt"])
-def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) -> None:
+def test_states_that_are_not_finite_stop_it_until_a_truncation(bad: float, count: int) -> None:
     observed = Observing()
     observed.extend([1, 2, 3])
     observed.propose(4)
@@ -375,7 +375,7 @@ def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) 
         observed.drafter.extend([6], np.zeros((1, 2), np.float32))
         observed.tokens.append(6)
     observed.first_known = None  # of a state that was observed while it was off
-    observed.cut(4)
+    observed.truncate(4)
     observed.extend([7, 8])
     assert observed.propose(9) != NO_DRAFT
     assert observed.block.rows == observed.rows(9)
@@ -383,7 +383,7 @@ def test_states_that_are_not_finite_stop_it_until_a_cut(bad: float, count: int) 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_not_finite_stop_it_until_a_cut(bad: float, depth: int) -> None:
+def test_logits_that_are_not_finite_stop_it_until_a_truncation(bad: float, depth: int) -> None:
     observed = Observing()
     observed.extend([1, 2])
     rows = observed.rows(3)
@@ -399,7 +399,7 @@ def test_logits_that_are_not_finite_stop_it_until_a_cut(bad: float, depth: int) 
     observed.first_known = None
     observed.drafter.extend([3], state_of([1, 2, 3])[None])
     observed.tokens.append(3)
-    observed.cut(2)
+    observed.truncate(2)
     assert observed.propose(3) == NO_DRAFT
     observed.extend([3])
     assert observed.propose(4) != NO_DRAFT
@@ -417,7 +417,7 @@ def test_it_stops_where_the_block_has_no_room() -> None:
     assert observed.propose(7) == NO_DRAFT
     assert observed.propose(7) == NO_DRAFT
     observed.block.capacity = 100
-    observed.cut(0)
+    observed.truncate(0)
     observed.extend([1, 2])
     assert observed.propose(3) != NO_DRAFT
     assert observed.block.rows == observed.rows(3)

@@ -73,12 +73,12 @@ def test_it_proposes_what_its_definition_says(
 
 
 @given(st.data())
-def test_however_it_was_extended_and_cut_it_is_like_a_new_one(data: st.DataObject) -> None:
+def test_however_it_was_extended_and_truncated_it_is_like_a_new_one(data: st.DataObject) -> None:
     drafter, token_ids = NgramDrafter(max_n=3), list[int]()
     for _ in range(data.draw(st.integers(0, 5))):
         length = data.draw(st.integers(0, len(token_ids)))
         more = data.draw(st.lists(st.integers(0, 2), max_size=12))
-        drafter.cut(length)
+        drafter.truncate(length)
         for piece in (more[:4], more[4:]):
             drafter.extend(piece, None)
         token_ids = token_ids[:length] + more
@@ -170,7 +170,7 @@ def test_cutting_and_growing_again_leaves_nothing_behind() -> None:
     for attempt in range(50):
         drafter.extend([1000 + attempt, 2000 + attempt], None)
         sizes.add((len(drafter._latest), *(len(each) for each in drafter._earlier.values())))
-        drafter.cut(5)
+        drafter.truncate(5)
     assert len(sizes) == 1
-    drafter.cut(0)
+    drafter.truncate(0)
     assert not drafter._latest

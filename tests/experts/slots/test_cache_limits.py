@@ -30,7 +30,7 @@ def test_copies_in_flight_keep_below_the_limit() -> None:
     assert [copy.expert for copy in caller.launch().copies] == [11]
 
 
-def test_nothing_is_withdrawn_for_what_the_limit_cuts_off() -> None:
+def test_nothing_is_withdrawn_for_what_the_limit_leaves_out() -> None:
     caller = Caller([3], 16, {3: 6}, Lru(), max_bytes_per_step=9)
     caller.load(range(5))
     settle(caller)

@@ -65,14 +65,14 @@ class Prefixes(RuleBasedStateMachine):
         self.memory.extend(sequence, ids)
         return True
 
-    @rule(namespace=NAMESPACES, ids=PROMPTS, borders=st.lists(st.integers(0, 1600), max_size=4))
-    def prompt(self, namespace: str, ids: list[int], borders: list[int]) -> None:
+    @rule(namespace=NAMESPACES, ids=PROMPTS, boundaries=st.lists(st.integers(0, 1600), max_size=4))
+    def prompt(self, namespace: str, ids: list[int], boundaries: list[int]) -> None:
         kept = self.kept(namespace)
         known = [node.token_ids.tolist() for node in self.cache._tree.nodes() if self.is_of(node, namespace)]
         held = [each for each in kept if len(each) < len(ids) and ids[: len(each)] == each]
         matched = max([num_common(each, ids) for each in known], default=0)
         before = self.cache.statistics()
-        prefix = self.cache.begin(ids, borders, namespace)
+        prefix = self.cache.begin(ids, boundaries, namespace)
         after = self.cache.statistics()
         lengths = [len(each) for each in held]
         if not self.is_recurrent:
@@ -80,9 +80,9 @@ class Prefixes(RuleBasedStateMachine):
         assert prefix.length == prefix.sequence.length == max(lengths, default=0)
         assert after.reused_tokens - before.reused_tokens == prefix.length
         assert after.repeated_tokens - before.repeated_tokens == min(matched, len(ids) - 1) - prefix.length
-        assert all(prefix.length < cut < len(ids) for cut in prefix.cuts)
+        assert all(prefix.length < checkpoint < len(ids) for checkpoint in prefix.checkpoints)
         self.memory.check(prefix.sequence, ids)
-        for end in (*prefix.cuts, len(ids)):
+        for end in (*prefix.checkpoints, len(ids)):
             if not self.extend(prefix.sequence, ids[:end]):
                 self.memory.release(prefix.sequence)
                 return
@@ -201,8 +201,8 @@ TestCA04PrefixesUnderAnyOrderOfCalls.settings = settings(
 def computed(cache: PrefixCache, memory: Memory, ids: list[int], namespace: str = "") -> int:
     """Computes a prompt as the engine does. Returns how many tokens were held."""
     prefix = cache.begin(ids, (), namespace)
-    for cut in prefix.cuts:
-        memory.extend(prefix.sequence, ids[:cut])
+    for checkpoint in prefix.checkpoints:
+        memory.extend(prefix.sequence, ids[:checkpoint])
         cache.keep(ids, prefix.sequence, namespace)
     memory.extend(prefix.sequence, ids)
     memory.release(prefix.sequence)
@@ -240,7 +240,7 @@ def test_a_partial_hit_replays_at_most_2048_tokens(memory: Memory) -> None:
 
 
 def test_a_prompt_shorter_than_what_is_kept_or_as_long_begins_earlier(memory: Memory) -> None:
-    """CA05: a recurrent state is of one length and is never cut back."""
+    """CA05: a recurrent state is of one length and is never truncated."""
     cache = PrefixCache(memory, max_states=8)
     ids = text(0, 600)
     sequence = memory.new_sequence()
@@ -257,8 +257,8 @@ def test_pc01_a_prefix_is_not_found_under_another_key(memory: Memory) -> None:
     computed(cache, memory, ids, "key of one")
     prefix = cache.begin(ids, (), "key of another")
     assert prefix.length == 0
-    # Nor is it known to have passed, which the cuts would tell.
-    assert prefix.cuts == PrefixCache(memory, max_states=8).begin(ids).cuts
+    # Nor is it known to have passed, which the checkpoints would tell.
+    assert prefix.checkpoints == PrefixCache(memory, max_states=8).begin(ids).checkpoints
     assert computed(cache, memory, ids, "key of one") == 699
 
 
@@ -268,11 +268,11 @@ def test_ca02_of_prompts_in_the_same_step_none_reads_what_is_not_computed(memory
     prefixes = [cache.begin(ids) for _ in range(3)]
     assert [prefix.length for prefix in prefixes] == [0, 0, 0]
     for prefix in prefixes:
-        memory.extend(prefix.sequence, ids[: prefix.cuts[-1]])
+        memory.extend(prefix.sequence, ids[: prefix.checkpoints[-1]])
         cache.keep(ids, prefix.sequence)
         cache.check_integrity()
     assert cache.statistics().kept == 1
-    assert cache.begin(ids).length == prefixes[0].cuts[-1]
+    assert cache.begin(ids).length == prefixes[0].checkpoints[-1]
 
 
 def test_ca03_a_prompt_that_is_given_up_leaves_nothing_but_its_passing(memory: Memory) -> None:
@@ -374,7 +374,7 @@ def test_prompts_remembered_are_bounded_and_those_used_longest_ago_are_forgotten
     for start in (0, 1000, 2000, 0, 3000, 4000):
         memory.release(cache.begin(text(start, 200)).sequence)
         cache.check_integrity()
-    parted = [cache.begin(text(start, 100) + [5] * 100).cuts for start in (0, 1000)]
+    parted = [cache.begin(text(start, 100) + [5] * 100).checkpoints for start in (0, 1000)]
     assert parted == [(100,), (199,)]
     memory.release(cache.begin(text(7000, 1001)).sequence)
     cache.check_integrity()
@@ -397,10 +397,10 @@ def test_wrong_calls_change_nothing(memory: Memory) -> None:
     assert cache.pin(text(0, 300)) is None
 
 
-def test_gaps_of_cuts_are_filled_only_as_far_as_states_allow(memory: Memory) -> None:
-    cuts = PrefixCache(memory, max_states=4).begin(text(0, 15_000)).cuts
-    assert len(cuts) == 2
-    assert all(before < after for before, after in pairwise(cuts))
+def test_gaps_of_checkpoints_are_filled_only_as_far_as_states_allow(memory: Memory) -> None:
+    checkpoints = PrefixCache(memory, max_states=4).begin(text(0, 15_000)).checkpoints
+    assert len(checkpoints) == 2
+    assert all(before < after for before, after in pairwise(checkpoints))
 
 
 def test_a_model_without_recurrent_layers_begins_with_any_part_of_what_is_kept() -> None:

@@ -80,7 +80,7 @@ def test_ca06_every_byte_that_has_changed_makes_a_miss(tmp_path: Path, file: Pat
         assert load(disk) is not None
 
 
-def test_ca06_a_file_that_was_cut_or_grew_is_a_miss(tmp_path: Path, file: Path) -> None:
+def test_ca06_a_file_that_was_truncated_or_grew_is_a_miss(tmp_path: Path, file: Path) -> None:
     whole = file.read_bytes()
     for content in (*(whole[:length] for length in range(0, len(whole), 7)), whole + b"\0", whole * 2):
         file.write_bytes(content)
@@ -239,7 +239,7 @@ def test_ca07_a_disk_that_is_full_ends_the_saving_and_leaves_nothing_behind(
             for start in (0, 5000, 9000):
                 ids = list(range(start, start + 700))
                 prefix = cache.begin(ids)
-                memory.extend(prefix.sequence, ids[: prefix.cuts[-1]])
+                memory.extend(prefix.sequence, ids[: prefix.checkpoints[-1]])
                 cache.keep(ids, prefix.sequence)
                 memory.extend(prefix.sequence, ids)
                 memory.release(prefix.sequence)

@@ -95,9 +95,9 @@ def through_cache(
     """How many tokens were held, and what `continued` says. Makes room as it is needed."""
     prefix = cache.begin(ids)
     sequence = prefix.sequence
-    for cut in prefix.cuts:
-        while sequence.length < cut:
-            count = min(cut - sequence.length, chunk)
+    for checkpoint in prefix.checkpoints:
+        while sequence.length < checkpoint:
+            count = min(checkpoint - sequence.length, chunk)
             need = runner.need_of([Demand(sequence, count)])
             assert cache.make_room(need.num_blocks, need.num_states)
             runner.extend(sequence, ids[sequence.length : sequence.length + count])

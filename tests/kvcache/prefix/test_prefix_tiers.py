@@ -40,7 +40,7 @@ def computed(cache: PrefixCache, memory: Memory, ids: list[int], namespace: str 
     """Computes a prompt as the engine does, whose held tokens are checked. Returns their number."""
     prefix = cache.begin(ids, (), namespace)
     memory.check(prefix.sequence, ids)
-    for end in (*prefix.cuts, len(ids)):
+    for end in (*prefix.checkpoints, len(ids)):
         need = memory.need(prefix.sequence, end - prefix.sequence.length)
         if not cache.make_room(need.num_blocks, need.num_states):
             break

@@ -79,7 +79,9 @@ def test_quantised_matrices_are_near(tmp_path: Path) -> None:
     assert found[0] @ found[1] > 0.999 * np.linalg.norm(found[0]) * np.linalg.norm(found[1])
 
 
-def test_rows_may_come_in_any_pieces_and_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_may_come_in_any_pieces_and_be_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = opened(tmp_path / "drafter.gguf", KINDS["second, full"])
     rows = features(model.spec, 40)
     whole = model.new_sequence()
@@ -99,7 +101,7 @@ def test_rows_may_come_in_any_pieces_and_be_cut(tmp_path: Path, monkeypatch: pyt
         observed = rows[start : start + count].copy()
         sequence.append(observed)
         observed[:] = np.nan
-        sequence.cut(length)
+        sequence.truncate(length)
         assert (sequence.length, sequence.has_last) == (length, True)
     assert np.allclose(hidden(sequence), hidden(whole), atol=1e-5)
 
@@ -109,7 +111,7 @@ def test_rows_that_were_not_observed_are_missing(tmp_path: Path) -> None:
     rows = features(model.spec, 40)
     sequence, whole = model.new_sequence(), model.new_sequence()
     sequence.append(rows[:5])
-    sequence.cut(20)
+    sequence.truncate(20)
     assert not sequence.has_last
     sequence.append(rows[20:])
     whole.append(rows)
@@ -146,7 +148,7 @@ def test_without_memory_only_the_rows_being_computed_are_lost(
             sequence.draft(ANCHOR, 4, 3)
         assert not sequence.has_last
         sequence.append(features(model.spec, 2))
-        sequence.cut(20)  # whose rows that were observed cannot be computed
-    sequence.cut(3)
+        sequence.truncate(20)  # whose rows that were observed cannot be computed
+    sequence.truncate(3)
     assert sequence.has_last
     assert np.array_equal(hidden(sequence), expected)

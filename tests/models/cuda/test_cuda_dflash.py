@@ -80,9 +80,9 @@ class Pair(NamedTuple):
         self.plain.append(rows)
         self.on_gpu.append(torch.from_numpy(rows).to(self.on_gpu._drafting.device))
 
-    def cut(self, length: int) -> None:
-        self.plain.cut(length)
-        self.on_gpu.cut(length)
+    def truncate(self, length: int) -> None:
+        self.plain.truncate(length)
+        self.on_gpu.truncate(length)
 
     def check(self, num_rows: int) -> None:
         """What both say of the next block."""
@@ -172,7 +172,7 @@ def test_drafts_are_those_of_the_drafter_in_pytorch(
             both.check(6)
             assert both.on_gpu.has_last
         both.check(8)
-        both.cut(3)
+        both.truncate(3)
         both.append(rows[30:34])
         both.check(6)
 
@@ -184,8 +184,8 @@ def test_rows_that_are_missing_are_not_seen(tmp_path: Path, target: Path, device
         rows = rounded(features(both.plain.spec, 40))
         both.append(rows[:20])
         both.check(4)
-        both.cut(12)
-        both.cut(17)
+        both.truncate(12)
+        both.truncate(17)
         assert not both.on_gpu.has_last
         both.append(rows[20:23])
         assert both.on_gpu.has_last
@@ -224,7 +224,7 @@ def test_a_drafter_that_fails_proposes_nothing(
         with monkeypatch.context() as failing:
             failing.setattr(both.on_gpu._drafting.block, "draft", no_memory)
             assert drafter.propose([1] * 8 + [2, ANCHOR], 3) is NO_DRAFT
-        drafter.cut(9)
+        drafter.truncate(9)
         assert len(drafter.propose([1] * 8 + [2, ANCHOR], 3)) == 3
 
 
@@ -256,8 +256,8 @@ def test_spans_of_rows() -> None:
     spans.append(0, 5, 8)
     spans.append(7, 2, 8)
     assert spans.last == 8
-    spans.cut(7)
+    spans.truncate(7)
     assert spans.last == 4
     spans.append(5, 20, 8)
-    spans.cut(17)
+    spans.truncate(17)
     assert spans.last == -1, "a ring of eight has nothing of before"

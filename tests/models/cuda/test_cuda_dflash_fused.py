@@ -92,7 +92,7 @@ def test_there_are_no_fused_steps_where_they_cannot_be(
             failing.setattr(cuda_dflash.DflashRings, "make_room", no_memory)
             assert context.begin_fused(sequence, text_of(9)) is None
         assert not context.has_last, "its rows could not be computed"
-        context.cut(0)
+        context.truncate(0)
         context.append(runner.features(range(len(PROMPT))))
         context._compute_waiting()
         with monkeypatch.context() as failing:

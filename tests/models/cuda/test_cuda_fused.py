@@ -93,8 +93,8 @@ def test_fused_steps_take_blocks_for_their_text_and_no_more(tmp_path: Path) -> N
 
 
 def begin_again(both: Pair, left: int) -> CudaFusedRun:
-    both.on_gpu.cut(0)
-    both.on_cpu.cut(0)
+    both.on_gpu.truncate(0)
+    both.on_cpu.truncate(0)
     return begin(both, left)
 
 

@@ -76,7 +76,7 @@ def _states(runner: OneSequence, block: CudaMtpSequence | MtpSequence, count: in
 
 
 def check_rows_and_chains(both: Pair) -> None:
-    """Runs of any length, chains in between that leave no trace, and cuts."""
+    """Runs of any length, chains in between that leave no trace, and truncations."""
     most = cuda_mtp.MAX_MTP_ROWS
     counts = (1, 3, 2, most + 1, *(() if most == FEW_ROWS else (16, 2 * most)))
     on_gpu, on_cpu = states_of(both, sum(counts))
@@ -88,8 +88,8 @@ def check_rows_and_chains(both: Pair) -> None:
         start += count
         for steps in (1, 4):
             check_chain(both, steps)
-    both.on_gpu.cut(7)
-    both.on_cpu.cut(7)
+    both.on_gpu.truncate(7)
+    both.on_cpu.truncate(7)
     both.on_gpu.append(ids[7:9], on_gpu[7:9])
     both.on_cpu.append(ids[7:9], on_cpu[7:9])
     check_chain(both, 3)
@@ -198,7 +198,7 @@ def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.Monke
         sequence.append([1] * (CONTEXT - 2), state * (CONTEXT - 2))
         assert len(list(sequence.chain(9))) == 3
         assert sequence.length == CONTEXT - 2
-        sequence.cut(0)
+        sequence.truncate(0)
         mtp = runner.runner._loaded.mtp
         assert mtp.sequences.blocks.num_free == mtp.sequences.blocks.num_blocks
 

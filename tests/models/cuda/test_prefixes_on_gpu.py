@@ -21,7 +21,7 @@ IDENTITY = b"the same model"
 def through_cache(runner: ModelRunner, cache: PrefixCache, ids: list[int]) -> tuple[int, np.ndarray]:
     """How many tokens were held, and the logits after the prompt."""
     prefix = cache.begin(ids)
-    for end in (*prefix.cuts, len(ids)):
+    for end in (*prefix.checkpoints, len(ids)):
         logits = np.array(runner.extend(prefix.sequence, ids[prefix.sequence.length : end]))
         if end < len(ids):
             cache.keep(ids, prefix.sequence)

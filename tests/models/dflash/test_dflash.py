@@ -216,7 +216,7 @@ def test_trap_31_rows_of_the_context_do_not_pass_the_norm_of_a_layer_but_that_of
     kept = []
     for tensors in (plain, changed):
         sequence = sequence_with(opened(values, tensors=tensors), features(spec, 4))
-        sequence.cut(5)  # which computes the rows that wait
+        sequence.truncate(5)  # which computes the rows that wait
         kept.append([keys for keys, _, _ in kept_rows(sequence)])
     for keys, others in zip(*kept, strict=True):
         assert keys.shape == (4, spec.num_kv_heads, spec.head_dim)
@@ -281,7 +281,7 @@ def test_trap_34_a_draft_leaves_nothing_behind(name: str, opened: Open) -> None:
     assert np.allclose(hidden_after(sequence), first, atol=1e-5)
     sequence.append(rows[12:])
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
-    sequence.cut(0)
+    sequence.truncate(0)
     assert not sequence.has_last
     sequence.append(rows)
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
@@ -320,7 +320,7 @@ def test_rows_that_were_not_observed_are_missing_and_the_others_keep_their_posit
     model = opened(config(**ALL_SLIDING))
     rows = features(model.spec, 40)
     sequence = sequence_with(model, rows[:5])
-    sequence.cut(20)
+    sequence.truncate(20)
     assert not sequence.has_last
     sequence.append(rows[20:])
     assert sequence.has_last
@@ -360,14 +360,14 @@ def test_a_failure_loses_no_rows_but_those_being_computed(
             assert not sequence.has_last
             assert are_same(kept_rows(sequence), kept), "no layer has rows that another lacks"
         sequence.append(features(model.spec, 2))
-        sequence.cut(20)  # whose rows that were observed cannot be computed
-    sequence.cut(3)
+        sequence.truncate(20)  # whose rows that were observed cannot be computed
+    sequence.truncate(3)
     assert sequence.has_last
     assert are_same(kept_rows(sequence), kept)
     assert np.allclose(hidden_after(sequence), expected, atol=1e-5)
 
 
-def test_rows_that_wait_are_copies_and_are_cut_like_others(
+def test_rows_that_wait_are_copies_and_are_truncated_like_others(
     monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> None:
     model = opened(config())
@@ -387,6 +387,6 @@ def test_rows_that_wait_are_copies_and_are_cut_like_others(
         observed = rows[start : start + count].copy()
         sequence.append(observed)
         observed[:] = np.nan
-        sequence.cut(length)
+        sequence.truncate(length)
         assert (sequence.length, sequence.has_last) == (length, True)
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)

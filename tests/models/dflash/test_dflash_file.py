@@ -246,7 +246,7 @@ def test_a_damaged_file_is_refused(folder: Path, damage: str) -> None:
         opened(folder)
 
 
-def test_no_cut_of_a_file_is_accepted(folder: Path) -> None:
+def test_no_truncation_of_a_file_is_accepted(folder: Path) -> None:
     path = folder / WEIGHTS
     data = path.read_bytes()
     for size in np.linspace(0, len(data) - 1, 60).astype(int):

@@ -138,26 +138,26 @@ def test_sequences_do_not_disturb_each_other(block: CpuMtp) -> None:
         assert np.array_equal(output, expected[i])
 
 
-def test_rows_behind_a_cut_never_were(block: CpuMtp) -> None:
+def test_rows_behind_a_truncation_never_were(block: CpuMtp) -> None:
     ids, hidden = token_ids(300), states(300)
     expected = outputs_of(block.new_sequence(), ids, hidden)
     sequence = block.new_sequence()
     sequence.append(ids, hidden)
     for length in (290, 256, 255, 40, 0):
-        sequence.cut(length)
+        sequence.truncate(length)
         sequence.append([5, 6, 7], hidden[:3])
-        sequence.cut(length)
+        sequence.truncate(length)
         assert sequence.length == length
         output = appended(sequence, ids[length : length + 2], hidden[length : length + 2])
         assert np.array_equal(output, expected[length + 1])
 
 
-def test_a_sequence_that_is_cut_to_none_gives_its_memory_back(block: CpuMtp) -> None:
+def test_a_sequence_that_is_truncated_to_none_gives_its_memory_back(block: CpuMtp) -> None:
     """Or the fourth would find no room."""
     for _ in range(4):
         sequence = block.new_sequence()
         sequence.append(token_ids(CONTEXT), states(CONTEXT))
-        sequence.cut(0)
+        sequence.truncate(0)
     assert block._sequences.blocks.num_free == block._sequences.blocks.num_blocks
     assert block._sequences.states.num_free == block._sequences.states.num_blocks
 
@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_appended_leave_the_others(path: Path, monkeypatch: 
         other.append(ids, hidden)
         with pytest.raises(OutOfMemoryError, match="blocks of 256 positions"):
             sequence.append(ids[10:], hidden[10:])
-        other.cut(0)
+        other.truncate(0)
         run, calls = block._run, []
 
         def fail_at_the_second(*arguments: object) -> int:

@@ -89,7 +89,7 @@ def check_rows(drafted: Drafted, block: CpuMtp) -> None:
     fresh.propose(7)
     assert drafted.rows.length == fresh.rows.length == len(drafted.tokens)
     assert np.array_equal(keys_and_values(block, drafted.rows), keys_and_values(block, fresh.rows))
-    fresh.drafter.cut(0)
+    fresh.drafter.truncate(0)
     fresh.runner.release(fresh.sequence)
 
 

@@ -43,7 +43,7 @@ class DraftContext(Protocol):
     def append(self, features: Any) -> None:
         """Appends rows, features [n, spec.feature_size]. Raises a ColdstreamError, with none appended."""
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The sequence has `length` rows; further ones than there were are not known."""
 
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
@@ -68,8 +68,8 @@ class DflashDrafter:
     branching: candidates at each depth, for a drafter of the first kind.
 
     Once a draft is not finite, or the context has no memory or fails otherwise, it proposes nothing until the
-    next `cut`. It may be cut to any length, and proposes nothing while the row of the last token is not
-    known. Rows further back that are not known only make drafts worse.
+    next `truncate`. It may be truncated to any length, and proposes nothing while the row of the last token
+    is not known. Rows further back that are not known only make drafts worse.
     """
 
     name = "dflash"
@@ -92,11 +92,11 @@ class DflashDrafter:
         """See `Drafter`."""
         return self._taps
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter` and the class."""
         if length == self._length and not self._is_off:
             return
-        self._context.cut(length)
+        self._context.truncate(length)
         self._length, self._is_off = length, False
 
     def extend(self, token_ids: Listed[int], hidden: Any) -> None:

@@ -27,7 +27,7 @@ class Drafter(Protocol):
         Such a drafter wants no hidden states. Empty for one that needs no residual streams.
         """
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The sequence now has `length` computed tokens: the first ones that the drafter observed.
 
         If there are more, the drafter does not observe the others.

@@ -67,7 +67,7 @@ class DraftBlock(Protocol):
         sequence: the model's, which holds the text but the root. None if there are none for it.
         """
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets all rows but the first `length`."""
 
 
@@ -84,12 +84,12 @@ class MtpDrafter:
     best depth up to 8 and the best limit up to 0.5; on text sampled at temperature 1 at least 0.83.
 
     Once something is not finite, or the block has no memory or fails otherwise, it proposes nothing until
-    the next `cut`.
+    the next `truncate`.
 
-    It may be cut to any length. If the state of the last token then is not known, it proposes nothing until
-    it observes a further token, and the block goes on without the rows that it cannot compute. That is so
-    for all lengths but the present one and those of waiting rows. A length beyond the present one says that
-    the drafter did not observe the tokens between.
+    It may be truncated to any length. If the state of the last token then is not known, it proposes nothing
+    until it observes a further token, and the block goes on without the rows that it cannot compute. That is
+    so for all lengths but the present one and those of waiting rows. A length beyond the present one says
+    that the drafter did not observe the tokens between.
     """
 
     name = "mtp"
@@ -113,7 +113,7 @@ class MtpDrafter:
         self._tokens: list[int] = []
         self._root: int | None = None  # the token with which the block already has the last waiting row
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter` and the class."""
         self._take_root_back()
         if length == self._length and not self._is_off:
@@ -127,7 +127,7 @@ class MtpDrafter:
             last = max(0, length - 1)  # the row that waits for a token, whose state is not known
             self._end = min(self._end, last)
             del self._missing[bisect_left(self._missing, self._end) :]
-            self._block.cut(self._end - len(self._missing))
+            self._block.truncate(self._end - len(self._missing))
             self._skip(last)
         self._length = length
 
@@ -209,7 +209,7 @@ class MtpDrafter:
         if self._root is not None:
             self._root = None
             self._end -= 1
-            self._block.cut(self._block.length - 1)
+            self._block.truncate(self._block.length - 1)
 
     def _skip(self, end: int) -> None:
         """The block goes on at row `end` without those before it."""

@@ -147,7 +147,7 @@ def merge_chunks(chunks: Sequence[Partial]) -> torch.Tensor:
 
 
 def grid_cells(first: int, end: int, size: int) -> Iterator[range]:
-    """The positions first … end − 1, cut at multiples of `size`."""
+    """The positions first … end − 1, split at multiples of `size`."""
     for start in range(first // size * size, end, size):
         yield range(max(first, start), min(end, start + size))
 

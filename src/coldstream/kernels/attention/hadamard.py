@@ -1,7 +1,7 @@
 """The Walsh–Hadamard rotation of heads in caches of integers.
 
 It is its own inverse and keeps scalar products, both up to a factor. Values of any distribution become
-nearly normal, which one scale for a head then fits; so blocks are the largest that a head can be cut into.
+nearly normal, which one scale for a head then fits; so blocks are the largest that a head can be split into.
 """
 
 import torch

@@ -27,7 +27,7 @@ constexpr int heads_per_block = prepare_threads / lanes_per_head;
 template <int head_dim>
 using LaneNumbers = float[head_dim / lanes_per_head];
 
-// The Walsh–Hadamard transform of each of the largest blocks that the head can be cut into, in place.
+// The Walsh–Hadamard transform of each of the largest blocks that the head can be split into, in place.
 template <int head_dim>
 __device__ __forceinline__ void rotate_head(LaneNumbers<head_dim>& x) {
   constexpr int size = head_dim & -head_dim;

@@ -29,7 +29,7 @@ class IntegerBlocks:
 
 
 def grouped(values: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """The last dimension cut into `sizes`, of which one may be −1."""
+    """The last dimension split into `sizes`, of which one may be −1."""
     return torch.unflatten(values, -1, sizes)
 
 

@@ -1,4 +1,4 @@
-// Pairs (token, rank) grouped by expert, and the groups cut into tiles; see cuda_many.py.
+// Pairs (token, rank) grouped by expert, and the groups split into tiles; see cuda_many.py.
 #include "cuda/common.cuh"
 
 using namespace coldstream;
@@ -58,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(group_threads)
   }
 }
 
-// Cuts the groups into tiles of at most `tile_tokens` pairs. tiles[0].x is the number of tiles, and each tile
-// after it is {pairs, first, expert, 0}. Experts with an address 0 in any of the tables get no tiles. One
-// block.
+// Splits the groups into tiles of at most `tile_tokens` pairs. tiles[0].x is the number of tiles, and each
+// tile after it is {pairs, first, expert, 0}. Experts with an address 0 in any of the tables get no tiles.
+// One block.
 constexpr int plan_threads = 1024;
 
 extern "C" __global__ void __launch_bounds__(plan_threads)

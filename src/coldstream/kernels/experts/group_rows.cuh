@@ -1,7 +1,7 @@
 // The pairs (token, rank) of a few tokens grouped by expert, by every block for itself: with some hundred
 // pairs this takes less time than another launch, and than reading lists that another kernel wrote.
 //
-// A group is cut into items of at most `item_rows` pairs. Items are numbered by the first pair of their
+// A group is split into items of at most `item_rows` pairs. Items are numbered by the first pair of their
 // group; the shared expert's come before all others, and have all tokens in order.
 #pragma once
 

@@ -140,9 +140,9 @@ __device__ __forceinline__ int count_before(Board& board, bool is_one) {
 __device__ __forceinline__ bool is_read(Board& board, bool is_missing, int rows, int num_streamed) {
   const int before = is_missing ? board.above[rows] : 0;
   // Of one number of rows some may be read and some not: the first ones are.
-  const bool is_border = is_missing && before < num_streamed && before + board.with[rows] > num_streamed;
-  const int earlier = count_before(board, is_border);
-  return is_missing && before + (is_border ? earlier : 0) < num_streamed;
+  const bool is_last_count = is_missing && before < num_streamed && before + board.with[rows] > num_streamed;
+  const int earlier = count_before(board, is_last_count);
+  return is_missing && before + (is_last_count ? earlier : 0) < num_streamed;
 }
 
 // Gives the thread's expert `id`, if the bus reads it, its place, and tells the launch behind this one.

@@ -21,7 +21,7 @@ MAX_VOCAB = BLOCK_TOKENS**2  # as one block combines the results of all blocks o
 SCAN = f"sampler_scan<{ROW_BYTES}>"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("sample.cu"),
-    (SCAN, "sampler_bins", "sampler_cut", "sampler_draw"),
+    (SCAN, "sampler_bins", "sampler_truncate", "sampler_draw"),
     is_slow=True,
 )
 
@@ -136,5 +136,5 @@ def sample_cuda(
         return
     PROGRAM.kernel("sampler_bins").launch(grid, THREADS, (sampling,), overlap=True)
     for stage in range(2):
-        PROGRAM.kernel("sampler_cut").launch(grid, THREADS, (sampling, stage), overlap=True)
+        PROGRAM.kernel("sampler_truncate").launch(grid, THREADS, (sampling, stage), overlap=True)
     PROGRAM.kernel("sampler_draw").launch(grid, THREADS, (sampling,), overlap=True)

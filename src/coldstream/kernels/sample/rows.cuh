@@ -1,7 +1,7 @@
 // Inputs and outputs of a launch of the sampler, by row.
 #pragma once
 
-#include "sample/cut.cuh"
+#include "sample/truncate.cuh"
 
 namespace coldstream {
 

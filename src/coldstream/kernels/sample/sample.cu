@@ -60,7 +60,7 @@ __device__ bool begin_row(const Sampling& sampling) {
   sampling.chosen[blockIdx.y] = {key_id(best.key), fault};
   row.is_open = fault == 0 && sampling.own_settings().temperature != 0.0;
   row.largest = key_logit(best.key);
-  row.cut = never;
+  row.last_key = never;
   row.pending = nothing;
   row.num_listed[0] = row.num_listed[1] = 0;
   return row.is_open;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(block_threads) sampler_bins(Sampling sampling)
 
 // grid (ceil(vocab / 2048), rows), twice (`stage` 0 and 1): finds the key at which an open row's prefix ends
 // within the pending bin; after top-k comes top-p.
-__global__ void __launch_bounds__(block_threads) sampler_cut(Sampling sampling, int stage) {
+__global__ void __launch_bounds__(block_threads) sampler_truncate(Sampling sampling, int stage) {
   wait_for_previous_grid();
   release_next_grid();
   SamplerRow& row = sampling.own_state();
@@ -162,15 +162,15 @@ __global__ void __launch_bounds__(block_threads) sampler_cut(Sampling sampling, 
   }
   if (!is_last_block(&row.arrivals, gridDim.x)) return;
   const Candidates candidates{row, logits, int(__ldcg(&row.num_listed[stage]))};
-  const uint64_t cut = select_cut(candidates, pending == top_p_cut, row.remaining);
+  const uint64_t last_key = select_last_key(candidates, pending == top_p_truncation, row.remaining);
   const double top_p = sampling.own_settings().top_p;
-  if (pending == top_k_cut && top_p != 1.0) {
-    const uint64_t kept = weight_up_to(candidates, cut);
+  if (pending == top_k_truncation && top_p != 1.0) {
+    const uint64_t kept = weight_up_to(candidates, last_key);
     plan_top_p(row, top_p, row.target_bin, kept);
   } else if (threadIdx.x == 0) {
     row.pending = nothing;
   }
-  if (threadIdx.x == 0) row.cut = cut;
+  if (threadIdx.x == 0) row.last_key = last_key;
 }
 
 // The weights at the row's temperature of the tokens that stay among four, and 0 for others.
@@ -182,12 +182,12 @@ __device__ void weigh_four(const Sampling& sampling, int begin, uint64_t (&weigh
   const bool drops_weightless = sampling.own_settings().top_p != 1.0 || min_p != 0.0;
   const uint64_t least = max(uint64_t(1), uint64_t(ceil(min_p * weight_one)));
   const float largest = row.largest;
-  const uint64_t cut = row.cut;
+  const uint64_t last_key = row.last_key;
   float values[items_per_thread];
   load_four(logits, begin, values);
 #pragma unroll
   for (int i = 0; i < items_per_thread; i++) {
-    const bool stays = begin + i < logits.vocab && order_key(values[i], begin + i) <= cut &&
+    const bool stays = begin + i < logits.vocab && order_key(values[i], begin + i) <= last_key &&
                        (!drops_weightless || token_weight(values[i], largest) >= least);
     weights[i] = stays ? token_weight(values[i], largest, temperature) : 0;
   }

@@ -47,7 +47,7 @@ class Prefix:
 
     sequence: Sequence  # the caller's, who releases it
     length: int  # tokens of the prompt that it holds; at least one is left to compute
-    cuts: tuple[int, ...]  # longer lengths at which a step is to end and `PrefixCache.keep` to be called
+    checkpoints: tuple[int, ...]  # longer lengths, ascending, at which `PrefixCache.keep` is to be called
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Pin:
 MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
 MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
 MAX_PASSED_TOKENS = 4 << 20
-MAX_CUTS = 64  # of a prompt, if there is a tier that takes what has no room any more
+MAX_CHECKPOINTS = 64  # of a prompt, if there is a tier that takes what has no room any more
 HALF_LIFE = 64  # prompts after which a use counts half
 
 
@@ -128,21 +128,21 @@ class PrefixCache:
             self._is_recurrent = cache.is_recurrent
         # One prompt leaves half of the states to others, unless what it pushes out goes to RAM.
         share = min(max_states, max(1, max_states // 2))
-        self._max_cuts = max(share, MAX_CUTS) if max_states and self._tiers.is_fast else share
+        self._max_checkpoints = max(share, MAX_CHECKPOINTS) if max_states and self._tiers.is_fast else share
 
     def begin(
         self,
         token_ids: TokenIds[int],
-        borders: Collection[int] = (),
+        boundaries: Collection[int] = (),
         namespace: str = "",
         *,
         comes_again: bool = True,
     ) -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
 
-        borders: lengths after which later prompts may go on differently. comes_again: whether one may begin
-        with all of this prompt, which pauses before its last token then. Remembers that the prompt passed.
-        Raises InvalidRequestError for a prompt without tokens, with nothing changed.
+        boundaries: lengths after which later prompts may go on differently. comes_again: whether one may
+        begin with all of this prompt, which pauses before its last token then. Remembers that the prompt
+        passed. Raises InvalidRequestError for a prompt without tokens, with nothing changed.
         """
         ids = _as_array(token_ids)
         self._prompts += 1
@@ -158,16 +158,16 @@ class PrefixCache:
         self._repeated_tokens += min(matched, len(ids) - 1) - length
         if self._max_states:
             self._tree.remember(namespace, ids)
-        cuts = choose_cuts(
+        checkpoints = choose_checkpoints(
             length,
             len(ids),
             parting=matched if self._is_recurrent else 0,
-            borders=borders if self._is_recurrent else (),
+            boundaries=boundaries if self._is_recurrent else (),
             max_replay=self._max_replay if self._is_recurrent else len(ids),
-            limit=self._max_cuts,
+            limit=self._max_checkpoints,
             comes_again=comes_again,
         )
-        return Prefix(sequence, length, cuts)
+        return Prefix(sequence, length, checkpoints)
 
     def longest(self, token_ids: TokenIds[int], namespace: str = "") -> int:
         """Tokens of the prefix that `begin` would find in the model's memory."""
@@ -372,7 +372,7 @@ class PrefixCache:
         sequence = self._memory.fork(kept.sequence)
         if length < sequence.length:
             with self._memory.contents() as cache:
-                cache.cut(sequence, length)
+                cache.truncate(sequence, length)
         return sequence
 
     def _restore(self, namespace: str, ids: Array, held: Kept | None, start: int) -> Kept | None:
@@ -440,12 +440,12 @@ def _covers(size: CacheSize, num_blocks: int, num_states: int) -> bool:
     return size.num_blocks >= num_blocks and size.num_states >= num_states
 
 
-def choose_cuts(
+def choose_checkpoints(
     start: int,
     length: int,
     *,
     parting: int,
-    borders: Iterable[int],
+    boundaries: Iterable[int],
     max_replay: int,
     limit: int,
     comes_again: bool = True,
@@ -455,46 +455,46 @@ def choose_cuts(
     All lie between `start` and `length`, as a prompt needs its last token computed.
 
     parting: how many of the first tokens other prompts began with.
-    borders: ends of a system prompt, of tools, of messages.
+    boundaries: ends of a system prompt, of tools, of messages.
     comes_again: whether a later prompt may begin with all of this one.
 
-    As far as the limit allows, no cut is more than `max_replay` tokens behind the one before, and one is at
-    the end if the prompt comes again. If there are too many, the order is: the prefix that other prompts
-    have; the part up to the last border; the whole prompt; the part up to the first border; the other
-    borders.
+    As far as the limit allows, no checkpoint is more than `max_replay` tokens behind the one before, and one
+    is at the end if the prompt comes again. If there are too many, the order is: the prefix that other
+    prompts have; the part up to the last boundary; the whole prompt; the part up to the first boundary; the
+    other boundaries.
     """
     end = length - 1
-    inside = sorted({border for border in borders if start < border <= end})
+    inside = sorted({each for each in boundaries if start < each <= end})
     wanted = [(min(parting, end), MIN_GAP)]
-    wanted += [(border, MIN_GAP) for border in inside[-1:]]
+    wanted += [(each, MIN_GAP) for each in inside[-1:]]
     if comes_again:
         wanted.append((end, MIN_GAP))
-    wanted += [(border, MIN_GAP) for border in inside[:1]]
-    wanted += [(border, BLOCK_POSITIONS) for border in inside[1:-1]]
-    cuts: list[int] = []
+    wanted += [(each, MIN_GAP) for each in inside[:1]]
+    wanted += [(each, BLOCK_POSITIONS) for each in inside[1:-1]]
+    checkpoints: list[int] = []
     for position, gap in wanted:
         if (
-            len(cuts) < limit
+            len(checkpoints) < limit
             and position > start
-            and all(abs(position - each) >= gap for each in (start, *cuts))
+            and all(abs(position - each) >= gap for each in (start, *checkpoints))
         ):
-            cuts.append(position)
-    cuts.sort()
+            checkpoints.append(position)
+    checkpoints.sort()
     spacing = max_replay
-    while len(between := _between(start, cuts, spacing)) > limit - len(cuts):
+    while len(between := _between(start, checkpoints, spacing)) > limit - len(checkpoints):
         spacing *= 2
-    return tuple(sorted([*cuts, *between]))
+    return tuple(sorted([*checkpoints, *between]))
 
 
-def _between(start: int, cuts: list[int], spacing: int) -> list[int]:
-    """Positions between `start` and the last cut such that no gap is longer than `spacing`."""
+def _between(start: int, checkpoints: list[int], spacing: int) -> list[int]:
+    """Positions between `start` and the last checkpoint such that no gap is longer than `spacing`."""
     result: list[int] = []
     before = start
-    for cut in cuts:
-        while cut - before > spacing:
+    for checkpoint in checkpoints:
+        while checkpoint - before > spacing:
             # The end of a block, where it may be, as a sequence that goes on then copies no block.
             whole = (before + spacing) // BLOCK_POSITIONS * BLOCK_POSITIONS
             before = whole if whole > before else before + spacing
             result.append(before)
-        before = cut
+        before = checkpoint
     return result

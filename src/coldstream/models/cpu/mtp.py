@@ -91,7 +91,7 @@ class CpuMtp:
                 self._sequences.append(sequence, count)
         except BaseException:
             # Only keys and values behind the end have changed.
-            self._sequences.cut(sequence, first)
+            self._sequences.truncate(sequence, first)
             raise
         output: Array = self._block.outputs[count - 1].copy()
         return output
@@ -112,15 +112,15 @@ class CpuMtp:
         token_ids, log_probs = self._head.outputs
         return token_ids[0].tolist(), log_probs[0].tolist()
 
-    def cut(self, sequence: kvcache.Sequence, length: int) -> None:
-        """See `MtpSequence.cut`."""
-        self._sequences.cut(sequence, length)
+    def truncate(self, sequence: kvcache.Sequence, length: int) -> None:
+        """See `MtpSequence.truncate`."""
+        self._sequences.truncate(sequence, length)
         if length == 0:
             self._sequences.clear(sequence)
 
 
 class MtpSequence:
-    """Rows of one sequence; it gives its memory back once it is cut to none."""
+    """Rows of one sequence; it gives its memory back once it is truncated to none."""
 
     def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
         self._block, self._sequence = block, sequence
@@ -174,13 +174,13 @@ class MtpSequence:
                     return
                 output = self._block.append(self._sequence, candidates[0][:1], output[None])
         finally:
-            self.cut(num_rows)
+            self.truncate(num_rows)
 
     has_fused_steps = False  # the host takes part in every step here
 
     def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> None:
         """None, see `has_fused_steps`."""
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
-        self._block.cut(self._sequence, length)
+        self._block.truncate(self._sequence, length)

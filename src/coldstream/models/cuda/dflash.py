@@ -53,7 +53,7 @@ class RowSpans:
         oldest = self.last + 1 - capacity
         self._spans = [(max(begin, oldest), end) for begin, end in self._spans if end > oldest]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets those from position `length` on."""
         self._spans = [(begin, min(end, length)) for begin, end in self._spans if begin < length]
 
@@ -123,11 +123,11 @@ class DflashRings:
         if count:
             self._spans.append(first, count, min(self._capacities))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets the rows from position `length` on."""
         if self._spans.last < length:
             return
-        self._spans.cut(length)
+        self._spans.truncate(length)
         self._positions.masked_fill_(self._positions >= length, -1)
 
 
@@ -336,7 +336,7 @@ class DflashFusedRows:
         try:
             yield
         except BaseException:
-            self._sequence.cut(0)
+            self._sequence.truncate(0)
             raise
 
 

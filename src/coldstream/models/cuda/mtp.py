@@ -72,7 +72,7 @@ class CudaMtp:
                 loaded.ops.launch(copy_rows_cuda, loaded.outputs.rows(count - 1, 1), loaded.last)
         except BaseException:
             # Only keys and values behind the end have changed.
-            loaded.sequences.cut(sequence, first)
+            loaded.sequences.truncate(sequence, first)
             raise
 
     def draft(self, sequence: kvcache.Sequence, num_steps: int) -> list[tuple[list[int], list[float]]]:
@@ -89,7 +89,7 @@ class CudaMtp:
                     self._found[step].copy_(loaded.candidates, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
         finally:
-            loaded.sequences.cut(sequence, first)
+            loaded.sequences.truncate(sequence, first)
         found = self._found[:num_steps]
         token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
         return list(zip(token_ids, log_probs, strict=True))
@@ -98,9 +98,9 @@ class CudaMtp:
         """Its rows, for fused steps."""
         return MtpFusedRows(self._loaded.sequences, sequence)
 
-    def cut(self, sequence: kvcache.Sequence, length: int) -> None:
-        """See `CudaMtpSequence.cut`."""
-        self._loaded.sequences.cut(sequence, length)
+    def truncate(self, sequence: kvcache.Sequence, length: int) -> None:
+        """See `CudaMtpSequence.truncate`."""
+        self._loaded.sequences.truncate(sequence, length)
         if length == 0:
             self._loaded.sequences.clear(sequence)
 
@@ -129,7 +129,7 @@ class CudaMtp:
 
 
 class CudaMtpSequence:
-    """Rows of one sequence; it gives its memory back once it is cut to none."""
+    """Rows of one sequence; it gives its memory back once it is truncated to none."""
 
     def __init__(self, block: CudaMtp, sequence: kvcache.Sequence) -> None:
         self._block, self._sequence = block, sequence
@@ -183,9 +183,9 @@ class CudaMtpSequence:
         fused = self._block.fused
         return None if fused is None else fused.start(sequence, self._block.rows_of(self._sequence), text)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
-        self._block.cut(self._sequence, length)
+        self._block.truncate(self._sequence, length)
 
 
 class MtpFusedDrafter:
@@ -258,7 +258,7 @@ class MtpFusedRows:
     def keep(self, num_rows: int) -> None:
         """See `FusedRows`."""
         self._cache.append(self._rows, num_rows)
-        self._cache.cut(self._rows, self._rows.length)
+        self._cache.truncate(self._rows, self._rows.length)
 
     def whole_or_cleared(self) -> AbstractContextManager[None]:
         """See `FusedRows`."""

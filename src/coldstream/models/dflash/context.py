@@ -48,7 +48,7 @@ class ContextRows:
             keys, values, positions = keys[first:], values[first:], positions[first:]
         self._count = self._write(keys, values, positions)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forgets the rows from position `length` on."""
         self._count = int(np.searchsorted(self._positions[: self._count], length))
 
@@ -100,7 +100,7 @@ class Context(Protocol):
     @property
     def last_position(self) -> int: ...
 
-    def cut(self, length: int) -> None: ...
+    def truncate(self, length: int) -> None: ...
 
 
 ContextT = TypeVar("ContextT", bound=Context)
@@ -164,7 +164,7 @@ class CommittedRows(ABC, Generic[ContextT]):
             if self._num_waiting >= self._most_waiting:
                 self._compute_waiting()
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
         cannot be computed here.
         """
@@ -178,7 +178,7 @@ class CommittedRows(ABC, Generic[ContextT]):
                     self._compute_waiting()
             self._waiting, self._num_waiting = [], 0
             for rows in self._contexts:
-                rows.cut(length)
+                rows.truncate(length)
         self.length = length
 
     def _compute_waiting(self) -> None:
@@ -190,7 +190,7 @@ class CommittedRows(ABC, Generic[ContextT]):
             self._compute(waiting, np.arange(first, self.length))
         except BaseException:
             for rows in self._contexts:
-                rows.cut(first)
+                rows.truncate(first)
             raise
 
     @abstractmethod

@@ -37,7 +37,7 @@ class Hyperparameters:
         self.num_blocks = self.num_layers + self.num_nextn_layers
         trunk = (f"blk.{layer}.attn_norm.weight" for layer in range(self.num_layers))
         if self.num_nextn_layers and not any(name in tensor_names for name in trunk):
-            what = "holds only the MTP (draft) block of a model: open the model file that it was cut from"
+            what = "holds only the MTP (draft) block of a model: open the model file that it was taken from"
             raise UnsupportedError(f"{shorten(keys.path)} {what}")
 
     @property

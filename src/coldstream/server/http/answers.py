@@ -21,7 +21,7 @@ from coldstream.server.event_stream import EventStream
 from coldstream.server.http.metrics import Metrics
 from coldstream.server.http.settings import ServerSettings
 
-MAX_BORDERS: Final = 5
+MAX_BOUNDARIES: Final = 5
 _STOPPED_RETRY_S: Final = 5.0
 _FIRST_EVENT_S: Final = 1.0  # that a stream's status waits for an error that comes at once
 
@@ -44,19 +44,19 @@ class Serving:
         return Submission(
             request_id=next(self.request_ids),
             request=request,
-            borders=borders_of(request.prompt_token_ids, end_ids),
+            boundaries=boundaries_of(request.prompt_token_ids, end_ids),
             namespace=namespace,
             deadline=None if timeout is None else time.monotonic() + timeout,
             progress=progress,
         )
 
 
-def borders_of(token_ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+def boundaries_of(token_ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
     """Where later prompts are likely to part from this one: after its first turn, which holds the system
     prompt and the tools, and after its last ones. A turn ends with an end token.
     """
     ends = [position for position, token_id in enumerate(token_ids, start=1) if token_id in end_ids]
-    return tuple(ends if len(ends) <= MAX_BORDERS else [ends[0], *ends[1 - MAX_BORDERS :]])
+    return tuple(ends if len(ends) <= MAX_BOUNDARIES else [ends[0], *ends[1 - MAX_BOUNDARIES :]])
 
 
 class Answers:

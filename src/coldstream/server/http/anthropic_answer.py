@@ -14,9 +14,9 @@ from coldstream.server.output import (
     OutputParser,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
 )
 
 Fields = dict[str, Any]
@@ -55,7 +55,7 @@ class MessageBlocks:
     @property
     def content(self) -> list[Fields]:
         """The blocks of the whole answer."""
-        return [_whole(block) for block in self._blocks if block["type"] != "cut"]
+        return [_whole(block) for block in self._blocks if block["type"] != "truncated"]
 
     def _owed(self) -> Iterator[Fields]:
         if self._owes_thought:
@@ -81,9 +81,9 @@ class MessageBlocks:
                 yield self._grown("json", fragment, "input_json_delta", "partial_json")
             case ToolCallEnd() if self._is_in_call:
                 yield from self._closed()
-            case ToolCallCut(text=text) if self._is_in_call:
+            case ToolCallTruncated(text=text) if self._is_in_call:
                 # A call of which only a part was written is none, for those who did not read along.
-                self._blocks[-1]["type"] = "cut"
+                self._blocks[-1]["type"] = "truncated"
                 yield from self._closed()
                 yield from self._events(Content(text))
 

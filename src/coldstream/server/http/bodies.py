@@ -42,7 +42,7 @@ _DIGITS: Final = bytes(ord("0") if chr(each).isdecimal() and each < 128 else ord
 _ESCAPED: Final = b"\0."  # for a character of two bytes: no JSON has the first one
 _CONTINUATIONS: Final = bytes([0, *range(0x80, 0xC0)])  # bytes that begin no character
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-# Escapes of surrogates, in pairs or alone: clients write halves that cut a text in the middle of a character.
+# Escapes of surrogates, in pairs or alone: clients write halves that end a text in the middle of a character.
 _SURROGATE: Final = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )

@@ -15,9 +15,9 @@ from coldstream.server.output import (
     OutputParser,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
 )
 
 Fields = dict[str, Any]
@@ -130,7 +130,7 @@ class ChatAnswer:
             case ToolCallEnd(index=index):
                 reader = self._calls[index].input
                 return self._grown(index, "" if reader is None else reader.finish())
-            case ToolCallCut(index=index, text=text):
+            case ToolCallTruncated(index=index, text=text):
                 # A call of which only a part was written is none. Who reads along has that part already.
                 del self._calls[index]
                 self._content.append(text)

@@ -13,7 +13,7 @@ from coldstream.server.output import LARK
 
 PARAMETER: Final = "input"
 _BEGINNING: Final = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
-# Characters of a JSON string that are complete: an escape sequence at the end may be cut.
+# Characters of a JSON string that are complete: an escape sequence at the end may be incomplete.
 _CHARACTERS: Final = re.compile(r'(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*')
 _SYNTAXES: Final = {"lark": "Lark grammar", "regex": "regular expression"}
 

@@ -18,9 +18,9 @@ from coldstream.server.output import (
     OutputParser,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
 )
 
 Fields = dict[str, Any]
@@ -61,7 +61,7 @@ class ResponseItems:
         self._is_open = False
         self._input: CustomInput | None = None  # of the open call of a custom tool
         self._held: _HeldCall | None = None
-        self._cut: set[int] = set()  # indices of calls that were cut off
+        self._truncated: set[int] = set()  # indices of calls that were cut off
         self.reasoning_tokens = 0
         self.is_incomplete = False
         self.statistics: Statistics | None = None
@@ -69,7 +69,7 @@ class ResponseItems:
     @property
     def output(self) -> list[Fields]:
         """The items of the whole answer."""
-        return [item for index, item in enumerate(self._items) if index not in self._cut]
+        return [item for index, item in enumerate(self._items) if index not in self._truncated]
 
     def push(self, piece: Piece) -> list[Fields]:
         """The events that a piece gives, perhaps none. The last piece sets `statistics`."""
@@ -104,8 +104,8 @@ class ResponseItems:
                 yield from self._call_grown(fragment)
             case ToolCallEnd() if self._is_in_call:
                 yield from self._call_ended()
-            case ToolCallCut(text=text) if self._is_in_call:
-                yield from self._call_cut(text)
+            case ToolCallTruncated(text=text) if self._is_in_call:
+                yield from self._truncated_call(text)
 
     @property
     def _is_in_message(self) -> bool:
@@ -151,10 +151,10 @@ class ResponseItems:
             yield self._grown(rest)
         yield from self._closed()
 
-    def _call_cut(self, text: str) -> Iterator[Fields]:
+    def _truncated_call(self, text: str) -> Iterator[Fields]:
         """A call of which only a part was written is none, for those who did not read along."""
         if self._held is None:
-            self._cut.add(len(self._items) - 1)
+            self._truncated.add(len(self._items) - 1)
         self._held = None
         yield from self._closed("incomplete")
         yield from self._events(Content(text))

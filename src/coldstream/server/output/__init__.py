@@ -16,9 +16,9 @@ from coldstream.server.output.events import (
     OutputEvent,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
 )
 from coldstream.server.output.hermes_calls import HermesCalls
 from coldstream.server.output.parser import THINK, THINK_END, OutputParser
@@ -33,9 +33,9 @@ __all__ = [
     "OutputParser",
     "Reasoning",
     "ToolCallArguments",
-    "ToolCallCut",
     "ToolCallEnd",
     "ToolCallStart",
+    "ToolCallTruncated",
     "call_format",
     "forced_calls",
     "output_parser",

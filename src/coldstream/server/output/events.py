@@ -42,11 +42,11 @@ class ToolCallEnd:
 
 
 @dataclass(frozen=True)
-class ToolCallCut:
+class ToolCallTruncated:
     """The answer ended inside a call that had begun: it is none. `text` is what was written of it."""
 
     index: int
     text: str
 
 
-OutputEvent = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallCut
+OutputEvent = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallTruncated

@@ -1,6 +1,6 @@
 """Distinguishes reasoning, content and calls in the text of an answer, while it comes.
 
-Events do not depend on where the text is cut into pieces, except for how their texts are cut.
+Events do not depend on the pieces in which the text comes. Only the pieces of their own texts do.
 A thought ends at its closing tag, or where a call of a known tool begins: models forget to close it. One that
 never ends is reasoning to the last. Blanks around tags are no part of what lies between them.
 """
@@ -16,9 +16,9 @@ from coldstream.server.output.events import (
     OutputEvent,
     Reasoning,
     ToolCallArguments,
-    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
+    ToolCallTruncated,
 )
 from coldstream.server.output.tools import ToolSignatures
 
@@ -161,7 +161,7 @@ class OutputParser:
         if progress.has_ended:
             events.append(ToolCallEnd(index))
         elif is_last:
-            events.append(ToolCallCut(index, "".join(self._read) + self._text))
+            events.append(ToolCallTruncated(index, "".join(self._read) + self._text))
             self._text = ""
         else:
             return False

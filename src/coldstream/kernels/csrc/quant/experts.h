@@ -1,7 +1,7 @@
 // The routed experts of a batch: down_e(silu(gate_e x) · up_e x) for each (token, expert) pair, kept apart.
 //
 // Pairs are sorted by expert, so that an expert's weights are read once for all of its rows. The rows of one
-// expert are cut into jobs of at most 128 rows, a job into tiles of 16; tasks are (job, slice of weight
+// expert are split into jobs of at most 128 rows, a job into tiles of 16; tasks are (job, slice of weight
 // rows).
 #pragma once
 

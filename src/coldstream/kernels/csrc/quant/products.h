@@ -1,5 +1,5 @@
-// One weight slice times a batch of activations: chooses the kernel, and cuts the batch to its size. Used by
-// every op; runs on one worker.
+// One weight slice times a batch of activations: chooses the kernel, and divides the batch by its size. Used
+// by every op; runs on one worker.
 #pragma once
 
 #include <cstddef>

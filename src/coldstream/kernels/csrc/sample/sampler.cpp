@@ -92,13 +92,13 @@ int32_t order_of_at_least(int64_t k, const int32_t* largest, int64_t blocks, int
   return copy[k - 1];
 }
 
-// Keeps, in their order, the keys up to `cut`. Returns their number.
-int64_t keep_up_to(uint64_t cut, uint64_t* keys, int64_t count) {
+// Keeps, in their order, the keys up to `last_key`. Returns their number.
+int64_t keep_up_to(uint64_t last_key, uint64_t* keys, int64_t count) {
   int64_t kept = 0;
   for (int64_t i = 0; i < count; i++) {
     const uint64_t key = keys[i];
     keys[kept] = key;
-    kept += key <= cut;
+    kept += key <= last_key;
   }
   return kept;
 }
@@ -138,7 +138,7 @@ struct WeightedKey {
 };
 
 // The first key, by rank, at which the running sum of weights reaches `bound`; the last one if none does.
-uint64_t weighted_cut(WeightedKey* first, WeightedKey* last, uint64_t bound) {
+uint64_t weighted_last_key(WeightedKey* first, WeightedKey* last, uint64_t bound) {
   const auto is_before = [](const WeightedKey& a, const WeightedKey& b) { return a.key < b.key; };
   while (last - first > 1) {
     WeightedKey* middle = first + (last - first) / 2;
@@ -166,7 +166,7 @@ int64_t keep_by_weight(const TokenSettings& settings, float largest, int64_t cou
   for (int64_t i = 0; i < count; i++) sorted[i] = {keys[i], weights[i]};
   // At least 1: the first token always stays.
   const uint64_t bound = std::max(uint64_t{1}, high64(uint64_t(settings.top_p * two_to_64), total));
-  return keep_up_to(weighted_cut(sorted, sorted + count, bound), keys, count);
+  return keep_up_to(weighted_last_key(sorted, sorted + count, bound), keys, count);
 }
 
 int32_t draw(const TokenSettings& settings, float largest, int64_t count, const RowMemory& memory) {

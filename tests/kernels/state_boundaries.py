@@ -1,4 +1,4 @@
-"""Batches of chains that leave their state behind at borders, and the same rows in calls that end there."""
+"""Batches of chains that leave a state behind at boundaries, and the same rows in calls that end there."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,16 +13,16 @@ from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, Rows
 
 @dataclass(frozen=True)
 class Chain:
-    """Rows of one sequence. state_ids: of the first rows, and of those after each of `borders`."""
+    """Rows of one sequence. state_ids: of the first rows, and of those after each of `boundaries`."""
 
     num_rows: int
     state_ids: tuple[int, ...]
-    borders: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     @property
     def ends(self) -> list[tuple[int, int, int]]:
         """(first row, row behind, state) of each part."""
-        starts = pairwise((0, *self.borders, self.num_rows))
+        starts = pairwise((0, *self.boundaries, self.num_rows))
         return [(*part, state_id) for part, state_id in zip(starts, self.state_ids, strict=True)]
 
 
@@ -51,7 +51,7 @@ def rows_of(chains: list[Chain]) -> Rows:
 
 
 def separately(case: DeltaCase, chains: list[Chain]) -> tuple[torch.Tensor, ...]:
-    """Outputs and both states of calls that end at the borders, where the state is copied on."""
+    """Outputs and both states of calls that end at the boundaries, where the state is copied on."""
     conv_state, state = case.states()
     out, start = torch.zeros(len(case.state_ids), case.value_width), 0
     for chain in chains:
@@ -71,15 +71,15 @@ def separately(case: DeltaCase, chains: list[Chain]) -> tuple[torch.Tensor, ...]
 
 @st.composite
 def some_chains(draw: st.DrawFn, num_states: int, most_rows: int = 40) -> list[Chain]:
-    """Chains with borders, short and long ones without, in any order; no two have a state in common."""
+    """Chains with boundaries, short and long ones without, in any order; no two have a state in common."""
     chains, free = [], draw(st.permutations(range(num_states)))
     while free and len(chains) < 4:
         num_rows = draw(st.one_of(st.integers(1, 3), st.integers(MIN_FORK_ROWS + 1, most_rows)))
         most = min(3, len(free) - 1) if num_rows > MIN_FORK_ROWS else 0
         places = st.integers(MIN_FORK_ROWS, max(MIN_FORK_ROWS, num_rows - 1))
-        borders = sorted(draw(st.sets(places, max_size=most)))
-        chains.append(Chain(num_rows, tuple(free[: len(borders) + 1]), tuple(borders)))
-        free = free[len(borders) + 1 :]
+        boundaries = sorted(draw(st.sets(places, max_size=most)))
+        chains.append(Chain(num_rows, tuple(free[: len(boundaries) + 1]), tuple(boundaries)))
+        free = free[len(boundaries) + 1 :]
         if draw(st.booleans()):
             break
     return chains

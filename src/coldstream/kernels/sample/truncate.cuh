@@ -11,13 +11,13 @@ constexpr int list_capacity = 8192;
 constexpr int digit_bits = 11;
 static_assert(1 << digit_bits == num_bins, "one histogram serves bins and digits");
 
-enum Pending : uint32_t { nothing, top_k_cut, top_p_cut };
+enum Pending : uint32_t { nothing, top_k_truncation, top_p_truncation };
 
 // A row's state between the launches. Zero at first.
 struct SamplerRow {
   ArgmaxRow argmax;
-  uint64_t cut;        // tokens with greater order keys are out
-  uint64_t remaining;  // of the pending cut: the part of the target bin's count or weight that is kept
+  uint64_t last_key;   // tokens with greater order keys are out
+  uint64_t remaining;  // of the pending truncation: the part of the target bin's count or weight that is kept
   float largest;       // logit
   uint32_t is_open;    // whether a token must be drawn
   Pending pending;
@@ -37,10 +37,11 @@ __device__ __forceinline__ int bin_of(float logit, float largest) {
 }
 
 __device__ __forceinline__ bool is_candidate(const SamplerRow& row, uint64_t key) {
-  return key <= row.cut && bin_of(key_logit(key), row.largest) == row.target_bin;
+  return key <= row.last_key && bin_of(key_logit(key), row.largest) == row.target_bin;
 }
 
-// The tokens of the target bin before the cut: from the list, or from the logits if the list is too short.
+// The tokens of the target bin up to the last key: from the list, or from the logits if the list is too
+// short.
 struct Candidates {
   const SamplerRow& row;
   const Row& logits;
@@ -59,17 +60,17 @@ struct Candidates {
   }
 };
 
-__device__ __forceinline__ uint64_t weight_up_to(const Candidates& candidates, uint64_t cut) {
+__device__ __forceinline__ uint64_t weight_up_to(const Candidates& candidates, uint64_t last_key) {
   uint64_t sum = 0;
   const float largest = candidates.row.largest;
   candidates.for_each([&](uint64_t key) {
-    if (key <= cut) sum += token_weight(key_logit(key), largest);
+    if (key <= last_key) sum += token_weight(key_logit(key), largest);
   });
   return sum_in_block(sum);
 }
 
 // The key at which the running sum, in ascending order of keys, of counts or weights reaches `remaining`.
-__device__ uint64_t select_cut(const Candidates& candidates, bool by_weight, uint64_t remaining) {
+__device__ uint64_t select_last_key(const Candidates& candidates, bool by_weight, uint64_t remaining) {
   __shared__ uint32_t counts[num_bins];
   __shared__ uint64_t weights[num_bins];
   __shared__ uint64_t found;
@@ -120,7 +121,7 @@ __device__ __forceinline__ void plan_top_k(SamplerRow& row, int top_k) {
   if (threadIdx.x != 0) return;
   row.target_bin = min(crossing.index, num_bins - 1);
   row.remaining = top_k - crossing.before;
-  row.pending = top_k_cut;
+  row.pending = top_k_truncation;
 }
 
 // The same for top-p < 1, of the tokens that top-k left: all of the bins before `last_bin`, and `last_weight`
@@ -141,7 +142,7 @@ __device__ __forceinline__ void plan_top_p(SamplerRow& row, double top_p, int la
   if (threadIdx.x != 0) return;
   row.target_bin = crossing.index;
   row.remaining = bound - crossing.before;
-  row.pending = top_p_cut;
+  row.pending = top_p_truncation;
 }
 
 }  // namespace coldstream

@@ -1,4 +1,4 @@
-"""An engine passes over the places where prefixes are kept: same tokens, same prefixes, fewer steps."""
+"""An engine crosses the checkpoints of a prompt: same tokens, same prefixes, fewer steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ SIZES = {"room": CacheSize(20, 12), "three states": CacheSize(6, 3), "one state"
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("borders") / "tiny.gguf")[0]
+    return write_gguf(tmp_path_factory.mktemp("boundaries") / "tiny.gguf")[0]
 
 
 def opened_model(path: Path, size: CacheSize) -> OpenedModel:
@@ -62,11 +62,11 @@ def kept_lengths(client: Client) -> list[int]:
 def served(
     opened: OpenedModel, prompts: Sequence[tuple[list[int], tuple[int, ...], int]]
 ) -> tuple[list[list[Answer]], list[int], object]:
-    """Answers to prompts with borders, one after the other, what is kept then, and how often it was found."""
+    """Answers to prompts with boundaries in sequence, what is kept then, and how often it was found."""
     with engine_of(opened, EngineLimits(target_step_ms=1000)) as client:
         answers, reused = [], []
-        for prompt, borders, n in prompts:
-            request = client.add(prompt, replace(SAMPLED, n=n), borders=borders)
+        for prompt, boundaries, n in prompts:
+            request = client.add(prompt, replace(SAMPLED, n=n), boundaries=boundaries)
             client.drain()
             answers.append(client.answers(request))
             reused += [output.statistics.reused_tokens for output in client.outputs(request)]
@@ -82,8 +82,9 @@ def test_tokens_and_prefixes_are_those_of_steps_that_end_there(path: Path, size:
         for _ in range(data.draw(st.integers(1, 3))):
             parts = data.draw(st.lists(st.sampled_from((1, 9, 40, 120)), min_size=1, max_size=3))
             prompt = PROMPT[: sum(parts)] + [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 60))
-            borders = tuple(sum(parts[: i + 1]) for i in range(len(parts)))
-            prompts.append((prompt, borders, data.draw(st.sampled_from((1, 1, 2)))))
+            ends = (sum(parts[: i + 1]) for i in range(len(parts)))
+            boundaries = tuple(end for end in ends if end <= len(prompt))
+            prompts.append((prompt, boundaries, data.draw(st.sampled_from((1, 1, 2)))))
         found = served(opened, prompts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "MIN_FORK_ROWS", NEVER)
@@ -98,7 +99,7 @@ def test_tokens_and_prefixes_are_those_of_steps_that_end_there(path: Path, size:
 def test_a_first_token_takes_one_step(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(opened) as client:
         steps = rows_of_steps(client, monkeypatch)
-        first = client.add(PROMPT[:110], SAMPLED, borders=(40, 60))
+        first = client.add(PROMPT[:110], SAMPLED, boundaries=(40, 60))
         client.step()
         assert (steps, len(client.tokens_so_far(first))) == ([[110]], 1)
         assert kept_lengths(client) == [40, 60, 109]
@@ -111,7 +112,7 @@ def test_a_first_token_takes_one_step(opened: OpenedModel, monkeypatch: pytest.M
 
 def test_prefixes_in_the_block_that_an_answer_goes_on_in_make_way_for_it(path: Path) -> None:
     with LLM.from_opened(opened_model(path, CacheSize(3, 12))) as llm, engine_of(llm.opened) as client:
-        request = client.add(PROMPT[:110], SAMPLED, borders=(40, 60))
+        request = client.add(PROMPT[:110], SAMPLED, boundaries=(40, 60))
         client.step()
         assert kept_lengths(client) == [40, 60, 109]
         other = llm.opened.runner.new_sequence()
@@ -123,10 +124,12 @@ def test_prefixes_in_the_block_that_an_answer_goes_on_in_make_way_for_it(path: P
         assert client.answers(request) == alone(llm, PROMPT[:110], SAMPLED)
 
 
-def test_a_step_ends_at_a_cut_that_is_too_near(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ends_at_a_checkpoint_that_is_too_near(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine_of(opened) as client:
         steps = rows_of_steps(client, monkeypatch)
-        client.add(PROMPT * 2, SAMPLED, borders=(300, 520))
+        client.add(PROMPT * 2, SAMPLED, boundaries=(300, 520))
         for _ in range(3):
             client.step()
         assert steps == [[512], [8], [80]]
@@ -134,7 +137,7 @@ def test_a_step_ends_at_a_cut_that_is_too_near(opened: OpenedModel, monkeypatch:
         client.drain()
 
 
-def test_where_a_state_is_lacking_the_step_ends_at_the_first_border_without_one(
+def test_where_a_state_is_lacking_the_step_ends_at_the_first_boundary_without_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM.from_opened(opened_model(path, CacheSize(8, 4))) as llm:
@@ -144,7 +147,7 @@ def test_where_a_state_is_lacking_the_step_ends_at_the_first_border_without_one(
             for each in others:
                 llm.opened.runner.step(Batch((Segment(each, [1]),)))
             steps = rows_of_steps(client, monkeypatch)
-            request = client.add(PROMPT[:200], SAMPLED, borders=(100,))
+            request = client.add(PROMPT[:200], SAMPLED, boundaries=(100,))
             client.step()
             assert steps == [[199]], "its state, and that at 100"
             client.drain()
@@ -166,7 +169,7 @@ def test_a_step_that_fails_leaves_no_fork(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     with engine_of(opened) as client:
-        request = client.add(PROMPT, SAMPLED, borders=(40, 60))
+        request = client.add(PROMPT, SAMPLED, boundaries=(40, 60))
         with monkeypatch.context() as patch:
             patch.setattr(CpuRunner, part, fail)
             client.step()
@@ -191,7 +194,7 @@ def test_an_interruption_anywhere_leaves_no_fork_and_the_same_tokens(
 ) -> None:
     wanted = alone(LLM.from_opened(opened), PROMPT, SAMPLED)
     with engine_of(opened) as client:
-        request = client.add(PROMPT, SAMPLED, borders=(40, 60))
+        request = client.add(PROMPT, SAMPLED, boundaries=(40, 60))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -204,7 +207,7 @@ def test_an_interruption_anywhere_leaves_no_fork_and_the_same_tokens(
 
 def test_a_cancelled_request_leaves_what_its_last_step_has_kept(opened: OpenedModel) -> None:
     with engine_of(opened, clock=FakeClock()) as client:
-        request = client.add(PROMPT, SAMPLED, borders=(40,))
+        request = client.add(PROMPT, SAMPLED, boundaries=(40,))
         client.step()
         client.engine.cancel(request)
         client.drain()
@@ -225,7 +228,7 @@ def test_what_is_not_finite_is_not_kept(
 
     monkeypatch.setattr(CpuRunner, "_logits_of", poisoned)
     with engine_of(opened) as client:
-        request = client.add(PROMPT, SAMPLED, borders=(40, 60))
+        request = client.add(PROMPT, SAMPLED, boundaries=(40, 60))
         client.drain()
         assert is_cancelled or client.error(request) is not None
         assert kept_lengths(client) == []

@@ -6,7 +6,7 @@ from cpu_cases import Output, Results, run_everywhere, same_bits
 from delta_cases import DeltaCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_borders import Chain, rows_of, separately, some_chains, states_of
+from state_boundaries import Chain, rows_of, separately, some_chains, states_of
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import batch_rows
@@ -34,7 +34,7 @@ def run(runtime: _csrc.Runtime, case: DeltaCase, chains: list[Chain]) -> Results
 
 @given(chains=some_chains(NUM_STATES))
 @settings(max_examples=40, deadline=None)
-def test_borders_change_no_bit(fastest: _csrc.Runtime, chains: list[Chain]) -> None:
+def test_boundaries_change_no_bit(fastest: _csrc.Runtime, chains: list[Chain]) -> None:
     case = case_of(chains)
     found, expected = run(fastest, case, chains), separately(case, chains)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
@@ -74,7 +74,7 @@ def test_the_definition_is_separate_calls(chains: list[Chain], data: st.DataObje
         ([Chain(1, (1,)), Chain(MIN + 4, (0, 1), (MIN,))], "must be adjacent"),
     ],
 )
-def test_bad_borders_are_refused_and_change_nothing(
+def test_bad_boundaries_are_refused_and_change_nothing(
     fastest: _csrc.Runtime, chains: list[Chain], message: str
 ) -> None:
     case, rows = case_of(chains), rows_of(chains)

@@ -32,7 +32,7 @@ def test_what_a_step_in_flight_has_left_is_kept_once_its_token_is_known(models: 
     wanted = alone(cpu, PROMPT, PARAMS)[0][1]
     longer = [*PROMPT[:17], 9, 9]
     with engine_of(gpu.opened) as client:
-        request = client.add(PROMPT, PARAMS, borders=(17,))
+        request = client.add(PROMPT, PARAMS, boundaries=(17,))
         client.step()
         assert client.engine._in_flight is not None
         assert (client.tokens_so_far(request), kept_lengths(client)) == ([], [])
@@ -53,7 +53,7 @@ def test_a_step_in_flight_that_nobody_waits_for_gives_its_forks_back(
     gpu, cpu = models
     before = gpu.opened.runner.free
     client = Client(Engine(gpu.opened, EngineLimits()), gpu.opened)
-    request = client.add(PROMPT, PARAMS, borders=(17,))
+    request = client.add(PROMPT, PARAMS, boundaries=(17,))
     client.step()
     assert gpu.opened.runner.free.num_states == before.num_states - 3
     if how == "cancelled":

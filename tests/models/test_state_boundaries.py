@@ -57,23 +57,23 @@ def following(runner: OneSequence, sequence: Sequence) -> list[np.ndarray]:
     num_rows=st.integers(MIN + 1, 250),
     data=st.data(),
 )
-def test_any_borders_have_the_bits_of_steps_that_end_there(
+def test_any_boundaries_have_the_bits_of_steps_that_end_there(
     runner: OneSequence, first: int, num_rows: int, data: st.DataObject
 ) -> None:
-    borders = sorted(data.draw(st.sets(st.integers(MIN, num_rows - 1), min_size=1, max_size=4)))
+    boundaries = sorted(data.draw(st.sets(st.integers(MIN, num_rows - 1), min_size=1, max_size=4)))
     is_shared = data.draw(st.booleans())
     # All draws come first: one that ends the example would leave sequences behind.
-    order = data.draw(st.permutations(range(len(borders) + 1)))
+    order = data.draw(st.permutations(range(len(boundaries) + 1)))
     ids, text = prompt(first + num_rows), runner.new_sequence()
     if first:
         step(runner, text, ids[:first])
-    forks = tuple((border, runner.new_sequence()) for border in borders)
+    forks = tuple((boundary, runner.new_sequence()) for boundary in boundaries)
     shared = runner.fork(text) if is_shared else None
     free, need = runner.free, runner.need_of([Demand(text, num_rows, None, [each for _, each in forks])])
     last = step(runner, text, ids[first:], forks)
     assert free.num_blocks - runner.free.num_blocks == need.num_blocks
     assert free.num_states - runner.free.num_states == need.num_states
-    lengths = [*(first + border for border in borders), first + num_rows]
+    lengths = [*(first + boundary for boundary in boundaries), first + num_rows]
     held = [*(fork for _, fork in forks), text]
     assert [each.length for each in held] == lengths
     # In any order, as each may be the first to write to a block that they share.
@@ -108,7 +108,7 @@ def test_a_gpu_leaves_what_the_cpu_does(tmp_path: Path) -> None:
         for runner, results in ((gpu, found), (cpu, expected)):
             text, other, third = (runner.new_sequence() for _ in range(3))
             step(runner, text, ids[:200])
-            forks = tuple((border, runner.new_sequence()) for border in (17, 56, 60, 99))
+            forks = tuple((boundary, runner.new_sequence()) for boundary in (17, 56, 60, 99))
             runner.step(
                 Batch(
                     (

@@ -7,7 +7,7 @@ import torch
 from delta_cases import DeltaCase, weights_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_borders import Chain, rows_of, separately, some_chains, states_of
+from state_boundaries import Chain, rows_of, separately, some_chains, states_of
 
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net import cuda
@@ -71,7 +71,7 @@ def test_prompts_leave_states_behind(heads: tuple[int, int, int, int], chains: l
 
 
 @pytest.mark.usefixtures("few_instances", "host")
-def test_any_borders_have_the_bits_of_separate_steps() -> None:
+def test_any_boundaries_have_the_bits_of_separate_steps() -> None:
     @settings(max_examples=15, deadline=None)
     @given(chains=some_chains(NUM_STATES))
     def check_all(chains: list[Chain]) -> None:
@@ -90,7 +90,7 @@ def test_a_gpu_leaves_the_same_states(heads: tuple[int, int, int, int], chains: 
 
 
 @pytest.mark.gpu
-def test_any_borders_on_a_gpu() -> None:
+def test_any_boundaries_on_a_gpu() -> None:
     @settings(max_examples=40, deadline=None)
     @given(chains=st.one_of(some_chains(NUM_STATES), some_chains(NUM_STATES, 700)))
     def check_all(chains: list[Chain]) -> None:
