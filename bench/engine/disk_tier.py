@@ -112,10 +112,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         forget_pages(options.model)
         ours = Side(*our_limit.command(*our_command(options, str(limit_bytes - HEADROOM))))
         peer = peer_side(options, peer_limit, is_random)
-        sides = (ours, peer)
+        engines = (ours, peer)
         with closing(ours), closing(peer):
             answers = [
-                tuple(side.ask("generate", options.tokens) for side in sides)
+                tuple(engine.ask("generate", options.tokens) for engine in engines)
                 for _ in range(options.pairs + 1)
             ]
     with closing(Side(*our_command(options))) as unlimited:

@@ -1,5 +1,5 @@
-"""Paired CPU benchmark against llama.cpp: both models loaded, the two sides timed in turn, ratios pair by
-pair.
+"""Paired CPU benchmark against llama.cpp: both models loaded, the two engines timed alternately, ratios pair
+by pair.
 
     python -m bench.peers.versus_llama_cpp MODEL --peer-python PEER/bin/python --out docs/results/NAME.json
 
@@ -137,7 +137,7 @@ def tune_peer(python: str, model: str, threads: int, cases: Sequence[Case]) -> d
 
 
 def compare_case(case: Case, ours: Side, peer: Side, num_pairs: int) -> dict[str, float]:
-    """The medians of both sides and of the ratios of pairs, whose sides run in turn."""
+    """The medians of both sides and of the ratios of pairs, whose two runs alternate."""
     for side in (ours, peer):
         case.prepare(side)
     pairs = [(case.run(ours), case.run(peer)) for _ in range(num_pairs)]

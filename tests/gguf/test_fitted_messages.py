@@ -115,7 +115,7 @@ def test_a_late_system_message_is_the_users_in_a_frame() -> None:
     assert text == f"<user>text0.</><user>{framed}</><assistant>text2.</>"
 
 
-def test_sides_that_must_alternate_are_joined() -> None:
+def test_roles_that_must_alternate_are_joined() -> None:
     with opened("no system, alternating, as Gemma") as template:
         text = template.render(numbered(["system", "user", "user", "assistant", "assistant"])).text
     joined = "\n\n".join([SYSTEM_FRAME.format("text0."), "text1.", "text2."])

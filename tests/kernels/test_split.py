@@ -48,7 +48,7 @@ def test_no_other_experts_of_that_number_are_better(numbers: list[int], times: M
         assert times.nanoseconds(count, by_cpu) >= chosen
 
 
-def test_both_sides_end_at_about_the_same_time() -> None:
+def test_cpu_and_bus_end_at_about_the_same_time() -> None:
     times = MissTimes(100, FLAT)
     assert times.num_streamed([1] * 30) == 10
     assert times.nanoseconds(10, [1] * 20) == 1000

@@ -26,7 +26,7 @@ USER: Any = {"role": "user", "content": "import os"}
 AFTER: Any = {"role": "assistant", "content": "x"}
 BRIEF = "Be brief, from now on."
 LEFT_OUT = "left out: this model reads text only]"
-# ChatML whose system message must be first, whose sides alternate, and which knows three efforts.
+# ChatML whose system message must be first, whose roles alternate, and which knows three efforts.
 STRICT = (
     "{% if enable_thinking is undefined or enable_thinking %}"
     "{% set e = reasoning_effort | default('xhigh') %}"

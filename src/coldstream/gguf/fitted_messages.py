@@ -10,7 +10,7 @@ its text and its place in the conversation, so that what was computed for the me
   make the template leave out the thoughts before it.
 - Where a message of the user is needed and there is none, a note says that there is none.
 - Messages of one side that may not follow each other are one, with blank lines between.
-- Calls and results of tools that a template does not show are texts of the two sides.
+- Calls and results of tools that a template does not show are texts of the two roles.
 
 What is given is decided by what the template is and by the messages before, never by later ones. Knows no
 control tokens: all text that is written here counts as the caller's.
@@ -106,13 +106,13 @@ def _needed_user(turns: Sequence[Message], template: TemplateCapabilities) -> li
 
 def _alternating(turns: Sequence[Message], template: TemplateCapabilities) -> list[Message]:
     """`turns` in which messages of one side follow each other only where that is accepted."""
-    sides: list[list[Message]] = []  # each what becomes one message
+    groups: list[list[Message]] = []  # each what becomes one message
     for turn in turns:
-        if sides and sides[-1][0]["role"] == turn["role"] and _is_to_join(turn["role"], template):
-            sides[-1].append(turn)
+        if groups and groups[-1][0]["role"] == turn["role"] and _is_to_join(turn["role"], template):
+            groups[-1].append(turn)
         else:
-            sides.append([turn])
-    return list(map(_joined, sides))
+            groups.append([turn])
+    return list(map(_joined, groups))
 
 
 def _is_to_join(role: str, template: TemplateCapabilities) -> bool:
