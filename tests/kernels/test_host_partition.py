@@ -115,9 +115,14 @@ class Shared:
         )
         self.keys = torch.tensor([key - (1 << 32) * (key >> 31) for key in layer.keys], dtype=torch.int32)
         offsets = (ctypes.c_int64 * MATRICES)(*OFFSETS)
-        prefetched = Prefetched(self.keys.data_ptr(), Room(RING, PLACE_BYTES, offsets, len(layer.keys)))
+        prefetched = Prefetched(
+            keys=self.keys.data_ptr(),
+            room=Room(data=RING, place_bytes=PLACE_BYTES, offsets=offsets, count=len(layer.keys)),
+        )
         self.staged = torch.full((1 + layer.num_staging,), NOTHING_WRITTEN).int()
-        staging = Staging(self.staged, Room(STAGING, PLACE_BYTES, offsets, layer.num_staging))
+        staging = Staging(
+            self.staged, Room(data=STAGING, place_bytes=PLACE_BYTES, offsets=offsets, count=layer.num_staging)
+        )
         self._slots = [torch.tensor(slots) for slots in layer.slots]
         words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
         self._times = torch.tensor(words, dtype=torch.int32)

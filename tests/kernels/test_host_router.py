@@ -188,13 +188,15 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     come = int(ids[ids % 2 == 0][0])
     here, next_layer = (layer << 16 | come) + 1, (layer + 1) << 16
     keys = torch.tensor([0, here, 0, 0], dtype=torch.int32)
-    room = Room(1 << 30, 4096, (ctypes.c_int64 * MATRICES)(0, 256, 512), 4)
-    prefetched = Prefetched(keys.data_ptr(), room)
+    room = Room(data=1 << 30, place_bytes=4096, offsets=(ctypes.c_int64 * MATRICES)(0, 256, 512), count=4)
+    prefetched = Prefetched(keys=keys.data_ptr(), room=room)
     # In the places of the layer after the next: one that was used, one that was not, and an empty one.
     used = next_layer + 6 | USED
     emptied = torch.tensor([used - (1 << 32), next_layer + 8, 0], dtype=torch.int32)
     reached, tallies = torch.zeros(1, dtype=torch.int32), torch.zeros(5, len(TALLIES), dtype=torch.int32)
-    notes = PrefetchNotes(emptied.data_ptr(), 3, reached.data_ptr(), tallies.data_ptr())
+    notes = PrefetchNotes(
+        emptied=emptied.data_ptr(), count=3, reached=reached.data_ptr(), tallies=tallies.data_ptr()
+    )
     times = torch.zeros(NUM_WORDS, dtype=torch.int32)
     sharing = sharing_of(stacks, times, box, layer, places, noted, prefetched, notes)
     arrivals = torch.zeros(1, dtype=torch.int32)

@@ -1,12 +1,12 @@
-"""Structs in Python have the kernels' layouts, and numbers on both sides are equal.
+"""Structs read from CUDA sources have the compiler's layouts, and numbers on both sides are equal.
 
 CUDA's own compiler compares: a file of kernels is compiled with an assertion for every field and number.
 """
 
 import ctypes
 import struct
-import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,15 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARG
 from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import merge_cuda as merge
 from coldstream.kernels.attention import move_rows
-from coldstream.kernels.attention.arguments import AttentionShape, CacheStrides
+from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
-from coldstream.kernels.cuda import copy_rows, few_shapes, many_tiles
+from coldstream.kernels.cuda import few_shapes, many_tiles
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
+from coldstream.kernels.cuda.structs import declared_structs
 from coldstream.kernels.draft_block import HEAD_SIZES
 from coldstream.kernels.draft_block import cuda as draft_block
 from coldstream.kernels.experts import cuda as experts_few
@@ -38,145 +39,38 @@ from coldstream.kernels.experts import (
     split,
     stage,
     stamps,
-    wait_answer,
 )
-from coldstream.kernels.fused import cuda as fused
 from coldstream.kernels.fused.reference import NUM_COLUMNS
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
-from coldstream.kernels.linear import cuda_float_many as float_many
 from coldstream.kernels.linear import cuda_many as linear_many
 from coldstream.kernels.linear import few_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
-from coldstream.kernels.rms_norm import cuda as rms_norm
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
-from coldstream.kernels.sample import admit
 from coldstream.kernels.sample import cuda as sample
-from coldstream.kernels.top_log_probs import cuda as top_log_probs
 
-FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
+for path in KERNELS.rglob("*.py"):
+    if "\n@declared_in(" in path.read_text():
+        import_module(".".join(path.relative_to(KERNELS.parents[1]).with_suffix("").parts))
+
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
-
+FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
 TILING = "coldstream::many::{}"
-SHARED_OUT = {
-    "Stack": partition.Stack,
-    "Places": partition._Places,
-    "Mailbox": partition._Mailbox,
-    "Room": partition.Room,
-    "Prefetched": partition.Prefetched,
-    "Staging": partition.StagingFields,
-    "PrefetchNotes": partition.PrefetchNotes,
-    "Sharing": partition.Sharing,
-    "LayerStamps": stamps.LAYER_STAMPS,
-}
-ANSWER = {"Answer": rms_norm._Answer}
-DELTA_NET = {
-    "DeltaLayer": delta_net._Layer,
-    "DeltaRows": delta_net._Rows,
-    "DeltaStates": delta_net._States,
-    "DeltaOutputs": delta_net._Outputs,
-}
 
 
 def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
     return AttentionShape(2, 2, head_dim, CACHE_TYPES[cache_name])
 
 
-STRUCTURES: Mapping[str, Mapping[str, Layout]] = {
-    "attention/integers_prepare.cu": {
-        "PrepareIntegersArguments": integers.PrepareIntegersArguments,
-        "BatchRows": integers.BatchArguments,
-        "CacheStrides": CacheStrides,
-    },
-    "attention/integers.cu": {"IntegersArguments": integers.IntegersArguments},
-    "attention/move_rows.cu": {
-        "MovedPath": move_rows.MovedPath,
-        "MovedCaches": move_rows.MovedCaches,
-        "CacheStrides": CacheStrides,
-    },
-    "attention/merge.cu": {"MergeArguments": merge.MergeArguments},
-    "cuda/copy_rows.cu": {"CopiedPart": copy_rows._Part, "CopiedParts": copy_rows._Parts},
-    "experts/few.cu": {
-        "ExpertMatrix": experts_few.ExpertMatrix,
-        "GateUp": experts_few.GateUp,
-        "Down": experts_few.Down,
-        "PairRows": experts_few.PairRowsArgument,
-        "MatrixShape": few_shapes.MatrixShape,
-    },
-    "experts/grouped.cu": {
-        "Chosen": experts_grouped.Chosen,
-        "TokenRows": experts_grouped.TokenRows,
-        "GroupedPlan": experts_grouped.GroupedPlan,
-    },
-    "experts/many.cu": {
-        "ExpertsJob<true>": experts_many.ExpertsJob,
-        "ExpertsJob<false>": experts_many.ExpertsJob,
-        "Activations": many_tiles.ActivationsArgument,
-    },
-    "experts/stage.cu": {**SHARED_OUT, "StagedLayer": stage._StagedLayer},
-    "experts/partition.cu": SHARED_OUT,
-    "experts/place_group.cu": {"Group": place_group._Group, "Tables": place_group._Tables},
-    "experts/prefetch.cu": {**SHARED_OUT, "Target": prefetch._Target},
-    "experts/wait_answer.cu": {"Answer": wait_answer._Answer},
-    "experts/write_addresses.cu": {"Entry": np.dtype([("where", np.int64), ("value", np.int64)])},
-    "gated_delta_net/decode.cu": {**DELTA_NET, "Arrivals": delta_net._Pointers2},
-    "gated_delta_net/prefill.cu": {**DELTA_NET, "DeltaWorkspace": delta_net._Workspace},
-    "gated_delta_net/replay.cu": {
-        "DeltaLayer": delta_net._Layer,
-        "DeltaStates": delta_net._States,
-        "DeltaKept": delta_net._Kept,
-        "DeltaPath": delta_net._Path,
-        "ReplayedLayer": delta_net._Replayed,
-        "ReplayedLayers": delta_net._ReplayedLayers,
-    },
-    "linear/few.cu": {
-        "LinearMatrix": linear_few.LinearMatrix,
-        "LinearMatrices": linear_few.LinearMatrices,
-        "LinearInputs": linear_few.LinearInputs,
-    },
-    "linear/parts.cu": {"BlockRows": linear_few.BlockRows},
-    "linear/float_many.cu": {"FloatJob": float_many.FloatJob},
-    "linear/many.cu": {"LinearJob": linear_many.LinearJob},
-    "rms_norm/rms_norm.cu": {"Norm": rms_norm.Norm, "NormOutputs": rms_norm.NormOutputs, **ANSWER},
-    "router/router.cu": {
-        "Shares": router._Shares,
-        "Weights": router._Weights,
-        "Results": router._Results,
-        "Ahead": router._Ahead,
-        "Norming": router._Norming,
-        "Sharing": partition.Sharing,
-    },
-    "draft_block/rows.cu": {
-        "DraftContext": draft_block.CONTEXT_TYPE,
-        "DraftConvolution": draft_block.Convolution,
-        "DraftRope": draft_block.Rope,
-        "DraftHeads": draft_block.Heads,
-        "CommittedDraftRows": draft_block.CommittedRows,
-    },
-    "draft_block/attend.cu": {
-        "DraftContext": draft_block.CONTEXT_TYPE,
-        "DraftAttention": draft_block.Attention,
-    },
-    "fused/fused.cu": {
-        "FusedState": fused.DeviceState,
-        "FusedStep": fused.FusedStep,
-    },
-    "sample/admit.cu": {
-        "StepRows": admit._StepRows,
-        "Admission": admit._Admission,
-        "Chosen": np.dtype([("token", np.int32), ("fault", np.int32)]),
-    },
-    "top_log_probs/top_log_probs.cu": {
-        "Logits": sample.Logits,
-        **{f"TopPart<{most}>": top_log_probs.part_type(most) for most in top_log_probs.RANKS},
-    },
-    "sample/sample.cu": {
-        "Logits": sample.Logits,
-        "RowSettings": sample._RowSettings,
-        "Sampling": sample._Sampling,
-    },
+# Also read and written by NumPy, or alike in every instance of a template.
+OTHERS: Mapping[tuple[str, str], Layout] = {
+    ("experts/many.cu", "ExpertsJob<false>"): experts_many.ExpertsJob,
+    ("experts/write_addresses.cu", "Entry"): np.dtype([("where", np.int64), ("value", np.int64)]),
+    ("sample/rows.cuh", "Chosen"): np.dtype([("token", np.int32), ("fault", np.int32)]),
+    ("cuda/stamps.cuh", "LayerStamps"): stamps.LAYER_STAMPS,
+    ("draft_block/values.cuh", "DraftContext"): draft_block.CONTEXT_TYPE,
 }
 NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_prepare.cu": {
@@ -399,19 +293,24 @@ def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     _compile(source, "none<0>", "compute_90")
 
 
-@pytest.mark.parametrize("file", sorted({*STRUCTURES, *NUMBERS}))
-def test_arguments_and_numbers(file: str, tmp_path: Path) -> None:
-    compile_with(file, assertions(STRUCTURES.get(file, {}), NUMBERS.get(file, {})), tmp_path)
+@pytest.mark.parametrize("file", sorted({source for source, _ in (*declared_structs(), *OTHERS)}))
+def test_structs(file: str, tmp_path: Path) -> None:
+    """CUDA's compiler lays them out as they were read."""
+    for layouts in (declared_structs(), OTHERS):
+        of_file = {name: layout for (source, name), layout in layouts.items() if source == file}
+        compile_with(file, assertions(of_file, {}), tmp_path)
 
 
-def test_every_structure_is_compared() -> None:
-    """Structs of all modules of kernels, which are imported above."""
-    known = {layout for structures in STRUCTURES.values() for layout in structures.values()}
+@pytest.mark.parametrize("file", sorted(NUMBERS))
+def test_numbers(file: str, tmp_path: Path) -> None:
+    compile_with(file, assertions({}, NUMBERS[file]), tmp_path)
+
+
+def test_every_structure_is_declared_in_a_source() -> None:
+    known = set(declared_structs().values())
     made = {each for each in ctypes.Structure.__subclasses__() if each.__module__.startswith("coldstream.")}
     assert made
     assert made <= known
-    modules = {path for path in KERNELS.rglob("*.py") if "ctypes.Structure)" in path.read_text()}
-    assert {sys.modules[each.__module__].__file__ for each in made} >= {str(path) for path in modules}
 
 
 def swapped(layout: type[ctypes.Structure]) -> type[ctypes.Structure]:

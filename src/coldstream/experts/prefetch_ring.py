@@ -65,12 +65,17 @@ class PrefetchRing:
         if layer < self.distance:
             return Prefetched()
         keys, data = self._part(layer)
-        return Prefetched(keys.data_ptr(), Room.of(data, stacks, self._count, self._place_bytes))
+        return Prefetched(keys=keys.data_ptr(), room=Room.of(data, stacks, self._count, self._place_bytes))
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
         """For the kernel that shares out `layer`; is_guessing: whether it also guesses at a later layer."""
         emptied = self._part(layer + self.distance)[0].data_ptr() if is_guessing else None
-        return PrefetchNotes(emptied, self._count, self._reached.data_ptr(), self.tallies.data_ptr())
+        return PrefetchNotes(
+            emptied=emptied,
+            count=self._count,
+            reached=self._reached.data_ptr(),
+            tallies=self.tallies.data_ptr(),
+        )
 
     def _part(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the places of a layer."""

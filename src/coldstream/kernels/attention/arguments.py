@@ -11,12 +11,11 @@ import torch
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
+from coldstream.kernels.cuda.structs import declared_in
 
 
-class CacheStrides(ctypes.Structure):
-    """`CacheStrides` of grid.cuh."""
-
-    _fields_ = (("block_bytes", ctypes.c_int64), ("position_bytes", ctypes.c_int64))
+@declared_in("attention/grid.cuh")
+class CacheStrides(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
 
 FOLDER = Path(__file__).parent
@@ -52,63 +53,32 @@ HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
 
 
+@declared_in("attention/integers_tile.cuh", "BatchRows")
 class BatchArguments(ctypes.Structure):
-    """`BatchRows` of integers_tile.cuh."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("positions", "segments", "tables", "indices", "parents", "kept")
-        ),
-        *((name, ctypes.c_int32) for name in ("num_rows", "table_stride")),
-    )
-
     @classmethod
     def of(cls, rows: Rows) -> "BatchArguments":
         """ValueError for rows that are distinguished by states alone."""
         batch = rows.batch
         if batch is None:
             raise ValueError("attention over integers takes rows with block tables")
-        tensors = (rows.positions, batch.segments, batch.tables, batch.indices, batch.parents, batch.kept)
-        return cls(*(tensor.data_ptr() for tensor in tensors), len(rows.positions), batch.tables.stride(0))
+        return cls(
+            positions=rows.positions.data_ptr(),
+            segments=batch.segments.data_ptr(),
+            tables=batch.tables.data_ptr(),
+            indices=batch.indices.data_ptr(),
+            parents=batch.parents.data_ptr(),
+            kept=batch.kept.data_ptr(),
+            num_rows=len(rows.positions),
+            table_stride=batch.tables.stride(0),
+        )
 
 
-class IntegersArguments(ctypes.Structure):
-    """`IntegersArguments` of integers.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "query_scales", "k_cache", "v_cache", "values", "stats")
-        ),
-        ("rows", BatchArguments),
-        ("strides", CacheStrides),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "max_chunks", "window")),
-    )
+@declared_in("attention/integers_arguments.cuh")
+class IntegersArguments(ctypes.Structure): ...
 
 
-class PrepareIntegersArguments(ctypes.Structure):
-    """`PrepareIntegersArguments` of integers_prepare.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("query_gate", "key", "value", "q_norm", "k_norm", "angles"),
-                *("query", "query_scales", "k_cache", "v_cache"),
-            )
-        ),
-        ("rows", BatchArguments),
-        ("strides", CacheStrides),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("query_gate_stride", "key_stride", "value_stride"),
-                *("num_heads", "num_kv_heads", "rope_half"),
-            )
-        ),
-        ("eps", ctypes.c_float),
-    )
+@declared_in("attention/integers_prepare.cu")
+class PrepareIntegersArguments(ctypes.Structure): ...
 
 
 class IntegerKernels:
@@ -171,19 +141,26 @@ class IntegerKernels:
         """
         shape, num_rows = self.shape, len(rows.positions)
         arguments = PrepareIntegersArguments(
-            *(
-                tensor.data_ptr()
-                for tensor in (
-                    *(inputs.query_gate, inputs.key, inputs.value),
-                    *(inputs.q_norm, inputs.k_norm, inputs.angles),
-                    *(queries.codes, queries.scales, caches.k, caches.v),
-                )
-            ),
-            BatchArguments.of(rows),
-            _strides_of(caches),
-            inputs.query_gate.stride(0), inputs.key.stride(0), inputs.value.stride(0),
-            shape.num_heads, shape.num_kv_heads, inputs.angles.shape[-2], inputs.eps,
-        )  # fmt: skip
+            query_gate=inputs.query_gate.data_ptr(),
+            key=inputs.key.data_ptr(),
+            value=inputs.value.data_ptr(),
+            q_norm=inputs.q_norm.data_ptr(),
+            k_norm=inputs.k_norm.data_ptr(),
+            angles=inputs.angles.data_ptr(),
+            query=queries.codes.data_ptr(),
+            query_scales=queries.scales.data_ptr(),
+            k_cache=caches.k.data_ptr(),
+            v_cache=caches.v.data_ptr(),
+            rows=BatchArguments.of(rows),
+            strides=_strides_of(caches),
+            query_gate_stride=inputs.query_gate.stride(0),
+            key_stride=inputs.key.stride(0),
+            value_stride=inputs.value.stride(0),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            rope_half=inputs.angles.shape[-2],
+            eps=inputs.eps,
+        )
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)
         self._only_kernel(PREPARE).launch(
             (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
@@ -197,16 +174,19 @@ class IntegerKernels:
         shape, num_rows = self.shape, len(rows.positions)
         max_chunks = workspace.values.shape[2]
         arguments = IntegersArguments(
-            *(
-                tensor.data_ptr()
-                for tensor in (
-                    queries.codes, queries.scales, caches.k, caches.v, workspace.values, workspace.stats
-                )
-            ),
-            BatchArguments.of(rows),
-            _strides_of(caches),
-            shape.num_heads, shape.num_kv_heads, max_chunks, shape.window or 0,
-        )  # fmt: skip
+            query=queries.codes.data_ptr(),
+            query_scales=queries.scales.data_ptr(),
+            k_cache=caches.k.data_ptr(),
+            v_cache=caches.v.data_ptr(),
+            values=workspace.values.data_ptr(),
+            stats=workspace.stats.data_ptr(),
+            rows=BatchArguments.of(rows),
+            strides=_strides_of(caches),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            max_chunks=max_chunks,
+            window=shape.window or 0,
+        )
         assert rows.batch is not None
         trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
         is_branching = trees and rows.batch.is_branching
@@ -384,4 +364,4 @@ def _strides_of(caches: Caches) -> CacheStrides:
             )
         if cache.stride()[2:] != (cache.shape[3], 1):
             raise ValueError("heads of a position must be adjacent")
-    return CacheStrides(caches.k.stride(0), caches.k.stride(1))
+    return CacheStrides(block_bytes=caches.k.stride(0), position_bytes=caches.k.stride(1))

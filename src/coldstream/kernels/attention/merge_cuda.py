@@ -8,6 +8,7 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import Rows
 
 MERGE_BATCH = 32  # chunks
@@ -18,22 +19,8 @@ FINISH_WARPS = 4  # of a block of threads of `finish.cu`
 GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
 
 
-class MergeArguments(ctypes.Structure):
-    """`MergeArguments` of merge.cuh."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("values", "query_gate", "stats", "positions"),
-                *("out", "codes", "scales", "sums"),
-            )
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_rows", "query_gate_stride", "num_heads", "max_chunks", "window")
-        ),
-    )
+@declared_in("attention/merge.cuh")
+class MergeArguments(ctypes.Structure): ...
 
 
 class MergeKernels:
@@ -75,12 +62,22 @@ class MergeKernels:
             raise ValueError(
                 f"{query_gate.stride(0)} elements between rows of gates, not a multiple of {GATE_ALIGNMENT}"
             )
-        codes = (None,) * 3 if quantised is None else (quantised.q, quantised.scales, quantised.sums)
-        tensors = (workspace.values, query_gate, workspace.stats, rows.positions, out, *codes)
         arguments = MergeArguments(
-            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-            num_rows, query_gate.stride(0), shape.num_heads, max_chunks, shape.window or 0,
-        )  # fmt: skip
+            values=workspace.values.data_ptr(),
+            query_gate=query_gate.data_ptr(),
+            stats=workspace.stats.data_ptr(),
+            positions=rows.positions.data_ptr(),
+            num_rows=num_rows,
+            query_gate_stride=query_gate.stride(0),
+            num_heads=shape.num_heads,
+            max_chunks=max_chunks,
+            window=shape.window or 0,
+        )
+        if out is not None:
+            arguments.out = out.data_ptr()
+        if quantised is not None:
+            arguments.codes, arguments.scales = quantised.q.data_ptr(), quantised.scales.data_ptr()
+            arguments.sums = quantised.sums.data_ptr()
         groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
         if max_chunks == 1:
             self.programs["finish.cu"].kernel(self._finishing).launch(

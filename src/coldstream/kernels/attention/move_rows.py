@@ -8,6 +8,7 @@ import torch
 
 from coldstream.kernels.attention.arguments import CacheStrides
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import CommittedPath
 
 PROGRAM = CudaProgram(Path(__file__).with_name("move_rows.cu"), ("coldstream::move_rows",))
@@ -15,16 +16,12 @@ THREADS, PIECE_BYTES = 128, 16
 MOST_CACHES = 64  # of a launch, as in move_rows.cu
 
 
-class MovedPath(ctypes.Structure):
-    """`MovedPath` of move_rows.cu."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("count", "first", "sources", "table"))
+@declared_in("attention/move_rows.cu")
+class MovedPath(ctypes.Structure): ...
 
 
-class MovedCaches(ctypes.Structure):
-    """`MovedCaches` of move_rows.cu."""
-
-    _fields_ = (("at", ctypes.c_void_p * MOST_CACHES),)
+@declared_in("attention/move_rows.cu")
+class MovedCaches(ctypes.Structure): ...
 
 
 def move_rows_cuda(caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: CommittedPath) -> None:
@@ -39,7 +36,12 @@ def move_rows_cuda(caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: Co
         raise ValueError("keys and values of all layers must be laid out alike")
     if not one[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:
         raise ValueError(f"positions of {position_bytes} bytes cannot be moved in pieces of {PIECE_BYTES}")
-    addresses = (path.count, path.first, path.sources, path.table)
+    moved_path = MovedPath(
+        count=path.count.data_ptr(),
+        first=path.first.data_ptr(),
+        sources=path.sources.data_ptr(),
+        table=path.table.data_ptr(),
+    )
     for first in range(0, len(every), MOST_CACHES):
         part = every[first : first + MOST_CACHES]
         moved = MovedCaches()
@@ -49,8 +51,8 @@ def move_rows_cuda(caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: Co
             THREADS,
             (
                 moved,
-                MovedPath(*(tensor.data_ptr() for tensor in addresses)),
-                CacheStrides(block_bytes, position_bytes),
+                moved_path,
+                CacheStrides(block_bytes=block_bytes, position_bytes=position_bytes),
             ),
             overlap=True,
         )

@@ -7,20 +7,19 @@ import torch
 
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 
 PROGRAM = CudaProgram(Path(__file__).with_name("copy_rows.cu"), ("copy_rows",))
 THREADS = 512
 WORD_BYTES = 4
 
 
-class _Part(ctypes.Structure):
-    _fields_ = (("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("row_words", ctypes.c_int32))
+@declared_in("cuda/copy_rows.cu", "CopiedPart")
+class _Part(ctypes.Structure): ...
 
 
-class _Parts(ctypes.Structure):
-    """`CopiedParts` of copy_rows.cu."""
-
-    _fields_ = (("at", _Part * 4),)
+@declared_in("cuda/copy_rows.cu", "CopiedParts")
+class _Parts(ctypes.Structure): ...
 
 
 def copy_rows_cuda(source: Activations, target: Activations, first: torch.Tensor | None = None) -> None:
@@ -39,6 +38,8 @@ def copy_rows_cuda(source: Activations, target: Activations, first: torch.Tensor
         is_like = here.shape[1] == there.shape[1] and here.dtype == there.dtype and len(there) <= len(here)
         if not is_like or row_bytes % WORD_BYTES or not (here.is_contiguous() and there.is_contiguous()):
             raise ValueError(f"rows {tuple(there.shape)} of {there.dtype} from {tuple(here.shape)}")
-        parts.at[place] = _Part(here.data_ptr(), there.data_ptr(), row_bytes // WORD_BYTES)
+        parts.at[place] = _Part(
+            source=here.data_ptr(), target=there.data_ptr(), row_words=row_bytes // WORD_BYTES
+        )
     grid = (len(target.values), len(pairs), 1)
     PROGRAM.kernel("copy_rows").launch(grid, THREADS, (parts, first), overlap=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
 MAX_FEW_ROWS = 8  # up to which a warp takes all rows of activations, and a launch has the whole router
@@ -51,21 +52,8 @@ def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:
     return sum(needed) if at_once else max(needed, default=0)
 
 
+@declared_in("cuda/weight_ring.cuh")
 class MatrixShape(ctypes.Structure):
-    """As in weight_ring.cuh."""
-
-    _fields_ = (
-        ("type", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("num_cols", ctypes.c_int32),
-        ("row_bytes", ctypes.c_int32),
-        ("pass_bytes", ctypes.c_int32),
-        ("num_passes", ctypes.c_int32),
-        ("unit_rows", ctypes.c_int32),
-        ("stage_stride", ctypes.c_int32),
-        ("spread", ctypes.c_int32),
-    )
-
     @property
     def num_units(self) -> int:
         """Units of work for the warps."""

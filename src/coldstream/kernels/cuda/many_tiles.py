@@ -13,6 +13,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.reference import BLOCK_TYPES, activation_scale_size
 
 CODE_PITCH = GROUP_SIZE + 16
@@ -105,16 +106,8 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+@declared_in("cuda/many_copies.cuh", "Activations")
 class ActivationsArgument(ctypes.Structure):
-    """`Activations` of many_tiles.cuh."""
-
-    _fields_ = (
-        ("q", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("num_groups", ctypes.c_int32),
-    )
-
     @classmethod
     def of(cls, x: QuantActivations, quant_type: QuantType) -> "ActivationsArgument":
         """Contiguous rows of whole groups, the last padded with zero codes, for weights of a type.
@@ -133,4 +126,6 @@ class ActivationsArgument(ctypes.Structure):
                 raise ValueError(
                     f"{name} must be contiguous {dtype} of shape {shape}, not {tuple(tensor.shape)}"
                 )
-        return cls(x.q.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), num_groups)
+        return cls(
+            q=x.q.data_ptr(), scales=x.scales.data_ptr(), sums=x.sums.data_ptr(), num_groups=num_groups
+        )

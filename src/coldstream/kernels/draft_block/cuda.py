@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.draft_block import HEAD_SIZES
 
 ROWS = CudaProgram(
@@ -31,72 +32,34 @@ ATTENTION = CudaProgram(
 THREADS, WARP_SIZE = 256, 32
 BLOCK_QUERIES = 32  # of a block of threads
 MAX_SPLITS: Final = 64  # of the positions, for blocks of threads that work side by side
-# As `DraftContext` in values.cuh.
-CONTEXT_TYPE: Final = np.dtype(
-    [("keys", np.uint64), ("values", np.uint64), ("positions", np.uint64), ("capacity", np.int32)], align=True
-)
 
 
-class Convolution(ctypes.Structure):
-    """As `DraftConvolution` in rows.cu."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("dynamic", ctypes.c_void_p),
-        ("kernel", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("dynamic_stride", ctypes.c_int32),
-    )
+@declared_in("draft_block/values.cuh")
+class DraftContext(ctypes.Structure):
+    """A layer's rows, as in `CONTEXT_TYPE`."""
 
 
-class Rope(ctypes.Structure):
-    """As `DraftRope` in rows.cu."""
-
-    _fields_ = (("turns", ctypes.c_void_p), ("magnitude", ctypes.c_float))
+CONTEXT_TYPE: Final = np.dtype(DraftContext)
 
 
-class Heads(ctypes.Structure):
-    """As `DraftHeads` in rows.cu."""
-
-    _fields_ = (
-        ("query_weight", ctypes.c_void_p),
-        ("key_weight", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("dim", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-        ("rope", Rope),
-    )
+@declared_in("draft_block/rows.cu", "DraftConvolution")
+class Convolution(ctypes.Structure): ...
 
 
-class CommittedRows(ctypes.Structure):
-    """As `CommittedDraftRows` in rows.cu."""
-
-    _fields_ = (
-        ("kv", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("count", ctypes.c_void_p),
-        ("start", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-    )
+@declared_in("draft_block/rows.cu", "DraftRope")
+class Rope(ctypes.Structure): ...
 
 
-class Attention(ctypes.Structure):
-    """As `DraftAttention` in attend.cu."""
+@declared_in("draft_block/rows.cu", "DraftHeads")
+class Heads(ctypes.Structure): ...
 
-    _fields_ = (
-        ("qkv", ctypes.c_void_p),
-        ("contexts", ctypes.c_void_p),
-        ("length", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("layer", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("is_causal", ctypes.c_int32),
-    )
+
+@declared_in("draft_block/rows.cu", "CommittedDraftRows")
+class CommittedRows(ctypes.Structure): ...
+
+
+@declared_in("draft_block/attend.cu", "DraftAttention")
+class Attention(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -117,9 +80,16 @@ class HeadShape:
 
     def heads(self, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None) -> Heads:
         """With the weights of norms, float32 [dim]; None where the launch reads none."""
-        rope = Rope(self.turns.data_ptr(), self.magnitude)
-        weights = (0 if each is None else each.data_ptr() for each in (query_weight, key_weight))
-        return Heads(*weights, self.num_heads, self.num_kv_heads, self.dim, self.eps, rope)
+        rope = Rope(turns=self.turns.data_ptr(), magnitude=self.magnitude)
+        return Heads(
+            query_weight=None if query_weight is None else query_weight.data_ptr(),
+            key_weight=None if key_weight is None else key_weight.data_ptr(),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            dim=self.dim,
+            eps=self.eps,
+            rope=rope,
+        )
 
 
 def norm_cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -148,7 +118,13 @@ def convolve_cuda(
     is_fitting = base.shape == (kernel, cols) and len(dynamic) == rows and cols % groups == 0
     if not is_fitting or out.shape != x.shape or (added is not None and added.shape != x.shape):
         raise ValueError(f"rows {tuple(x.shape)}, weights {tuple(base.shape)} and {tuple(dynamic.shape)}")
-    weights = Convolution(base.data_ptr(), dynamic.data_ptr(), kernel, cols // groups, dynamic.stride(0))
+    weights = Convolution(
+        base=base.data_ptr(),
+        dynamic=dynamic.data_ptr(),
+        kernel=kernel,
+        group=cols // groups,
+        dynamic_stride=dynamic.stride(0),
+    )
     grid = (-(-cols // THREADS), rows, 1)
     ROWS.kernel("draft_convolve").launch(grid, THREADS, (x, weights, added, out, cols), overlap=True)
 
@@ -194,9 +170,14 @@ def place_committed_rows_cuda(
     is_fitting = size == 2 * shape.num_kv_heads * shape.dim and weights.shape == (layers, shape.dim)
     if not is_fitting or contexts.numel() < layers * CONTEXT_TYPE.itemsize:
         raise ValueError(f"rows {tuple(kv.shape)} by {tuple(weights.shape)}, heads of {shape.dim}")
-    start = first if isinstance(first, int) else 0
-    places = (None if each is None or isinstance(each, int) else each.data_ptr() for each in (first, count))
-    committed = CommittedRows(kv.data_ptr(), weights.data_ptr(), *places, start, rows)
+    committed = CommittedRows(
+        kv=kv.data_ptr(),
+        weights=weights.data_ptr(),
+        first=None if isinstance(first, int) else first.data_ptr(),
+        count=None if count is None else count.data_ptr(),
+        start=first if isinstance(first, int) else 0,
+        rows=rows,
+    )
     grid = (rows, shape.num_kv_heads, layers)
     args = (committed, shape.heads(None, None), contexts)
     ROWS.kernel("place_committed_rows").launch(grid, WARP_SIZE, args, overlap=True)
@@ -236,12 +217,22 @@ def attend_cuda(
         raise ValueError(f"attention of rows {tuple(qkv.shape)} into {tuple(out.shape)}")
     if parts.numel() < parts_size(rows, shape, splits):
         raise ValueError(f"{parts.numel()} values for parts of {rows} rows in {splits} splits")
-    pointers = (each.data_ptr() for each in (qkv, contexts, length, parts))
-    sizes = (layer, rows, shape.num_heads, shape.num_kv_heads, window or 0, is_causal)
+    attention = Attention(
+        qkv=qkv.data_ptr(),
+        contexts=contexts.data_ptr(),
+        length=length.data_ptr(),
+        parts=parts.data_ptr(),
+        layer=layer,
+        rows=rows,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        window=window or 0,
+        is_causal=is_causal,
+    )
     queries = rows * (shape.num_heads // shape.num_kv_heads)
     grid = (splits, shape.num_kv_heads, -(-queries // BLOCK_QUERIES))
     ATTENTION.kernel(ATTEND.format(dim)).launch(
-        grid, THREADS, (Attention(*pointers, *sizes),), shared_bytes=_part_bytes(dim), overlap=True
+        grid, THREADS, (attention,), shared_bytes=_part_bytes(dim), overlap=True
     )
     merged = (rows * shape.num_heads, 1, 1)
     ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, out), overlap=True)

@@ -22,6 +22,7 @@ from coldstream.kernels.cuda.few_shapes import (
 )
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.cuda import has_aligned_rows
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
@@ -52,22 +53,20 @@ class ExpertMatrices:
         return topk_ids.shape[1] + (self.shared is not None)
 
 
-class ExpertMatrix(ctypes.Structure):
-    """As in few.cu."""
-
-    _fields_ = (("addresses", ctypes.c_void_p), ("shared", ctypes.c_void_p), ("shape", MatrixShape * 2))
+@declared_in("experts/few.cuh")
+class ExpertMatrix(ctypes.Structure): ...
 
 
-class GateUp(ctypes.Structure):
-    _fields_ = (("matrix", ExpertMatrix * 2),)
+@declared_in("experts/few.cuh")
+class GateUp(ctypes.Structure): ...
 
 
-class Down(ctypes.Structure):
-    _fields_ = (("down", ExpertMatrix),)
+@declared_in("experts/few.cuh")
+class Down(ctypes.Structure): ...
 
 
-class PairRowsArgument(ctypes.Structure):
-    _fields_ = (("routed", ctypes.c_void_p), ("shared", ctypes.c_void_p))
+@declared_in("experts/few.cuh", "PairRows")
+class PairRowsArgument(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class PairRows:
     def as_c(self) -> PairRowsArgument:
         """The two addresses."""
         return PairRowsArgument(
-            self.routed.data_ptr(), None if self.shared is None else self.shared.data_ptr()
+            routed=self.routed.data_ptr(), shared=None if self.shared is None else self.shared.data_ptr()
         )
 
     def check(self, width: int, shared_width: int | None, tokens: int, ranks: int) -> None:
@@ -186,9 +185,15 @@ def _launch(
 def matrix_of(table: ExpertTable, shared: QuantTensor | None, spread: int | None = None) -> ExpertMatrix:
     routed_shape = matrix_shape(table.quant_type, table.rows, table.cols, spread)
     if shared is None:
-        return ExpertMatrix(table.addresses.data_ptr(), None, (routed_shape, routed_shape))
+        return ExpertMatrix(
+            addresses=table.addresses.data_ptr(), shared=None, shape=(routed_shape, routed_shape)
+        )
     shared_shape = matrix_shape(shared.quant_type, shared.shape[0], shared.shape[1], spread)
-    return ExpertMatrix(table.addresses.data_ptr(), shared.blocks.data_ptr(), (routed_shape, shared_shape))
+    return ExpertMatrix(
+        addresses=table.addresses.data_ptr(),
+        shared=shared.blocks.data_ptr(),
+        shape=(routed_shape, shared_shape),
+    )
 
 
 def gate_up_of(weights: ExpertMatrices) -> GateUp:

@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.few_shapes import (
 )
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.cuda import (
     WARPS,
     Down,
@@ -43,46 +44,20 @@ PROGRAM = CudaProgram(
 )
 
 
+@declared_in("experts/group_rows.cuh")
 class Chosen(ctypes.Structure):
-    """As in group_rows.cuh."""
-
-    _fields_ = (
-        ("ids", ctypes.c_void_p),
-        ("addresses", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int32),
-        ("num_ranks", ctypes.c_int32),
-        ("num_experts", ctypes.c_int32),
-    )
-
     @property
     def num_pairs(self) -> int:
         """Pairs of a token and a rank."""
         return int(self.num_tokens) * int(self.num_ranks)
 
 
-class TokenRows(ctypes.Structure):
-    """As in grouped.cu."""
-
-    _fields_ = (
-        ("q", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("stride", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-    )
+@declared_in("experts/grouped.cu")
+class TokenRows(ctypes.Structure): ...
 
 
-class GroupedPlan(ctypes.Structure):
-    """As in group_rows.cuh."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in (
-            *("item_rows", "has_shared", "stage_bytes", "stages", "rows_at", "accumulators_at"),
-            *("sums_at", "unit_rows", "members_at", "items_at"),
-        )
-    )
+@declared_in("experts/group_rows.cuh")
+class GroupedPlan(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -156,8 +131,13 @@ def launch_grouped_down(
 
 def _chosen(chosen: ChosenIds, addresses: torch.Tensor) -> Chosen:
     tokens, ranks = chosen.ids.shape
-    pointers = chosen.ids.data_ptr(), addresses.data_ptr()
-    return Chosen(*pointers, tokens, ranks, chosen.num_experts)
+    return Chosen(
+        ids=chosen.ids.data_ptr(),
+        addresses=addresses.data_ptr(),
+        num_tokens=tokens,
+        num_ranks=ranks,
+        num_experts=chosen.num_experts,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from coldstream.kernels.cuda.many_tiles import (
     least_tiling,
 )
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.cuda_many import TILINGS as DENSE_TILINGS
 
 GROUP_THREADS, PLAN_THREADS = 1024, 1024
@@ -45,22 +46,8 @@ SMALL_GROUP = 12  # pairs an expert, on average
 MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight experts each
 
 
-class ExpertsJob(ctypes.Structure):
-    """`ExpertsJob` of many.cu."""
-
-    _fields_ = (
-        ("x", ActivationsArgument),
-        ("addresses", ctypes.c_void_p),
-        ("up_addresses", ctypes.c_void_p),
-        ("tiles", ctypes.c_void_p),
-        ("x_rows", ctypes.c_void_p),
-        ("out_rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int32),
-        ("num_blocks", ctypes.c_int32),
-        ("row_bytes", ctypes.c_int32),
-        ("out_stride", ctypes.c_int32),
-    )
+@declared_in("experts/many.cu", "ExpertsJob<true>")  # of both instances
+class ExpertsJob(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -234,17 +221,17 @@ def _job(
     if x.q.shape[-1] != padded_cols(num_values):
         raise ValueError(f"activations of {x.q.shape[-1]} codes do not fit {num_values} values")
     return ExpertsJob(
-        ActivationsArgument.of(x, tiling.quant_type),
-        addresses.data_ptr(),
-        None if up_addresses is None else up_addresses.data_ptr(),
-        groups.tiles.data_ptr(),
-        None if x_rows is None else x_rows.data_ptr(),
-        None if out_rows is None else out_rows.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        num_values // BLOCK_SIZE,
-        tiling.quant_type.row_bytes(num_values),
-        num_rows,
+        x=ActivationsArgument.of(x, tiling.quant_type),
+        addresses=addresses.data_ptr(),
+        up_addresses=None if up_addresses is None else up_addresses.data_ptr(),
+        tiles=groups.tiles.data_ptr(),
+        x_rows=None if x_rows is None else x_rows.data_ptr(),
+        out_rows=None if out_rows is None else out_rows.data_ptr(),
+        out=out.data_ptr(),
+        num_rows=num_rows,
+        num_blocks=num_values // BLOCK_SIZE,
+        row_bytes=tiling.quant_type.row_bytes(num_values),
+        out_stride=num_rows,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.shapes import (
     MATRICES,
@@ -32,29 +33,21 @@ THREADS = 1024
 ASK_WARPS = 8  # of a block, each with a token
 
 
-class Stack(ctypes.Structure):
-    """As in partition.cuh."""
-
-    _fields_ = (("slots", ctypes.c_void_p), ("mapped", ctypes.c_int64), ("step", ctypes.c_int64))
+@declared_in("experts/partition.cuh")
+class Stack(ctypes.Structure): ...
 
 
-class _Places(ctypes.Structure):
-    _fields_ = (("addresses", ctypes.c_void_p * MATRICES), ("cpu_ids", ctypes.c_void_p))
+@declared_in("experts/partition.cuh")
+class _Places(ctypes.Structure): ...
 
 
-class _Mailbox(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("request", "done", "x", "ids"))
+@declared_in("experts/partition.cuh")
+class _Mailbox(ctypes.Structure): ...
 
 
+@declared_in("experts/partition.cuh")
 class Room(ctypes.Structure):
     """Places on the device for experts of one layer. All fields 0: there are none."""
-
-    _fields_ = (
-        ("data", ctypes.c_int64),
-        ("place_bytes", ctypes.c_int64),
-        ("offsets", ctypes.c_int64 * MATRICES),
-        ("count", ctypes.c_int32),
-    )
 
     @classmethod
     def of(cls, data: torch.Tensor, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0) -> "Room":
@@ -67,19 +60,22 @@ class Room(ctypes.Structure):
         if sum(aligned) > place_bytes:
             raise ValueError(f"an expert of {sum(aligned)} bytes for places of {place_bytes}")
         offsets = (ctypes.c_int64 * MATRICES)(*(sum(aligned[:i]) for i in range(MATRICES)))
-        return cls(data.data_ptr(), place_bytes, offsets, min(most, data.numel() // place_bytes))
+        return cls(
+            data=data.data_ptr(),
+            place_bytes=place_bytes,
+            offsets=offsets,
+            count=min(most, data.numel() // place_bytes),
+        )
 
 
+@declared_in("experts/partition.cuh")
 class Prefetched(ctypes.Structure):
     """The places of a layer's prefetched experts, see prefetch.py. All fields 0: there are none."""
 
-    _fields_ = (("keys", ctypes.c_void_p), ("room", Room))
 
-
+@declared_in("experts/partition.cuh", "Staging")
 class StagingFields(ctypes.Structure):
-    """`Staging` as in partition.cuh. All fields 0: none are streamed."""
-
-    _fields_ = (("list", ctypes.c_void_p), ("room", Room))
+    """Of `Staging`. All fields 0: none are streamed."""
 
 
 @dataclass(frozen=True)
@@ -94,35 +90,17 @@ class Staging:
     room: Room
 
     def as_c(self) -> StagingFields:
-        return StagingFields(self.chosen.data_ptr(), self.room)
+        return StagingFields(list=self.chosen.data_ptr(), room=self.room)
 
 
+@declared_in("experts/partition.cuh")
 class PrefetchNotes(ctypes.Structure):
     """What the kernel that shares out a layer does for prefetching. All fields 0: nothing."""
 
-    _fields_ = (
-        ("emptied", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-        ("reached", ctypes.c_void_p),
-        ("tallies", ctypes.c_void_p),
-    )
 
-
+@declared_in("experts/partition.cuh")
 class Sharing(ctypes.Structure):
     """How a layer's pairs are shared out. All fields 0: they are not."""
-
-    _fields_ = (
-        ("matrix", Stack * MATRICES),
-        ("times", ctypes.c_void_p),
-        ("places", _Places),
-        ("box", _Mailbox),
-        ("used", ctypes.c_void_p),
-        ("stamps", ctypes.c_void_p),
-        ("request", ctypes.c_uint32),
-        ("staging", StagingFields),
-        ("prefetched", Prefetched),
-        ("notes", PrefetchNotes),
-    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,7 @@ class Places:
 
 def stack_of(table: ExpertTable) -> Stack:
     """One matrix of a layer's experts."""
-    return Stack(table.addresses.data_ptr(), table.mapped, table.step)
+    return Stack(slots=table.addresses.data_ptr(), mapped=table.mapped, step=table.step)
 
 
 def sharing_of(
@@ -174,21 +152,25 @@ def sharing_of(
     for name, ids in (("mailbox", mailbox.ids), ("used", used)):
         if ids is not None and (len(ids) < tokens or ids.shape[1] != ranks):
             raise ValueError(f"{name}: {tokens} tokens of {ranks} ranks do not fit into {tuple(ids.shape)}")
-    parts = (mailbox.request, mailbox.done, mailbox.x, mailbox.ids)
     return Sharing(
-        (Stack * MATRICES)(*map(stack_of, stacks)),
-        times.data_ptr(),
-        _Places(
-            (ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
-            places.cpu_ids.data_ptr(),
+        matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
+        times=times.data_ptr(),
+        places=_Places(
+            addresses=(ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
+            cpu_ids=places.cpu_ids.data_ptr(),
         ),
-        _Mailbox(*(part.data_ptr() for part in parts)),
-        None if used is None else used.data_ptr(),
-        None if places.stamps is None else places.stamps.data_ptr(),
-        (layer + 1) | tokens << ROWS_SHIFT,
-        staging.as_c() if staging else StagingFields(),
-        prefetched or Prefetched(),
-        notes or PrefetchNotes(),
+        box=_Mailbox(
+            request=mailbox.request.data_ptr(),
+            done=mailbox.done.data_ptr(),
+            x=mailbox.x.data_ptr(),
+            ids=mailbox.ids.data_ptr(),
+        ),
+        used=None if used is None else used.data_ptr(),
+        stamps=None if places.stamps is None else places.stamps.data_ptr(),
+        request=(layer + 1) | tokens << ROWS_SHIFT,
+        staging=staging.as_c() if staging else StagingFields(),
+        prefetched=prefetched or Prefetched(),
+        notes=notes or PrefetchNotes(),
     )
 
 

@@ -7,25 +7,19 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
 
 PROGRAM = CudaProgram(Path(__file__).with_name("place_group.cu"), ("place_group",))
 THREADS = 256
 
 
-class _Group(ctypes.Structure):
-    """As in place_group.cu."""
-
-    _fields_ = (
-        ("first", ctypes.c_int64 * MATRICES),
-        ("size", ctypes.c_int64 * MATRICES),
-        ("count", ctypes.c_int32),
-        ("numbers", ctypes.c_uint16 * MAX_GROUP),
-    )
+@declared_in("experts/place_group.cu")
+class _Group(ctypes.Structure): ...
 
 
-class _Tables(ctypes.Structure):
-    _fields_ = (("addresses", ctypes.c_void_p * MATRICES),)
+@declared_in("experts/place_group.cu")
+class _Tables(ctypes.Structure): ...
 
 
 def place_group_cuda(
@@ -43,10 +37,10 @@ def place_group_cuda(
     if len(experts) > MAX_GROUP:
         raise ValueError(f"{len(experts)} experts in a group, but at most {MAX_GROUP}")
     group = _Group(
-        (ctypes.c_int64 * MATRICES)(*first),
-        (ctypes.c_int64 * MATRICES)(*sizes),
-        len(experts),
-        (ctypes.c_uint16 * MAX_GROUP)(*experts),
+        first=(ctypes.c_int64 * MATRICES)(*first),
+        size=(ctypes.c_int64 * MATRICES)(*sizes),
+        count=len(experts),
+        numbers=(ctypes.c_uint16 * MAX_GROUP)(*experts),
     )
     to = _Tables((ctypes.c_void_p * MATRICES)(*(table.data_ptr() for table in tables)))
     PROGRAM.kernel("place_group").launch((1, 1, 1), THREADS, (group, to, len(tables[0]), int(clears)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Prefetched, Stack, stack_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
@@ -17,21 +18,8 @@ TALLIES = ("fetched", "used", "given_up")  # experts of a layer
 BLOCKS = 32  # enough to saturate the bus, and few, as other kernels run beside them
 
 
-class _Target(ctypes.Structure):
-    """As in prefetch.cu."""
-
-    _fields_ = (
-        ("guesses", ctypes.c_void_p),
-        ("num_guesses", ctypes.c_int32),
-        ("num_experts", ctypes.c_int32),
-        ("layer", ctypes.c_uint32),
-        ("matrix", Stack * MATRICES),
-        ("bytes", ctypes.c_int64 * MATRICES),
-        ("places", Prefetched),
-        ("reached", ctypes.c_void_p),
-        ("arrivals", ctypes.c_void_p),
-        ("tallies", ctypes.c_void_p),
-    )
+@declared_in("experts/prefetch.cu")
+class _Target(ctypes.Structure): ...
 
 
 def prefetch_experts_cuda(
@@ -51,15 +39,15 @@ def prefetch_experts_cuda(
     layer's tallies. The stream must have no other work at the same time.
     """
     target = _Target(
-        guesses.data_ptr(),
-        guesses.numel(),
-        len(stacks[0].addresses),
-        layer,
-        (Stack * MATRICES)(*map(stack_of, stacks)),
-        (ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
-        places,
-        reached.data_ptr(),
-        arrivals.data_ptr(),
-        tallies.data_ptr(),
+        guesses=guesses.data_ptr(),
+        num_guesses=guesses.numel(),
+        num_experts=len(stacks[0].addresses),
+        layer=layer,
+        matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
+        bytes=(ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
+        places=places,
+        reached=reached.data_ptr(),
+        arrivals=arrivals.data_ptr(),
+        tallies=tallies.data_ptr(),
     )
     PROGRAM.kernel("prefetch_experts").launch((BLOCKS, 1, 1), THREADS, (target,))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.experts.partition import Stack, Staging, StagingFields, stack_of
+from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.experts.partition import Stack, Staging, stack_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -19,14 +20,8 @@ THREADS = 32
 BLOCKS = 64
 
 
-class _StagedLayer(ctypes.Structure):
-    """As in stage.cu."""
-
-    _fields_ = (
-        ("matrix", Stack * MATRICES),
-        ("bytes", ctypes.c_int64 * MATRICES),
-        ("staging", StagingFields),
-    )
+@declared_in("experts/stage.cu")
+class _StagedLayer(ctypes.Structure): ...
 
 
 def stage_experts_cuda(stacks: Sequence[ExpertTable], staging: Staging) -> None:
@@ -35,8 +30,8 @@ def stage_experts_cuda(stacks: Sequence[ExpertTable], staging: Staging) -> None:
     stacks: gate, up and down of the layer, which the device reads over the bus.
     """
     staged = _StagedLayer(
-        (Stack * MATRICES)(*map(stack_of, stacks)),
-        (ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
-        staging.as_c(),
+        matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
+        bytes=(ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
+        staging=staging.as_c(),
     )
     PROGRAM.kernel("stage_experts").launch((BLOCKS, 1, 1), THREADS, (staged,), overlap=True)

@@ -4,9 +4,12 @@ Only for steps whose router is a single launch (up to eight rows) and shares pai
 adds without waiting for the result; the host copies the sums only in `read_stamps`.
 """
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from coldstream.kernels.cuda.structs import declared_in
 
 if TYPE_CHECKING:
     import torch
@@ -16,14 +19,13 @@ Array = np.ndarray[Any, Any]
 # What a step adds: 1, then times in nanoseconds of the device's clock.
 SUMS = ("steps", "router_begins", "router_ends", "combine_begins", "answered", "combine_ends")
 
-# `LayerStamps` of cuda/stamps.cuh.
-LAYER_STAMPS = np.dtype(
-    [
-        ("router", np.uint64, 3),  # of the running step
-        ("bus_pairs", np.uint64),
-        ("sums", np.uint64, (2, len(SUMS))),  # of steps without and with pairs read over the bus
-    ]
-)
+
+@declared_in("cuda/stamps.cuh")
+class LayerStamps(ctypes.Structure):
+    """The running step's times, and sums over all steps without and with pairs read over the bus."""
+
+
+LAYER_STAMPS = np.dtype(LayerStamps)
 WORDS = LAYER_STAMPS.itemsize // 8
 
 

@@ -8,19 +8,18 @@ import ctypes
 from pathlib import Path
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.mailbox import Mailbox
 
 PROGRAM = CudaProgram(Path(__file__).with_name("wait_answer.cu"), ("wait_answer",))
 
 
-class _Answer(ctypes.Structure):
-    """As in cuda/answer.cuh."""
-
-    _fields_ = (("done", ctypes.c_void_p), ("late", ctypes.c_void_p))
+@declared_in("cuda/answer.cuh")
+class Answer(ctypes.Structure): ...
 
 
 def wait_answer_cuda(mailbox: Mailbox) -> None:
     """Has what is queued next wait until the CPU has answered or a time-out, see `Mailbox.check`."""
     done = mailbox.done
-    answer = _Answer(done.data_ptr(), done[1:].data_ptr())
+    answer = Answer(done=done.data_ptr(), late=done[1:].data_ptr())
     PROGRAM.kernel("wait_answer").launch((1, 1, 1), 32, (answer,))

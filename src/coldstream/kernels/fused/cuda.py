@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedState
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kernels.sample.admit import MAX_ENDS
@@ -20,31 +21,12 @@ PROGRAM = CudaProgram(
 )
 
 
-class DeviceState(ctypes.Structure):
-    """`FusedState` of fused.cu."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in (
-            *("length", "block_length", "left", "root"),
-            *("last_row", "state_id", "block_state_id", "num_ends"),
-        )
-    )
+@declared_in("fused/fused.cu", "FusedState")
+class DeviceState(ctypes.Structure): ...
 
 
-class FusedStep(ctypes.Structure):
-    """`FusedStep` of fused.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("state", "model_rows", "block_rows", "link_row", "kept", "count", "first"),
-                *("settings", "chosen", "ends", "candidate", "result"),
-            )
-        ),
-        ("num_rows", ctypes.c_int32),
-    )
+@declared_in("fused/fused.cu")
+class FusedStep(ctypes.Structure): ...
 
 
 STATE_WORDS = ctypes.sizeof(DeviceState) // 4
@@ -122,13 +104,21 @@ class FusedKernels:
 
     def __init__(self, arrays: FusedArrays, num_rows: int, candidate: torch.Tensor | None) -> None:
         assert 1 <= num_rows <= MAX_FUSED_ROWS, "a fused step has a root, and no more rows than a tree"
-        parts = (
-            *(arrays.state, arrays.model_columns, arrays.block_columns, arrays.link_columns, arrays.kept),
-            *(arrays.count, arrays.first, arrays.settings, arrays.chosen, arrays.ends, candidate),
-            arrays.result,
+        self._step = FusedStep(
+            state=arrays.state.data_ptr(),
+            model_rows=arrays.model_columns.data_ptr(),
+            block_rows=arrays.block_columns.data_ptr(),
+            link_row=arrays.link_columns.data_ptr(),
+            kept=arrays.kept.data_ptr(),
+            count=arrays.count.data_ptr(),
+            first=arrays.first.data_ptr(),
+            settings=arrays.settings.data_ptr(),
+            chosen=arrays.chosen.data_ptr(),
+            ends=arrays.ends.data_ptr(),
+            candidate=None if candidate is None else candidate.data_ptr(),
+            result=arrays.result.data_ptr(),
+            num_rows=num_rows,
         )
-        addresses = (None if part is None else part.data_ptr() for part in parts)
-        self._step = FusedStep(*addresses, num_rows)
 
     def extend_draft(self, depth: int) -> None:
         """Token number `depth` of the draft, and the link's row after it; see `link_row`."""

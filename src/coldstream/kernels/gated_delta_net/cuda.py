@@ -13,6 +13,7 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.gated_delta_net.arguments import (
     HEAD_SIZES,
     TAPS,
@@ -66,62 +67,44 @@ def arrival_count(num_rows: int, num_key_heads: int, value_width: int) -> int:
     return num_rows * (num_key_heads + padded_cols(value_width) // GROUP_SIZE)
 
 
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("conv_taps", "a", "dt_bias", "norm", "key_head_ids")),
-        *((name, ctypes.c_int32) for name in ("num_key_heads", "num_value_heads")),
-        ("eps", ctypes.c_float),
-    )
+@declared_in("gated_delta_net/layer.cuh", "DeltaLayer")
+class _Layer(ctypes.Structure): ...
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "z", "alpha", "beta")),
-        *((name, ctypes.c_int32) for name in ("qkv_stride", "z_stride", "alpha_stride", "beta_stride")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("state_ids", "segments", "parents", "kept", "kept_qkv", "kept_alpha", "kept_beta")
-        ),
-        ("num_rows", ctypes.c_int32),
-    )
+@declared_in("gated_delta_net/layer.cuh", "DeltaRows")
+class _Rows(ctypes.Structure): ...
 
 
-class _States(ctypes.Structure):
-    _fields_ = (("conv_state", ctypes.c_void_p), ("state", ctypes.c_void_p))
+@declared_in("gated_delta_net/layer.cuh", "DeltaStates")
+class _States(ctypes.Structure): ...
 
 
-class _Outputs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "q", "scales", "sums")),
-        ("padded", ctypes.c_int32),
-    )
+@declared_in("gated_delta_net/layer.cuh", "DeltaOutputs")
+class _Outputs(ctypes.Structure): ...
 
 
-class _Pointers2(ctypes.Structure):
-    _fields_ = (("readers", ctypes.c_void_p), ("finished", ctypes.c_void_p))
+@declared_in("gated_delta_net/gather.cuh")
+class _Arrivals(ctypes.Structure): ...
 
 
-class _Kept(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("qkv", "alpha", "beta"))
+@declared_in("gated_delta_net/replay.cu", "DeltaKept")
+class _Kept(ctypes.Structure): ...
 
 
-class _Path(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("state_id", "count", "kept"))
+@declared_in("gated_delta_net/replay.cu", "DeltaPath")
+class _Path(ctypes.Structure): ...
 
 
-class _Replayed(ctypes.Structure):
-    _fields_ = (("layer", _Layer), ("kept", _Kept), ("states", _States))
+@declared_in("gated_delta_net/replay.cu", "ReplayedLayer")
+class _Replayed(ctypes.Structure): ...
 
 
-class _ReplayedLayers(ctypes.Structure):
-    _fields_ = (("at", _Replayed * MOST_REPLAYED),)
+@declared_in("gated_delta_net/replay.cu")
+class _ReplayedLayers(ctypes.Structure): ...
 
 
-class _Workspace(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "gates", "raw", "spans")),
-        ("num_spans", ctypes.c_int32),
-    )
+@declared_in("gated_delta_net/prefill.cu", "DeltaWorkspace")
+class _Workspace(ctypes.Structure): ...
 
 
 def delta_net_decode_cuda(
@@ -157,7 +140,12 @@ def delta_net_decode_cuda(
     DECODE.kernel(f"delta_decode<{size}, {taps}, {trees}>").launch(
         (padded_cols(num_heads * size) // GROUP_SIZE * BLOCKS_PER_GROUP, num_rows, 1),
         THREADS,
-        (*arguments, workspace.raw, _Pointers2(arrivals, arrivals + 4 * readers), int(computes_chains)),
+        (
+            *arguments,
+            workspace.raw,
+            _Arrivals(readers=arrivals, finished=arrivals + 4 * readers),
+            int(computes_chains),
+        ),
         overlap=True,
     )
 
@@ -173,14 +161,20 @@ def delta_net_replay_cuda(
     check_replay(layers, path, readers)
     num_heads, size = layers[0].state.shape[1], layers[0].state.shape[-1]
     kernel = REPLAY.kernel(f"delta_replay<{size}, {layers[0].weights.conv_taps.shape[-1]}>")
-    addresses = _Path(path.state_id.data_ptr(), path.count.data_ptr(), path.kept.data_ptr())
+    addresses = _Path(
+        state_id=path.state_id.data_ptr(), count=path.count.data_ptr(), kept=path.kept.data_ptr()
+    )
     for first in range(0, len(layers), MOST_REPLAYED):
         part = layers[first : first + MOST_REPLAYED]
         replayed = _ReplayedLayers()
         for place, layer in enumerate(part):
-            kept = (layer.kept.qkv.data_ptr(), layer.kept.alpha.data_ptr(), layer.kept.beta.data_ptr())
-            states = _States(layer.conv_state.data_ptr(), layer.state.data_ptr())
-            replayed.at[place] = _Replayed(_layer(layer.weights, num_heads), _Kept(*kept), states)
+            kept = _Kept(
+                qkv=layer.kept.qkv.data_ptr(),
+                alpha=layer.kept.alpha.data_ptr(),
+                beta=layer.kept.beta.data_ptr(),
+            )
+            states = _States(conv_state=layer.conv_state.data_ptr(), state=layer.state.data_ptr())
+            replayed.at[place] = _Replayed(layer=_layer(layer.weights, num_heads), kept=kept, states=states)
         kernel.launch(
             (num_heads * size // COLUMNS_PER_BLOCK, len(part), 1),
             THREADS,
@@ -202,7 +196,9 @@ def delta_net_prefill_cuda(
     layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
     num_spans = len(workspace.spans)
-    work = _Workspace(*(tensor.data_ptr() for tensor in vars(workspace).values()), num_spans)
+    work = _Workspace(
+        **{name: tensor.data_ptr() for name, tensor in vars(workspace).items()}, num_spans=num_spans
+    )
     PREFILL.kernel(f"delta_prepare<{size}, {taps}>").launch(
         (-(-num_rows // TILE_ROWS), 2 * weights.num_key_heads + num_heads + 1, 1),
         size,
@@ -232,28 +228,44 @@ def _arguments(
     check_arguments(inputs, weights, conv_state, state, out, quantized)
     i, batch = inputs, inputs.rows.batch
     num_heads, size = state.shape[1], state.shape[-1]
-    projections = (i.qkv, i.z, i.alpha, i.beta)
-    state_ids = i.rows.state_ids
-    segments = state_ids if batch is None else batch.segments
-    trees: tuple[torch.Tensor | None, ...] = (None,) * 5
+    segments = i.rows.state_ids if batch is None else batch.segments
+    rows = _Rows(
+        qkv=i.qkv.data_ptr(),
+        z=i.z.data_ptr(),
+        alpha=i.alpha.data_ptr(),
+        beta=i.beta.data_ptr(),
+        qkv_stride=i.qkv.stride(0),
+        z_stride=i.z.stride(0),
+        alpha_stride=i.alpha.stride(0),
+        beta_stride=i.beta.stride(0),
+        state_ids=i.rows.state_ids.data_ptr(),
+        segments=segments.data_ptr(),
+        num_rows=i.qkv.shape[0],
+    )
     if batch is not None and has_trees(i.rows):
         if batch.inputs is None:
             raise ValueError("rows of draft trees need a place to keep their inputs")
-        trees = (batch.parents, batch.kept, batch.inputs.qkv, batch.inputs.alpha, batch.inputs.beta)
-    rows = _Rows(
-        *(tensor.data_ptr() for tensor in projections),
-        *(tensor.stride(0) for tensor in projections),
-        *(None if tensor is None else tensor.data_ptr() for tensor in (state_ids, segments, *trees)),
-        i.qkv.shape[0],
-    )
-    parts = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (out, *parts))
-    outputs = _Outputs(*pointers, padded_cols(num_heads * size))
-    states = _States(conv_state.data_ptr(), state.data_ptr())
+        rows.parents, rows.kept = batch.parents.data_ptr(), batch.kept.data_ptr()
+        rows.kept_qkv = batch.inputs.qkv.data_ptr()
+        rows.kept_alpha, rows.kept_beta = batch.inputs.alpha.data_ptr(), batch.inputs.beta.data_ptr()
+    outputs = _Outputs(padded=padded_cols(num_heads * size))
+    if out is not None:
+        outputs.y = out.data_ptr()
+    if quantized is not None:
+        outputs.q, outputs.scales = quantized.q.data_ptr(), quantized.scales.data_ptr()
+        outputs.sums = quantized.sums.data_ptr()
+    states = _States(conv_state=conv_state.data_ptr(), state=state.data_ptr())
     return _layer(weights, num_heads), rows, states, outputs
 
 
 def _layer(weights: DeltaNetWeights, num_heads: int) -> _Layer:
-    w = weights
-    tensors = (w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids)
-    return _Layer(*(tensor.data_ptr() for tensor in tensors), w.num_key_heads, num_heads, w.eps)
+    return _Layer(
+        conv_taps=weights.conv_taps.data_ptr(),
+        a=weights.a.data_ptr(),
+        dt_bias=weights.dt_bias.data_ptr(),
+        norm=weights.norm.data_ptr(),
+        key_head_ids=weights.key_head_ids.data_ptr(),
+        num_key_heads=weights.num_key_heads,
+        num_value_heads=num_heads,
+        eps=weights.eps,
+    )

@@ -18,6 +18,7 @@ from coldstream.kernels.cuda.few_shapes import (
 )
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.few_layouts import (
     FLOAT_ROW_BYTES,
     MAX_TILE_ROWS,
@@ -53,44 +54,20 @@ PARTS_PROGRAM = CudaProgram(
 )
 
 
-class LinearMatrix(ctypes.Structure):
-    """As in few.cuh."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int32),
-        ("first_block", ctypes.c_int32),
-        ("num_blocks", ctypes.c_int32),
-        ("shape", MatrixShape),
-    )
+@declared_in("linear/few.cuh")
+class LinearMatrix(ctypes.Structure): ...
 
 
-class LinearMatrices(ctypes.Structure):
-    """As in few.cuh."""
-
-    _fields_ = (("at", LinearMatrix * MAX_MATRICES), ("count", ctypes.c_int32))
+@declared_in("linear/few.cuh")
+class LinearMatrices(ctypes.Structure): ...
 
 
-class BlockRows(ctypes.Structure):
-    """As in parts.cu."""
-
-    _fields_ = (("q", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+@declared_in("linear/parts.cu")
+class BlockRows(ctypes.Structure): ...
 
 
-class LinearInputs(ctypes.Structure):
-    """As in few.cuh."""
-
-    _fields_ = (
-        ("q", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("stride", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("part_rows", ctypes.c_int32),
-    )
+@declared_in("linear/few.cuh")
+class LinearInputs(ctypes.Structure): ...
 
 
 def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
@@ -218,7 +195,7 @@ def _launch(
         kernel = PARTS_PROGRAM.kernel(instance_for(PARTS, types, layout.slices // sets, sets))
         rows = BlockRows()
         if block_rows is not None:
-            rows = BlockRows(block_rows.q.data_ptr(), block_rows.scales.data_ptr())
+            rows = BlockRows(q=block_rows.q.data_ptr(), scales=block_rows.scales.data_ptr())
         arguments.append(rows)
     elif layout.walk is Walk.TILES:
         kernel = PROGRAM.kernel(instance_for(FEW, types, layout.slices // sets, sets))

@@ -10,6 +10,7 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.quant_tensor import QuantTensor
 
 THREADS = 512
@@ -43,19 +44,8 @@ PROGRAM = CudaProgram(
 )
 
 
-class FloatJob(ctypes.Structure):
-    """`FloatJob` of float_many.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("w", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("num_values", ctypes.c_int32),
-        ("x_stride", ctypes.c_int32),
-        ("out_stride", ctypes.c_int32),
-    )
+@declared_in("linear/float_many.cu")
+class FloatJob(ctypes.Structure): ...
 
 
 def float_linear_many(x: torch.Tensor, weight: QuantTensor, out: torch.Tensor) -> None:
@@ -74,14 +64,14 @@ def float_linear_many(x: torch.Tensor, weight: QuantTensor, out: torch.Tensor) -
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = FloatJob(
-        x.data_ptr(),
-        weight.blocks.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        num_rows,
-        num_values,
-        x.stride(0),
-        out.stride(0),
+        x=x.data_ptr(),
+        w=weight.blocks.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_values=num_values,
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
     )
     tiling = choose_tiling(num_tokens, num_rows)
     PROGRAM.kernel(tiling.instance(weight.quant_type)).launch(

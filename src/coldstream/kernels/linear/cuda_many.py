@@ -10,6 +10,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.quant_tensor import QuantTensor
 
 # In order of preference.
@@ -26,19 +27,8 @@ TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
 }
 
 
-class LinearJob(ctypes.Structure):
-    """`LinearJob` of many.cu."""
-
-    _fields_ = (
-        ("x", ActivationsArgument),
-        ("weights", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("num_blocks", ctypes.c_int32),
-        ("row_bytes", ctypes.c_int32),
-        ("out_stride", ctypes.c_int32),
-    )
+@declared_in("linear/many.cu")
+class LinearJob(ctypes.Structure): ...
 
 
 def instance(tiling: Tiling) -> str:
@@ -86,14 +76,14 @@ def launch_linear(
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(
-        ActivationsArgument.of(x, weight.quant_type),
-        weight.blocks.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        num_rows,
-        num_values // BLOCK_SIZE,
-        weight.quant_type.row_bytes(num_values),
-        out.stride(0),
+        x=ActivationsArgument.of(x, weight.quant_type),
+        weights=weight.blocks.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_blocks=num_values // BLOCK_SIZE,
+        row_bytes=weight.quant_type.row_bytes(num_values),
+        out_stride=out.stride(0),
     )
     num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
     program.kernel(instance(tiling)).launch(

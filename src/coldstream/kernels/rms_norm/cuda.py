@@ -8,6 +8,8 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.experts.wait_answer import Answer
 from coldstream.kernels.ops import ExpertOutputs
 
 # Keyed by whether all rows are aligned.
@@ -67,12 +69,15 @@ def rms_norm_pair_cuda(
     if x_weight.numel() != cols or y_weight.numel() != cols:
         raise ValueError(f"rows of {cols} values have {x_weight.numel()} and {y_weight.numel()} weights")
     outputs = NormOutputs(
-        out.data_ptr(), quantized.q.data_ptr(), quantized.scales.data_ptr(), quantized.sums.data_ptr()
+        y=out.data_ptr(),
+        q=quantized.q.data_ptr(),
+        scales=quantized.scales.data_ptr(),
+        sums=quantized.sums.data_ptr(),
     )
     PROGRAM.kernel(PAIR).launch(
         (2 * rows, 1, 1),
         THREADS_FEW if 2 * rows <= FEW_ROWS else THREADS_MANY,
-        (x, y, Norm(x_weight.data_ptr(), cols, cols, eps), y_weight, outputs),
+        (x, y, Norm(weight=x_weight.data_ptr(), cols=cols, padded=cols, eps=eps), y_weight, outputs),
         shared_bytes=4 * cols,
         overlap=overlaps(rows),
     )
@@ -101,10 +106,10 @@ def add_rms_norm_cuda(
     if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
     elsewhere = update.elsewhere
-    cpu_ids, cpu_rows, answer, stamps = (None, None, _Answer(), None)
+    cpu_ids, cpu_rows, answer, stamps = (None, None, Answer(), None)
     if elsewhere is not None:
         cpu_ids, cpu_rows, stamps = elsewhere.ids, elsewhere.rows, elsewhere.stamps
-        answer = _Answer(elsewhere.done.data_ptr(), elsewhere.done[1:].data_ptr())
+        answer = Answer(done=elsewhere.done.data_ptr(), late=elsewhere.done[1:].data_ptr())
     args = [
         x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
         stamps, total,
@@ -118,25 +123,12 @@ def add_rms_norm_cuda(
     _launch(COMBINE_SHARED if shared else COMBINE, args, tensors, x.shape[1], weight, eps, out, quantized)
 
 
-class Norm(ctypes.Structure):
-    """As in norm_row.cuh."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("cols", ctypes.c_int32),
-        ("padded", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-    )
+@declared_in("rms_norm/norm_row.cuh")
+class Norm(ctypes.Structure): ...
 
 
-class _Answer(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("done", "late"))
-
-
-class NormOutputs(ctypes.Structure):
-    """As in norm_row.cuh."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("y", "q", "scales", "sums"))
+@declared_in("rms_norm/norm_row.cuh")
+class NormOutputs(ctypes.Structure): ...
 
 
 def _launch(
@@ -168,7 +160,7 @@ def _launch(
     PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
         THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
-        (*args, Norm(weight.data_ptr(), cols, padded, eps), outputs),
+        (*args, Norm(weight=weight.data_ptr(), cols=cols, padded=padded, eps=eps), outputs),
         shared_bytes=4 * padded,
         overlap=overlaps(rows),
     )

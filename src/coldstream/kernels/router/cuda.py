@@ -9,6 +9,7 @@ import torch
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Sharing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
@@ -41,47 +42,24 @@ PROGRAM = CudaProgram(
 )
 
 
-class _Shares(ctypes.Structure):
-    _fields_ = (
-        ("num_tokens", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("chunk", ctypes.c_int32),
-    )
+@declared_in("router/router.cu")
+class _Shares(ctypes.Structure): ...
 
 
-class _Weights(ctypes.Structure):
-    _fields_ = (
-        ("experts", ctypes.c_void_p),
-        ("shared", ctypes.c_void_p),
-        ("num_experts", ctypes.c_int32),
-        ("cols", ctypes.c_int32),
-    )
+@declared_in("router/router.cu")
+class _Weights(ctypes.Structure): ...
 
 
-class _Ahead(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("experts", "logits", "ids", "weights"))
+@declared_in("router/router.cu")
+class _Ahead(ctypes.Structure): ...
 
 
-class _Results(ctypes.Structure):
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("shared_gate", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-    )
+@declared_in("router/router.cu")
+class _Results(ctypes.Structure): ...
 
 
-class _Norming(ctypes.Structure):
-    """As in norms.cuh."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("update", ctypes.c_void_p),
-        ("sum", ctypes.c_void_p),
-        ("norm", Norm),
-        ("out", NormOutputs),
-    )
+@declared_in("router/norms.cuh")
+class _Norming(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -117,11 +95,11 @@ class NormBefore:
             raise ValueError(f"rows {tuple(shape)} are not normed in a router's launch")
         q, scales, sums = self.quantised.q, self.quantised.scales, self.quantised.sums
         return _Norming(
-            self.x.data_ptr(),
-            self.update.data_ptr(),
-            self.total.data_ptr(),
-            Norm(self.weight.data_ptr(), shape[1], shape[1], self.eps),
-            NormOutputs(out.data_ptr(), q.data_ptr(), scales.data_ptr(), sums.data_ptr()),
+            x=self.x.data_ptr(),
+            update=self.update.data_ptr(),
+            sum=self.total.data_ptr(),
+            norm=Norm(weight=self.weight.data_ptr(), cols=shape[1], padded=shape[1], eps=self.eps),
+            out=NormOutputs(y=out.data_ptr(), q=q.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()),
         )
 
 
@@ -186,11 +164,17 @@ def router_few_cuda(
     addresses |= 0 if ahead is None else ahead.weight.data_ptr()
     aligned = addresses % 16 == 0 and (cols | x.stride(0)) % 4 == 0
     shares, shared_bytes = _share_out(num_tokens, cols)
-    weights = _Weights(weight.data_ptr(), _address(shared_weight), num_experts, cols)
+    weights = _Weights(
+        experts=weight.data_ptr(), shared=_address(shared_weight), num_experts=num_experts, cols=cols
+    )
     count = topk_ids.shape[1]
     num_rows, num_choices = (num_experts, num_tokens) if ahead is None else (2 * num_experts, 2 * num_tokens)
     results = _Results(
-        logits.data_ptr(), _address(shared_gate), topk_ids.data_ptr(), topk_weights.data_ptr(), count
+        logits=logits.data_ptr(),
+        shared_gate=_address(shared_gate),
+        ids=topk_ids.data_ptr(),
+        weights=topk_weights.data_ptr(),
+        count=count,
     )
     norming = _Norming() if norm is None else norm.argument(x)
     if norm is not None and not aligned:
@@ -252,7 +236,9 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
     num_rows = weight_rows + num_tokens
     most = (SHARED_BYTES // 4 - weight_rows * ROW_PADDING) // num_rows
     chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
-    return _Shares(num_tokens, weight_rows, chunk), 4 * (num_rows * chunk + weight_rows * ROW_PADDING)
+    return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
+        num_rows * chunk + weight_rows * ROW_PADDING
+    )
 
 
 def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
@@ -263,8 +249,12 @@ def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
 def _ahead_of(ahead: Ahead | None) -> _Ahead:
     if ahead is None:
         return _Ahead()
-    parts = (ahead.weight, ahead.logits, ahead.ids, ahead.weights)
-    return _Ahead(*(part.data_ptr() for part in parts))
+    return _Ahead(
+        experts=ahead.weight.data_ptr(),
+        logits=ahead.logits.data_ptr(),
+        ids=ahead.ids.data_ptr(),
+        weights=ahead.weights.data_ptr(),
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -10,27 +10,19 @@ import torch
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.staged import StagedRing
+from coldstream.kernels.cuda.structs import declared_in
 
 MAX_ENDS = 2048  # tokens of all rows of a step after which a row is left out
 THREADS = 32
 PROGRAM = CudaProgram(Path(__file__).with_name("admit.cu"), ("admit_rows",))
 
 
-class _StepRows(ctypes.Structure):
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("stride", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-    )
+@declared_in("sample/admit.cu")
+class _StepRows(ctypes.Structure): ...
 
 
-class _Admission(ctypes.Structure):
-    _fields_ = (
-        ("row", ctypes.c_int32),
-        ("chosen", ctypes.c_int32),
-        ("first_end", ctypes.c_int32),
-        ("num_ends", ctypes.c_int32),
-    )
+@declared_in("sample/admit.cu")
+class _Admission(ctypes.Structure): ...
 
 
 ADMISSION_WORDS = ctypes.sizeof(_Admission) // 4  # of 32 bits
@@ -73,6 +65,6 @@ def admit_rows(
         values[ends + first : ends + first + count] = list(each.end_ids)
         first += count
     staged.copy(ends + first)
-    where = _StepRows(rows.data_ptr(), rows.stride(0), len(rows))
+    where = _StepRows(values=rows.data_ptr(), stride=rows.stride(0), columns=len(rows))
     args = (where, chosen, staged.values, staged.values[ends:])
     PROGRAM.kernel("admit_rows").launch((len(admissions), 1, 1), THREADS, args)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.settings import RowSettings
 
 ROW_BYTES = 106560  # of workspace for one row
@@ -26,45 +27,19 @@ PROGRAM = CudaProgram(
 )
 
 
-class _RowSettings(ctypes.Structure):
-    _fields_ = (
-        ("temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("min_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("repetition_penalty", ctypes.c_float),
-        ("presence_penalty", ctypes.c_float),
-        ("frequency_penalty", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("position", ctypes.c_int32),
-        ("row", ctypes.c_int32),
-        ("first_recent", ctypes.c_int32),
-        ("num_recent", ctypes.c_int32),
-    )
+@declared_in("sample/rows.cuh")
+class _RowSettings(ctypes.Structure): ...
 
 
 SETTINGS_WORDS = ctypes.sizeof(_RowSettings) // 4  # of 32 bits, for one row
 
 
-class Logits(ctypes.Structure):
-    _fields_ = (
-        ("first", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int32),
-        ("vocab", ctypes.c_int32),
-        ("aligned", ctypes.c_int32),
-    )
+@declared_in("sample/block.cuh")
+class Logits(ctypes.Structure): ...
 
 
-class _Sampling(ctypes.Structure):
-    _fields_ = (
-        ("logits", Logits),
-        ("settings", ctypes.c_void_p),
-        ("recent", ctypes.c_void_p),
-        ("unpenalised", ctypes.c_void_p),
-        ("states", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
-        ("earlier", ctypes.c_void_p),
-    )
+@declared_in("sample/rows.cuh")
+class _Sampling(ctypes.Structure): ...
 
 
 def write_rows(
@@ -127,9 +102,16 @@ def sample_cuda(
     if not 1 <= vocab <= MAX_VOCAB or logits.stride(1) != 1:
         raise ValueError(f"cannot sample from {vocab} logits (at most {MAX_VOCAB}, adjacent)")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
-    where = Logits(logits.data_ptr(), logits.stride(0), vocab, int(aligned))
-    memory = (settings, recent, unpenalised, workspace, chosen, earlier)
-    sampling = _Sampling(where, *(tensor.data_ptr() for tensor in memory))
+    where = Logits(first=logits.data_ptr(), row_stride=logits.stride(0), vocab=vocab, aligned=int(aligned))
+    sampling = _Sampling(
+        logits=where,
+        settings=settings.data_ptr(),
+        recent=recent.data_ptr(),
+        unpenalised=unpenalised.data_ptr(),
+        states=workspace.data_ptr(),
+        chosen=chosen.data_ptr(),
+        earlier=earlier.data_ptr(),
+    )
     grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)  # one block for 2048 tokens of a row
     PROGRAM.kernel(SCAN).launch(grid, THREADS, (sampling,), overlap=True)
     if not draws:

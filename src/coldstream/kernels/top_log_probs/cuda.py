@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.cuda import BLOCK_TOKENS, THREADS, Logits
 
 FEW_RANKS, MAX_RANKS = RANKS = (4, 16)  # the most of each instance
@@ -14,15 +15,15 @@ PROGRAM = CudaProgram(
 )
 
 
-def part_type(most: int) -> type[ctypes.Structure]:
-    """As `TopPart<most>` in top_log_probs.cu."""
-    fields = (
-        ("keys", ctypes.c_uint64 * most),
-        ("maximum", ctypes.c_float),
-        ("sum", ctypes.c_float),
-        ("has_bad", ctypes.c_uint32),
-    )
-    return type("Part", (ctypes.Structure,), {"_fields_": fields})
+@declared_in("top_log_probs/top_log_probs.cu", f"TopPart<{FEW_RANKS}>")
+class _FewPart(ctypes.Structure): ...
+
+
+@declared_in("top_log_probs/top_log_probs.cu", f"TopPart<{MAX_RANKS}>")
+class _MostPart(ctypes.Structure): ...
+
+
+PARTS = {FEW_RANKS: _FewPart, MAX_RANKS: _MostPart}
 
 
 def most_ranks(ranks: int) -> int:
@@ -37,7 +38,7 @@ def num_parts(vocab: int) -> int:
 
 def workspace_bytes(num_rows: int, vocab: int, ranks: int) -> int:
     """Of the parts of all rows."""
-    return num_rows * num_parts(vocab) * ctypes.sizeof(part_type(most_ranks(ranks)))
+    return num_rows * num_parts(vocab) * ctypes.sizeof(PARTS[most_ranks(ranks)])
 
 
 def top_log_probs_cuda(
@@ -59,7 +60,7 @@ def top_log_probs_cuda(
     if parts.numel() < workspace_bytes(rows, vocab, ranks) or len(arrivals) < rows:
         raise ValueError(f"{parts.numel()} bytes of workspace for logits {(rows, vocab)}")
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
-    source = Logits(logits.data_ptr(), logits.stride(0), vocab, aligned)
+    source = Logits(first=logits.data_ptr(), row_stride=logits.stride(0), vocab=vocab, aligned=aligned)
     args = (source, ranks, parts, arrivals, ids, log_probs)
     instance = f"top_log_probs<{most_ranks(ranks)}>"
     PROGRAM.kernel(instance).launch((num_parts(vocab), rows, 1), THREADS, args)
