@@ -23,9 +23,12 @@ from coldstream.models.spec.sanity import damaged_logits
 _NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenChoice:
-    """A row of logits, and everything else that determines the token after it."""
+    """A row of logits, and everything else that determines the token after it.
+
+    Neither this nor `StartedChoices` is frozen, because making one is part of the time of every token.
+    """
 
     logits: AnyLogits
     context: Sequence[int]  # all ids so far; at a node of a draft tree, those on the path to it
@@ -81,7 +84,7 @@ class Chosen:
 Outcome = Chosen | GenerationFault | InvalidRequestError
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartedChoices:
     """Choices of which those on a device are under way."""
 
@@ -167,7 +170,9 @@ def _row_choice(
     """A choice for C++, which does not know logits processors; or their error."""
     params, settings = choice.params, choice.settings
     if not params.logits_processors:
-        biases = {**dict(params.logit_bias or ()), **dict.fromkeys(choice.forbidden_ids, -math.inf)}
+        biases: dict[int, float] = {}
+        if params.logit_bias or choice.forbidden_ids:
+            biases = {**dict(params.logit_bias or ()), **dict.fromkeys(choice.forbidden_ids, -math.inf)}
         return _csrc.TokenChoice(
             logits,
             None,

@@ -31,6 +31,8 @@ class StopMatcher:
 
         Unless `may_end`, no stop string ends in `text`; one may begin there.
         """
+        if not self._stops:
+            return text
         if self._matched is not None:
             return ""
         self._held += text

@@ -42,6 +42,7 @@ class Scheduler:
         self._num_rows = num_rows
         self._waiting: dict[int, _Entry] = {}
         self._running: dict[int, _Entry] = {}
+        self._order: list[int] | None = None  # of those that run; None: they have changed
         self._num_steps = 0
 
     @property
@@ -51,7 +52,10 @@ class Scheduler:
     @property
     def running(self) -> Sequence[int]:
         """Those that are admitted, the first in the order first."""
-        return [entry.key for entry in sorted(self._running.values(), key=lambda entry: entry.rank)]
+        if self._order is None:
+            entries = sorted(self._running.values(), key=lambda entry: entry.rank)
+            self._order = [entry.key for entry in entries]
+        return self._order
 
     def add(self, key: int, *, priority: int = 0, owner: str = "") -> None:
         """A new answer waits."""
@@ -62,6 +66,7 @@ class Scheduler:
         """Forgets an answer, in whichever state it is."""
         self._waiting.pop(key, None)
         self._running.pop(key, None)
+        self._order = None
 
     def candidate(
         self,
@@ -83,6 +88,7 @@ class Scheduler:
     def admit(self, key: int) -> None:
         """A waiting answer has memory from now on."""
         self._running[key] = self._waiting.pop(key)
+        self._order = None
 
     def preempt(self) -> int | None:
         """The last of the running answers waits again; None, and nothing changes, if it is the only one."""
@@ -90,6 +96,7 @@ class Scheduler:
             return None
         last = max(self._running.values(), key=lambda entry: entry.rank)
         self._waiting[last.key] = self._running.pop(last.key)
+        self._order = None
         return last.key
 
     def share(self, wanted: Mapping[int, int], most_prompt_rows: MostRows) -> dict[int, int]:

@@ -1,8 +1,7 @@
 """The batch of a step: chains and draft trees of one or several sequences, one segment each."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -82,9 +81,9 @@ class BatchLimits:
     num_chosen: int = 0  # results that a `ChosenToken` may name; 0 if the device takes none
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CheckedSegment:
-    """A segment that was found valid."""
+    """A segment that was found valid. Not frozen, because making one is part of the time of every token."""
 
     sequence: Sequence
     token_ids: Array  # int32 [rows]
@@ -93,20 +92,18 @@ class CheckedSegment:
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
     chosen: ChosenToken | None = None  # what determines the only row's token, whose id here is 0
     forks: Forks = ()
+    demand: Demand = field(init=False)
+    sequences: tuple[Sequence, ...] = field(init=False)  # all that a step with it changes
+
+    def __post_init__(self) -> None:
+        left = tuple([fork for _, fork in self.forks])
+        self.demand = Demand(self.sequence, len(self.token_ids), self.parents, left)
+        self.sequences = (self.sequence, *left)
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
         """A chain of int32 ids that the caller has checked."""
         return cls(sequence, token_ids, None, wanted, None)
-
-    @cached_property
-    def demand(self) -> Demand:
-        return Demand(self.sequence, len(self.token_ids), self.parents, self.sequences[1:])
-
-    @cached_property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """All that a step with it changes."""
-        return (self.sequence, *[fork for _, fork in self.forks])
 
     @property
     def is_prompt(self) -> bool:

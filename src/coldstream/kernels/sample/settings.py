@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowSettings:
-    """Ranges are those of `SamplingParams`."""
+    """Ranges are those of `SamplingParams`. Not frozen: making one is part of the time of every token."""
 
     temperature: float  # 0: the largest logit
     top_k: int  # 0: off
