@@ -59,8 +59,8 @@ class Passing:
     def __init__(self, product: Executor, kernels: object) -> None:
         self.product = product
 
-    def route(self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: Any) -> Any:
-        return self.product.route(x, weight, shared_gate, num_experts_per_tok, experts)
+    def route(self, x: Any, weights: Any, experts: Any) -> Any:
+        return self.product.route(x, weights, experts)
 
     def compute(self, x: Any, routing: Any, weights: Any) -> Any:
         return self.product.compute(x, routing, weights)

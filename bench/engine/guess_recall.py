@@ -20,7 +20,7 @@ from bench.results import ROOT, write_result
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.sequences import Rows
 from coldstream.kvcache.cache import ModelCache
@@ -39,11 +39,9 @@ class SeenOps(ReferenceOps):
         super().__init__()
         self.seen: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
 
-    def router(
-        self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: ExpertWeights
-    ) -> Routing:
-        routing = super().router(x, weight, shared_gate, num_experts_per_tok, experts)
-        self.seen.append((x.clone(), weight, routing.ids.clone()))
+    def router(self, x: Any, weights: RouterWeights, experts: ExpertWeights) -> Routing:
+        routing = super().router(x, weights, experts)
+        self.seen.append((x.clone(), weights.gate, routing.ids.clone()))
         return routing
 
 

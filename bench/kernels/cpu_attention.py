@@ -17,7 +17,7 @@ from bench.kernels.float_kernels import HEAD_DIM, HEADS, KV_HEADS, ROPE_DIMS, me
 from bench.results import write_result
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import AttentionHeads, RopeSpec
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.placement.hardware import Hardware
 
@@ -47,10 +47,10 @@ def recorded(runtime: _csrc.Runtime, cache_name: str, num_rows: int, depth: int)
     angles = rope_angles(positions, RopeSpec(ROPE_DIMS, 1e7))
     cache_type = CACHE_TYPES[cache_name]
     caches = [cache_type.encode(torch.randn(1, length, KV_HEADS, HEAD_DIM)) for _ in range(2)]
-    arrays = (angles, *caches, positions, states, out)
+    heads, arrays = AttentionHeads(norm, norm, 1e-6), (*caches, positions, states, out)
     runtime.begin_capture(num_rows)
-    _csrc.attention(runtime, query_gate, key, value, norm, norm, 1e-6, *arrays)
-    return Call(runtime.end_capture(), (query_gate, key, value, norm, *arrays))
+    _csrc.attention(runtime, query_gate, key, value, angles, heads, *arrays)
+    return Call(runtime.end_capture(), (query_gate, key, value, angles, norm, *arrays))
 
 
 def measure(runtime: _csrc.Runtime, num_rows: int, depth: int, budget_s: float) -> dict[str, Any]:

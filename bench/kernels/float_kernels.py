@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.gated_delta_net.reference import chunked, recurrent
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import AttentionHeads, RopeSpec
 from coldstream.kernels.rope.reference import rope_angles
 
 HIDDEN, EXPERTS, TOP_K = 2048, 256, 8
@@ -110,6 +110,7 @@ def attention_case(num_rows: int, num_cached: int) -> Case:
     query_gate = torch.randn(num_rows, HEADS * 2 * HEAD_DIM)
     key, value = (torch.randn(num_rows, KV_HEADS * HEAD_DIM) for _ in range(2))
     norm, out = torch.ones(HEAD_DIM), torch.empty(num_rows, HEADS * HEAD_DIM)
+    heads = AttentionHeads(norm, norm, 1e-6)
     positions = torch.arange(num_cached, length, dtype=torch.int32)
     state_ids = torch.zeros(num_rows, dtype=torch.int32)
     angles = rope_angles(positions, RopeSpec(ROPE_DIMS, 1e7))
@@ -122,7 +123,7 @@ def attention_case(num_rows: int, num_cached: int) -> Case:
         f"attention @ {num_cached}",
         num_rows,
         lambda rt: _csrc.attention(
-            rt, query_gate, key, value, norm, norm, 1e-6, angles, *caches, positions, state_ids, out
+            rt, query_gate, key, value, angles, heads, *caches, positions, state_ids, out
         ),
         lambda: functional.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=num_cached == 0, enable_gqa=True

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from bench.device import graph_seconds, measure_bandwidth
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DecodeWorkspace,
     arrival_count,
@@ -23,7 +23,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_prefill_cuda,
 )
 from coldstream.kernels.gated_delta_net.reference import recurrent
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
 
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4

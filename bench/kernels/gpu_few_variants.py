@@ -31,7 +31,7 @@ from coldstream.kernels.linear.few_layouts import Walk
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
-from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, router_few_cuda
+from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, RouterBuffers, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 HIDDEN, FFN, EXPERTS, TOP_K, LAUNCHES = (
@@ -155,10 +155,10 @@ def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int
 
     def apart(i: int) -> None:
         add_rms_norm_cuda(x, update, total, norm_weight, 1e-6, normed, codes)
-        router_few_cuda(normed, experts[i], gate, *chosen)
+        router_few_cuda(normed, experts[i], gate, RouterBuffers(*chosen))
 
     def at_once(i: int) -> None:
-        router_few_cuda(normed, experts[i], gate, *chosen, norm=norm)
+        router_few_cuda(normed, experts[i], gate, RouterBuffers(*chosen), norm=norm)
 
     outs = [total, normed, codes.scales, weights, shared]
     return {"apart": apart, "at once": at_once}, outs, experts[0].nbytes

@@ -20,9 +20,7 @@ from bench.device import describe, graph_seconds, measure_bandwidth
 from bench.engine.gpu import numbers
 from bench.results import ROOT, write_result
 from coldstream.kernels.attention.arguments import (
-    AttentionInputs,
     AttentionShape,
-    Caches,
     DecodeWorkspace,
     IntegerQueries,
 )
@@ -30,7 +28,16 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels, kind_of
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
-from coldstream.kernels.ops import BLOCK_POSITIONS, SHORT_CONTEXT, BatchRows, RopeSpec, Rows
+from coldstream.kernels.ops import (
+    BLOCK_POSITIONS,
+    SHORT_CONTEXT,
+    AttentionHeads,
+    AttentionInputs,
+    BatchRows,
+    Caches,
+    RopeSpec,
+    Rows,
+)
 from coldstream.kernels.rope.reference import rope_angles
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
@@ -60,10 +67,9 @@ class Layer:
         self.rows = Rows(on_device, first, batch)
         self.inputs = AttentionInputs(
             *(torch.randn(num_rows, size, device="cuda") for size in (HEADS * 2 * HEAD_DIM, 512, 512)),
-            *(torch.ones(HEAD_DIM, device="cuda") for _ in range(2)),
             rope_angles(positions, ROPE).cuda(),
-            1e-6,
         )
+        self.heads = AttentionHeads(*(torch.ones(HEAD_DIM, device="cuda") for _ in range(2)), 1e-6)
         block = shape.cache_type.encode(torch.randn(1, BLOCK_POSITIONS, KV_HEADS, HEAD_DIM)).cuda()
         blocks = block.repeat(num_blocks, 1, 1, 1)
         self.caches = Caches(blocks, blocks.clone())
@@ -80,7 +86,7 @@ class Layer:
         return DecodeWorkspace(*(torch.zeros(shape, device="cuda") for shape in shapes))
 
     def prepare(self) -> None:
-        self.kernels.prepare(self.inputs, self.caches, self.rows, self.queries)
+        self.kernels.prepare(self.inputs, self.heads, self.caches, self.rows, self.queries)
 
     def attend(self, workspace: DecodeWorkspace) -> None:
         self.kernels.attend(self.queries, self.caches, self.rows, workspace)

@@ -40,6 +40,7 @@ from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
+from coldstream.kernels.ops import RouterWeights
 from coldstream.planning.machine import measured_hardware
 
 MISSING = (1, 2, 4)
@@ -95,7 +96,8 @@ def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, 
     for layer, (router, weights) in enumerate(zip(layers.routers, layers.experts, strict=True)):
         if layer > 0:
             pause()
-        routing = ops.router(x, router, layers.shared_gate, layers.shape.experts_per_token, weights)
+        router_weights = RouterWeights(router, layers.shared_gate, layers.shape.experts_per_token)
+        routing = ops.router(x, router_weights, weights)
         outputs = ops.experts(x, routing, weights)
         total, _ = ops.add_norm(layers.x, outputs, layers.norm, EPS)
     ops.finish_step()

@@ -79,8 +79,8 @@ class OfKernels:
     def __init__(self, product: Executor, kernels: MoeKernels) -> None:
         self._kernels = kernels
 
-    def route(self, x: Any, weight: Any, shared_gate: Any, num_experts_per_tok: int, experts: Any) -> Routing:
-        return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
+    def route(self, x: Any, weights: Any, experts: Any) -> Routing:
+        return self._kernels.route(x, weights)
 
     def compute(self, x: Any, routing: Routing, weights: Any) -> ExpertOutputs:
         routed, shared = self._kernels.outputs(x, routing.ids, weights)

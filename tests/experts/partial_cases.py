@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
-from coldstream.kernels.ops import ExpertWeights
+from coldstream.kernels.ops import ExpertWeights, RouterWeights
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, range_of
@@ -117,9 +117,9 @@ class DecodeSteps:
         x = self.ops.activations(rows, self.spec.hidden_size)
         self.ops.router(
             x,
-            self._floats(self.spec.num_experts),
-            self._floats(1),
-            self.spec.num_experts_per_tok,
+            RouterWeights(
+                self._floats(self.spec.num_experts), self._floats(1), self.spec.num_experts_per_tok
+            ),
             self.weights[layer],
         )
 

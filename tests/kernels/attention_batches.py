@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from coldstream.kernels import _csrc
 from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.attention.arguments import (
-    AttentionInputs,
     AttentionShape,
-    Caches,
     DecodeWorkspace,
     IntegerQueries,
 )
@@ -27,7 +25,15 @@ from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import batch_rows
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.ops import BLOCK_POSITIONS, BatchRows, RopeSpec, Rows
+from coldstream.kernels.ops import (
+    BLOCK_POSITIONS,
+    AttentionHeads,
+    AttentionInputs,
+    BatchRows,
+    Caches,
+    RopeSpec,
+    Rows,
+)
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rope.reference import rope_angles
 
@@ -140,8 +146,13 @@ class BatchCase:
         return AttentionInputs(
             2 * random(num_rows, num_heads * (2 if self.output_gate else 1) * head_dim),
             *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
-            *(random(head_dim) + 1 for _ in "qk"), rope_angles(positions, RopeSpec(16, 1e4)), 1e-6,
-        )  # fmt: skip
+            rope_angles(positions, RopeSpec(16, 1e4)),
+        )
+
+    def layer(self) -> AttentionHeads:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        norms = [torch.randn(self.heads[2], generator=generator) + 1 for _ in "qk"]
+        return AttentionHeads(*norms, 1e-6, self.output_gate, self.window)
 
     def caches(self) -> Caches:
         """In blocks; the rows' own places hold NaN too."""
@@ -163,11 +174,8 @@ class BatchCase:
 
     def expected(self) -> Results:
         """The result [T, H · D] and both caches afterwards, by the definition."""
-        inputs, caches = self.inputs(), self.caches()
-        out = attention_exact(
-            inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps,
-            inputs.angles, caches.k, caches.v, self.rows(), self.window, output_gate=self.output_gate,
-        )  # fmt: skip
+        caches = self.caches()
+        out = attention_exact(self.inputs(), self.layer(), caches, self.rows())
         return out, caches.k, caches.v
 
     def on_cpu(self, runtime: _csrc.Runtime) -> Results:
@@ -175,9 +183,8 @@ class BatchCase:
         inputs, caches, rows = self.inputs(), self.caches(), self.rows()
         out = Output(len(rows.positions), self.heads[0] * self.heads[2])
         _csrc.attention(
-            runtime, inputs.query_gate, inputs.key, inputs.value, inputs.q_norm, inputs.k_norm, inputs.eps,
-            inputs.angles, caches.k, caches.v, rows.positions, rows.state_ids, out.rows,
-            batch_rows(rows.batch), self.window,
+            runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, self.layer(),
+            caches.k, caches.v, rows.positions, rows.state_ids, out.rows, batch_rows(rows.batch),
         )  # fmt: skip
         return out.checked(), caches.k, caches.v
 
@@ -218,7 +225,7 @@ def _check_launched(
     sizes = DecodeWorkspace.shapes(shape, at_once, num_positions)
     workspace = DecodeWorkspace(*(empty(size) for size in sizes))
     found, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
-    kernels.prepare(inputs, caches, rows, queries)
+    kernels.prepare(inputs, on(device, case.layer()), caches, rows, queries)
     result = Activations(found, quantised)
     attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, result)
     for cache, wanted in zip((caches.k, caches.v), expected_caches, strict=True):

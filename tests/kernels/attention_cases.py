@@ -6,7 +6,7 @@ import torch
 
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.exact import attention_exact
-from coldstream.kernels.ops import RopeSpec, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
 
 EPS = 1e-6
@@ -73,10 +73,23 @@ class Case:
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The result [T, H · D] and both caches afterwards, by the exact reference."""
-        *tensors, angles = self.inputs()
-        k_cache, v_cache = self.caches()
-        out = attention_exact(*tensors, EPS, angles, k_cache, v_cache, self.rows, self.window)
-        return out, k_cache, v_cache
+        caches = Caches(*self.caches())
+        out = attention_exact(*records(*self.inputs(), window=self.window), caches, self.rows)
+        return out, caches.k, caches.v
+
+
+def records(
+    query_gate: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    angles: torch.Tensor,
+    window: int | None = None,
+) -> tuple[AttentionInputs, AttentionHeads]:
+    """Arguments of attention, from the tensors of a case."""
+    inputs = AttentionInputs(query_gate, key, value, angles)
+    return inputs, AttentionHeads(q_norm, k_norm, EPS, window=window)
 
 
 def sequences(*parts: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 
 from coldstream.kernels.arithmetic.reference import padded_cols, quantize_activations
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 
 NUM_STATES = 6
 
@@ -68,7 +68,7 @@ class DeltaCase:
         """The exact output and both states afterwards."""
         states, state_ids = self.states(), self.state_ids_tensor()
         rows = Rows(torch.zeros_like(state_ids), state_ids)
-        return gated_delta_net_exact(*self.inputs(), self.weights(), *states, rows), *states
+        return gated_delta_net_exact(DeltaNetInputs(*self.inputs(), rows), self.weights(), *states), *states
 
 
 def one_state(num_rows: int, state_id: int = 1) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from delta_cases import DeltaCase
 from hypothesis import strategies as st
 
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, Rows
+from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, DeltaNetInputs, Rows
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def separately(case: DeltaCase, chains: list[Chain]) -> tuple[torch.Tensor, ...]
                     each[state_id] = each[before]
             part = slice(start + first, start + end)
             rows = Rows(torch.zeros(end - first, dtype=torch.int32), ints([state_id] * (end - first)))
-            inputs = (each[part] for each in case.inputs())
-            out[part] = gated_delta_net_exact(*inputs, case.weights(), conv_state, state, rows)
+            inputs = DeltaNetInputs(*(each[part] for each in case.inputs()), rows)
+            out[part] = gated_delta_net_exact(inputs, case.weights(), conv_state, state)
             before = state_id
         start += chain.num_rows
     return out, conv_state, state

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.attention.reference import attention
-from coldstream.kernels.ops import RopeSpec, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles, rotate
 
 H, G, D, EPS = 4, 2, 8, 1e-6
@@ -37,7 +37,8 @@ def empty_caches(state_ids: int, dtype: torch.dtype = torch.float32) -> tuple[to
 def run(inputs: list[torch.Tensor], rows: Rows, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     query_gate, key, value, q_norm, k_norm = inputs
     angles = rope_angles(rows.positions, ROPE)
-    return attention(query_gate, key, value, q_norm, k_norm, EPS, angles, *caches, rows)
+    heads = AttentionHeads(q_norm, k_norm, EPS)
+    return attention(AttentionInputs(query_gate, key, value, angles), heads, Caches(*caches), rows)
 
 
 def attention_by_hand(inputs: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.exact import attention_exact
 from coldstream.kernels.attention.reference import attention as attention_reference
-from coldstream.kernels.ops import RopeSpec, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
 
 Runtimes = list[_csrc.Runtime]
@@ -80,8 +80,9 @@ def run(runtime: _csrc.Runtime, case: Case, bounds: list[int] | None = None) -> 
         part = slice(start, stop)
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
-            runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            k_cache, v_cache, case.positions[part], case.state_ids[part], out.rows,
+            runtime, query_gate[part], key[part], value[part], angles[part],
+            AttentionHeads(q_norm, k_norm, EPS), k_cache, v_cache,
+            case.positions[part], case.state_ids[part], out.rows,
         )  # fmt: skip
         outputs.append(out.checked())
     return torch.cat(outputs), k_cache, v_cache
@@ -91,7 +92,9 @@ def check_values(case: Case, result: Results) -> None:
     query_gate, key, value, q_norm, k_norm, angles = (x.double() for x in case.inputs())
     caches = [cache.double() for cache in case.caches()]
     rows = Rows(case.positions, case.state_ids)
-    expected = attention_reference(query_gate, key, value, q_norm, k_norm, EPS, angles, *caches, rows)
+    heads = AttentionHeads(q_norm, k_norm, EPS)
+    inputs = AttentionInputs(query_gate, key, value, angles)
+    expected = attention_reference(inputs, heads, Caches(*caches), rows)
     tolerance = 2e-5 if case.dtype == torch.float32 else 5e-3
     torch.testing.assert_close(result[0].double(), expected, rtol=tolerance, atol=tolerance)
     for got, want in zip(result[1:], caches, strict=True):
@@ -127,14 +130,24 @@ def test_without_a_gate_it_is_as_with_gates_that_are_open(
     def attend(runtime: _csrc.Runtime, query_gate: torch.Tensor) -> Results:
         out, caches = Output(count, case.num_heads * head_dim), case.caches()
         _csrc.attention(
-            runtime, query_gate, *others[:4], EPS, angles, *caches, case.positions, case.state_ids, out.rows
+            runtime,
+            query_gate,
+            *others[:2],
+            angles,
+            AttentionHeads(*others[2:4], EPS),
+            *caches,
+            case.positions,
+            case.state_ids,
+            out.rows,
         )
         return (out.checked(), *caches)
 
     expected = run_everywhere(lambda runtime: attend(runtime, open_gates.reshape(count, -1)), runtimes)
     actual = run_everywhere(lambda runtime: attend(runtime, queries), runtimes)
     rows = Rows(case.positions, case.state_ids)
-    exact = attention_exact(queries, *others, EPS, angles, *case.caches(), rows, output_gate=False)
+    heads = AttentionHeads(*others[2:4], EPS, output_gate=False)
+    inputs = AttentionInputs(queries, *others[:2], angles)
+    exact = attention_exact(inputs, heads, Caches(*case.caches()), rows)
     assert all(same_bits(want, got) for want, got in zip(expected, actual, strict=True))
     assert same_bits(exact, actual[0])
 
@@ -193,8 +206,8 @@ def test_float16_caches_hold_the_nearest_values(runtimes: Runtimes) -> None:
         caches = [torch.zeros(1, 1, 1, 200, dtype=torch.float16) for _ in range(2)]
         place = torch.zeros(1, dtype=torch.int32)
         _csrc.attention(
-            runtime, torch.zeros(1, 400), zeros, values, ones, ones, EPS, torch.empty(1, 0, 2),
-            *caches, place, place, torch.zeros(1, 200),
+            runtime, torch.zeros(1, 400), zeros, values, torch.empty(1, 0, 2),
+            AttentionHeads(ones, ones, EPS), *caches, place, place, torch.zeros(1, 200),
         )  # fmt: skip
         return (caches[1],)
 
@@ -217,8 +230,9 @@ def test_rows_outside_the_caches_are_refused(
         out = Output(count, 64)
         with pytest.raises(ValueError, match="sequence or position lies outside the caches"):
             _csrc.attention(
-                runtime, query_gate, key, value, q_norm, k_norm, EPS, torch.zeros(count, 4, 2),
-                caches[0][1:2], caches[1][1:2], case.positions, case.state_ids, out.rows,
+                runtime, query_gate, key, value, torch.zeros(count, 4, 2),
+                AttentionHeads(q_norm, k_norm, EPS), caches[0][1:2], caches[1][1:2],
+                case.positions, case.state_ids, out.rows,
             )  # fmt: skip
         assert out.rows.isnan().all()
     assert not caches[0][[0, 2]].any()
@@ -234,7 +248,17 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, angles: torch.Tensor = angles
     ) -> None:
         _csrc.attention(
-            fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, k_cache, v_cache, place, place, out
+            fastest,
+            query_gate,
+            key,
+            value,
+            angles,
+            AttentionHeads(q_norm, k_norm, EPS),
+            k_cache,
+            v_cache,
+            place,
+            place,
+            out,
         )
 
     with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):

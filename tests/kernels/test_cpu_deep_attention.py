@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from attention_batches import BatchCase, Part, random_tree, some_parts
-from attention_cases import EPS, Case, make_case
+from attention_cases import EPS, Case, make_case, records
 from cpu_cases import Output, Results, run_everywhere, same_bits
 from deep_attention import LARGEST_CONTEXT, fast_definition, random_rows
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.exact import attention_exact, first_position
-from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
+from coldstream.kernels.ops import BLOCK_POSITIONS, AttentionHeads, Caches, Rows
 
 Runtimes = list[_csrc.Runtime]
 INTEGER_TYPES = ("i16", "i8", "i4", "i3")
@@ -55,11 +55,14 @@ def expected_rows(case: Case, rows: list[int]) -> Results:
     caches = deep_caches(case)
     with fast_definition():
         # Writes keys and values; only the wanted rows see more than themselves.
-        attention_exact(query_gate, key, value, *norms, EPS, angles, *caches, case.rows, window=1)
+        alone = records(query_gate, key, value, *norms, angles, window=1)
+        attention_exact(*alone, Caches(*caches), case.rows)
+        wanted = (query_gate[rows], key[rows], value[rows], *norms, angles[rows])
         out = attention_exact(
-            query_gate[rows], key[rows], value[rows], *norms, EPS, angles[rows], *caches,
-            Rows(case.positions[rows], case.state_ids[rows]), case.window,
-        )  # fmt: skip
+            *records(*wanted, window=case.window),
+            Caches(*caches),
+            Rows(case.positions[rows], case.state_ids[rows]),
+        )
     return out, *(cache[0, int(case.positions[0]) :] for cache in caches)
 
 
@@ -74,8 +77,9 @@ def run_last(
     query_gate, key, value, q_norm, k_norm, angles = case.inputs()
     out = Output(count, case.num_heads * case.head_dim)
     _csrc.attention(
-        runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part], *caches,
-        case.positions[part], case.state_ids[part], out.rows, window=case.window,
+        runtime, query_gate[part], key[part], value[part], angles[part],
+        AttentionHeads(q_norm, k_norm, EPS, window=case.window), *caches,
+        case.positions[part], case.state_ids[part], out.rows,
     )  # fmt: skip
     return out.checked(), *(cache[0, int(case.positions[0]) :].clone() for cache in caches)
 

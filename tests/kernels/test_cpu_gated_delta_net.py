@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net as gated_delta_net_reference
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 
 Runtimes = list[_csrc.Runtime]
 NUM_STATES = 12
@@ -55,7 +55,7 @@ def check_values(case: DeltaCase, result: Results) -> None:
     inputs = (x.double() for x in case.inputs())
     state_ids = case.state_ids_tensor()
     rows = Rows(torch.zeros_like(state_ids), state_ids)
-    output = gated_delta_net_reference(*inputs, exact, *states, rows)
+    output = gated_delta_net_reference(DeltaNetInputs(*inputs, rows), exact, *states)
     for got, want in zip(result, (output, *states), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from attention_cases import EPS, EXTREMES, Case, make_case
+from attention_cases import EPS, EXTREMES, Case, make_case, records
 from cpu_cases import Output, Results, run_everywhere, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from all_pairs import all_pairs
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.attention.exact import attention_exact
+from coldstream.kernels.ops import AttentionHeads, Caches
 
 Runtimes = list[_csrc.Runtime]
 INTEGER_TYPES = ("i16", "i8", "i4", "i3")
@@ -33,8 +34,9 @@ def run(
         part = slice(start, stop)
         out = Output(stop - start, case.num_heads * case.head_dim)
         _csrc.attention(
-            runtime, query_gate[part], key[part], value[part], q_norm, k_norm, EPS, angles[part],
-            *caches, case.positions[part], case.state_ids[part], out.rows, window=case.window,
+            runtime, query_gate[part], key[part], value[part], angles[part],
+            AttentionHeads(q_norm, k_norm, EPS, window=case.window), *caches,
+            case.positions[part], case.state_ids[part], out.rows,
         )  # fmt: skip
         outputs.append(out.rows.clone())
     return torch.cat(outputs), *caches
@@ -120,9 +122,8 @@ def test_extreme_keys_and_values_have_the_bits_of_the_definition(
     inputs = case.inputs()
     inputs[spoiled][3] *= value  # which the row before does not see, in the same block
     got = run_everywhere(lambda runtime: run(runtime, case, inputs), runtimes)
-    *tensors, angles = inputs
     caches = case.caches()
-    out = attention_exact(*tensors, EPS, angles, *caches, case.rows)
+    out = attention_exact(*records(*inputs), Caches(*caches), case.rows)
     np.testing.assert_array_equal(got[0].numpy(), out.numpy())
     for want, each in zip(caches, got[1:], strict=True):
         assert same_bits(want, each)
@@ -179,7 +180,7 @@ def test_rows_that_hold_no_such_heads_are_refused(fastest: _csrc.Runtime) -> Non
     def call(row: int, dtype: torch.dtype = torch.int8) -> None:
         caches = [torch.zeros(1, 5, 2, row, dtype=dtype) for _ in range(2)]
         _csrc.attention(
-            fastest, query_gate, key, value, q_norm, k_norm, EPS, angles, *caches,
+            fastest, query_gate, key, value, angles, AttentionHeads(q_norm, k_norm, EPS), *caches,
             case.positions, case.state_ids, torch.zeros(2, 256),
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from state_boundaries import Chain, rows_of, separately, some_chains, states_of
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import batch_rows
-from coldstream.kernels.ops import MIN_FORK_ROWS
+from coldstream.kernels.ops import MIN_FORK_ROWS, DeltaNetInputs
 from coldstream.kernels.reference_ops import ReferenceOps
 
 Runtimes = list[_csrc.Runtime]
@@ -56,7 +56,8 @@ def test_the_definition_is_separate_calls(chains: list[Chain], data: st.DataObje
     exact = data.draw(st.booleans())
     case = case_of(chains, head_dim=8)
     states = case.states()
-    out = ReferenceOps(exact=exact).gated_delta_net(*case.inputs(), case.weights(), *states, rows_of(chains))
+    inputs = DeltaNetInputs(*case.inputs(), rows_of(chains))
+    out = ReferenceOps(exact=exact).gated_delta_net(inputs, case.weights(), *states)
     for found, expected in zip((out, *states), separately(case, chains), strict=True):
         tolerance = 0.0 if exact else 1e-4
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

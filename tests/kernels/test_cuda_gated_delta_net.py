@@ -12,7 +12,7 @@ from all_pairs import all_pairs
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DECODE,
     PREFILL,
@@ -22,7 +22,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_decode_cuda,
     delta_net_prefill_cuda,
 )
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import DeltaNetInputs, Rows
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100)
 

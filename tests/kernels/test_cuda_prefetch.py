@@ -18,7 +18,7 @@ from coldstream.kernels.experts.partition import Places, partition_experts_cuda,
 from coldstream.kernels.experts.prefetch import PROGRAM
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.router.cuda import Ahead, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_few_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 
 EXPERTS, RANKS, COLS = 40, 4, 64
@@ -182,7 +182,9 @@ def test_a_later_router_sees_the_same_rows_and_disturbs_nothing(tokens: int, exp
     )  # fmt: skip
     arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
     for _ in range(2):
-        router_few_cuda(x.to(CUDA), weight.to(CUDA), shared.to(CUDA), *outs, arrivals, None, ahead)
+        router_few_cuda(
+            x.to(CUDA), weight.to(CUDA), shared.to(CUDA), RouterBuffers(*outs, arrivals), None, ahead
+        )
     torch.cuda.synchronize()
     ids, weights = choose_experts_exact(dot_lanes(x, weight), 8)
     assert_same_bits(outs[0].cpu(), ids)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import EXTREMES, Case, make_case
+from attention_cases import EXTREMES, Case, make_case, records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from coldstream.kernels.attention.planes import (
     round_planes,
 )
 from coldstream.kernels.attention.reference import attention
+from coldstream.kernels.ops import Caches
 
 INTEGER_TYPES = ("i16", "i8", "i4", "i3")
 # RMS error of a head's output over its RMS size, with two channels so many times as great as the others; a
@@ -228,11 +229,10 @@ def test_a_head_is_as_close_to_float64_as_its_roundings_allow(name: str, outlier
 def test_both_references_agree(name: str, window: int | None) -> None:
     """Over the same cache, integers against floats: what is left are roundings to 16 bits."""
     case = make_case((0, 250, 8), cache_name=name, window=window)
-    *tensors, angles = case.inputs()
     # Floats multiply weights of zero with what a row does not see.
-    k_cache, v_cache = replace(case, window=None).caches()
+    caches = Caches(*replace(case, window=None).caches())
     out, *_ = case.expected()
-    plain = attention(*tensors, 1e-6, angles, k_cache, v_cache, case.rows, window)
+    plain = attention(*records(*case.inputs(), window=window), caches, case.rows)
     torch.testing.assert_close(out, plain, atol=5e-4, rtol=1e-3)
 
 
@@ -252,10 +252,11 @@ def seen_by_hand(case: Case) -> torch.Tensor:
         alone = replace(case, positions=case.positions[part], state_ids=case.state_ids[part])
         outputs.append(
             attention_exact(
-                query_gate[part], key[part], value[part], *norms, 1e-6, angles[part], *caches, alone.rows,
-                case.window,
+                *records(query_gate[part], key[part], value[part], *norms, angles[part], window=case.window),
+                Caches(*caches),
+                alone.rows,
             )
-        )  # fmt: skip
+        )
     return torch.cat(outputs)
 
 
@@ -272,8 +273,7 @@ def test_extreme_values_are_zeros_or_nan_and_stay_with_who_sees_them(name: str, 
     case = make_case((0, 62, 4), cache_name=name)
     *tensors, angles = case.inputs()
     tensors[2][2] *= value  # the values of the third row, at the first position of a block
-    k_cache, v_cache = case.caches()
     before = case.expected()[0]
-    out = attention_exact(*tensors, 1e-6, angles, k_cache, v_cache, case.rows)
+    out = attention_exact(*records(*tensors, angles), Caches(*case.caches()), case.rows)
     assert torch.equal(out[:2], before[:2])
     assert out[2:].isnan().all() == (not np.isfinite(value) or value >= 1e38)

@@ -13,7 +13,7 @@ from coldstream.kernels.gated_delta_net.reference import (
     gated_delta_net,
     recurrent,
 )
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 
 NK, NV, D, TAPS, EPS = 2, 4, 4, 4, 1e-6
 C = 2 * NK * D + NV * D
@@ -148,7 +148,7 @@ def mixer_by_hand(inputs: list[torch.Tensor], w: DeltaNetWeights) -> torch.Tenso
 @pytest.mark.parametrize("key_head_ids", [[0, 1, 0, 1], [0, 0, 1, 1]], ids=["tiled", "grouped"])
 def test_mixer_equals_the_formulas(key_head_ids: list[int]) -> None:
     inputs, weights = mixer_inputs(9, seed=3), mixer_weights(key_head_ids)
-    output = gated_delta_net(*inputs, weights, *states(1), rows_of((0, 0, 9)))
+    output = gated_delta_net(DeltaNetInputs(*inputs, rows_of((0, 0, 9))), weights, *states(1))
     torch.testing.assert_close(output, mixer_by_hand(inputs, weights), atol=1e-5, rtol=1e-4)
 
 
@@ -158,12 +158,13 @@ def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id:
     inputs, others = mixer_inputs(first + second, seed=4), mixer_inputs(2, seed=5)
     weights = mixer_weights([0, 1, 0, 1])
     whole_states, split_states = states(1), states(4)
-    whole = gated_delta_net(*inputs, weights, *whole_states, rows_of((0, 0, first + second)))
+    whole = gated_delta_net(DeltaNetInputs(*inputs, rows_of((0, 0, first + second))), weights, *whole_states)
     start = gated_delta_net(
-        *(x[:first] for x in inputs), weights, *split_states, rows_of((state_id, 0, first))
+        DeltaNetInputs(*(x[:first] for x in inputs), rows_of((state_id, 0, first))), weights, *split_states
     )
     mixed = [torch.cat((x[first:], other)) for x, other in zip(inputs, others, strict=True)]
-    rest = gated_delta_net(*mixed, weights, *split_states, rows_of((state_id, first, second), (3, 0, 2)))
+    rows = rows_of((state_id, first, second), (3, 0, 2))
+    rest = gated_delta_net(DeltaNetInputs(*mixed, rows), weights, *split_states)
     # PyTorch's products of other numbers of rows have other last bits, by the processor.
     torch.testing.assert_close(torch.cat((start, rest[:second])), whole, atol=1e-5, rtol=1e-4)
     for split, at_once in zip(split_states, whole_states, strict=True):
@@ -173,7 +174,7 @@ def test_chunks_and_neighbours_change_nothing(first: int, second: int, state_id:
 def test_trap_48_no_rows_change_nothing() -> None:
     conv_state, state = torch.ones(1, TAPS - 1, C), torch.ones(1, NV, D, D)
     weights = mixer_weights([0, 1, 0, 1])
-    output = gated_delta_net(*mixer_inputs(0, seed=6), weights, conv_state, state, rows_of())
+    output = gated_delta_net(DeltaNetInputs(*mixer_inputs(0, seed=6), rows_of()), weights, conv_state, state)
     assert output.shape == (0, NV * D)
     assert (conv_state == 1).all()
     assert (state == 1).all()
@@ -185,6 +186,7 @@ def test_gradients_of_the_mixer() -> None:
     weights = mixer_weights([0, 1, 0, 1], dtype)
 
     def call(*args: torch.Tensor) -> torch.Tensor:
-        return gated_delta_net(*args, weights, *states(2, dtype), rows_of((1, 0, 3), (0, 0, 1)))
+        inputs = DeltaNetInputs(*args, rows_of((1, 0, 3), (0, 0, 1)))
+        return gated_delta_net(inputs, weights, *states(2, dtype))
 
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)

@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols, quantize_activations
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net import cuda
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace
 from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import MAX_TREE_ROWS, BatchRows, CommittedPath, KeptInputs, RecurrentLayer, Rows
+from coldstream.kernels.ops import (
+    MAX_TREE_ROWS,
+    BatchRows,
+    CommittedPath,
+    DeltaNetInputs,
+    KeptInputs,
+    RecurrentLayer,
+    Rows,
+)
 from coldstream.kernels.reference_ops import ReferenceOps
 from host_device import HostDevice
 
@@ -86,7 +94,10 @@ def check(
     real_rows = rows_of([part for part in parts if part.state_id >= 0], kept, Random(seed))
     expected = torch.zeros(len(case.state_ids), case.value_width)
     expected[real] = gated_delta_net_batch(
-        gated_delta_net_exact, *(tensor[real] for tensor in inputs), weights, *expected_states, real_rows
+        gated_delta_net_exact,
+        DeltaNetInputs(*(tensor[real] for tensor in inputs), real_rows),
+        weights,
+        *expected_states,
     )
     found_states = [state.to(device) for state in states]
     num_rows, padded = len(case.state_ids), padded_cols(case.value_width)
@@ -263,9 +274,11 @@ def test_chains_are_left_to_another_launch() -> None:
     tree = slice(2, 6)
     expected = torch.full((8, case.value_width), torch.nan)
     expected[tree] = gated_delta_net_batch(
-        gated_delta_net_exact, *(tensor[:7] for tensor in case.inputs()), case.weights(), *expected_states,
-        rows_of(parts[:3], kept, Random(0)),
-    )[tree]  # fmt: skip
+        gated_delta_net_exact,
+        DeltaNetInputs(*(tensor[:7] for tensor in case.inputs()), rows_of(parts[:3], kept, Random(0))),
+        case.weights(),
+        *expected_states,
+    )[tree]
     operands = DeltaNetInputs(*case.inputs(), rows_of(parts, found_kept, Random(0)))
     out = torch.full_like(expected, torch.nan)
     arrivals = torch.zeros(cuda.arrival_count(8, 2, case.value_width), dtype=torch.int32)
@@ -295,7 +308,7 @@ def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
         place[places] = values[:count]
     if count:
         rows = Rows(torch.zeros(count, dtype=torch.int32), case.state_ids_tensor())
-        gated_delta_net_exact(*case.inputs(), case.weights(), *expected, rows)
+        gated_delta_net_exact(DeltaNetInputs(*case.inputs(), rows), case.weights(), *expected)
     readers = torch.zeros(1, 2, dtype=torch.int32)
     for path in (committed_path(-1, count, places), committed_path(1, count, places)):
         cuda.delta_net_replay_cuda([RecurrentLayer(case.weights(), *states, kept)], path, readers)

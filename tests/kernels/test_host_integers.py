@@ -20,7 +20,7 @@ from attention_batches import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.attention.arguments import AttentionShape, Caches, DecodeWorkspace, IntegerQueries
+from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace, IntegerQueries
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
@@ -35,7 +35,7 @@ from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
-from coldstream.kernels.ops import BLOCK_POSITIONS, Rows
+from coldstream.kernels.ops import BLOCK_POSITIONS, Caches, Rows
 from coldstream.kernels.sequences import seen
 from host_device import HostDevice
 
@@ -210,7 +210,7 @@ def test_what_computes_rows_of_no_sequence_first_leaves_nothing_of_them(cache_na
         workspace = DecodeWorkspace(
             *(torch.empty(size) for size in DecodeWorkspace.shapes(shape, num_rows, CHUNK_SIZE))
         )
-        kernels.prepare(replace(given, **more), caches, rows, queries)
+        kernels.prepare(replace(given, **more), case.layer(), caches, rows, queries)
         kernels.attend(queries, caches, rows, workspace)
         found.append((workspace.values[:448], workspace.stats[:448]))
     for alone, padded in zip(*found, strict=True):

@@ -18,7 +18,7 @@ from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
-from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.swiglu.reference import swiglu_exact
@@ -78,9 +78,7 @@ def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
         assert (normed.before is not None) == (for_router and tokens <= MAX_NORMED_ROWS)
         routing = ops.router(
             normed,
-            on_gpu(router, device="cpu"),
-            on_gpu(gate, device="cpu"),
-            4,
+            RouterWeights(on_gpu(router, device="cpu"), on_gpu(gate, device="cpu"), 4),
             ExpertWeights(None, None, None),
         )
         codes = vars(normed.quantised).values()

@@ -32,7 +32,7 @@ from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import NUM_WORDS, WHOLE, MissTimes, streamed_experts
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.router.cuda import router_few_cuda
+from coldstream.kernels.router.cuda import RouterBuffers, router_few_cuda
 from host_device import HostDevice
 
 MAX_LAYERS = 4
@@ -289,8 +289,12 @@ def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing:
     x, weight = (torch.randn(n, cols, generator=generator) for n in (1, experts))
     shared = Shared(layer, torch.zeros(1, ranks, dtype=torch.int32), x)
     router_few_cuda(
-        x, weight, None, shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),
-        torch.zeros(1, dtype=torch.int32), shared.sharing,
+        x, weight, None,
+        RouterBuffers(
+            shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),
+            torch.zeros(1, dtype=torch.int32),
+        ),
+        shared.sharing,
     )  # fmt: skip
     shared.check(layer, is_staged=False)
 

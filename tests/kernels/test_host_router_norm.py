@@ -8,7 +8,7 @@ from test_host_router import CPU, Outputs
 
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
-from coldstream.kernels.router.cuda import Ahead, NormBefore, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, NormBefore, RouterBuffers, router_few_cuda
 
 
 @pytest.mark.usefixtures("host")
@@ -32,7 +32,13 @@ def test_a_norm_in_the_routers_launch_has_the_bits_of_its_own(experts: int, cols
         outs, guesses = Outputs(tokens, 4, experts), Outputs(tokens, 4, experts)
         ahead = Ahead(later, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor)
         router_few_cuda(
-            normed.tensor, weight, shared, *outs.tensors, arrivals, None, ahead, norm if at_once else None
+            normed.tensor,
+            weight,
+            shared,
+            RouterBuffers(*outs.tensors, arrivals),
+            None,
+            ahead,
+            norm if at_once else None,
         )
         outs.check(normed.checked(), weight, shared)
         found.append(

@@ -11,8 +11,8 @@ from state_boundaries import Chain, rows_of, separately, some_chains, states_of
 
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net import cuda
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
-from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, Rows
+from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace
+from coldstream.kernels.ops import MIN_FORK_ROWS, BatchRows, DeltaNetInputs, Rows
 
 NUM_STATES = 8
 MIN = MIN_FORK_ROWS

@@ -1,9 +1,21 @@
 """Layers on the reference operations, against their formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from coldstream.kernels.ops import DeltaNetWeights, ExpertWeights, FfnWeights, Rows
+from coldstream.kernels.ops import (
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
+    DeltaNetInputs,
+    DeltaNetWeights,
+    ExpertWeights,
+    FfnWeights,
+    RouterWeights,
+    Rows,
+)
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
@@ -30,7 +42,7 @@ def ffn(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 def moe_weights(seed: int = 0) -> MoeWeights:
     shapes = [(EXPERTS, E), (1, E), (EXPERTS, F, E), (EXPERTS, F, E), (EXPERTS, E, F)]
     router, shared_gate, *stacks = matrices(*shapes, (SHARED_F, E), (SHARED_F, E), (E, SHARED_F), seed=seed)
-    return MoeWeights(router, shared_gate, ExpertWeights(*stacks), K)
+    return MoeWeights(RouterWeights(router, shared_gate, K), ExpertWeights(*stacks))
 
 
 def run_moe(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
@@ -42,14 +54,14 @@ def run_moe(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
 def moe_by_hand(x: torch.Tensor, w: MoeWeights) -> torch.Tensor:
     """One token [E] at a time."""
     experts = w.experts
-    probabilities = torch.softmax(w.ffn_gate_inp @ x, 0)
+    probabilities = torch.softmax(w.router.gate @ x, 0)
     values, ids = probabilities.topk(K)
     total = torch.zeros(E)
     for weight, expert in zip(values / values.sum(), ids.tolist(), strict=True):
         total += weight * ffn(x, experts.gate[expert], experts.up[expert], experts.down[expert])
-    if w.ffn_gate_inp_shexp is None:
+    if w.router.shared_gate is None:
         return total
-    gate = torch.sigmoid(w.ffn_gate_inp_shexp[0] @ x)
+    gate = torch.sigmoid(w.router.shared_gate[0] @ x)
     return total + gate * ffn(x, experts.shared_gate, experts.shared_up, experts.shared_down)
 
 
@@ -61,7 +73,7 @@ def test_trap_02_moe_equals_the_formula_for_every_token(num_tokens: int, exact_s
     (x,) = matrices((num_tokens, E), seed=1)
     if exact_shared_gate:
         x[:, 0] = 1.0
-        weights.ffn_gate_inp_shexp.zero_()[0, 0] = exact_shared_gate
+        weights.router.shared_gate.zero_()[0, 0] = exact_shared_gate
     expected = torch.stack([moe_by_hand(row, weights) for row in x])
     torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
 
@@ -70,7 +82,7 @@ def test_trap_02_moe_equals_the_formula_for_every_token(num_tokens: int, exact_s
 def test_moe_without_a_shared_expert_is_its_routed_part(num_tokens: int) -> None:
     gated = moe_weights()
     routed = ExpertWeights(gated.experts.gate, gated.experts.up, gated.experts.down)
-    weights = MoeWeights(gated.ffn_gate_inp, None, routed, K)
+    weights = MoeWeights(replace(gated.router, shared_gate=None), routed)
     (x,) = matrices((num_tokens, E), seed=1)
     expected = torch.stack([moe_by_hand(row, weights) for row in x])
     torch.testing.assert_close(run_moe(x, weights), expected, atol=1e-4, rtol=1e-4)
@@ -103,10 +115,11 @@ def test_attention_joins_its_projections(output_gate: bool, window: int | None) 
     )
     angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
-    weights = AttentionWeights(q, k, v, out, q_norm, k_norm, 1e-6, output_gate, window)
-    actual = attention(ops, x, weights, angles, *caches[:2], rows_of(5))
-    operands = (x @ q.T, x @ k.T, x @ v.T, q_norm, k_norm, 1e-6, angles, *caches[2:], rows_of(5))
-    mixed = ops.attention(*operands, output_gate=output_gate, window=window)
+    heads = AttentionHeads(q_norm, k_norm, 1e-6, output_gate, window)
+    weights = AttentionWeights(q, k, v, out, heads)
+    actual = attention(ops, x, weights, angles, Caches(*caches[:2]), rows_of(5))
+    inputs = AttentionInputs(x @ q.T, x @ k.T, x @ v.T, angles)
+    mixed = ops.attention(inputs, heads, Caches(*caches[2:]), rows_of(5))
     torch.testing.assert_close(actual, mixed @ out.T)
     torch.testing.assert_close(caches[0], caches[2])
     torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))
@@ -124,7 +137,8 @@ def test_gated_delta_net_joins_its_projections() -> None:
     states = [(torch.zeros(1, TAPS - 1, channels), torch.zeros(1, NV, d, d)) for _ in range(2)]
     weights = GatedDeltaNetWeights(qkv, gate, alpha, beta, out, rule)
     actual = gated_delta_net(ops, x, weights, *states[0], rows_of(5))
-    mixed = ops.gated_delta_net(x @ qkv.T, x @ gate.T, x @ alpha.T, x @ beta.T, rule, *states[1], rows_of(5))
+    inputs = DeltaNetInputs(x @ qkv.T, x @ gate.T, x @ alpha.T, x @ beta.T, rows_of(5))
+    mixed = ops.gated_delta_net(inputs, rule, *states[1])
     torch.testing.assert_close(actual, mixed @ out.T)
     torch.testing.assert_close(states[0], states[1])
     assert states[0][1].abs().sum() > 0

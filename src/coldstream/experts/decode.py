@@ -16,7 +16,6 @@ from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
-from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
@@ -25,7 +24,7 @@ from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import Ahead
 
@@ -74,17 +73,10 @@ class DecodeExperts:
         shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
         return has_ring and num_rows <= MAX_FEW_ROWS and len(shapes) == 1
 
-    def route(
-        self,
-        x: Activations,
-        weight: CudaWeight,
-        shared_gate: CudaWeight | None,
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""
-        tokens, ranks = x.shape[0], num_experts_per_tok
-        is_one_launch = self._kernels.routes_at_once(tokens, shared_gate)
+        tokens, ranks = x.shape[0], weights.num_experts_per_tok
+        is_one_launch = self._kernels.routes_at_once(tokens, weights.shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
         places = Places(
             self._device.empty(len(stacks), len(stacks[0].addresses), dtype=torch.int64),
@@ -105,7 +97,7 @@ class DecodeExperts:
             sharing = shared_out()
         else:
             sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
-        routing = self._kernels.route(x, weight, shared_gate, ranks, sharing, ahead)
+        routing = self._kernels.route(x, weights, sharing, ahead)
         if staging is not None and self._tables.is_readable:
             self._device.launch(stage_experts_cuda, stacks, staging)
         if ring is not None and is_guessing:

@@ -24,7 +24,7 @@ from coldstream.kernels.experts.executor import WithWholeFfns
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing
 
 
 class PartialExecutor(WithWholeFfns):
@@ -73,18 +73,11 @@ class PartialExecutor(WithWholeFfns):
         """See `ModelExecutor`."""
         return self.tables.map_stack(file, info)
 
-    def route(
-        self,
-        x: Activations,
-        weight: CudaWeight,
-        shared_gate: CudaWeight | None,
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`."""
         if not experts.gate.is_partial or x.shape[0] > self.decode.max_rows:
-            return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
-        return self.decode.route(x, weight, shared_gate, num_experts_per_tok, experts)
+            return self._kernels.route(x, weights)
+        return self.decode.route(x, weights, experts)
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """See `Executor`."""

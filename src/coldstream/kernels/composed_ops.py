@@ -10,11 +10,13 @@ from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
     Array,
     CommittedPath,
+    DeltaNetInputs,
     DeltaNetWeights,
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
     RecurrentLayer,
+    RouterWeights,
     Routing,
     Rows,
     Weight,
@@ -54,15 +56,7 @@ class ComposedOps(ABC):
 
     @abstractmethod
     def gated_delta_net(
-        self,
-        qkv: Array,
-        z: Array,
-        alpha: Array,
-        beta: Array,
-        weights: DeltaNetWeights,
-        conv_state: Array,
-        state: Array,
-        rows: Rows,
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: Array, state: Array
     ) -> Array:
         """See `Ops`."""
 
@@ -120,17 +114,10 @@ class ComposedOps(ABC):
     def ffn(self, x: Array, weights: FfnWeights) -> Array:
         return ffn_of_products(self, x, weights)
 
-    def router(
-        self,
-        x: Array,
-        weight: Weight,
-        shared_gate: Weight,
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
-        ids, weights = self.choose_experts(x, weight, num_experts_per_tok)
-        gate = None if shared_gate is None else self.linear(x, (shared_gate,))[0]
-        return Routing(ids, weights, gate)
+    def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
+        ids, topk_weights = self.choose_experts(x, weights.gate, weights.num_experts_per_tok)
+        shared = None if weights.shared_gate is None else self.linear(x, (weights.shared_gate,))[0]
+        return Routing(ids, topk_weights, shared)
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
@@ -161,4 +148,5 @@ class ComposedOps(ABC):
             qkv, alpha, beta = (values[path.kept[:count]] for values in kept)
             # The replay computes only states: its output, and so z, does not matter.
             z = self.zeros((count, layer.state.shape[1] * layer.state.shape[-1]), "float32")
-            self.gated_delta_net(qkv, z, alpha, beta, layer.weights, layer.conv_state, layer.state, rows)
+            inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
+            self.gated_delta_net(inputs, layer.weights, layer.conv_state, layer.state)

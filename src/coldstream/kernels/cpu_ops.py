@@ -18,7 +18,18 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
-from coldstream.kernels.ops import BatchRows, CommittedPath, DeltaNetWeights, RecurrentLayer, RopeSpec, Rows
+from coldstream.kernels.ops import (
+    AttentionHeads,
+    AttentionInputs,
+    BatchRows,
+    Caches,
+    CommittedPath,
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RecurrentLayer,
+    RopeSpec,
+    Rows,
+)
 
 Array = np.ndarray[Any, Any]
 Outputs = TypeVar("Outputs")
@@ -203,47 +214,25 @@ class CpuOps(ComposedOps):
             _csrc.rope_angles(self._runtime, positions, rope.theta, out, factors, scaling.magnitude)
         return out
 
-    def attention(
-        self,
-        query_gate: Array,
-        key: Array,
-        value: Array,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-        angles: Array,
-        k_cache: Array,
-        v_cache: Array,
-        rows: Rows,
-        *,
-        output_gate: bool,
-        window: int | None,
-    ) -> Array:
-        out = self._empty(query_gate.shape[0], query_gate.shape[1] // (2 if output_gate else 1))
+    def attention(self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> Array:
+        num_rows, width = inputs.query_gate.shape
+        out = self._empty(num_rows, width // (2 if heads.output_gate else 1))
         _csrc.attention(
-            self._runtime, query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache,
-            rows.positions, rows.state_ids, out, batch_rows(rows.batch), window,
+            self._runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, heads,
+            caches.k, caches.v, rows.positions, rows.state_ids, out, batch_rows(rows.batch),
         )  # fmt: skip
         return out
 
     def gated_delta_net(
-        self,
-        qkv: Array,
-        z: Array,
-        alpha: Array,
-        beta: Array,
-        weights: DeltaNetWeights,
-        conv_state: Array,
-        state: Array,
-        rows: Rows,
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: Array, state: Array
     ) -> Array:
-        out = self._empty(*z.shape)
-        inputs = rows.batch.inputs if rows.batch else None
-        kept = (inputs.qkv, inputs.alpha, inputs.beta) if inputs else None
+        out, rows = self._empty(*inputs.z.shape), inputs.rows
+        to = rows.batch.inputs if rows.batch else None
+        kept = (to.qkv, to.alpha, to.beta) if to else None
         _csrc.gated_delta_net(
-            self._runtime, qkv, z, alpha, beta, weights.conv_taps, weights.a, weights.dt_bias, weights.norm,
-            weights.key_head_ids, weights.num_key_heads, weights.eps, conv_state, state, rows.state_ids, out,
-            batch_rows(rows.batch), kept,
+            self._runtime, inputs.qkv, inputs.z, inputs.alpha, inputs.beta, weights.conv_taps, weights.a,
+            weights.dt_bias, weights.norm, weights.key_head_ids, weights.num_key_heads, weights.eps,
+            conv_state, state, rows.state_ids, out, batch_rows(rows.batch), kept,
         )  # fmt: skip
         return out
 

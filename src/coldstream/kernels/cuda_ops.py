@@ -13,13 +13,10 @@ import torch
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE
 from coldstream.kernels.attention.arguments import (
-    AttentionInputs,
     AttentionShape,
-    Caches,
     DecodeWorkspace,
     IntegerQueries,
 )
-from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.cuda import IntegerKernels, attention_cuda
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
@@ -38,7 +35,7 @@ from coldstream.kernels.experts.executor import (
 )
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.gated_delta_net import cuda as delta_net
-from coldstream.kernels.gated_delta_net.arguments import DeltaNetInputs, PrefillWorkspace
+from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     arrival_count,
     delta_net_decode_cuda,
@@ -46,13 +43,18 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_replay_cuda,
 )
 from coldstream.kernels.ops import (
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
     CommittedPath,
+    DeltaNetInputs,
     DeltaNetWeights,
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
     RecurrentLayer,
     RopeSpec,
+    RouterWeights,
     Routing,
     Rows,
 )
@@ -168,61 +170,37 @@ class CudaOps(CudaProducts):
         return table
 
     def attention(
-        self,
-        query_gate: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        q_norm: torch.Tensor,
-        k_norm: torch.Tensor,
-        eps: float,
-        angles: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        rows: Rows,
-        *,
-        output_gate: bool,
-        window: int | None,
+        self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
     ) -> Activations:
         assert rows.batch is not None, "a step's rows lie in blocks"
-        num_rows, head_dim = key.shape[0], q_norm.shape[0]
-        num_heads = query_gate.shape[1] // (2 * head_dim if output_gate else head_dim)
-        cache_type = CacheType.of(k_cache, head_dim)
-        shape = AttentionShape(num_heads, k_cache.shape[2], head_dim, cache_type, window, output_gate)
+        shape = AttentionShape.of(inputs, heads, caches)
+        num_rows, num_heads, head_dim = len(inputs.key), shape.num_heads, shape.head_dim
         queries = IntegerQueries(
             self.empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self.empty(num_rows, num_heads)
         )
         out = self.activations(num_rows, num_heads * head_dim)
-        num_positions = rows.batch.tables.shape[1] * k_cache.shape[1]
+        num_positions = rows.batch.tables.shape[1] * caches.k.shape[1]
         at_once = rows_at_once(num_rows, is_deep=rows.batch.is_deep, has_trees=rows.batch.has_trees)
         num_chunks = IntegerKernels.num_chunks(at_once, num_positions)
         values, stats = DecodeWorkspace.shapes(shape, at_once, num_chunks * CHUNK_SIZE)
         workspace = DecodeWorkspace(self.empty(*values), self.empty(*stats))
-        inputs = AttentionInputs(query_gate, key, value, q_norm, k_norm, angles, eps)
-        self.launch(attention_cuda, shape, inputs, Caches(k_cache, v_cache), rows, queries, workspace, out)
+        self.launch(attention_cuda, shape, inputs, heads, caches, rows, queries, workspace, out)
         return out
 
     def gated_delta_net(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        alpha: torch.Tensor,
-        beta: torch.Tensor,
-        weights: DeltaNetWeights,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
-        rows: Rows,
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor
     ) -> Activations:
+        rows = inputs.rows
         assert rows.batch is not None, "a step's rows lie in blocks"
-        num_rows, width = z.shape
+        num_rows, width = inputs.z.shape
         out = self.activations(num_rows, width)
-        inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
         operands = (inputs, weights, conv_state, state, out.values, out.quantised)
         raw = self.empty(num_rows, width)
         if rows.batch.has_prompts:
             workspace = PrefillWorkspace(
-                self.empty(num_rows, qkv.shape[1] - width),
+                self.empty(num_rows, inputs.qkv.shape[1] - width),
                 self.empty(num_rows, width),
-                self.empty(num_rows, *alpha.shape[1:], 2),
+                self.empty(num_rows, *inputs.alpha.shape[1:], 2),
                 raw,
                 self.zeroed("spans", state.shape[0], 2)[: None if rows.batch.has_several else 1],
             )
@@ -242,17 +220,10 @@ class CudaOps(CudaProducts):
         readers = self.zeroed("delta net replay", len(layers), layers[0].weights.num_key_heads)
         self.launch(delta_net_replay_cuda, layers, path, readers)
 
-    def router(
-        self,
-        x: Activations,
-        weight: CudaWeight,
-        shared_gate: CudaWeight | None,
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def router(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         norm = x.before
         is_ours = self.executor is self.model_executor
-        if norm is not None and not (is_ours and MoeKernels.routes_at_once(x.shape[0], shared_gate)):
+        if norm is not None and not (is_ours and MoeKernels.routes_at_once(x.shape[0], weights.shared_gate)):
             x = replace(x, before=None)
             self.launch(
                 add_rms_norm_cuda,
@@ -264,7 +235,7 @@ class CudaOps(CudaProducts):
                 x.values,
                 x.quantised,
             )
-        return self.executor.route(x, weight, shared_gate, num_experts_per_tok, experts)
+        return self.executor.route(x, weights, experts)
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         return self.executor.compute(x, routing, weights)

@@ -125,6 +125,46 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class AttentionInputs:
+    """Projections of new rows: float32, unit stride along the last dimension; rows may be parts of others."""
+
+    query_gate: Array  # [T, H·2·D]: per head its query, then its gate; without a gate [T, H·D]
+    key: Array  # [T, G·D]
+    value: Array  # [T, G·D]
+    angles: Array  # [T, rope dimensions / 2, 2], contiguous; see `Ops.rope_angles`
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """What the heads of a layer have of their own. A new property of attention is a field here."""
+
+    q_norm: Array  # [D]
+    k_norm: Array  # [D]
+    eps: float
+    output_gate: bool = True  # whether a gate comes with each query
+    window: int | None = None  # positions that a row attends to at most, its own included; None: all
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Keys and values of a layer in the layout of `CacheLayout`, with the same strides."""
+
+    k: Array  # [sequences, positions, G, row], in a batch [blocks, BLOCK_POSITIONS, G, row]
+    v: Array
+
+
+@dataclass(frozen=True)
+class DeltaNetInputs:
+    """Projections of new rows: float32, unit stride along the last dimension; rows may be parts of others."""
+
+    qkv: Array  # [T, C], C = 2·NK·d + NV·d
+    z: Array  # [T, NV·d], on a GPU with every row on 16 bytes
+    alpha: Array  # [T, NV]
+    beta: Array  # [T, NV]
+    rows: Rows
+
+
+@dataclass(frozen=True)
 class DeltaNetWeights:
     """Small float32 tensors of a gated DeltaNet layer. Value head h reads key head `key_head_ids[h]`."""
 
@@ -135,6 +175,15 @@ class DeltaNetWeights:
     key_head_ids: Array  # int32 [NV]
     num_key_heads: int
     eps: float
+
+
+@dataclass(frozen=True)
+class RouterWeights:
+    """How a layer chooses experts. A new property of a router is a field here."""
+
+    gate: Weight  # [experts, E]
+    shared_gate: Weight  # [1, E]; None without a shared expert
+    num_experts_per_tok: int
 
 
 @dataclass(frozen=True)
@@ -262,50 +311,25 @@ class Ops(Protocol):
     def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
         """cos and sin of position · theta^(−2i/num_dims), rounded from float64: [T, num_dims / 2, 2]."""
 
-    def attention(
-        self,
-        query_gate: Array,
-        key: Array,
-        value: Array,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-        angles: Array,
-        k_cache: Array,
-        v_cache: Array,
-        rows: Rows,
-        *,
-        output_gate: bool,
-        window: int | None,
-    ) -> Array:
+    def attention(self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> Array:
         """Causal attention: [T, H·D].
 
-        query_gate [T, H·2·D] holds per head D query then D gate values, without `output_gate` [T, H·D] the
-        queries alone; key, value [T, G·D]. Queries and keys are RMS-normed per head, then rotated by
-        `angles`; keys and values are written into the caches [sequences, positions, G, row] at `rows`, in the
-        layout of `CacheLayout`. Each row attends to positions 0 … its own of its sequence, in a batch to the
-        committed positions, its ancestors and itself; with a window only to the last `window` of these
-        positions, at least 1, its own included. Scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if
-        there is one. Mutates k_cache and v_cache.
+        Queries and keys are RMS-normed per head, then rotated by `inputs.angles`; keys and values are written
+        into the caches at `rows`. Each row attends to positions 0 … its own of its sequence, in a batch to
+        the committed positions, its ancestors and itself; with a window only to the last `heads.window` of
+        these positions. Scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if there is one. Mutates
+        both caches.
         """
 
     def gated_delta_net(
-        self,
-        qkv: Array,
-        z: Array,
-        alpha: Array,
-        beta: Array,
-        weights: DeltaNetWeights,
-        conv_state: Array,
-        state: Array,
-        rows: Rows,
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: Array, state: Array
     ) -> Array:
         """Causal convolution, SiLU, the gated delta rule and the gated norm: [T, NV·d].
 
-        qkv [T, C] with C = 2·NK·d + NV·d, z [T, NV·d], alpha and beta [T, NV]. conv_state [states, taps − 1,
-        C] holds the last raw qkv rows, state [states, NV, d, d] (key dimension first) the recurrent state,
-        both float32; both are advanced over `rows`, but not over rows of trees, each of which starts from the
-        states after its parent. Formula: docs of `kernels/gated_delta_net/reference.py`.
+        conv_state [states, taps − 1, C] holds the last raw qkv rows, state [states, NV, d, d] (key dimension
+        first) the recurrent state, both float32; both are advanced over `inputs.rows`, but not over rows of
+        trees, each of which starts from the states after its parent. Formula: docs of
+        `kernels/gated_delta_net/reference.py`.
         """
 
     def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
@@ -322,17 +346,10 @@ class Ops(Protocol):
     def ffn(self, x: Array, weights: FfnWeights) -> Array | ExpertOutputs:
         """down(silu(gate x) · up x): [T, E] → [T, E], or as outputs of one expert of weight 1."""
 
-    def router(
-        self,
-        x: Array,
-        weight: Weight,
-        shared_gate: Weight,
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
-        """Softmax of x times `weight` [experts, E], top-k (ties: lowest id), renormalised.
+    def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
+        """Softmax of x times `weights.gate`, top-k (ties: lowest id), renormalised.
 
-        shared_gate is [1, E], None without a shared expert; experts: those to choose from.
+        experts: those to choose from.
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

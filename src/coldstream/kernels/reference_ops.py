@@ -17,7 +17,16 @@ from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net
 from coldstream.kernels.linear.reference import linear, linear_exact
-from coldstream.kernels.ops import DeltaNetWeights, RopeSpec, Rows, Weight
+from coldstream.kernels.ops import (
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RopeSpec,
+    Rows,
+    Weight,
+)
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm.reference import rms_norm, rms_norm_exact
 from coldstream.kernels.rope.reference import rope_angles
@@ -112,39 +121,16 @@ class ReferenceOps(ComposedOps):
         return rope_angles(positions, rope)
 
     def attention(
-        self,
-        query_gate: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        q_norm: torch.Tensor,
-        k_norm: torch.Tensor,
-        eps: float,
-        angles: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        rows: Rows,
-        *,
-        output_gate: bool,
-        window: int | None,
+        self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
     ) -> torch.Tensor:
-        operands = (query_gate, key, value, q_norm, k_norm, eps, angles, k_cache, v_cache, rows)
-        return self._attention(*operands, window, output_gate=output_gate)
+        return self._attention(inputs, heads, caches, rows)
 
     def gated_delta_net(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        alpha: torch.Tensor,
-        beta: torch.Tensor,
-        weights: DeltaNetWeights,
-        conv_state: torch.Tensor,
-        state: torch.Tensor,
-        rows: Rows,
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
-        operands = (qkv, z, alpha, beta, weights, conv_state, state, rows)
-        if rows.batch is None:
-            return self._gated_delta_net(*operands)
-        return gated_delta_net_batch(self._gated_delta_net, *operands)
+        if inputs.rows.batch is None:
+            return self._gated_delta_net(inputs, weights, conv_state, state)
+        return gated_delta_net_batch(self._gated_delta_net, inputs, weights, conv_state, state)
 
     def choose_experts(
         self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coldstream.kernels.ops import Array, Ops, Rows, Weight
+from coldstream.kernels.ops import Array, AttentionHeads, AttentionInputs, Caches, Ops, Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -13,36 +13,14 @@ class AttentionWeights:
     attn_k: Weight  # [G · D, E]
     attn_v: Weight  # [G · D, E]
     attn_output: Weight  # [E, H · D]
-    attn_q_norm: Array  # [D]
-    attn_k_norm: Array  # [D]
-    eps: float
-    output_gate: bool
-    window: int | None  # positions that a token sees, its own included; None: all
+    heads: AttentionHeads
 
 
 def attention(
-    ops: Ops,
-    x: Array,
-    weights: AttentionWeights,
-    angles: Array,
-    k_cache: Array,
-    v_cache: Array,
-    rows: Rows,
+    ops: Ops, x: Array, weights: AttentionWeights, angles: Array, caches: Caches, rows: Rows
 ) -> Array:
-    """x [T, E] → [T, E]. Writes the caches [sequences, positions, G, D] at `rows`; see `Ops.attention`."""
+    """x [T, E] → [T, E]. Writes the caches at `rows`; see `Ops.attention`."""
     query_gate, key, value = ops.linear(x, (weights.attn_q, weights.attn_k, weights.attn_v))
-    mixed = ops.attention(
-        query_gate,
-        key,
-        value,
-        weights.attn_q_norm,
-        weights.attn_k_norm,
-        weights.eps,
-        angles,
-        k_cache,
-        v_cache,
-        rows,
-        output_gate=weights.output_gate,
-        window=weights.window,
-    )
+    inputs = AttentionInputs(query_gate, key, value, angles)
+    mixed = ops.attention(inputs, weights.heads, caches, rows)
     return ops.linear(mixed, (weights.attn_output,))[0]

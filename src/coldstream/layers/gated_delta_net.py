@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coldstream.kernels.ops import Array, DeltaNetWeights, Ops, Rows, Weight
+from coldstream.kernels.ops import Array, DeltaNetInputs, DeltaNetWeights, Ops, Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ def gated_delta_net(
     rows: Rows,
 ) -> Array:
     """x [T, E] → [T, E]. Advances both states over `rows`; shapes as in `Ops.gated_delta_net`."""
-    qkv, z, alpha, beta = ops.linear(
-        x, (weights.attn_qkv, weights.attn_gate, weights.ssm_alpha, weights.ssm_beta)
-    )
-    mixed = ops.gated_delta_net(qkv, z, alpha, beta, weights.rule, conv_state, state, rows)
+    projections = (weights.attn_qkv, weights.attn_gate, weights.ssm_alpha, weights.ssm_beta)
+    qkv, z, alpha, beta = ops.linear(x, projections)
+    inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
+    mixed = ops.gated_delta_net(inputs, weights.rule, conv_state, state)
     return ops.linear(mixed, (weights.ssm_out,))[0]

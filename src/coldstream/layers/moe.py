@@ -2,22 +2,18 @@
 
 from dataclasses import dataclass
 
-from coldstream.kernels.ops import Array, ExpertOutputs, ExpertWeights, Ops, Weight
+from coldstream.kernels.ops import Array, ExpertOutputs, ExpertWeights, Ops, RouterWeights
 
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """ffn_gate_inp is the router and ffn_gate_inp_shexp the shared expert's gate, as named in the file."""
+    """A router and the experts that it chooses from."""
 
-    ffn_gate_inp: Weight  # [experts, E]
-    ffn_gate_inp_shexp: Weight  # [1, E]; None without a shared expert
+    router: RouterWeights
     experts: ExpertWeights
-    num_experts_per_tok: int
 
 
 def moe(ops: Ops, x: Array, weights: MoeWeights) -> ExpertOutputs:
     """Every chosen expert's output for x [T, E], which `Ops.add_norm` sums into the residual stream."""
-    routing = ops.router(
-        x, weights.ffn_gate_inp, weights.ffn_gate_inp_shexp, weights.num_experts_per_tok, weights.experts
-    )
+    routing = ops.router(x, weights.router, weights.experts)
     return ops.experts(x, routing, weights.experts)

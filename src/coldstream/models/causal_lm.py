@@ -13,7 +13,16 @@ from typing import Self
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, CommittedPath, ExpertOutputs, Ops, RecurrentLayer, Rows, Weight
+from coldstream.kernels.ops import (
+    Array,
+    Caches,
+    CommittedPath,
+    ExpertOutputs,
+    Ops,
+    RecurrentLayer,
+    Rows,
+    Weight,
+)
 from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
@@ -127,7 +136,7 @@ class CausalLM:
         """The mixer of a block on normed x [T, E]; advances `state`."""
         if isinstance(block.mixer, AttentionWeights):
             assert isinstance(state, AttentionState)
-            return attention(self.ops, x, block.mixer, angles, state.k, state.v, rows)
+            return attention(self.ops, x, block.mixer, angles, Caches(state.k, state.v), rows)
         assert not isinstance(state, AttentionState)
         rows = rows.keeping(state.kept)
         return gated_delta_net(self.ops, x, block.mixer, state.conv_state, state.state, rows)

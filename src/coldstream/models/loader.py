@@ -6,7 +6,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, DeltaNetWeights, ExpertWeights, FfnWeights, Ops, Weight
+from coldstream.kernels.ops import (
+    Array,
+    AttentionHeads,
+    DeltaNetWeights,
+    ExpertWeights,
+    FfnWeights,
+    Ops,
+    RouterWeights,
+    Weight,
+)
 from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.moe import MoeWeights
@@ -121,11 +130,13 @@ class Loader:
             attn_k=attn_k,
             attn_v=attn_v,
             attn_output=self.weight(f"{prefix}attn_output"),
-            attn_q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
-            attn_k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
-            eps=self.spec.rms_norm_eps,
-            output_gate=spec.output_gate,
-            window=spec.window,
+            heads=AttentionHeads(
+                q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
+                k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
+                eps=self.spec.rms_norm_eps,
+                output_gate=spec.output_gate,
+                window=spec.window,
+            ),
         )
 
     def gated_delta_net(
@@ -174,11 +185,5 @@ class Loader:
             gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
             gate = replace(gate, shape=(1, self.spec.hidden_size))
             ffn_gate_inp_shexp = self.ops.load_weight(self.file, gate)
-        return MoeWeights(
-            ffn_gate_inp=self.ops.load_float_weight(
-                self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"]
-            ),
-            ffn_gate_inp_shexp=ffn_gate_inp_shexp,
-            experts=experts,
-            num_experts_per_tok=spec.num_experts_per_tok,
-        )
+        gate = self.ops.load_float_weight(self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"])
+        return MoeWeights(RouterWeights(gate, ffn_gate_inp_shexp, spec.num_experts_per_tok), experts)

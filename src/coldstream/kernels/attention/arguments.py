@@ -12,6 +12,7 @@ from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches
 
 
 @declared_in("attention/grid.cuh")
@@ -36,31 +37,18 @@ class AttentionShape:
             raise ValueError(f"a window of {self.window} positions holds nothing")
         self.cache_type.row_bytes(self.head_dim)
 
+    @classmethod
+    def of(cls, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches) -> "AttentionShape":
+        """The sizes of a layer's tensors."""
+        head_dim = heads.q_norm.shape[0]
+        num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate else head_dim)
+        cache_type = CacheType.of(caches.k, head_dim)
+        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.window, heads.output_gate)
+
     @property
     def group_size(self) -> int:
         """Query heads that share a key/value head."""
         return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True)
-class Caches:
-    """Keys and values, [blocks, 256, G, row] each, with the same strides; see `cache_types`."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """New rows: float32, unit stride along the last dimension; rows may be parts of others."""
-
-    query_gate: torch.Tensor  # [T, H · 2 · D], without an output gate [T, H · D]
-    key: torch.Tensor  # [T, G · D]
-    value: torch.Tensor  # [T, G · D]
-    q_norm: torch.Tensor  # [D]
-    k_norm: torch.Tensor  # [D]
-    angles: torch.Tensor  # [T, rope dimensions / 2, 2], contiguous
-    eps: float
 
 
 @dataclass(frozen=True)

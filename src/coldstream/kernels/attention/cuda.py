@@ -2,7 +2,7 @@
 rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, then `merge_cuda.py`.
 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
-    kernels.prepare(inputs, caches, rows, queries)
+    kernels.prepare(inputs, heads, caches, rows, queries)
     kernels.attend(queries, caches, rows, workspace)
     kernels.merge(query_gate, rows, workspace, out=out)
 
@@ -21,9 +21,7 @@ import torch
 
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import (
-    AttentionInputs,
     AttentionShape,
-    Caches,
     CacheStrides,
     DecodeWorkspace,
     IntegerQueries,
@@ -36,7 +34,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.ops import MAX_TREE_ROWS, Rows
+from coldstream.kernels.ops import MAX_TREE_ROWS, AttentionHeads, AttentionInputs, Caches, Rows
 
 FOLDER = Path(__file__).parent
 PREPARE = "integers_prepare.cu"
@@ -134,7 +132,14 @@ class IntegerKernels:
         """Of the workspace, for contexts of up to `num_positions`: many rows have theirs merged at once."""
         return num_chunks(num_rows, num_positions)
 
-    def prepare(self, inputs: AttentionInputs, caches: Caches, rows: Rows, queries: IntegerQueries) -> None:
+    def prepare(
+        self,
+        inputs: AttentionInputs,
+        heads: AttentionHeads,
+        caches: Caches,
+        rows: Rows,
+        queries: IntegerQueries,
+    ) -> None:
         """Writes `queries`, and the rows' places in the caches [blocks, 256, G, row].
 
         ValueError for rows without block tables.
@@ -144,8 +149,8 @@ class IntegerKernels:
             query_gate=inputs.query_gate.data_ptr(),
             key=inputs.key.data_ptr(),
             value=inputs.value.data_ptr(),
-            q_norm=inputs.q_norm.data_ptr(),
-            k_norm=inputs.k_norm.data_ptr(),
+            q_norm=heads.q_norm.data_ptr(),
+            k_norm=heads.k_norm.data_ptr(),
             angles=inputs.angles.data_ptr(),
             query=queries.codes.data_ptr(),
             query_scales=queries.scales.data_ptr(),
@@ -159,7 +164,7 @@ class IntegerKernels:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             rope_half=inputs.angles.shape[-2],
-            eps=inputs.eps,
+            eps=heads.eps,
         )
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)
         self._only_kernel(PREPARE).launch(
@@ -313,6 +318,7 @@ def integer_kernels(shape: AttentionShape, device: DeviceLimits) -> IntegerKerne
 def attention_cuda(
     shape: AttentionShape,
     inputs: AttentionInputs,
+    heads: AttentionHeads,
     caches: Caches,
     rows: Rows,
     queries: IntegerQueries,
@@ -324,7 +330,7 @@ def attention_cuda(
     As many rows are computed together as the workspace has.
     """
     kernels = integer_kernels(shape, device_limits())
-    kernels.prepare(inputs, caches, rows, queries)
+    kernels.prepare(inputs, heads, caches, rows, queries)
     attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, out)
 
 

@@ -22,7 +22,7 @@ from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact_integers import IntegerHeads
 from coldstream.kernels.attention.reference import split_gate
 from coldstream.kernels.dequantize.integer_blocks import grouped
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rope.reference import rotate_exact
 from coldstream.kernels.sequences import seen, written
@@ -76,36 +76,26 @@ class FloatHeads:
 
 
 def attention_exact(
-    query_gate: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    eps: float,
-    angles: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: Rows,
-    window: int | None = None,
-    *,
-    output_gate: bool = True,
+    inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
 ) -> torch.Tensor:
-    """See `reference.attention`. Mutates k_cache and v_cache [sequences, positions, G, row]."""
-    num_kv_heads = k_cache.shape[-2]
-    head_dim = key.shape[-1] // num_kv_heads
-    cache_type = CacheType.of(k_cache, head_dim)
-    query, gate = split_gate(query_gate, head_dim, output_gate)
-    query = rotate_exact(rms_norm_exact(query, q_norm, eps), angles) * inverse_sqrt(constant(head_dim))
-    key = rotate_exact(rms_norm_exact(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
+    """See `reference.attention`. Mutates both caches."""
+    num_kv_heads = caches.k.shape[-2]
+    head_dim = inputs.key.shape[-1] // num_kv_heads
+    cache_type = CacheType.of(caches.k, head_dim)
+    query, gate = split_gate(inputs.query_gate, head_dim, heads.output_gate)
+    query = rotate_exact(rms_norm_exact(query, heads.q_norm, heads.eps), inputs.angles)
+    query = query * inverse_sqrt(constant(head_dim))
+    key = grouped(inputs.key, num_kv_heads, head_dim)
+    key = rotate_exact(rms_norm_exact(key, heads.k_norm, heads.eps), inputs.angles)
     where = written(rows)
-    k_cache[where] = cache_type.encode(key)
-    v_cache[where] = cache_type.encode(grouped(value, num_kv_heads, head_dim))
+    caches.k[where] = cache_type.encode(key)
+    caches.v[where] = cache_type.encode(grouped(inputs.value, num_kv_heads, head_dim))
     query = cache_type.rotate_query(query)
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):
-        first = first_position(position, window)
+        first = first_position(position, heads.window)
         pieces, places = seen(rows, row)
-        keys, values = (cache[pieces[first:], places[first:]] for cache in (k_cache, v_cache))
+        keys, values = (cache[pieces[first:], places[first:]] for cache in (caches.k, caches.v))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
     output = cache_type.rotate_back(torch.cat(outputs))
     return (output if gate is None else output * sigmoid(gate)).flatten(-2)

@@ -13,40 +13,24 @@ import torch
 
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.dequantize.integer_blocks import grouped
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
 from coldstream.kernels.sequences import is_tree, seen, sequences, written
 
 
-def attention(
-    query_gate: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    eps: float,
-    angles: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: Rows,
-    window: int | None = None,
-    *,
-    output_gate: bool = True,
-) -> torch.Tensor:
-    """See `Ops.attention`. Differentiable; mutates k_cache and v_cache [sequences, positions, G, row].
-
-    With a window a row attends to the last `window` positions up to its own.
-    """
-    num_kv_heads = k_cache.shape[-2]
-    head_dim = key.shape[-1] // num_kv_heads
-    encode, decode = _codec(k_cache, head_dim)
-    query, gate = split_gate(query_gate, head_dim, output_gate)
-    query = rotate(rms_norm(query, q_norm, eps), angles)
-    key = rotate(rms_norm(grouped(key, num_kv_heads, head_dim), k_norm, eps), angles)
+def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> torch.Tensor:
+    """See `Ops.attention`. Differentiable; mutates both caches."""
+    num_kv_heads = caches.k.shape[-2]
+    head_dim = inputs.key.shape[-1] // num_kv_heads
+    encode, decode = _codec(caches.k, head_dim)
+    query, gate = split_gate(inputs.query_gate, head_dim, heads.output_gate)
+    query = rotate(rms_norm(query, heads.q_norm, heads.eps), inputs.angles)
+    key = grouped(inputs.key, num_kv_heads, head_dim)
+    key = rotate(rms_norm(key, heads.k_norm, heads.eps), inputs.angles)
     where = written(rows)
-    k_cache[where] = encode(key)
-    v_cache[where] = encode(grouped(value, num_kv_heads, head_dim))
+    caches.k[where] = encode(key)
+    caches.v[where] = encode(grouped(inputs.value, num_kv_heads, head_dim))
     outputs = [query[:0]]
     for _, part in sequences(rows):
         # The last row of a chain sees what all of it sees; rows of a tree see what none of the others does.
@@ -55,8 +39,8 @@ def attention(
         )
         for each in parts:
             where = seen(rows, each.stop - 1)
-            keys, values = (decode(cache[where]) for cache in (k_cache, v_cache))
-            outputs.append(attend(query[each], keys, values, rows.positions[each], window))
+            keys, values = (decode(cache[where]) for cache in (caches.k, caches.v))
+            outputs.append(attend(query[each], keys, values, rows.positions[each], heads.window))
     output = torch.cat(outputs)
     return (output if gate is None else output * torch.sigmoid(gate)).flatten(-2)
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 from coldstream.errors import ConfigError, shown
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.composed_ops import ffn_of_products
-from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, Routing
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, RouterWeights, Routing
 
 if TYPE_CHECKING:
     import torch
 
     from coldstream.kernels.cuda.activations import Activations
-    from coldstream.kernels.cuda.loader import CudaWeight
     from coldstream.kernels.experts.moe import MoeKernels
     from coldstream.kernels.experts.table import ExpertTable
 
@@ -26,14 +25,7 @@ class Executor(Protocol):
     graph and replayed without a call. The weights of a layer are the same objects in every call.
     """
 
-    def route(
-        self,
-        x: "Activations",
-        weight: "CudaWeight",
-        shared_gate: "CudaWeight | None",
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def route(self, x: "Activations", weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Ops.router`."""
 
     def compute(self, x: "Activations", routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
@@ -72,16 +64,9 @@ class CheckedExecutor:
     def __init__(self, executor: Executor, name: str) -> None:
         self._executor, self._name = executor, name
 
-    def route(
-        self,
-        x: "Activations",
-        weight: "CudaWeight",
-        shared_gate: "CudaWeight | None",
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def route(self, x: "Activations", weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`."""
-        routing = self._executor.route(x, weight, shared_gate, num_experts_per_tok, experts)
+        routing = self._executor.route(x, weights, experts)
         self._check("route", Routing, routing)
         return routing
 
@@ -134,16 +119,9 @@ class ResidentExecutor(WithWholeFfns):
         """See `ModelExecutor`."""
         return None
 
-    def route(
-        self,
-        x: "Activations",
-        weight: "CudaWeight",
-        shared_gate: "CudaWeight | None",
-        num_experts_per_tok: int,
-        experts: ExpertWeights,
-    ) -> Routing:
+    def route(self, x: "Activations", weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`."""
-        return self._kernels.route(x, weight, shared_gate, num_experts_per_tok)
+        return self._kernels.route(x, weights)
 
     def compute(self, x: "Activations", routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """See `Executor`."""

@@ -34,10 +34,10 @@ from coldstream.kernels.experts.partition import Sharing, begin_of, partition_ex
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
-from coldstream.kernels.ops import ExpertWeights, FfnWeights, Routing
+from coldstream.kernels.ops import ExpertWeights, FfnWeights, RouterWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.router.cuda import Ahead, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_few_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 # Up to so many tokens each pair is computed on its own, up to `MAX_GROUPED_ROWS` pairs of an expert read it
@@ -106,9 +106,7 @@ class MoeKernels:
     def route(
         self,
         x: Activations,
-        weight: CudaWeight,
-        shared_gate: CudaWeight | None,
-        num_experts_per_tok: int,
+        weights: RouterWeights,
         sharing: Sharing | None = None,
         ahead: Ahead | None = None,
     ) -> Routing:
@@ -116,29 +114,30 @@ class MoeKernels:
 
         x has nothing to be computed `before` unless this `routes_at_once`.
         """
-        assert isinstance(weight, QuantTensor)
-        assert shared_gate is None or isinstance(shared_gate, QuantTensor)
+        gate, shared_gate, count = weights.gate, weights.shared_gate, weights.num_experts_per_tok
+        assert isinstance(gate, QuantTensor)
         device, num_rows = self.device, x.shape[0]
-        ids = device.empty(num_rows, num_experts_per_tok, dtype=torch.int32)
-        weights = device.empty(num_rows, num_experts_per_tok)
+        ids = device.empty(num_rows, count, dtype=torch.int32)
+        topk_weights = device.empty(num_rows, count)
         if not self.routes_at_once(num_rows, shared_gate):
-            logits, *gates = device.linear(x, (weight,) if shared_gate is None else (weight, shared_gate))
-            device.launch(router_choose_cuda, logits, ids, weights, device.step_positions)
+            logits, *shared = device.linear(x, (gate,) if shared_gate is None else (gate, shared_gate))
+            device.launch(router_choose_cuda, logits, ids, topk_weights, device.step_positions)
             if sharing is not None:
                 self._share_out(ids, x, sharing)
-            return Routing(ids, weights, gates[0] if gates else None)
-        gate, gate_weight = None, None
+            return Routing(ids, topk_weights, shared[0] if shared else None)
+        out, shared_weight = None, None
         if shared_gate is not None:
-            gate, gate_weight = device.empty(num_rows, 1), as_floats(shared_gate)
-        logits = device.empty(num_rows, weight.shape[0])
+            out, shared_weight = device.empty(num_rows, 1), as_floats(shared_gate)
+        logits, arrivals = device.empty(num_rows, gate.shape[0]), device.zeroed("router", 1)
+        buffers = RouterBuffers(ids, topk_weights, out, logits, arrivals)
         behind = sharing if num_rows > 1 else None  # for a launch behind the router's
         device.launch(
-            router_few_cuda, x.values, as_floats(weight), gate_weight, ids, weights, gate, logits,
-            device.zeroed("router", 1), begin_of(behind) if behind else sharing, ahead, x.before,
+            router_few_cuda, x.values, as_floats(gate), shared_weight, buffers,
+            begin_of(behind) if behind else sharing, ahead, x.before,
         )  # fmt: skip
         if behind:
             self._share_out(ids, x, behind)
-        return Routing(ids, weights, gate)
+        return Routing(ids, topk_weights, out)
 
     def _share_out(self, ids: torch.Tensor, x: Activations, sharing: Sharing) -> None:
         arrivals = self.device.zeroed("asks", 1) if len(ids) > MAX_MAILBOX_ROWS else None

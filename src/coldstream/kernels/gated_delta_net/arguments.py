@@ -6,23 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
-from coldstream.kernels.ops import MAX_TREE_ROWS, CommittedPath, DeltaNetWeights, RecurrentLayer, Rows
+from coldstream.kernels.ops import (
+    MAX_TREE_ROWS,
+    CommittedPath,
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RecurrentLayer,
+    Rows,
+)
 
 HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
-
-
-@dataclass(frozen=True)
-class DeltaNetInputs:
-    """Projections of T rows, float32 with unit stride along the last dimension; rows may be apart.
-
-    qkv [T, C], z [T, NV·d] with every row on 16 bytes, alpha and beta [T, NV].
-    """
-
-    qkv: torch.Tensor
-    z: torch.Tensor
-    alpha: torch.Tensor
-    beta: torch.Tensor
-    rows: Rows
 
 
 @dataclass(frozen=True)

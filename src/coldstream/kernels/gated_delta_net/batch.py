@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 from coldstream.kernels.sequences import is_tree, parts_of_states, path, sequences
 
 GatedDeltaNet = Callable[..., torch.Tensor]  # as `Ops.gated_delta_net`, for chains
@@ -15,28 +15,24 @@ GatedDeltaNet = Callable[..., torch.Tensor]  # as `Ops.gated_delta_net`, for cha
 
 def gated_delta_net_batch(
     chain: GatedDeltaNet,
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
+    inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
     conv_state: torch.Tensor,
     state: torch.Tensor,
-    rows: Rows,
 ) -> torch.Tensor:
-    """See `Ops.gated_delta_net`. Mutates conv_state and state for chains, `rows.batch.inputs` for trees."""
+    """See `Ops.gated_delta_net`. Mutates both states for chains, `inputs.rows.batch.inputs` for trees."""
+    rows = inputs.rows
     assert rows.batch is not None
 
     def run(
         part: slice | list[int], state_id: int, conv_state: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
         positions = rows.positions[part]
-        inputs = (values[part] for values in (qkv, z, alpha, beta))
-        return chain(
-            *inputs, weights, conv_state, state, Rows(positions, torch.full_like(positions, state_id))
-        )
+        qkv, z, alpha, beta = (values[part] for values in (inputs.qkv, inputs.z, inputs.alpha, inputs.beta))
+        own_rows = Rows(positions, torch.full_like(positions, state_id))
+        return chain(DeltaNetInputs(qkv, z, alpha, beta, own_rows), weights, conv_state, state)
 
-    outputs = [z[:0]]
+    outputs = [inputs.z[:0]]
     for state_id, part in sequences(rows):
         if not is_tree(rows, part):
             before = state_id
@@ -55,8 +51,8 @@ def gated_delta_net_batch(
             )[-1:]
             for row in range(part.start, part.stop)
         ]
-        inputs, kept = rows.batch.inputs, rows.batch.kept[part].long()
-        assert inputs is not None, "rows of a tree need a place to keep their inputs"
-        for values, place in ((qkv, inputs.qkv), (alpha, inputs.alpha), (beta, inputs.beta)):
+        to, kept = rows.batch.inputs, rows.batch.kept[part].long()
+        assert to is not None, "rows of a tree need a place to keep their inputs"
+        for values, place in ((inputs.qkv, to.qkv), (inputs.alpha, to.alpha), (inputs.beta, to.beta)):
             place[kept] = values[part]
     return torch.cat(outputs)

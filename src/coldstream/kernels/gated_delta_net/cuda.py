@@ -17,14 +17,13 @@ from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.gated_delta_net.arguments import (
     HEAD_SIZES,
     TAPS,
-    DeltaNetInputs,
     PrefillWorkspace,
     check_arguments,
     check_replay,
     has_trees,
     sizes,
 )
-from coldstream.kernels.ops import CommittedPath, DeltaNetWeights, RecurrentLayer
+from coldstream.kernels.ops import CommittedPath, DeltaNetInputs, DeltaNetWeights, RecurrentLayer
 
 DECODE = CudaProgram(
     Path(__file__).with_name("decode.cu"),

@@ -12,7 +12,7 @@ from coldstream.kernels.arithmetic.reference import (
     sum_of_squares,
 )
 from coldstream.kernels.dequantize.integer_blocks import grouped
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.sequences import sequences
 
@@ -21,23 +21,16 @@ NUM_CHAINS = 4
 
 
 def gated_delta_net_exact(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    rows: Rows,
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
     """See `Ops.gated_delta_net`. Mutates conv_state and state."""
     head_dim = state.shape[-1]
-    decay = exp(weights.a * softplus(alpha + weights.dt_bias))
-    write_strength = sigmoid(beta)
-    outputs = [z[:0].reshape(0, state.shape[1], head_dim)]
-    for state_id, part in sequences(rows):
-        history = torch.cat((conv_state[state_id], qkv[part]))
-        conv_state[state_id] = history[qkv[part].shape[0] :]
+    decay = exp(weights.a * softplus(inputs.alpha + weights.dt_bias))
+    write_strength = sigmoid(inputs.beta)
+    outputs = [inputs.z[:0].reshape(0, state.shape[1], head_dim)]
+    for state_id, part in sequences(inputs.rows):
+        history = torch.cat((conv_state[state_id], inputs.qkv[part]))
+        conv_state[state_id] = history[inputs.qkv[part].shape[0] :]
         heads = grouped(convolve(history, weights.conv_taps), -1, head_dim)
         # Query heads first, then as many key heads, then value heads.
         value = heads[:, 2 * weights.num_key_heads :]
@@ -47,7 +40,7 @@ def gated_delta_net_exact(
             output, state[state_id] = step(q, k, v, g, b, state[state_id])
             outputs.append(output.unsqueeze(0))
     output = rms_norm_exact(torch.cat(outputs), weights.norm, weights.eps)
-    return output.flatten(-2) * silu(z)
+    return output.flatten(-2) * silu(inputs.z)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:

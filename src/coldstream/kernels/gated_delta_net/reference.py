@@ -18,30 +18,24 @@ Value head h reads key head `key_head_ids[h]`. The state between tokens is S and
 import torch
 
 from coldstream.kernels.dequantize.integer_blocks import grouped
-from coldstream.kernels.ops import DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.sequences import sequences
 
 
 def gated_delta_net(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    rows: Rows,
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
     """See `Ops.gated_delta_net`. Differentiable; mutates conv_state and state."""
     num_value_heads, head_dim = state.shape[1], state.shape[-1]
     key_size = weights.num_key_heads * head_dim
-    log_decay = weights.a * torch.nn.functional.softplus(alpha + weights.dt_bias, threshold=20)
-    write_strength = torch.sigmoid(beta)
-    outputs = [z[:0].reshape(0, num_value_heads, head_dim)]
-    for state_id, part in sequences(rows):
+    log_decay = weights.a * torch.nn.functional.softplus(inputs.alpha + weights.dt_bias, threshold=20)
+    write_strength = torch.sigmoid(inputs.beta)
+    outputs = [inputs.z[:0].reshape(0, num_value_heads, head_dim)]
+    for state_id, part in sequences(inputs.rows):
         # Copies, because the states are overwritten while gradients may still need them.
-        mixed, conv_state[state_id] = causal_conv(qkv[part], conv_state[state_id].clone(), weights.conv_taps)
+        before = conv_state[state_id].clone()
+        mixed, conv_state[state_id] = causal_conv(inputs.qkv[part], before, weights.conv_taps)
         query, key, value = (
             grouped(heads, -1, head_dim)
             for heads in torch.split(mixed, [key_size, key_size, num_value_heads * head_dim], dim=-1)
@@ -53,7 +47,7 @@ def gated_delta_net(
         )
         outputs.append(output)
     output = rms_norm(torch.cat(outputs), weights.norm, weights.eps)
-    return output.flatten(-2) * torch.nn.functional.silu(z)
+    return output.flatten(-2) * torch.nn.functional.silu(inputs.z)
 
 
 def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -125,15 +125,22 @@ class Ahead:
             raise ValueError("what a later layer may choose must be contiguous")
 
 
+@dataclass(frozen=True)
+class RouterBuffers:
+    """What a router's launch writes. Workspace: logits; arrivals, which are 0 at first and left 0."""
+
+    topk_ids: torch.Tensor  # int32 [T, K]
+    topk_weights: torch.Tensor  # float32 [T, K]
+    shared_gate: torch.Tensor | None  # float32 [T, 1], the product, without sigmoid
+    logits: torch.Tensor  # float32 [T, experts]
+    arrivals: torch.Tensor  # int32 [1]
+
+
 def router_few_cuda(
     x: torch.Tensor,
     weight: torch.Tensor,
     shared_weight: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    shared_gate: torch.Tensor | None,
-    logits: torch.Tensor,
-    arrivals: torch.Tensor,
+    buffers: RouterBuffers,
     sharing: Sharing | None = None,
     ahead: Ahead | None = None,
     norm: NormBefore | None = None,
@@ -145,12 +152,11 @@ def router_few_cuda(
     With `norm`, first writes x, and what else that says.
 
     x float32 [T, E] with any row stride; weight float32 [experts, E] and the shared expert's gate
-    shared_weight [1, E], contiguous. Writes int32 topk_ids [T, K], float32 topk_weights [T, K] and
-    shared_gate [T, 1] (the product, without sigmoid). Workspace: logits float32 [T, experts]; arrivals
-    int32 [1], 0 at first and left 0. K ≤ 16, experts ≤ 1024. ValueError otherwise.
+    shared_weight [1, E], contiguous. Writes `buffers`. K ≤ 16, experts ≤ 1024. ValueError otherwise.
     """
     num_tokens, cols = x.shape
     num_experts = weight.shape[0]
+    topk_ids, topk_weights, shared_gate = buffers.topk_ids, buffers.topk_weights, buffers.shared_gate
     if num_tokens > MAX_TOKENS or (shared_weight is None) != (shared_gate is None) or x.stride(1) != 1:
         raise ValueError(f"not a router's arguments: {num_tokens} tokens (at most {MAX_TOKENS})")
     if sharing is not None and sharing.request and num_tokens != 1:
@@ -170,7 +176,7 @@ def router_few_cuda(
     count = topk_ids.shape[1]
     num_rows, num_choices = (num_experts, num_tokens) if ahead is None else (2 * num_experts, 2 * num_tokens)
     results = _Results(
-        logits=logits.data_ptr(),
+        logits=buffers.logits.data_ptr(),
         shared_gate=_address(shared_gate),
         ids=topk_ids.data_ptr(),
         weights=topk_weights.data_ptr(),
@@ -183,7 +189,17 @@ def router_few_cuda(
     PROGRAM.kernel(instance).launch(
         (-(-(num_rows + 1) // shares.num_rows), 1, 1),
         THREADS,
-        (x, x.stride(0), shares, weights, results, arrivals, sharing or Sharing(), _ahead_of(ahead), norming),
+        (
+            x,
+            x.stride(0),
+            shares,
+            weights,
+            results,
+            buffers.arrivals,
+            sharing or Sharing(),
+            _ahead_of(ahead),
+            norming,
+        ),
         shared_bytes=max(shared_bytes, _scratch_bytes(num_choices, per_lane)),
         overlap=True,
     )

@@ -81,10 +81,22 @@ KeptInputs kept_of(const OptionalKept& kept, int64_t channels, int64_t heads) {
   return {qkv.data(), alpha.data(), beta.data(), num_rows};
 }
 
+// A field of a record of ops.py. Arrays are not converted: they are read where they lie.
+template <typename T>
+T field(const nb::object& record, const char* name, bool converts = false) {
+  T value;
+  if (!nb::try_cast(record.attr(name), value, converts))
+    refuse(std::string(name) + " has a wrong type or shape");
+  return value;
+}
+
 void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const Array2d& value,
-               const Array1d& q_norm, const Array1d& k_norm, float eps, const Array3d& angles,
-               const Cache4d& k_cache, const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids,
-               const Array2d& out, const BatchRows* batch, std::optional<int64_t> window) {
+               const Array3d& angles, const nb::object& attention_heads, const Cache4d& k_cache,
+               const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids, const Array2d& out,
+               const BatchRows* batch) {
+  const auto q_norm = field<Array1d>(attention_heads, "q_norm");
+  const auto k_norm = field<Array1d>(attention_heads, "k_norm");
+  const auto window = field<std::optional<int64_t>>(attention_heads, "window");
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
   check_head_size(size, "the head size of q_norm");
   const CacheType type = check_caches(k_cache, v_cache, size);
@@ -113,7 +125,7 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .value = input(value, "value", rows, kv_heads * size),
       .q_norm = vector(q_norm, "q_norm", size),
       .k_norm = vector(k_norm, "k_norm", size),
-      .eps = eps,
+      .eps = field<float>(attention_heads, "eps", true),
       .angles = {angles.data(), 2 * num_pairs},
       .k_cache = k_cache.data(),
       .v_cache = v_cache.data(),
@@ -277,13 +289,11 @@ void bind_mixers(nb::module_& m) {
           "int32 arrays: tables [segments, blocks], contiguous, the others [T].");
   m.def(
       "attention", attention, "runtime"_a, nb::arg("query_gate").noconvert(), nb::arg("key").noconvert(),
-      nb::arg("value").noconvert(), nb::arg("q_norm").noconvert(), nb::arg("k_norm").noconvert(), "eps"_a,
-      nb::arg("angles").noconvert(), nb::arg("k_cache").noconvert(), nb::arg("v_cache").noconvert(),
-      nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
-      nb::arg("batch").none() = nb::none(), "window"_a.none() = nb::none(),
-      "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], q_norm "
-      "and k_norm [D], angles [T, pairs, 2], "
-      "out [T, H·D], float32; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
+      nb::arg("value").noconvert(), nb::arg("angles").noconvert(), "heads"_a, nb::arg("k_cache").noconvert(),
+      nb::arg("v_cache").noconvert(), nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(),
+      nb::arg("out").noconvert(), nb::arg("batch").none() = nb::none(),
+      "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], "
+      "angles [T, pairs, 2], out [T, H·D], float32; heads as `AttentionHeads`; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
       "float32, or of a head's int8 as `CacheLayout` has them; "
       "positions and "
       "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. "
