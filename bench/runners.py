@@ -192,7 +192,7 @@ def layers_plan(
 ) -> RunPlan:
     """A dense model on a GPU without the FFNs of the layers `missing`, and a ring with places for so many.
 
-    streamed: the share of them that is copied over the bus in a step of few rows, above 0.
+    streamed: the share of them that is copied over the bus in a decode step, above 0.
     """
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0, places_layers=True)
     resident = tuple(layer for layer in range(spec.num_layers) if layer not in missing)

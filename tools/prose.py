@@ -66,7 +66,9 @@ class Word:
         ]
 
     def in_identifier(self, identifier: str) -> bool:
-        """Whether one of its parts is the word."""
+        """Whether one of its parts is the word, or the sentence that a test's name is has it."""
+        if identifier.startswith("test_"):
+            return bool(self.in_prose(identifier.replace("_", " ")))
         return identifier not in self.identifiers and not self.parts.isdisjoint(parts_of(identifier))
 
 

@@ -45,7 +45,7 @@ def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int])
     return time.perf_counter() - start
 
 
-def few_rows(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], count: int) -> float:
+def decode_step(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], count: int) -> float:
     """Median seconds of steps of `count` rows behind what `sequence` has, which stays as it is."""
     fork = runner.fork(sequence)
     samples = [
@@ -86,7 +86,7 @@ def fill(
         if end not in depths:
             continue
         steps = {
-            count: few_rows(runner, sequence, token_ids[end : end + num_steps * count], count)
+            count: decode_step(runner, sequence, token_ids[end : end + num_steps * count], count)
             for count in rows
         }
         results.append(

@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers
-from bench.engine.gpu_depth import UNTIMED_STEPS, few_rows, generated, seconds_of
+from bench.engine.gpu_depth import UNTIMED_STEPS, decode_step, generated, seconds_of
 from bench.results import ROOT, write_result
 from bench.runners import plan_with_workers
 from coldstream.engine import LLM, EngineConfig
@@ -107,7 +107,7 @@ def steps(runner: ModelRunner, rows: Several[int], repetitions: int) -> dict[str
     found = {
         "generated_ms": 1e3 * generated(runner, sequence, token_ids[: DEPTH + 1]),
         "step_ms": {
-            str(n): 1e3 * few_rows(runner, sequence, token_ids[DEPTH : DEPTH + count * n], n) for n in rows
+            str(n): 1e3 * decode_step(runner, sequence, token_ids[DEPTH : DEPTH + count * n], n) for n in rows
         },
     }
     runner.release(sequence)

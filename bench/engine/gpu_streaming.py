@@ -80,12 +80,12 @@ def shared_out_by_the_host(runner: CudaRunner) -> Iterator[bool]:
     if runner.stream_counters is None:
         yield False
         return
-    limits, few = runner.limits, runner._loaded.ops.model_executor.decode
-    runner.limits, few.max_rows = replace(limits, shared_rows=MAX_MAILBOX_ROWS), MAX_MAILBOX_ROWS
+    limits, decode = runner.limits, runner._loaded.ops.model_executor.decode
+    runner.limits, decode.max_rows = replace(limits, shared_rows=MAX_MAILBOX_ROWS), MAX_MAILBOX_ROWS
     try:
         yield limits.shared_rows > MAX_MAILBOX_ROWS
     finally:
-        runner.limits, few.max_rows = limits, limits.shared_rows
+        runner.limits, decode.max_rows = limits, limits.shared_rows
 
 
 def prefill(runner: CudaRunner, first_id: int, length: int) -> float:

@@ -149,7 +149,7 @@ def decode(context: Context, count: int, runs: int) -> list[float]:
     return samples
 
 
-def few_rows(context: Context, count: int, work: Work) -> dict[str, Any]:
+def decode_step(context: Context, count: int, work: Work) -> dict[str, Any]:
     """Milliseconds of steps of `count` rows behind what the text has."""
     context.fork(MAIN, FORK)
     samples = [1e3 * extend(context, {FORK: count}) for _ in range(work.steps)]
@@ -181,7 +181,7 @@ def fill(context: Context, work: Work) -> list[dict[str, Any]]:
         if stop in work.decode_depths:
             row["decode_tok_s"] = figures(decode(context, work.generate, max(1, work.repetitions // 2)))
         if stop in work.step_depths:
-            row["step_ms"] = {str(count): few_rows(context, count, work) for count in work.rows}
+            row["step_ms"] = {str(count): decode_step(context, count, work) for count in work.rows}
         rows.append(row)
     return rows
 

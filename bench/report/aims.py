@@ -226,13 +226,15 @@ def aims_serving() -> str:
 def _serving() -> Iterator[Aim]:
     r = load("serving")
     ours, peer = r["coldstream"], r["llama_cpp"]
-    source, many = "serving.json", ours["closed_loop"]["64"]
+    source, loaded = "serving.json", ours["closed_loop"]["64"]
     single = ours["closed_loop"]["1"]["tok_s"]
     best_peer = max(each["tok_s"] for each in peer["closed_loop"].values())
     yield Aim(
-        "64 clients on two cores, of one's tok/s", 3, many["tok_s"] / single, source, 1, "×", why=CLIENTS
+        "64 clients on two cores, of one's tok/s", 3, loaded["tok_s"] / single, source, 1, "×", why=CLIENTS
     )
-    yield Aim("the same over llama.cpp's server at its best", 1.3, many["tok_s"] / best_peer, source, 1, "×")
+    yield Aim(
+        "the same over llama.cpp's server at its best", 1.3, loaded["tok_s"] / best_peer, source, 1, "×"
+    )
     lost = sum(each["lost"] for each in (*ours["closed_loop"].values(), ours["open_loop"]))
     yield Aim("requests that were lost", 0, lost, source, is_most=True)
     first = ours["first_token"]

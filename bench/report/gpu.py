@@ -118,7 +118,7 @@ def gpu_profile() -> str:
 
 
 def gpu_rows() -> str:
-    """Milliseconds of a step by its number of rows, and before few rows had one family of kernels."""
+    """Milliseconds of a step by its number of rows, and before small steps had one family of kernels."""
     r, before = load("gpu/rows"), load("gpu/rows_before")
     now, old = (each["depths"][0]["step_ms"] for each in (r, before))
     rows = [

@@ -131,9 +131,9 @@ def gpu_desktop() -> str:
 
 def gpu_desktop_rows() -> str:
     """Steps of several rows and prompts without most experts, with the cores of a desktop and with all."""
-    few, all_ = load("gpu/desktop_cold_rows"), load("gpu/desktop_cold_rows_16")
+    default, all_ = load("gpu/desktop_cold_rows"), load("gpu/desktop_cold_rows_16")
     rows = []
-    for row, other in zip(few["rows"], all_["rows"], strict=True):
+    for row, other in zip(default["rows"], all_["rows"], strict=True):
         times = (row["ms"], other["ms"], row["floor_ms"])
         rows.append([f"{row['gib']:g} GiB", str(row["rows"]), *(f"{ms:.1f}" for ms in times)])
     steps = table(["experts on the GPU", "rows", "6 cores, ms", "16 cores, ms", "floor of 6, ms"], rows)
@@ -144,5 +144,6 @@ def gpu_desktop_rows() -> str:
         if row["experts_gib"] == 0
     ]
     prompts = table(["prompt, no experts on the GPU", "6 cores, tok/s", "16 cores, tok/s"], pairs)
-    note = f"{few['machine']['gpu']}, commit {few['commit']}: `{few['command']}` and `{slow['command']}`"
+    gpu, commit = default["machine"]["gpu"], default["commit"]
+    note = f"{gpu}, commit {commit}: `{default['command']}` and `{slow['command']}`"
     return f"{steps}\n{prompts}\n{note}\n"

@@ -51,7 +51,7 @@ def test_all_cases_together_have_as_many_trees_as_were_asked_for() -> None:
         assert (batches - 1) * num_cases * per_step < num_trees <= batches * num_cases * per_step
 
 
-def few(monkeypatch: pytest.MonkeyPatch) -> draft_trees.Case:
+def small_case(monkeypatch: pytest.MonkeyPatch) -> draft_trees.Case:
     """A case whose experts come from the disk, and little work in each."""
     monkeypatch.setattr(draft_trees, "NEXT_TOKENS", 3)
     monkeypatch.setattr(draft_trees, "SEQUENCES", 4)
@@ -60,7 +60,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> draft_trees.Case:
 
 
 def test_what_was_compared_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = draft_trees.run([few(monkeypatch)], 1, seed=3)
+    (row,) = draft_trees.run([small_case(monkeypatch)], 1, seed=3)
     assert (row["trees"], row["sequences"]) == (5, 4)
     assert row["next_tokens"] == (5 + 2 + 4) * 3
     assert row["logits"] == (row["rows"] + row["next_tokens"]) * 320
@@ -77,7 +77,7 @@ def test_a_model_that_is_another_one_ends_the_run(monkeypatch: pytest.MonkeyPatc
             attention_window=2,
         )
 
-    case = replace(few(monkeypatch), open=open_with_a_window)
+    case = replace(small_case(monkeypatch), open=open_with_a_window)
     with pytest.raises(Difference) as caught:
         draft_trees.run([case], 1, seed=3)
     message = str(caught.value)

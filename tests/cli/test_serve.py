@@ -79,7 +79,7 @@ def wait_until_refused(url: str) -> None:
             continue
 
 
-def few_descriptors() -> None:
+def low_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
@@ -89,7 +89,7 @@ def test_pr01_pr07_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Pa
     poor = {
         "env": {"LC_ALL": "C", "PATH": os.environ["PATH"]},
         "cwd": tmp_path,
-        "preexec_fn": few_descriptors,
+        "preexec_fn": low_descriptor_limit,
     }
     with serving("--alias", "tiny", **poor) as (server, client):
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]

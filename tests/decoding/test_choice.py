@@ -75,7 +75,7 @@ def shown(outcome: object) -> object:
 
 
 @given(rows_of_choices, st.randoms(use_true_random=False))
-def test_many_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], random: Any) -> None:
+def test_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], random: Any) -> None:
     """Here and on a device, whatever their settings; an error is that of its own row."""
     values = np.array([logits for logits, *_ in rows], np.float32).reshape(len(rows), VOCAB)
     here = [TokenChoice(values[i], *rest) for i, (_, *rest) in enumerate(rows)]

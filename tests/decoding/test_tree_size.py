@@ -327,7 +327,7 @@ def test_probes_pay_for_what_a_device_makes_in_them() -> None:
 
 
 def test_stale_times_are_found_out() -> None:
-    """Steps of many rows were slow for a while, with something else on the machine."""
+    """Long steps were slow for a while, with something else on the machine."""
     run = _Run()
     run.go(500, lambda rows: 0.01 * rows, _chain(0.9, 7), 0.0005)
     assert {size.num_nodes for size in run.sizes[-50:] if size} <= {0, 1}

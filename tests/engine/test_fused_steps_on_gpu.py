@@ -172,14 +172,14 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
     )
     models.write(drafter, drafter.answers)
     wanted = alone(models.plain, prompt, params)
-    other, few = [4, 5], replace(params, max_tokens=3)
-    wanted_of_other = alone(models.plain, other, few)
+    other, short = [4, 5], replace(params, max_tokens=3)
+    wanted_of_other = alone(models.plain, other, short)
     with engine_of(models.opened(3)) as client:
         first = client.add(prompt, params)
         while len(client.tokens_so_far(first)) < 4:
             client.step()
         assert not client.is_over(first)
-        second = client.add(other, few)
+        second = client.add(other, short)
         while not client.tokens_so_far(second):
             client.step()
         assert not client.is_over(first), "fused steps end where another answer waits"
@@ -192,9 +192,9 @@ def check_engine(models: Models, prompt: list[int], params: SamplingParams) -> N
         counts = client.engine.statistics()
         assert counts.drafts >= statistics.speculation.fused_steps - 2
         assert counts.accepted_tokens == statistics.speculation.accepted
-        again = client.add([*prompt, *client.tokens_so_far(first), 6], few)
+        again = client.add([*prompt, *client.tokens_so_far(first), 6], short)
         client.drain()
-        longer = alone(models.plain, [*prompt, *client.tokens_so_far(first), 6], few)
+        longer = alone(models.plain, [*prompt, *client.tokens_so_far(first), 6], short)
         assert client.answers(again) == longer
 
 

@@ -110,7 +110,7 @@ def expected(path: Path) -> list[tuple[int, ...]]:
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
-    """Of a short prompt, and of one of many rows."""
+    """Of a short prompt, and of a long one."""
     prompts = [[7, 300, 5], [token % 500 for token in range(40, 120)]]
     return [llm.generate(ids, SAMPLED)[0].token_ids for ids in prompts]
 

@@ -12,14 +12,14 @@ from coldstream.engine.scheduler import QUANTUM
 from coldstream.engine.step_cost import StepCost
 
 NUM_ROWS = 512
-MANY = 8192  # rows of a prompt
+PROMPT_ROWS = 8192  # rows of a prompt
 
 
 def settled(seconds_of_row: float, constant_s: float, num_decoding: int, target_s: float) -> list[float]:
     """The seconds of 200 steps on a machine where a step takes `constant_s` and so much for each row."""
     cost, taken = StepCost(NUM_ROWS), []
     for _ in range(200):
-        rows = min(NUM_ROWS, num_decoding + cost.most_prompt_rows(num_decoding, [MANY], target_s))
+        rows = min(NUM_ROWS, num_decoding + cost.most_prompt_rows(num_decoding, [PROMPT_ROWS], target_s))
         seconds = constant_s + rows * seconds_of_row
         cost.record(rows, seconds)
         taken.append(seconds)
@@ -40,7 +40,7 @@ def test_prompts_get_on_where_decoding_alone_misses_the_target() -> None:
 
 
 def streamed_s(rows: int) -> float:
-    """Of a step where experts are missing: few rows read few of them, many rows all, again in every step."""
+    """Of a step where experts are missing: each small step reads some of them, each large one all."""
     return 0.004 + 0.25 * (1 - math.exp(-rows / 100)) + 4e-5 * rows
 
 
@@ -203,12 +203,12 @@ def test_a_slow_step_changes_nothing_but_slow_ones_do() -> None:
     cost = StepCost(NUM_ROWS)
     for _ in range(9):
         cost.record(64, 0.01)
-    before = cost.most_prompt_rows(1, [MANY], 0.05)
+    before = cost.most_prompt_rows(1, [PROMPT_ROWS], 0.05)
     cost.record(64, 5.0)
-    assert cost.most_prompt_rows(1, [MANY], 0.05) == before > 64
+    assert cost.most_prompt_rows(1, [PROMPT_ROWS], 0.05) == before > 64
     for _ in range(9):
         cost.record(64, 5.0)
-    assert cost.most_prompt_rows(1, [MANY], 0.05) < 8
+    assert cost.most_prompt_rows(1, [PROMPT_ROWS], 0.05) < 8
 
 
 def test_what_was_slow_long_ago_is_tried_again() -> None:
@@ -216,10 +216,10 @@ def test_what_was_slow_long_ago_is_tried_again() -> None:
     for _ in range(9):
         cost.record(64, 5.0)
         cost.record(1, 0.001)
-    assert cost.most_prompt_rows(1, [MANY], 0.05) < 8
+    assert cost.most_prompt_rows(1, [PROMPT_ROWS], 0.05) < 8
     for _ in range(1024):
         cost.record(48, 0.001)
-    assert cost.most_prompt_rows(1, [MANY], 0.05) >= 63
+    assert cost.most_prompt_rows(1, [PROMPT_ROWS], 0.05) >= 63
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 512, 8192])
@@ -227,7 +227,7 @@ def test_every_number_of_rows_is_in_a_range(num_rows: int) -> None:
     cost = StepCost(num_rows)
     for rows in range(1, num_rows + 1):
         cost.record(rows, 0.001)
-    assert 1 <= cost.most_prompt_rows(1, [MANY], 1e9) <= max(16, num_rows)
+    assert 1 <= cost.most_prompt_rows(1, [PROMPT_ROWS], 1e9) <= max(16, num_rows)
 
 
 def test_a_short_prompt_goes_on_nearly_alone_beside_long_ones() -> None:

@@ -29,14 +29,14 @@ CHUNK = 80
 
 
 class _Ops(CudaOps):
-    """Without the products of routers of many rows."""
+    """Without the products of a prefill's routers."""
 
     def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
 
 
 class DecodeSteps:
-    """Routers and experts of few rows, with prefetching; records the accesses of each launch."""
+    """Routers and experts of decode steps, with prefetching; records the accesses of each launch."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class DecodeSteps:
         self._note(args[-1])
 
     def _ask(self, *args: Any) -> None:
-        """Like partition.cu, for many rows."""
+        """Like partition.cu, for more rows than the mailbox has."""
         assert bytes(args[-1]) == bytes(self.sharing), "of this layer"
         self.num_asked += 1
 

@@ -1,4 +1,4 @@
-"""Steps of many rows with experts copied through a ring, on the model of a device."""
+"""Prefill steps with experts copied through a ring, on the model of a device."""
 
 import ctypes
 from collections.abc import Sequence

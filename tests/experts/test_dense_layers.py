@@ -224,7 +224,7 @@ def layers(tmp_path: Path) -> Iterator[tuple[PartialLayers, Server]]:
     file.close()
 
 
-def test_the_cpu_looks_for_requests_while_a_step_of_few_rows_runs(
+def test_the_cpu_looks_for_requests_while_a_decode_step_runs(
     layers: tuple[PartialLayers, Server],
 ) -> None:
     partial, server = layers

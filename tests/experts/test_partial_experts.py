@@ -49,7 +49,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def few_rows_of(
+def decode_steps_of(
     path: Path,
     seed: int = 0,
     prefetching: Prefetching | None = None,
@@ -68,7 +68,7 @@ def few_rows_of(
 def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
     path: Path, seed: int, prefetching: Prefetching, rows: list[int]
 ) -> None:
-    with few_rows_of(path, seed, prefetching) as runner:
+    with decode_steps_of(path, seed, prefetching) as runner:
         later = list(range(prefetching.distance, runner.spec.num_layers))
         for count in rows:
             runner.step(count)
@@ -81,9 +81,9 @@ def test_ex04_no_place_is_filled_while_its_layer_may_read_it(
 
 @any_schedule
 @given(seed=seeds, rows=st.lists(st.sampled_from([1, 3, 64, 65, 100]), min_size=2, max_size=4))
-def test_ex04_experts_of_many_rows_are_staged_beside_no_other(path: Path, seed: int, rows: list[int]) -> None:
+def test_ex04_experts_of_a_prefill_are_staged_beside_no_other(path: Path, seed: int, rows: list[int]) -> None:
     """Steps whose experts the device shares out may follow one another without the host."""
-    with few_rows_of(path, seed, mailbox_rows=100) as runner:
+    with decode_steps_of(path, seed, mailbox_rows=100) as runner:
         assert runner.partial.shared_rows == 100
         assert [runner.partial.must_wait(count) for count in (100, 101)] == [False, False]
         for count in rows:
@@ -102,7 +102,7 @@ def test_what_the_bus_cannot_read_is_shared_out_by_the_host(
 ) -> None:
     """The CPU would compute all missing experts of a prompt otherwise."""
     monkeypatch.setattr(PartialTables, "is_readable", False)
-    with few_rows_of(path, mailbox_rows=100) as runner:
+    with decode_steps_of(path, mailbox_rows=100) as runner:
         assert runner.partial.shared_rows == MAX_MAILBOX_ROWS
 
 
@@ -110,7 +110,7 @@ def test_what_the_bus_cannot_read_is_shared_out_by_the_host(
 @given(seed=seeds)
 def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path: Path, seed: int) -> None:
     """Both go into the ring."""
-    with few_rows_of(path, seed) as runner:
+    with decode_steps_of(path, seed) as runner:
         runner.step(1)
         runner.device.current.synchronize()
         rows, stream = MAX_MAILBOX_ROWS + 1, runner.executor.prefill.stream
@@ -127,7 +127,7 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
 
 
 def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
-    with few_rows_of(path, whole_layers=[1]) as runner:
+    with decode_steps_of(path, whole_layers=[1]) as runner:
         partial = [0, 2, 3]
         assert [stacks[2] for stacks in runner.executor.tables.layers] == [
             runner.weights[i].down for i in partial
@@ -142,7 +142,7 @@ def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
 
 
 def test_a_layer_without_guesses_has_no_places(path: Path) -> None:
-    with few_rows_of(path, prefetching=Prefetching(2, 2)) as runner:
+    with decode_steps_of(path, prefetching=Prefetching(2, 2)) as runner:
         ring, stacks = runner.executor.prefetch, runner.weights[0]
         assert ring is not None
         tables = (stacks.gate, stacks.up, stacks.down)
@@ -162,7 +162,7 @@ def test_places_are_as_large_as_the_cap_allows_and_hold_an_expert_or_are_refused
     path: Path, missing: int
 ) -> None:
     cap = 3 * 2 * PLACE_BYTES - missing
-    with few_rows_of(path, prefetching=Prefetching(2, 2, cap)) as runner:
+    with decode_steps_of(path, prefetching=Prefetching(2, 2, cap)) as runner:
         ring, stacks = runner.executor.prefetch, runner.weights[2]
         assert ring is not None
         tables = (stacks.gate, stacks.up, stacks.down)
@@ -179,7 +179,7 @@ def test_places_are_as_large_as_the_cap_allows_and_hold_an_expert_or_are_refused
 
 @pytest.mark.parametrize("place", ["mailbox", "bulk"])
 def test_an_answer_that_came_too_late_is_an_error(path: Path, place: str) -> None:
-    with few_rows_of(path) as runner:
+    with decode_steps_of(path) as runner:
         box: Mailbox = getattr(runner.partial.host, place)
         runner.partial.start_step(1 if place == "mailbox" else MAX_MAILBOX_ROWS + 1)
         box.words[WORDS_PER_LINE + 1] = 3
@@ -246,7 +246,7 @@ def test_mm03_slots_come_back_once_twice_their_memory_is_free(
     path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fails: bool, grows: int
 ) -> None:
     monkeypatch.setattr(partial_experts, "STEPS_BEFORE_GROWTH", 3)
-    with few_rows_of(path) as runner:
+    with decode_steps_of(path) as runner:
         residency = Residency()
         residency.fails = fails
         runner.device.free_bytes = free
@@ -264,8 +264,8 @@ def test_mm03_slots_come_back_once_twice_their_memory_is_free(
 
 
 @pytest.mark.parametrize("mailbox_rows", [MAX_MAILBOX_ROWS, 100])
-def test_ex05_steps_of_many_rows_teach_nothing(path: Path, mailbox_rows: int) -> None:
-    with few_rows_of(path, mailbox_rows=mailbox_rows) as runner:
+def test_ex05_a_prefill_teaches_nothing(path: Path, mailbox_rows: int) -> None:
+    with decode_steps_of(path, mailbox_rows=mailbox_rows) as runner:
         residency = Residency()
         runner.partial._residency = residency  # type: ignore[assignment]
         for rows in (1, MAX_MAILBOX_ROWS, MAX_MAILBOX_ROWS + 1):
@@ -293,7 +293,7 @@ class Server:
 
 
 def test_an_error_of_one_step_leaves_the_next_one_prepared_for(path: Path) -> None:
-    with few_rows_of(path) as runner:
+    with decode_steps_of(path) as runner:
         residency, partial = Residency(), runner.partial
         partial._residency = residency  # type: ignore[assignment]
         for _ in range(2):
@@ -317,7 +317,7 @@ def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended
     path: Path, seed: int, ways: list[str]
 ) -> None:
     """Each step is prepared for once, after the end of the one before it, and its ids are its own."""
-    with few_rows_of(path, seed) as runner:
+    with decode_steps_of(path, seed) as runner:
         residency, partial = Residency(), runner.partial
         partial._residency = residency  # type: ignore[assignment]
         used, expected = runner.executor.decode.chosen.used, list[int | None]()

@@ -54,14 +54,14 @@ def prompts_of(
     seed=seeds,
     share=st.sampled_from(sorted(SHARES)),
     registers=st.booleans(),
-    few_rows=st.sampled_from([4, 1024]),
+    short_rows=st.sampled_from([4, 1024]),
 )
 def test_ex04_every_pair_is_computed_once_of_bytes_that_have_arrived(
-    path: Path, seed: int, share: str, registers: bool, few_rows: int
+    path: Path, seed: int, share: str, registers: bool, short_rows: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuShare, "split", SHARES[share])
-        patch.setattr(prefill, "FEW_ROWS", few_rows)
+        patch.setattr(prefill, "MAX_SHORT_ROWS", short_rows)
         with prompts_of(path, seed, registers) as prompts:
             for rows in (MAX_CPU_ROWS, CHUNK, 3, MAX_CPU_ROWS):
                 prompts.step(rows)
@@ -76,15 +76,15 @@ def test_ex04_every_pair_is_computed_once_of_bytes_that_have_arrived(
     seed=seeds,
     share=st.sampled_from(sorted(SHARES)),
     num_slots=st.sampled_from([2, 3, 9, NUM_LAYERS * NUM_EXPERTS]),
-    few_rows=st.sampled_from([4, 1024]),
+    short_rows=st.sampled_from([4, 1024]),
 )
 def test_ex04_experts_of_a_pool_stay_until_they_are_copied_and_others_come_from_the_disk(
-    path: Path, seed: int, share: str, num_slots: int, few_rows: int
+    path: Path, seed: int, share: str, num_slots: int, short_rows: int
 ) -> None:
     """While the CPU has others read into the pool."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuShare, "split", SHARES[share])
-        patch.setattr(prefill, "FEW_ROWS", few_rows)
+        patch.setattr(prefill, "MAX_SHORT_ROWS", short_rows)
         with prompts_of(path, seed, num_slots=num_slots) as prompts:
             pool = prompts.host.pool
             assert pool is not None

@@ -19,10 +19,10 @@ from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 
 CONTEXT = 700
-# Around blocks of 64 positions, chunks of 256, and steps of few rows.
+# Around blocks of 64 positions, chunks of 256, and decode steps.
 SIZES = (1, 2, 7, 9, 17, 63, 64, 65, 130, 256, 257, 600)
 CPU_SIZES = (1, 9, 65, 257, 600)
-# Chunks of rows are those of the other tiers, and many rows are slow.
+# Chunks of rows are those of the other tiers, and long chunks are slow.
 GENERIC_SIZES = (1, 9, 65, 257)
 # All types of cache with one family, and the others with the one that is the default.
 OTHERS = [(family, "i16") for family in FAMILIES[1:]]

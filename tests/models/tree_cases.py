@@ -52,7 +52,7 @@ class Tree:
 
 
 def random_tree(random: Random) -> Tree:
-    """1 … 64 rows, few rows more often than many."""
+    """1 … 64 rows, small numbers more often than large ones."""
     num_rows = min(64, int(random.choice((1, 2, 3, 5, 8, 12, 20, 40, 64)) * random.uniform(1, 1.5)))
     shape = random.choice(("chain", "comb", "full", "binary", "star", "random", "recent"))
     if shape == "full":  # all leaves at one depth

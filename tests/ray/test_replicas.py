@@ -137,8 +137,8 @@ async def test_answers_are_those_of_a_single_server(http: httpx2.AsyncClient, si
         chat = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 12, "seed": 1, "n": 2}
         for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
             one = await alone.post(path, json=body)
-            many = await http.post(path, json=body)
-            assert without_times(many.json()) == without_times(one.json())
+            replicated = await http.post(path, json=body)
+            assert without_times(replicated.json()) == without_times(one.json())
         for path in ("/openapi.json", "/"):
             assert (await http.get(path)).text == (await alone.get(path)).text
         for path, body in (
@@ -147,8 +147,8 @@ async def test_answers_are_those_of_a_single_server(http: httpx2.AsyncClient, si
             ("/v1/messages", {"max_tokens": 0}),
             ("/v1/embeddings", {}),
         ):
-            one, many = await alone.post(path, json=body), await http.post(path, json=body)
-            assert (many.status_code, many.json()) == (one.status_code, one.json())
+            one, replicated = await alone.post(path, json=body), await http.post(path, json=body)
+            assert (replicated.status_code, replicated.json()) == (one.status_code, one.json())
 
 
 async def test_a_prompt_that_goes_on_is_computed_where_it_began(http: httpx2.AsyncClient) -> None:

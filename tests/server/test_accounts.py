@@ -51,13 +51,13 @@ def test_nothing_is_divided_by_no_time_or_tokens() -> None:
 
 def test_rates_are_of_the_tokens_after_the_first() -> None:
     """The first token costs no step of its own: one token alone has no rate, and 16 took 15 steps."""
-    alone, many = [
+    alone, several = [
         timings([[statistics(3, 0, count, 0.5, seconds)]]) for count, seconds in ((1, 0.0), (16, 3))
     ]
-    assert (alone["predicted_n"], many["predicted_n"]) == (1, 16)
+    assert (alone["predicted_n"], several["predicted_n"]) == (1, 16)
     assert alone["predicted_per_second"] == alone["predicted_per_token_ms"] == 0
-    assert many["predicted_per_second"] == pytest.approx(5)
-    assert many["predicted_per_token_ms"] == pytest.approx(200)
+    assert several["predicted_per_second"] == pytest.approx(5)
+    assert several["predicted_per_token_ms"] == pytest.approx(200)
 
 
 def test_progress_is_reported_in_milliseconds() -> None:

@@ -120,6 +120,12 @@ def test_identifiers_are_compared_by_their_parts() -> None:
     assert found == ["few_rows", "FewRows", "linear_few"]
 
 
+def test_names_of_tests_are_sentences() -> None:
+    few = word(r"\bfew rows\b", "few", allowed=("a few rows",))
+    assert few.in_identifier("test_steps_of_few_rows")
+    assert not few.in_identifier("test_a_few_rows_and_few_columns")
+
+
 def test_the_table_finds_what_is_retired_and_lets_other_meanings_be() -> None:
     words = {each.name: each for each in prose.load_words()}
     retired = {
@@ -132,7 +138,7 @@ def test_the_table_finds_what_is_retired_and_lets_other_meanings_be() -> None:
         "rests": "the drafter rests for long",
         "rounds": "a round of drafts",
         "taps": "before each tap",
-        "sides": "both sides are busy",
+        "sides": "sides that end together",
         "turns": "measured in turns",
         "dear": "the ninth row is dear",
         "passes over": "a step passes over",
@@ -147,6 +153,7 @@ def test_the_table_finds_what_is_retired_and_lets_other_meanings_be() -> None:
         "rests": "the rest is as before, and rests on it",
         "trust": "untrusted input",
         "landing": "the island",
+        "sides": "the same numbers on both sides",
     }
     assert retired.keys() <= words.keys()
     for name, text in retired.items():

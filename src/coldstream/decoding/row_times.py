@@ -4,9 +4,9 @@ Rows are counted one by one up to 8, beyond that in ranges: a range is about as 
 of a step, and few enough ranges are left to be measured all.
 
 An estimate is a median of the last measurements, in which one loses half its weight with every 256 steps. So
-a slow step changes nothing where steps are many, and where they are rare the new ones outweigh the stale. A
-range without any for 16,384 steps counts as never measured. The first measurement of a range is left out: it
-may have paid for what is made at the first use.
+a slow step changes nothing where steps are frequent, and where they are rare the new ones outweigh the stale.
+A range without any for 16,384 steps counts as never measured. The first measurement of a range is left out:
+it may have paid for what is made at the first use.
 
 It knows no clock and no device. Times are seconds.
 """
@@ -76,7 +76,7 @@ class RowTimes:
         self._estimates: list[float] = []  # empty: not computed since the last step
 
     def record(self, num_rows: int, seconds: float, num_steps: int = 1) -> None:
-        """So many steps of this many rows took so long together; they count as one measurement."""
+        """Steps of `num_rows` rows took so long together; they count as one measurement."""
         assert seconds > 0, "a step takes time"
         self._num_steps += num_steps
         each = row_range(num_rows)

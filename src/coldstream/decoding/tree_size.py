@@ -45,7 +45,7 @@ _WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what 
 # counts of one draft, as something else may have slowed its step.
 _FIRST_GAIN, _LEAST_MEAN_GAIN, _LEAST_GAIN = 0.1, -0.5, -1.0
 _DOUBT = 2.0  # standard errors by which the gain may be better than its mean
-# How much faster than plain ones steps with drafts have to be. Steps of many rows leave a CPU's caches to
+# How much faster than plain ones steps with drafts have to be. Long steps leave a CPU's caches to
 # other weights: plain steps of the demo model between them take a sixth longer than without any drafts.
 _MARGIN = 1.1
 _STALE = 128  # steps after which a time should be measured again

@@ -18,7 +18,7 @@ from coldstream.engine.scheduler import QUANTUM
 _FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
 _RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
 _FORGOTTEN: Final = 1024  # steps
-_FEW_ROWS: Final = 16  # steps of more usually have rows of prompts
+_MAX_DECODE_ROWS: Final = 16  # steps of more usually have rows of prompts
 _SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
 _ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
 _LAST: Final = 1 / 6  # of the target, that a step with a prompt's last row takes about
@@ -39,9 +39,9 @@ class StepCost:
         self._num_steps = self._num_long_steps = 0
 
     def record(self, num_rows: int, seconds: float) -> None:
-        """A step of this many rows took so long."""
+        """A step of `num_rows` rows took so long."""
         self._num_steps += 1
-        self._num_long_steps += num_rows > _FEW_ROWS
+        self._num_long_steps += num_rows > _MAX_DECODE_ROWS
         each = bisect_right(self._rows, num_rows) - 1
         now = self._now(self._rows[each])
         if now - self._newest[each] >= self._stale:
@@ -86,7 +86,7 @@ class StepCost:
         """How many rows several prompts have in a step while nothing decodes yet: `most`, or less or more.
 
         num_last: prompts whose last row is in the step; they wait for their first token, so the others get
-        what keeps the step to a sixth of the target. Otherwise the shortest prompt is done, with few rows of
+        what keeps the step to a sixth of the target. Otherwise the shortest prompt is done, with some rows of
         the others, if that takes at most half as long as a whole step: they lose little.
         """
         known, most, whole = self._known(), min(most, sum(wanted)), min(sum(wanted), self._rows[-1])
@@ -137,7 +137,7 @@ class StepCost:
 
     def _now(self, rows: int) -> int:
         """What the age of a range that begins with so many rows is counted in."""
-        return self._num_long_steps if rows > _FEW_ROWS else self._num_steps
+        return self._num_long_steps if rows > _MAX_DECODE_ROWS else self._num_steps
 
 
 def _extra_cost(of_target: float) -> float:

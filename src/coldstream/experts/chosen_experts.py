@@ -30,7 +30,7 @@ class ExpertIds:
 
 
 class ChosenExperts:
-    """Device memory, with the shapes of `ExpertIds`, that each step of few rows writes."""
+    """Device memory, with the shapes of `ExpertIds`, that each decode step writes."""
 
     def __init__(self, zeros: Zeros, num_layers: int, num_ranks: int) -> None:
         self.num_layers, self._num_ranks = num_layers, num_ranks

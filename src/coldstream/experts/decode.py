@@ -1,4 +1,4 @@
-"""Experts of steps of few rows: the device shares pairs out, and the GPU and the CPU compute them together.
+"""Experts of decode steps: the device shares pairs out, and the GPU and the CPU compute them together.
 
 The router's launch, or one behind it, writes where each chosen expert is read, once for all its rows
 (`kernels/experts/partition.cuh`): in a slot, in the ring, into which experts are prefetched or, for several

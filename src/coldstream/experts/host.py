@@ -25,7 +25,7 @@ from coldstream.kernels.experts.table import ExpertTable
 class HostExperts:
     """The experts of one model, and threads that compute them when a mailbox asks.
 
-    `mailbox` serves the few rows of a captured step, whose requests the GPU makes; `bulk` serves up to
+    `mailbox` serves the rows of a captured decode step, whose requests the GPU makes; `bulk` serves up to
     `max_rows` rows of a prompt, whose requests the host makes. wanted_ids: int32 [chunk_size, K], the expert
     ids of a prompt's step. pool: None if the file is mapped.
     """

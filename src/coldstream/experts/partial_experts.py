@@ -189,7 +189,7 @@ class PartialExperts:
 
     @staticmethod
     def _step_times(executor: PartialExecutor) -> StepTimes:
-        """Times of steps of few rows; counting begins anew after a step that failed."""
+        """Times of decode steps; counting begins anew after a step that failed."""
         stamps = executor.decode.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
@@ -214,7 +214,7 @@ class PartialExperts:
             self._residency.start_step()
         if rows <= self.shared_rows:
             if self._has_streamed and self._stream is not None:
-                self._stream.settle()  # experts of few rows are copied into the same ring
+                self._stream.settle()  # experts of a decode step are copied into the same ring
             self._has_streamed = False
             self.host.server.begin()
         elif self._stream is not None:

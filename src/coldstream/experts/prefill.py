@@ -32,7 +32,7 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsEl
 
 Array = np.ndarray[Any, Any]
 
-FEW_ROWS = 1024
+MAX_SHORT_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class ExpertStream:
             self._x_there.synchronize()
             self._asked = tokens, num_on_cpu, self._host.bulk_seconds
             self._host.ask_bulk(layer, ids, on_cpu)
-        self._stream(layer, streamed, counts, tokens <= FEW_ROWS, compute)
+        self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1, with_cpu)
         torch.cuda.current_stream().wait_event(self._x_there)
         if not on_cpu:
@@ -220,11 +220,11 @@ class ExpertStream:
             self._cpu_share.learn_cpu(tokens, num_experts, self._host.bulk_seconds - before)
 
     def _stream(
-        self, layer: int, experts: Sequence[int], counts: Array, few_rows: bool, compute: Compute
+        self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute
     ) -> None:
         """Has groups copied and computed, first those that `_begin_ahead` began.
 
-        few_rows: launches then cost more than they compute, so the last groups share one launch.
+        is_short: launches then cost more than they compute, so the last groups share one launch.
         """
         groups = deque(self._groups_of(layer, experts))
         ends = np.cumsum(counts)
@@ -232,7 +232,7 @@ class ExpertStream:
             can_begin = groups and self._ring.num_free
             if can_begin:
                 self._begin(layer, groups.popleft())
-            num_arrived = len(self._waiting) if few_rows and not groups else self._num_arrived()
+            num_arrived = len(self._waiting) if is_short and not groups else self._num_arrived()
             if self._waiting and (num_arrived or not can_begin):
                 arrived = [self._waiting.popleft() for _ in range(max(1, num_arrived))]
                 self._compute(layer, arrived, counts, ends, compute)

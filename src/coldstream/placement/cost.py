@@ -30,7 +30,7 @@ EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
 VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
 KV_SHARE: Final = 0.45  # the same in attention of one row
-MANY_ROWS_VRAM_SHARE: Final = 0.36  # the same in products of a prompt's rows
+PREFILL_VRAM_SHARE: Final = 0.36  # the same in a prefill's products
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
 FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
 CPU_SHARE: Final = 0.85  # of the rate at which threads read
@@ -259,7 +259,7 @@ def prefill_seconds(
         pairs = count * (start + count / 2) * model.attention_width
         compute = (
             model.num_layers * LAYER_LAUNCHES * LAUNCH_S
-            + moved / (MANY_ROWS_VRAM_SHARE * rates.vram_bytes_per_s)
+            + moved / (PREFILL_VRAM_SHARE * rates.vram_bytes_per_s)
             + 2 * count * model.token_parameters / (PRODUCT_SHARE * rates.product_ops_per_s)
             + 4 * pairs / (FLOAT_SHARE * rates.product_ops_per_s)
         )

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from coldstream.placement.hardware import Hardware
 
-# Rates of one core by its best instruction set: int8 multiplications and additions per second for many rows,
-# and bytes per second of weights for one row, if memory is no bound. Sapphire Rapids, two cores.
+# Rates of one core by its best instruction set, if memory is no bound: int8 multiplications and additions per
+# second in prefill, and bytes of weights per second in the decode of one row. Sapphire Rapids, two cores.
 _CORES: Final = {
     "amx_int8": (4.4e11, 2e10),
     "avx512_vnni": (2.8e11, 2e10),

@@ -34,16 +34,16 @@ def make_tier(file: GGUFFile, policy: Policy | None = None) -> DiskTier:
 
 
 @settings(max_examples=50, deadline=None)
-@given(many=st.integers(PER_TOKEN, 3 * NUM_EXPERTS), few=st.integers(PER_TOKEN, NUM_EXPERTS))
-def test_slots_are_those_of_the_plan(file: GGUFFile, many: int, few: int) -> None:
+@given(num_small=st.integers(PER_TOKEN, 3 * NUM_EXPERTS), num_large=st.integers(PER_TOKEN, NUM_EXPERTS))
+def test_slots_are_those_of_the_plan(file: GGUFFile, num_small: int, num_large: int) -> None:
     tier = make_tier(file)
     small, large = tier.expert_bytes[0], tier.expert_bytes[1]
     assert tier.expert_bytes == (small, large, small, small)
-    tier.allocate({small: many, large: few})
+    tier.allocate({small: num_small, large: num_large})
     statistics = tier.statistics()
-    assert statistics.slot_bytes == many * small + few * large
-    assert (statistics.num_slots, statistics.num_experts) == (many + few, 4 * NUM_EXPERTS)
-    assert [len(tier.pool.owners(tier.pool.class_of(layer))) for layer in (0, 1)] == [many, few]
+    assert statistics.slot_bytes == num_small * small + num_large * large
+    assert (statistics.num_slots, statistics.num_experts) == (num_small + num_large, 4 * NUM_EXPERTS)
+    assert [len(tier.pool.owners(tier.pool.class_of(layer))) for layer in (0, 1)] == [num_small, num_large]
 
 
 def test_what_a_plan_expects_is_loaded_and_scored_and_no_miss(file: GGUFFile) -> None:

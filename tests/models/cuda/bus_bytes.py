@@ -1,4 +1,4 @@
-"""Measures the bytes read over the bus in steps of few rows, on a GPU on the host, without its counters."""
+"""Measures the bytes read over the bus in decode steps, on a GPU on the host, without its counters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

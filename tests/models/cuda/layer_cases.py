@@ -35,7 +35,7 @@ def open_layers(
     cache_size: CacheSize | None = None,
     has_mtp: bool = False,
 ) -> OneSequence:
-    """Without the FFNs of the layers `missing`: that share comes over the bus in steps of few rows."""
+    """Without the FFNs of the layers `missing`: that share comes over the bus in decode steps."""
     file, spec = open_model_file(path)
     sizes = {"context_length": context_length, "chunk_size": CHUNK_SIZE}
     plan = layers_plan(file, spec, missing, **sizes, threads=2, streamed=streamed, num_places=num_places)

@@ -242,10 +242,10 @@ def test_sizes_without_kernels_are_refused() -> None:
     with pytest.raises(ConfigError, match="heads of 40"):
         check_gpu(spec)
     check_gpu(spec_of(tiny_config()))
-    many, narrow = tiny_config(True), tiny_config(intermediate_size=100)
-    many["dflash_config"]["selector_top_k"] = 17
+    wide, narrow = tiny_config(True), tiny_config(intermediate_size=100)
+    wide["dflash_config"]["selector_top_k"] = 17
     with pytest.raises(ConfigError, match="selects of 17 tokens"):
-        check_gpu(spec_of(many))
+        check_gpu(spec_of(wide))
     with pytest.raises(ConfigError, match="rows of 256 and 100 values"):
         check_gpu(spec_of(narrow))
 

@@ -1,4 +1,4 @@
-"""Tokens of many rows chosen on a device: each is what it is alone, and what the CPU chooses.
+"""Tokens of a step's rows chosen on a device: each is what it is alone, and what the CPU chooses.
 
 The kernels run on the host, and on a GPU where there is one.
 """
@@ -141,7 +141,7 @@ def random_choices(
 @pytest.mark.usefixtures("gpu")
 @given(any_rows, st.sampled_from([10, 33, 2050]), st.booleans(), st.sampled_from([1, 2, 6]))
 @settings(max_examples=25)
-def test_many_rows_are_each_what_they_are_alone_and_on_the_cpu(
+def test_rows_are_each_what_they_are_alone_and_on_the_cpu(
     rows: list[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool, num_rows: int
 ) -> None:
     check(random_choices(rows, vocab, broken), num_rows=num_rows)
@@ -149,7 +149,7 @@ def test_many_rows_are_each_what_they_are_alone_and_on_the_cpu(
 
 @pytest.mark.gpu
 @given(any_rows, st.sampled_from([10, 33, 2050, 9000]), st.booleans(), st.sampled_from([1, 2, 6]))
-def test_many_rows_are_each_what_they_are_alone_on_a_gpu(
+def test_rows_are_each_what_they_are_alone_on_a_gpu(
     rows: list[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool, num_rows: int
 ) -> None:
     check(random_choices(rows, vocab, broken), num_rows=num_rows)

@@ -30,7 +30,7 @@ from tree_plans import plan_with_trees
 
 TREES = CacheSize.of(3, CONTEXT, num_trees=1)
 NAMES = [name for name in VARIANTS if name != "floats"]
-FEW_ROWS = 8  # of a run on the host, where they take long
+RUN_ROWS = 8  # of a run on the host, where they take long
 
 
 class Pair(NamedTuple):
@@ -78,7 +78,7 @@ def _states(runner: OneSequence, block: CudaMtpSequence | MtpSequence, count: in
 def check_rows_and_chains(both: Pair) -> None:
     """Runs of any length, chains in between that leave no trace, and truncations."""
     most = cuda_mtp.MAX_MTP_ROWS
-    counts = (1, 3, 2, most + 1, *(() if most == FEW_ROWS else (16, 2 * most)))
+    counts = (1, 3, 2, most + 1, *(() if most == RUN_ROWS else (16, 2 * most)))
     on_gpu, on_cpu = states_of(both, sum(counts))
     ids, start = token_ids(sum(counts) + 1)[1:], 0
     for count in counts:
@@ -122,7 +122,7 @@ def check_trees(both: Pair) -> None:
 @pytest.fixture
 def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (cuda_mtp, mtp_block):
-        monkeypatch.setattr(module, "MAX_MTP_ROWS", FEW_ROWS)
+        monkeypatch.setattr(module, "MAX_MTP_ROWS", RUN_ROWS)
     with gpu_on(compiled_for_the_host):
         yield
 
@@ -151,7 +151,7 @@ def test_deep_contexts_have_steps_of_their_own(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("gpu")
 def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(write_variant(tmp_path, "dense")) as both:
-        count = FEW_ROWS + 3
+        count = RUN_ROWS + 3
         on_gpu, on_cpu = states_of(both, count)
         both.on_gpu.append([1, 2], on_gpu[:2])
         both.on_cpu.append([1, 2], on_cpu[:2])

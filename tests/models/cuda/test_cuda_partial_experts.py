@@ -213,7 +213,7 @@ def test_trap_4_all_hot_all_cold_and_the_same_experts_for_all_rows(share: float,
 
 
 @pytest.mark.parametrize("count", [65, 168, 300, 450])
-def test_prompts_of_many_rows(half: OneSequence, path: Path, count: int) -> None:
+def test_long_prompts(half: OneSequence, path: Path, count: int) -> None:
     ids = token_ids(count)
     with open_cuda(path, context_length=512) as whole:
         expected = whole.prefill(ids)

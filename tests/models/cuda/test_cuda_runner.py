@@ -336,9 +336,9 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
         spec = read_spec(file.metadata, file.tensors)
         noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
     names = " ".join(instance for _, instance in noted)
-    few = "linear_one", "linear_rows", "linear_few", "expert_gate_up", "grouped_gate_up"
+    decode = "linear_one", "linear_rows", "linear_few", "expert_gate_up", "grouped_gate_up"
     norms_before = "router_few<true, 8, true>", "router_few<true, 8, false>"  # for one row, and for more
-    for part in (*few, *norms_before, "linear_many<", "experts_many<"):
+    for part in (*decode, *norms_before, "linear_many<", "experts_many<"):
         assert part in names
     assert names.count("attention_integers_few<8") == 2  # for up to eight pairs, and for more
     assert names.count("attention_integers<8") == 4  # for some rows and many, with and without trees

@@ -50,7 +50,7 @@ def test_wherever_layers_are(
     num_places: int,
     lengths: tuple[int, ...],
 ) -> None:
-    """With prompts of few rows, of up to 64 and of more; `test_cuda_layers.py` has all of them everywhere."""
+    """With the shortest prompts, of up to 64 and of more; `test_cuda_layers.py` has them all everywhere."""
     options: Any = {"num_places": num_places, "context_length": CONTEXT}
     with open_layers(path, missing, streamed, **options) as runner:
         check_chains(runner, plain, lengths)

@@ -23,7 +23,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unused_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two sizes, in a file of three parts, gate and up in one tensor."""
     types = {"*_exps.weight": "Q4_K", "blk.1.ffn_down_exps.weight": "Q6_K"}
     dims = Dims(layers=2, interval=2, experts=32, experts_used=3)
@@ -47,12 +47,12 @@ def test_wherever_experts_are(path: Path, share: float, in_ram: float) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("pinned", [(), (1,)], ids=["", "pinned"])
 def test_ex07_experts_move_between_all_tiers_and_change_no_bit(
-    many_experts: Path, pinned: tuple[int, ...]
+    unused_experts: Path, pinned: tuple[int, ...]
 ) -> None:
     options = {"policy": RandomResidency(seed=3), "pinned": pinned, "context_length": CONTEXT}
     with (
-        open_cpu(many_experts, threads=1, context_length=CONTEXT) as plain,
-        open_partly(many_experts, 0.25, in_ram=0.25, **options) as runner,  # type: ignore[arg-type]
+        open_cpu(unused_experts, threads=1, context_length=CONTEXT) as plain,
+        open_partly(unused_experts, 0.25, in_ram=0.25, **options) as runner,  # type: ignore[arg-type]
     ):
         for token in token_ids(40):
             assert np.array_equal(runner.decode(token), plain.decode(token))
@@ -66,8 +66,8 @@ def test_ex07_experts_move_between_all_tiers_and_change_no_bit(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_the_gpu_and_the_pool_hold_together_is_not_read_again(many_experts: Path) -> None:
-    with open_partly(many_experts, 0.5, in_ram=0.5, context_length=CONTEXT) as runner:
+def test_what_the_gpu_and_the_pool_hold_together_is_not_read_again(unused_experts: Path) -> None:
+    with open_partly(unused_experts, 0.5, in_ram=0.5, context_length=CONTEXT) as runner:
         assert runner.disk is not None
         before = runner.disk.bytes_read
         first = runner.decode(5)

@@ -144,11 +144,11 @@ class MtpDrafter:
             self._root, self._tokens, self._states = None, [], []
             token_ids = token_ids[1:]
         self._tokens += token_ids
-        if (too_many := len(self._states) + len(hidden) - self._max_waiting) > 0:
-            self._skip(self._end + too_many)
-            del self._tokens[:too_many]
-            hidden = hidden[max(0, too_many - len(self._states)) :]
-            del self._states[:too_many]
+        if (excess := len(self._states) + len(hidden) - self._max_waiting) > 0:
+            self._skip(self._end + excess)
+            del self._tokens[:excess]
+            hidden = hidden[max(0, excess - len(self._states)) :]
+            del self._states[:excess]
         self._states += self._block.keep(hidden)
 
     def propose(self, context: Listed[int], budget: int) -> TokenTree:

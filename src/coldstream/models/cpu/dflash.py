@@ -6,8 +6,8 @@ anchor, which is the newest token, and mask tokens. They attend to the context a
 row gives through the target's head are the candidates at its position. Keys and values of noise rows are
 forgotten with the draft.
 
-Matrices stay as they are in the file and are multiplied by the engine's products; the rest is NumPy over a
-few rows. A target accepts only what it would have said itself, so that nothing here changes a token.
+Matrices stay as they are in the file and are multiplied by the engine's products; the rest is NumPy over the
+rows of a block. A target accepts only what it would have said itself, so nothing here changes a token.
 """
 
 from collections.abc import Sequence

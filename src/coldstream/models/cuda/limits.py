@@ -84,7 +84,7 @@ class Limits:
 
 
 def padded_rows(count: int) -> int:
-    """Rows of the graph that computes `count` rows: `count` itself for few rows and for very many."""
+    """Rows of the graph that computes `count` rows: `count` itself for the smallest and the largest steps."""
     if not SMALLEST_PADDED_ROWS <= count <= MAX_GRAPH_ROWS:
         return count
     step = max(1, 2 ** (count - 1).bit_length() // 2 // SIZES_PER_DOUBLING)

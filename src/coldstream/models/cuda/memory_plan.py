@@ -121,7 +121,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 
 def _shapes(count: int, has_trees: bool) -> Iterator[StepShape]:
-    """Steps of `count` rows with all kernels. Those of many rows have no others than those of fewer."""
+    """Steps of `count` rows with all kernels. Long steps have no others than short ones."""
     if count > 2 * MAX_DECODE_ROWS:
         yield StepShape.prompt(count)
         return

@@ -111,8 +111,8 @@ class CudaRunner(ModelRunner):
 
     def _run_first_steps(self) -> None:
         """Runs the first step of each kind, which is slow, with rows of no sequence."""
-        many = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
-        for shape, compute in ((StepShape(1), self._computed_logits), (many, self._loaded.step)):
+        prompt = StepShape.prompt(MAX_MAILBOX_ROWS + 1 if self._partial else SMALLEST_PADDED_ROWS)
+        for shape, compute in ((StepShape(1), self._computed_logits), (prompt, self._loaded.step)):
             self._loaded.inputs.on_host(shape.num_rows).pad(0)
             self._loaded.inputs.copy(shape.num_rows)
             self._start_step(shape)
