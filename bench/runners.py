@@ -28,8 +28,7 @@ from coldstream.placement.pool_plan import HostPart, PoolPlan
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import ALL_BYTES
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.counting import count_in_ram, count_on_gpu
-from coldstream.planning.gather import Gathered, Sources, model_facts
+from coldstream.planning.gather import Gathered, Sources, count_in_ram, count_on_gpu, model_facts
 from coldstream.planning.gpu_memory import GpuMemory
 from coldstream.planning.ram_memory import RamNeeds
 from coldstream.planning.unknowns import GpuShape, NotKnownError, RamShape

@@ -13,8 +13,8 @@ from bench.runners import open_cpu_runner
 from builders import write_gguf
 from coldstream.engine import LLM, OpenedModel, SamplingParams, job, model_steps
 from coldstream.engine.engine import Engine
-from coldstream.engine.job_memory import JobMemory
 from coldstream.engine.limits import EngineLimits
+from coldstream.engine.served_requests import JobMemory
 from coldstream.errors import DeviceError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu.runner import CpuRunner

@@ -17,7 +17,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning import gpu_memory
-from coldstream.planning.counting import count_on_gpu
+from coldstream.planning.gather import count_on_gpu
 from coldstream.planning.gpu_memory import CHUNK_SIZES, GpuMemory, is_modest
 from coldstream.planning.unknowns import GpuShape
 

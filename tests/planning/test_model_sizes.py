@@ -12,7 +12,7 @@ from coldstream.models.footprint import bytes_per_token, dense_bytes, model_size
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.sizes import ModelSizes
-from coldstream.planning.counting import count_in_ram
+from coldstream.planning.gather import count_in_ram
 from coldstream.planning.unknowns import RamShape
 
 CTX = 512

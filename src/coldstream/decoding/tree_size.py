@@ -6,8 +6,13 @@ in n: rows share experts, kernels change and expert caches miss. So every size i
 taken whose tokens are worth most beside its time. A second is worth the tokens that it gave lately, with
 drafts or without them, whichever are more; the draft itself is spent when its size is chosen. Times are those
 of the last steps with as many rows, and hold what the experts took that such steps missed. How many nodes
-drafts are asked for is learned from drafts before (`asked_nodes.py`), and is as many as make all the rows of
-a range of `row_times.py`: where a device captures steps by their rows, each number costs it a capture.
+drafts are asked for is as many as make all the rows of a range of `row_times.py`: where a device captures
+steps by their rows, each number costs it a capture.
+
+`AskedNodes` learns that number from drafts before. A draft takes longer the more nodes it has, and what
+further nodes bring depends on the text. So the time is learned by the nodes asked for. By node it is learned
+how much more a step was worth whose size could be chosen with the node than without it. Of a draft shorter
+than what was asked for, the nodes that it does not have brought nothing.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -34,11 +39,65 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil, sqrt
+from typing import Final
 
-from coldstream.decoding.asked_nodes import AskedNodes
 from coldstream.decoding.row_times import MAX_ROWS, RowTimes, last_rows, row_range
+
+_FIRST: Final = 4  # nodes asked for before anything is known
+_MORE_DISTANCE: Final = 2  # drafts from one to the next that is to have a node more than is best
+_ASKED_WEIGHT: Final = 1 / 16  # of the newest draft
+_LEAST_S: Final = 1e-9
+
+
+class AskedNodes:
+    """Learns from drafts how many nodes to ask for."""
+
+    def __init__(self) -> None:
+        self._times = RowTimes()
+        self._brought: list[float] = []  # by each node, beyond those before it
+        self._num_asked = 1  # of the last draft
+        self._num_drafts = 0
+
+    @property
+    def draft_s(self) -> float:
+        """What drafts that are to have as many nodes as the last one take; 0 before that is known."""
+        return self._seconds(self._num_asked)
+
+    def record(self, draft_s: float, worths: Sequence[float]) -> None:
+        """A draft took so long.
+
+        worths: by number of nodes, of 0 first and of those asked for last, at least 1: what a step is worth
+        beside its time that has the best size up to it. None is less than the one before.
+        """
+        self._num_drafts += 1
+        self._num_asked = len(worths) - 1
+        self._times.record(min(self._num_asked, MAX_ROWS), max(_LEAST_S, draft_s))
+        for node, (before, worth) in enumerate(pairwise(worths)):
+            if node < len(self._brought):
+                self._brought[node] += _ASKED_WEIGHT * (worth - before - self._brought[node])
+            else:
+                self._brought.append(worth - before)
+
+    def best(self, most: int, tokens_s: float) -> int:
+        """How many to ask for, at most `most`, where a second is worth so many tokens.
+
+        Of every other draft one more than is best, and of all if none had that one: what nodes bring is seen
+        only where they are asked for.
+        """
+        if not self._times.has_any:
+            return min(most, _FIRST)
+        gains = accumulate(self._brought[: min(most, MAX_ROWS)])
+        worths = [gain - tokens_s * self._seconds(1 + node) for node, gain in enumerate(gains)]
+        best = 1 + worths.index(max(worths))
+        if best == len(self._brought) or self._num_drafts % _MORE_DISTANCE == 0:
+            best += 1
+        return min(most, best)
+
+    def _seconds(self, num_asked: int) -> float:
+        return self._times.seconds(min(num_asked, MAX_ROWS)) or 0.0
+
 
 _WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what a second with drafts gives
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that

@@ -3,13 +3,25 @@
 Opening reads the headers only. Nothing is mapped here: a file that shrinks makes `read` raise
 ModelChangedError and never kills the process. Code that maps weights uses `descriptor`, with its own
 protection.
+
+A split model is `NAME-00001-of-0000N.gguf` … in one directory. The parts are found by that name alone, never
+by anything written in a file. Links need a rule: hub caches keep the bytes in `blobs/` and present every
+file as a link to there, but a link beside a model must not make us read a file elsewhere. The part that the
+user named may lie anywhere. The directory where it lies and the one where it was named are the model's
+directories. Every other part must lie in one of them, which in a hub cache is `blobs/`.
+
+`OpenFile` detects whether bytes may have changed since a file was opened. It asks for the file's status alone
+as long as this stays the same, which is cheap enough for every token. It misses writes that leave no trace in
+the times: through an older mapping, or within one tick of the clock, and changes that a network file system
+has not reported yet.
 """
 
 import hashlib
 import os
+import re
 import stat
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +31,8 @@ from typing import Final, Self
 import numpy as np
 
 from coldstream.errors import (
+    DuplicateError,
+    InconsistentError,
     ModelChangedError,
     ModelNotFoundError,
     UnsupportedError,
@@ -28,10 +42,206 @@ from coldstream.errors import (
 from coldstream.gguf.header import Header, TensorInfo, read_header
 from coldstream.gguf.messages import describe, shorten
 from coldstream.gguf.metadata import Metadata
-from coldstream.gguf.open_file import OpenFile, state_at
-from coldstream.gguf.shards import check_parts, part_index, shard_paths
 from coldstream.gguf.wire import HeaderBytes
-from coldstream.gguf.write_watch import WriteWatch
+from coldstream.gguf.write_watch import ATTRIB, CLOSE_WRITE, MODIFY, OVERFLOW, WriteWatch
+
+MAX_SHARDS: Final = 512
+
+_PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+
+
+def shard_count(metadata: Metadata) -> int:
+    """In how many parts the model comes, according to one of them."""
+    return metadata.integer("split.count", 0, MAX_SHARDS, 1) or 1
+
+
+def part_index(path: Path) -> int:
+    """The index of the part by its name, from 0; 0 for a name of any other form."""
+    match = _PART_NAME.fullmatch(path.name)
+    return max(int(match["number"]) - 1, 0) if match else 0
+
+
+def shard_paths(path: Path, metadata: Metadata) -> tuple[Path, ...]:
+    """The paths of all parts of the model of which `path` is one, in order; `path` alone if it is not split.
+
+    Raises InconsistentError when name and metadata disagree, or when a part is a link that leaves the model's
+    directories. Does not check whether the parts exist.
+    """
+    count = shard_count(metadata)
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None and count == 1:
+        return (path,)
+    if match is None:
+        problem = f"{count}, but the name is not …-00001-of-{count:05}.gguf: the other parts can't be found"
+        raise metadata.error(InconsistentError, "split.count", problem)
+    if int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
+        problem = f"{count}, but the file is named {path.name}: give it the name it was published under"
+        raise metadata.error(InconsistentError, "split.count", problem)
+    paths = tuple(path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count))
+    _check_links(path, paths)
+    return paths
+
+
+def _check_links(named: Path, paths: Sequence[Path]) -> None:
+    home = os.path.realpath(named.parent)
+    homes = {home, os.path.dirname(os.path.realpath(named))}
+    for path in paths:
+        target = os.path.realpath(path)
+        if os.path.dirname(target) not in homes:
+            raise InconsistentError(
+                f"{shorten(path)}: links to another directory than {named.name}: put all parts into one"
+            )
+
+
+def check_parts(headers: Sequence[Header]) -> None:
+    """Raises InconsistentError or DuplicateError unless `headers` are parts 0 … n−1 of one model."""
+    first = headers[0].metadata
+    architecture = first.get("general.architecture")
+    names: dict[str, TensorInfo] = {}
+    for index, header in enumerate(headers):
+        metadata = header.metadata
+        if shard_count(metadata) != len(headers):
+            problem = f"{shard_count(metadata)}, but {len(headers)} in {first.path.name}: from another model"
+            raise metadata.error(InconsistentError, "split.count", problem)
+        number = metadata.integer("split.no", 0, MAX_SHARDS)
+        if number != index:
+            problem = f"{number}, expected {index}: the parts were renamed or copied over each other"
+            raise metadata.error(InconsistentError, "split.no", problem)
+        if metadata.get("general.architecture", architecture) != architecture:
+            problem = f"differs from {first.path.name}: a part of another model"
+            raise metadata.error(InconsistentError, "general.architecture", problem)
+        _merge(names, header.tensors, metadata)
+    for header in headers:
+        total = header.metadata.integer("split.tensors.count", 0, 1 << 31)
+        if total != len(names):
+            problem = f"{total}, but the parts hold {len(names)} tensors together: a part of another model"
+            raise header.metadata.error(InconsistentError, "split.tensors.count", problem)
+
+
+def _merge(names: dict[str, TensorInfo], more: Mapping[str, TensorInfo], metadata: Metadata) -> None:
+    for name, info in more.items():
+        if name in names:
+            problem = f"also in part {names[name].shard + 1}: from another model, or copied over another part"
+            raise metadata.error(DuplicateError, name, problem)
+        names[name] = info
+
+
+# Of a file of up to 16 MiB these are all bytes. A disk reads them in some 50 ms, a spinning one in 3 s.
+_NUM_SAMPLES: Final = 256
+_SAMPLE_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes with the bytes (content), without them (others), and with or without them (ctime_ns)."""
+
+    content: tuple[int, int, int, int]  # device, inode, size, mtime_ns
+    ctime_ns: int
+    others: tuple[int, int, int, int]  # number of names, mode, owner, group
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """From the result of `os.stat` or `os.fstat`."""
+        return cls(
+            (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns),
+            status.st_ctime_ns,
+            (status.st_nlink, status.st_mode, status.st_uid, status.st_gid),
+        )
+
+    @property
+    def size(self) -> int:
+        return self.content[2]
+
+
+class OpenFile:
+    """A descriptor, and the state in which its file was when it was opened by the name `path`.
+
+    Another size or time of writing means that bytes may have changed. A change of the inode alone (ctime) may
+    be a write after which the time of writing was put back, or a change of attributes. Evidence decides, the
+    cheapest first:
+
+    1. What `watch` heard since the file was opened: a write, or a change of attributes and nothing else.
+    2. Without such news, the number of names, the mode, the owner, or whether `path` names the file: linking,
+       renaming, deleting and chmod explain the change.
+    3. Otherwise bytes: samples from all over the file are compared with what they were at the first check.
+       This alone misses a write between the samples whose time was put back.
+    """
+
+    def __init__(self, path: Path, descriptor: int, status: os.stat_result, watch: WriteWatch) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.descriptor = descriptor
+        self.opened = self._seen = FileState.of(status)
+        self._watch = watch
+        self._watched = watch.add(descriptor)
+        self._samples: bytes | None = None  # a digest
+        self._status = status  # the last one that was compared
+        self._was_named = True
+        self._is_rewritten = False
+
+    def is_rewritten(self) -> bool:
+        """Whether bytes may not be those that were opened. Once they may not, they never are again."""
+        if not self._is_rewritten:
+            status = os.fstat(self.descriptor)
+            if status[:-3] != self._status[:-3] or _times(status) != _times(self._status):
+                self._status = status
+                self._is_rewritten = self._may_differ(FileState.of(status))
+            if self._samples is None and not self._is_rewritten:
+                self._keep_samples()
+        return self._is_rewritten
+
+    def _may_differ(self, now: FileState) -> bool:
+        if now.content != self.opened.content:
+            return True
+        before, was_named = self._seen, self._was_named
+        self._seen, self._was_named = now, self._is_named()
+        if now.ctime_ns == before.ctime_ns:
+            return False
+        heard = self._watch.take(self._watched)
+        if heard & MODIFY:
+            return True
+        if heard & ATTRIB and not heard & (CLOSE_WRITE | OVERFLOW):
+            return False
+        is_explained = now.others != before.others or was_named != self._was_named
+        if is_explained and not heard & CLOSE_WRITE:
+            return False
+        return self._samples is None or self._digest() != self._samples
+
+    def _keep_samples(self) -> None:
+        """Takes the samples, unless the file changes meanwhile: then the next check tries again."""
+        samples = self._digest()
+        status = os.fstat(self.descriptor)
+        if FileState.of(status) == self._seen:
+            self._samples = samples
+
+    def _digest(self) -> bytes | None:
+        """Of samples at equal distances, the first and the last bytes among them. None if reading fails."""
+        digest = hashlib.blake2b(digest_size=16)
+        last = max(0, self.opened.size - _SAMPLE_BYTES)
+        step = max(_SAMPLE_BYTES, -(-last // (_NUM_SAMPLES - 1)))
+        try:
+            for offset in (*range(0, last, step), last):
+                digest.update(os.pread(self.descriptor, _SAMPLE_BYTES, offset))
+        except OSError:
+            return None
+        return digest.digest()
+
+    def _is_named(self) -> bool:
+        """Whether `path` names this file."""
+        state = state_at(self.path)
+        return state is not None and state.content[:2] == self.opened.content[:2]
+
+
+def _times(status: os.stat_result) -> tuple[int, int]:
+    return status.st_mtime_ns, status.st_ctime_ns
+
+
+def state_at(path: Path) -> FileState | None:
+    """The state of the file that `path` names now; None if it cannot be determined."""
+    try:
+        return FileState.of(os.stat(path))
+    except OSError:
+        return None
+
 
 __all__ = ["GGUFFile", "TensorInfo"]
 

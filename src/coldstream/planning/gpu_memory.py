@@ -1,6 +1,6 @@
 """A model's GPU memory beside its experts, and how long a step of prefill may be.
 
-`counting.py` counts it by a run over tensors without memory. Without the packages for that it is estimated
+`gather.py` counts it by a run over tensors without memory. Without the packages for that it is estimated
 from the widths of activations and the length of the context. Pure: counts are looked up in a table, and those
 that are not there yet are asked for.
 """

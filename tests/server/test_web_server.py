@@ -9,8 +9,7 @@ import pytest
 
 from coldstream.server.http import ServerSettings, create_app
 from coldstream.server.local_client import LocalClient
-from coldstream.server.patient_protocol import MAX_READ_BYTES, PatientProtocol
-from coldstream.server.web_server import WebServer, bind
+from coldstream.server.web_server import MAX_READ_BYTES, PatientProtocol, WebServer, bind
 
 SHORT_S, LONG_S = 0.05, 60.0
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

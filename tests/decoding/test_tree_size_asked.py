@@ -6,7 +6,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.asked_nodes import AskedNodes
+from coldstream.decoding.tree_size import AskedNodes
 
 Seconds = Callable[[int], float]  # of a draft, by the nodes asked for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coldstream.gguf.open_file import FileState, OpenFile
+from coldstream.gguf.reader import FileState, OpenFile
 from coldstream.gguf.write_watch import MODIFY, OVERFLOW, WriteWatch
 from file_changes import await_tick, overwrite
 

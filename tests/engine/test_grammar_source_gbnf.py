@@ -2,7 +2,7 @@
 
 import pytest
 
-from coldstream.engine.gbnf import MAX_GBNF_RULES, lark_of_gbnf
+from coldstream.engine.grammar_source import MAX_GBNF_RULES, lark_of_gbnf
 from coldstream.engine.regular_languages import byte_matcher
 
 JSON = r"""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.cli.heat_map import heat_map_svg
+from coldstream.cli.profile import heat_map_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
