@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 from coldstream.decoding import SamplingParams
 from coldstream.engine.answer import Request
@@ -20,7 +20,7 @@ from coldstream.engine.engine import Engine
 from coldstream.engine.lists import generate_list
 from coldstream.engine.llm import LLM
 from coldstream.engine.opened_model import OpenedModel
-from coldstream.engine.prompts import Conversation, Prompt, Tools, one_params, template_settings
+from coldstream.engine.prompts import ChatOptions, Conversation, Prompt, one_params, template_settings
 from coldstream.engine.request import Piece, RequestOutput
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.shared_engine import SharedEngine
@@ -91,19 +91,14 @@ class AsyncLLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """See `LLM.chat`."""
         self._engine.check()
-        settings = template_settings(
-            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
-        )
         return await self._complete_all(
-            self._reader.of_chats(messages, sampling_params, self._opened.default_sampling, settings)
+            self._reader.of_chats(
+                messages, sampling_params, self._opened.default_sampling, template_settings(**template)
+            )
         )
 
     def stream(
@@ -118,19 +113,12 @@ class AsyncLLM:
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **template: Unpack[ChatOptions],
     ) -> AsyncGenerator[Piece, None]:
         """See `LLM.stream_chat`, and `stream`."""
         self._engine.check()
-        settings = template_settings(
-            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
-        )
         params = one_params(sampling_params, self._opened.default_sampling)
-        return self._pieces(self._reader.of_chat(messages, params, settings))
+        return self._pieces(self._reader.of_chat(messages, params, template_settings(**template)))
 
     async def _complete_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
         if not requests:

@@ -13,9 +13,9 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Never, Self, overload
+from typing import Final, Literal, Never, Self, Unpack, overload
 
 from coldstream.decoding import Logits, SamplingParams
 from coldstream.engine.answer import Request
@@ -25,10 +25,10 @@ from coldstream.engine.lists import ListProgress, generate_list
 from coldstream.engine.opened_model import OpenedModel, open_model
 from coldstream.engine.own_parts import OwnParts
 from coldstream.engine.prompts import (
+    ChatOptions,
     Conversation,
     Prompt,
     TokenIds,
-    Tools,
     one_params,
     template_settings,
 )
@@ -240,11 +240,8 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: ListProgress | None = None,
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -253,11 +250,8 @@ class LLM:
         messages: Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: ListProgress | None = None,
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -265,23 +259,19 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: ListProgress | None = None,
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation of `{"role": …, "content": …}`, or each of a list of conversations.
 
-        The model's chat template writes them out; `tools` are functions in the shape of OpenAI's API, for
-        that template. With `continue_final_message`, and without `add_generation_prompt`, the answer goes on
-        with the last message, the assistant's. Otherwise as `generate`.
+        The model's chat template writes them out; `template` is for it, see `ChatOptions`. With
+        `continue_final_message`, and without `add_generation_prompt`, the answer goes on with the last
+        message, the assistant's. Otherwise as `generate`.
         """
         self._engine.check()
-        settings = template_settings(
-            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
+        requests = self._reader.of_chats(
+            messages, sampling_params, self._opened.default_sampling, template_settings(**template)
         )
-        requests = self._reader.of_chats(messages, sampling_params, self._opened.default_sampling, settings)
         return self._complete_all(requests, progress)
 
     def stream_chat(
@@ -289,21 +279,15 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        **template: Unpack[ChatOptions],
     ) -> Stream:
         """`chat` with one conversation, piece by piece. One that extends an earlier conversation computes
         only what is new.
         """
         self._engine.check()
-        settings = template_settings(
-            chat_template_kwargs, tools, add_generation_prompt, continue_final_message
-        )
         params = one_params(sampling_params, self._opened.default_sampling)
-        return self._stream(self._reader.of_chat(messages, params, settings), progress)
+        return self._stream(self._reader.of_chat(messages, params, template_settings(**template)), progress)
 
     def forget(self) -> None:
         """Free the memory of all kept prefixes."""

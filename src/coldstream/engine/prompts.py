@@ -105,13 +105,26 @@ def as_conversations(messages: object) -> list[Conversation]:
     return [cast(Conversation, messages)]
 
 
+class ChatOptions(TypedDict, total=False):
+    """What `chat` and `stream_chat` take for the chat template beside the messages."""
+
+    add_generation_prompt: bool  # whether the assistant's next message is begun; True
+    continue_final_message: bool  # whether the answer goes on with the last message; False
+    tools: Tools | None  # functions in the shape of OpenAI's API
+    chat_template_kwargs: Mapping[str, Any] | None  # further variables of the template
+
+
 def template_settings(
-    chat_template_kwargs: object,
-    tools: object,
-    add_generation_prompt: object,
+    *,
+    add_generation_prompt: object = True,
     continue_final_message: object = False,
+    tools: object = None,
+    chat_template_kwargs: object = None,
 ) -> dict[str, Any]:
-    """The chat template's arguments beside the messages. Raises InvalidRequestError for what are none."""
+    """The chat template's arguments beside the messages, from `ChatOptions`.
+
+    Raises InvalidRequestError for what are none.
+    """
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         raise InvalidRequestError(f"chat_template_kwargs must be a dict, not {_named(chat_template_kwargs)}")
     flags = {
