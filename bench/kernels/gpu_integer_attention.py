@@ -92,7 +92,7 @@ class Layer:
         self.kernels.attend(self.queries, self.caches, self.rows, workspace)
 
     def merge(self, workspace: DecodeWorkspace) -> None:
-        self.kernels.merge(self.inputs.query_gate, self.rows, workspace, out=self.out)
+        self.kernels.merge(self.inputs.query_gate, self.heads, self.rows, workspace, out=self.out)
 
 
 def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:

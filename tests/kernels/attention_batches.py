@@ -225,9 +225,10 @@ def _check_launched(
     sizes = DecodeWorkspace.shapes(shape, at_once, num_positions)
     workspace = DecodeWorkspace(*(empty(size) for size in sizes))
     found, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
-    kernels.prepare(inputs, on(device, case.layer()), caches, rows, queries)
+    heads = on(device, case.layer())
+    kernels.prepare(inputs, heads, caches, rows, queries)
     result = Activations(found, quantised)
-    attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, result)
+    attend_in_parts(kernels, inputs.query_gate, heads, caches, rows, queries, workspace, result)
     for cache, wanted in zip((caches.k, caches.v), expected_caches, strict=True):
         assert torch.equal(cache.cpu(), wanted)
     assert torch.equal(found.cpu(), out)

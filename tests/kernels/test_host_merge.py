@@ -11,7 +11,8 @@ from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspa
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.exact import CHUNK_SIZE, first_position, merge_chunks
 from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.attention.reference import finish, split_gate
+from coldstream.kernels.ops import AttentionHeads, Rows
 from coldstream.kernels.quantize.cuda import empty_activations
 
 MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
@@ -40,15 +41,15 @@ def check(
         expected[row] = merge_chunks(chunks)
         values[row, :, count:] = stats[row, :, count:] = torch.nan
     expected = shape.cache_type.rotate_back(expected)
-    if shape.output_gate:
-        gates = query_gate[:, :-4].reshape(num_rows, shape.num_heads, 2, shape.head_dim)[:, :, 1]
-        expected = expected * sigmoid(gates)
-    expected = expected.reshape(num_rows, width)
+    ones = torch.ones(shape.head_dim)
+    heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, shape.window)
+    _, gate = split_gate(query_gate[:, :-4], shape.head_dim, heads)
+    expected = finish(expected, gate, heads, sigmoid)
     out, quantised = torch.empty(num_rows, width), empty_activations(num_rows, width, torch.device("cpu"))
     at = torch.tensor(positions, dtype=torch.int32)
     rows = Rows(at, torch.zeros_like(at))
     kernels = MergeKernels(shape, shared_per_block)
-    kernels.merge(query_gate, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
+    kernels.merge(query_gate, heads, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
     assert torch.equal(out, expected)
     padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - width))
     for found, wanted in zip(

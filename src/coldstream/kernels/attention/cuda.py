@@ -4,7 +4,7 @@ rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, heads, caches, rows, queries)
     kernels.attend(queries, caches, rows, workspace)
-    kernels.merge(query_gate, rows, workspace, out=out)
+    kernels.merge(query_gate, heads, rows, workspace, out=out)
 
 Nothing here allocates, synchronises or looks at device data. T rows, H query heads, G key/value heads, D
 values a head.
@@ -331,12 +331,13 @@ def attention_cuda(
     """
     kernels = integer_kernels(shape, device_limits())
     kernels.prepare(inputs, heads, caches, rows, queries)
-    attend_in_parts(kernels, inputs.query_gate, caches, rows, queries, workspace, out)
+    attend_in_parts(kernels, inputs.query_gate, heads, caches, rows, queries, workspace, out)
 
 
 def attend_in_parts(
     kernels: IntegerKernels,
     query_gate: torch.Tensor,
+    heads: AttentionHeads,
     caches: Caches,
     rows: Rows,
     queries: IntegerQueries,
@@ -350,7 +351,7 @@ def attend_in_parts(
         own, result = _part_of(rows, part), out.rows(first, part.stop - first)
         codes = IntegerQueries(queries.codes[part], queries.scales[part])
         kernels.attend(codes, caches, own, workspace)
-        kernels.merge(query_gate[part], own, workspace, out=result.values, quantised=result.quantised)
+        kernels.merge(query_gate[part], heads, own, workspace, out=result.values, quantised=result.quantised)
 
 
 def _part_of(rows: Rows, part: slice) -> Rows:

@@ -20,7 +20,7 @@ from coldstream.kernels.arithmetic.reference import (
 )
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact_integers import IntegerHeads
-from coldstream.kernels.attention.reference import split_gate
+from coldstream.kernels.attention.reference import finish, split_gate
 from coldstream.kernels.dequantize.integer_blocks import grouped
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
@@ -82,7 +82,7 @@ def attention_exact(
     num_kv_heads = caches.k.shape[-2]
     head_dim = inputs.key.shape[-1] // num_kv_heads
     cache_type = CacheType.of(caches.k, head_dim)
-    query, gate = split_gate(inputs.query_gate, head_dim, heads.output_gate)
+    query, gate = split_gate(inputs.query_gate, head_dim, heads)
     query = rotate_exact(rms_norm_exact(query, heads.q_norm, heads.eps), inputs.angles)
     query = query * inverse_sqrt(constant(head_dim))
     key = grouped(inputs.key, num_kv_heads, head_dim)
@@ -98,7 +98,7 @@ def attention_exact(
         keys, values = (cache[pieces[first:], places[first:]] for cache in (caches.k, caches.v))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
     output = cache_type.rotate_back(torch.cat(outputs))
-    return (output if gate is None else output * sigmoid(gate)).flatten(-2)
+    return finish(output, gate, heads, sigmoid)
 
 
 def heads_of(cache_type: CacheType, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Heads:

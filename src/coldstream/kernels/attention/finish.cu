@@ -20,13 +20,6 @@ __device__ __forceinline__ void rotate_back(float (&x)[lane_columns]) {
   for (float& value : x) value *= 1.0f / size;
 }
 
-__device__ __forceinline__ void load_columns(const float* from, float (&x)[lane_columns]) {
-  const float4 low = reinterpret_cast<const float4*>(from)[0],
-               high = reinterpret_cast<const float4*>(from)[1];
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-}
-
 __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_columns]) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
@@ -44,11 +37,7 @@ __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(c
   const int first_column = group * group_elements,
             column = min(first_column + lane * lane_columns, num_columns - lane_columns);
   const int position = is_item ? a.positions[row] : -1;
-  float gates[lane_columns];
-  if constexpr (has_gate) {
-    const float* from = a.query_gate + int64_t{is_item ? row : 0} * a.query_gate_stride;
-    load_columns(from + (2 * (column / head_dim) + 1) * head_dim + column % head_dim, gates);
-  }
+  const HeadEnd<head_dim, has_gate, lane_columns> end(a, is_item ? row : 0, column);
   wait_for_previous_grid();
   release_next_grid();
   if (!is_item) return;
@@ -61,10 +50,7 @@ __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(c
     for (float& value : result) value *= factor;
   }
   rotate_back<head_dim>(result);
-  if constexpr (has_gate) {
-#pragma unroll
-    for (int i = 0; i < lane_columns; i++) result[i] *= exact_sigmoid(gates[i]);
-  }
+  end.apply(result);
   const bool exists = first_column + lane * lane_columns < num_columns;
   if (a.out && exists) store_columns(a.out + int64_t{row} * num_columns + column, result);
   if (!a.codes) return;

@@ -186,16 +186,13 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
   MergerOfHead m(a, staged, factors, num_chunks);
   m.start();
   const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
-  float gate;
-  if constexpr (has_gate) {
-    const float* gates = a.query_gate + m.row * a.query_gate_stride + (2 * m.head + 1) * head_dim;
-    gate = gates[column % head_dim];
-  }
+  const HeadEnd<head_dim, has_gate, 1> end(a, m.row, column);
 #pragma unroll 1
   for (int batch = 0; batch * merge_batch < num_chunks; batch++) m.merge(batch);
-  float result = num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f;
-  result = head_rotated_back<head_dim>(result, staged);
-  if constexpr (has_gate) result *= exact_sigmoid(gate);
+  float results[1] = {num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f};
+  results[0] = head_rotated_back<head_dim>(results[0], staged);
+  end.apply(results);
+  const float result = results[0];
   const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
   if (a.out && exists) a.out[m.row * m.num_columns + column] = result;
   if (!a.codes) return;

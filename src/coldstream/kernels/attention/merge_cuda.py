@@ -9,7 +9,7 @@ from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import AttentionHeads, Rows
 
 MERGE_BATCH = 32  # chunks
 BATCH_BYTES = MERGE_BATCH * GROUP_SIZE * 4  # of shared memory
@@ -46,6 +46,7 @@ class MergeKernels:
     def merge(
         self,
         query_gate: torch.Tensor,
+        heads: AttentionHeads,
         rows: Rows,
         workspace: DecodeWorkspace,
         *,
@@ -71,7 +72,7 @@ class MergeKernels:
             query_gate_stride=query_gate.stride(0),
             num_heads=shape.num_heads,
             max_chunks=max_chunks,
-            window=shape.window or 0,
+            window=heads.window or 0,
         )
         if out is not None:
             arguments.out = out.data_ptr()

@@ -24,7 +24,7 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
     num_kv_heads = caches.k.shape[-2]
     head_dim = inputs.key.shape[-1] // num_kv_heads
     encode, decode = _codec(caches.k, head_dim)
-    query, gate = split_gate(inputs.query_gate, head_dim, heads.output_gate)
+    query, gate = split_gate(inputs.query_gate, head_dim, heads)
     query = rotate(rms_norm(query, heads.q_norm, heads.eps), inputs.angles)
     key = grouped(inputs.key, num_kv_heads, head_dim)
     key = rotate(rms_norm(key, heads.k_norm, heads.eps), inputs.angles)
@@ -42,17 +42,27 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
             keys, values = (decode(cache[where]) for cache in (caches.k, caches.v))
             outputs.append(attend(query[each], keys, values, rows.positions[each], heads.window))
     output = torch.cat(outputs)
-    return (output if gate is None else output * torch.sigmoid(gate)).flatten(-2)
+    return finish(output, gate, heads, torch.sigmoid)
 
 
 def split_gate(
-    query_gate: torch.Tensor, head_dim: int, output_gate: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries [T, H, D] and, of rows that hold it behind each head's query, the gate [T, H, D]."""
-    if not output_gate:
-        return grouped(query_gate, -1, head_dim), None
+    query_gate: torch.Tensor, head_dim: int, heads: AttentionHeads
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D] and the gate behind each head's query [T, H, D], which is empty without one."""
+    if not heads.output_gate:
+        return grouped(query_gate, -1, head_dim), query_gate[:, :0]
     query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)
     return query, gate
+
+
+def finish(
+    output: torch.Tensor,
+    gate: torch.Tensor,
+    heads: AttentionHeads,
+    sigmoid: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What is done with the results of all heads [T, H, D], with the gate of `split_gate`: [T, H·D]."""
+    return (output * sigmoid(gate) if heads.output_gate else output).flatten(-2)
 
 
 def attend(
