@@ -1,10 +1,10 @@
 """How Ctrl-C and SIGTERM end the command line, also where it computes outside of Python.
 
 The first one raises KeyboardInterrupt or TerminatedError in the main thread, which cleans up. That has to
-wait for the end of a long computation; so a thread of its own watches, and ends the process on the spot at
-the second Ctrl-C, or when SIGTERM has been waiting for too long. Python ignores what is raised in a finalizer
-or in a callback of a weak reference: there it is raised again a moment later. Child processes end with their
-standard input.
+wait for the end of a long computation. So a thread of its own watches. It ends the process at once at the
+second Ctrl-C, or when SIGTERM has waited for too long. Python ignores what is raised in a finalizer or in a
+callback of a weak reference: there it is raised again a moment later. Child processes end with their standard
+input.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Tables and lists of facts as lines of text that lose nothing.
 
-Where a table is wider than the terminal, its first column is wrapped; else columns that are the same in all
-rows go above it; else each row becomes a list of its own. Where there is no terminal nothing is wrapped.
-Knows widths in cells, not where lines go.
+A table that is wider than the terminal is made narrower in three steps. Its first column is wrapped; then
+columns that are equal in all rows go above the table; then each row becomes a list. Where there is no
+terminal nothing is wrapped. Knows widths in cells, not where lines go.
 """
 
 import os

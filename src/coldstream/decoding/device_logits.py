@@ -18,8 +18,8 @@ class DeviceChoice(Protocol):
         """The number of the device's result for the row-th of the rows, as a `ChosenToken` names it."""
 
     def results(self) -> list[tuple[int, int]]:
-        """Waits for the tokens; with each 0, or why there is none: how many logits are not finite, or −1 if
-        all are, and penalties have left the best one infinite.
+        """Waits for the tokens. Each comes with a fault: 0 for none, otherwise the number of logits that are
+        not finite, or −1 where all are finite and penalties have left the best one infinite.
         """
 
 

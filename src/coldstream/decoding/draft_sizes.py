@@ -89,8 +89,8 @@ class FixedSizes:
 
 
 class SizesByCost:
-    """Trees of as many nodes as are expected to be worth most for their time, by what was accepted and what
-    steps took so far; see `tree_size.py` and `acceptance.py`.
+    """Trees of as many nodes as are expected to be worth most for their time. Acceptance and step times so
+    far decide; see `tree_size.py` and `acceptance.py`.
 
     Of several sequences' trees the likeliest nodes come first, whichever tree they are in. What pays is
     learned apart for one sequence, two, three and so on, by the ranges of `row_times.py`.
@@ -165,8 +165,8 @@ class _Learned:
 
 
 def _likeliest_first(expected: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-    """All nodes as (tree, node): of each tree in its own order, and of those that are next in their trees the
-    one of the highest probability; of equal ones that of the first tree.
+    """All nodes as (tree, node), merged by probability. Each tree keeps its own order; of equal nodes the
+    first tree's comes first.
     """
     heads = [(-nodes[0], tree, 0) for tree, nodes in enumerate(expected) if nodes]
     heapify(heads)

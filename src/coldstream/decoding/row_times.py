@@ -1,7 +1,7 @@
 """What a step costs by its number of rows, learned from the steps that were taken.
 
-Rows are counted one by one up to 8, beyond that in ranges: a range is about as wide as what changes the cost
-of a step, and few enough ranges are left to be measured all.
+Rows are counted one by one up to 8, beyond that in ranges. A range is about as wide as what changes the cost
+of a step, and there are few enough to measure all.
 
 An estimate is a median of the last measurements, in which one loses half its weight with every 256 steps. So
 a slow step changes nothing where steps are frequent, and where they are rare the new ones outweigh the stale.
@@ -101,10 +101,10 @@ class RowTimes:
     def seconds(self, num_rows: int) -> float | None:
         """The estimate for a step of `num_rows`; None before anything is known.
 
-        For rows that were not measured: on a straight line between the nearest that were, or, beyond all, on
-        that through the fewest and the most; but never less than for fewer rows that were measured. Below all
-        measured, and if there is only one, each row after the first is taken to cost 0.3 of a step of one
-        row.
+        Numbers of rows that were not measured lie on a straight line between the nearest measured ones.
+        Beyond all of these they lie on the line through the fewest and the most rows. They never take less
+        time than fewer rows that were measured. Below all measured, and if there is only one, each row after
+        the first is taken to cost 0.3 of a step of one row.
         """
         if not self._estimates and self.has_any:
             known = self._known(_FORGOTTEN) or self._known(self._num_steps)

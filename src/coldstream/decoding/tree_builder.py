@@ -1,8 +1,9 @@
 """Builds the most likely draft tree of a given size from lists of candidates, best first (DDTree).
 
 A *source* says which tokens may follow a path, with their conditional log-probabilities. The builder holds a
-heap of the likeliest node of every list that is not used up: it takes the likeliest, then offers the next of
-its list and the first of its own children. It knows neither models nor what a node costs.
+heap of the likeliest node of every list that is not used up. It takes the likeliest of all, then offers the
+next node of that list and the first of the taken node's children. It knows neither models nor what a node
+costs.
 
 A path's log-probability is the sum along the path, in float64, from the root down; so no node is above its
 parent or its earlier siblings. Of equal ones the shallower goes first, then the one of lower rank in its

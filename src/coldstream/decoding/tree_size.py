@@ -1,13 +1,13 @@
 """How many nodes of drafts a step verifies, and whether to draft at all: by expected tokens a second.
 
-A step with r roots, one of each sequence, and n nodes yields r + the sum of the nodes' probabilities to be
-accepted, and takes the time of r + n rows. With mixtures of experts that time is neither convex nor smooth
-in n: rows share experts, kernels change and expert caches miss. So every size is looked at, and the one is
-taken whose tokens are worth most beside its time. A second is worth the tokens that it gave lately, with
-drafts or without them, whichever are more; the draft itself is spent when its size is chosen. Times are those
-of the last steps with as many rows, and hold what the experts took that such steps missed. How many nodes
-drafts are asked for is as many as make all the rows of a range of `row_times.py`: where a device captures
-steps by their rows, each number costs it a capture.
+A step has r roots, one of each sequence, and n nodes. It yields r + the sum of the nodes' probabilities to be
+accepted, and takes the time of r + n rows. With mixtures of experts that time is neither convex nor smooth in
+n: rows share experts, kernels change and expert caches miss. So every size is looked at, and the one is taken
+whose tokens are worth most beside its time. A second is worth the tokens that it gave lately, with drafts or
+without them, whichever are more; the draft itself is spent when its size is chosen. Times are those of the
+last steps with as many rows, and hold what the experts took that such steps missed. Drafts are asked for as
+many nodes as fill a range of `row_times.py`, because a device that captures steps by their rows needs a
+capture for each number.
 
 `AskedNodes` learns that number from drafts before. A draft takes longer the more nodes it has, and what
 further nodes bring depends on the text. So the time is learned by the nodes asked for. By node it is learned
@@ -16,18 +16,18 @@ than what was asked for, the nodes that it does not have brought nothing.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
-drafts have not paid lately. Each waits until its expected overhead has been earned, and pays the real one: of
-a probe what it takes beyond the time in which the best size is expected to yield as many tokens, of an
-exploration what it takes beyond as many plain steps as it gave tokens.
+drafts have not paid lately. Each waits until its expected overhead has been earned, and pays the real one.
+The overhead of a probe is its time beyond that in which the best size is expected to yield as many tokens.
+The overhead of an exploration is its time beyond as many plain steps as it gave tokens.
 
-Whether drafts pay is not a matter of estimates, which may be wrong together, but of what they gave and took,
-compared with plain steps that follow each other: one after a step with a draft finds other weights in the
-caches, on a CPU its other threads asleep, and on a GPU no step under way beside which it could be launched.
-Texts that are easy to draft for a while and then hard differ from texts that are always hard by how much
-the gain of a draft varies: drafts pay as long as their mean gain may be positive.
-So of every 256 steps 6 are plain ones, and the first 24; and an exploration pays for the step after it too.
-A step with a draft in which a device made what later ones use, which takes it thirty steps, says nothing of
-whether drafts pay; but a probe or an exploration pays for that too.
+Whether drafts pay is decided by what they gave and took, not by estimates, which may be wrong together. They
+are compared with plain steps that follow each other. A plain step after one with a draft is not typical: it
+finds other weights in the caches, sleeping threads on a CPU, and on a GPU no step under way beside which it
+could be launched. Texts that are easy to draft for a while differ from texts that are always hard: the gain
+of a draft varies more. Drafts pay as long as their mean gain may be positive. So of every 256 steps 6 are
+plain ones, and the first 24; and an exploration pays for the step after it too. A step in which a device
+captures a graph takes as long as thirty steps, and says nothing of whether drafts pay. But a probe or an
+exploration pays for that too.
 
 How many steps will have no draft is known beforehand (`num_plain`), as nothing but their own time changes it.
 So they need not be asked about nor recorded one by one, and a drafter may observe the last of them only.
@@ -68,8 +68,8 @@ class AskedNodes:
     def record(self, draft_s: float, worths: Sequence[float]) -> None:
         """A draft took so long.
 
-        worths: by number of nodes, of 0 first and of those asked for last, at least 1: what a step is worth
-        beside its time that has the best size up to it. None is less than the one before.
+        worths: by number of nodes, from 0 to those asked for, at least 1. Each is what a step of the best
+        size up to that number is worth beside its time. None is less than the one before.
         """
         self._num_drafts += 1
         self._num_asked = len(worths) - 1

@@ -1,8 +1,8 @@
 """Carries out what a request demands of its answer: which tokens may follow each prefix of it.
 
 An answer has a thought or not, a gap of a few blanks behind the thought, and then the text that a grammar is
-for. Where a prefix stands is a pure function of its tokens, so the same holds at each node of a draft tree
-as along the plain loop: a call with a prefix of another fork starts from the prefix that both share.
+for. The state after a prefix is a pure function of its tokens, at a node of a draft tree as in the plain
+loop. A call with a prefix of another fork starts from the prefix that both share.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -3,8 +3,9 @@
 Unit of work: `Engine.step`, one step of the model with rows of every answer that runs. It knows neither
 threads nor sockets, and of time only the clock that it is given.
 
-A row's bits do not depend on its neighbours, nor a token on anything but its request's seed and the tokens
-before it; so who runs when, what is computed twice and what is found in the cache change no answer.
+A row's bits do not depend on its neighbours. A token depends on nothing but its request's seed and the tokens
+before it. So no answer changes with the order of requests, with what is computed twice, or with what is found
+in the cache.
 """
 
 import math

@@ -131,8 +131,8 @@ class Grammars:
 class TokenMatcher:
     """A grammar at some point of an answer. Belongs to one answer.
 
-    What it says depends on its tokens alone: at a limit of llguidance, which may be reached by what others
-    have computed of the same grammar, it is tried again with nothing but these tokens.
+    Its result depends on its tokens alone. Other answers with the same grammar may have brought llguidance to
+    a limit; then it is tried again with nothing but these tokens.
     """
 
     def __init__(self, prototype: "LLMatcher", anew: Callable[[], "LLMatcher"], whitespace: Mask) -> None:

@@ -105,8 +105,9 @@ def grammar_source(grammar: Grammar) -> str:
 
 
 def check_ends(grammar: Grammar, source: str) -> None:
-    """Raises InvalidRequestError for a grammar with a place at which an answer can neither go on nor end, or
-    must go on for ever, as far as some walks over it find one. They are the same for each call.
+    """Raises InvalidRequestError for a grammar with a dead end: an answer can neither go on nor end there, or
+    must go on for ever. Some walks over the grammar look for one, and may miss it. They are the same for each
+    call.
     """
     choose = random.Random(0)
     start = byte_matcher(source)

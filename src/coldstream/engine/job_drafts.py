@@ -1,8 +1,8 @@
 """Drafts for the answers that an engine decodes: what their drafters observe, and tokens along their trees.
 
 Each answer has a drafter of its own, which follows its sequence. A tree has the fewer nodes the more answers
-share a step. If there is but one drafter, as where a device drafts by itself, only an answer that is alone
-has drafts: beside others it decodes plainly, its drafter observes nothing, and it goes on with a gap.
+share a step. If there is but one drafter, as for fused steps, only an answer that is alone has drafts. Beside
+others it decodes plainly, and its drafter observes nothing and goes on with a gap.
 """
 
 import time
@@ -39,8 +39,8 @@ from coldstream.models.runner import ModelRunner
 class JobDrafts:
     """Drafters and the jobs that they follow.
 
-    The order in a step: `draft`; what is launched then; `observe`; `chosen` for each job without a tree that
-    had a token before, `begin_picks` and `verified` for the others; `end_step`.
+    The order in a step: `draft`, then the launch, then `observe`. Then come `chosen` for each job without a
+    tree that had a token before, and `begin_picks` and `verified` for the others. `end_step` is last.
     """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:

@@ -49,10 +49,10 @@ class LaunchedStep:
 def launch(runner: ModelRunner, counts: Mapping[Job, int], trees: Mapping[Job, TokenTree]) -> LaunchedStep:
     """Begins a step with the next rows of each job. Raises as `ModelRunner.step`.
 
-    trees: not empty ones, of jobs with one row, behind which they come. The step leaves forks behind at
-    the checkpoints that it crosses, for the caller to release. After these, and at one where it ends,
-    the likeliest token is chosen, which shows that the last logits are finite, and so the states before
-    them: what is not finite never leaves a state.
+    trees: not empty ones, of jobs with one row, behind which they come. The step leaves forks behind at the
+    checkpoints that it crosses, for the caller to release. After these, and at one where it ends, the
+    likeliest token is chosen. That shows that the last logits are finite, and so the states before them, as a
+    state never loses what is not finite.
     """
     forks: dict[Job, list[kvcache.Sequence]] = {}
     segments, asked = [], []

@@ -7,7 +7,7 @@ forever. Among owners the one with the fewest running answers is next. Of those 
 from the last in the order, so that the first one always gets on.
 
 Each step has a row of every answer that decodes. Of the other rows each prompt gets some, and the shortest as
-many as it wants, so that it waits little for long ones; if there are too many prompts for that, those that
+many as it wants, so that it waits little for long ones. If there are too many prompts for that, those that
 were served longest ago are next.
 """
 

@@ -245,8 +245,8 @@ class ServedRequests:
     def admit(self, now: float) -> None:
         """Gives memory to answers that wait, as many as there is room for.
 
-        Those that have waited for most of the time up to their deadline come after all others: where more
-        comes than can be served, they would take the time of answers that can still be finished.
+        Those that have waited for most of the time up to their deadline come after all others. Under overload
+        they would take the time of answers that can still be finished.
         """
 
         def is_late(key: int) -> bool:

@@ -1,10 +1,10 @@
 """What a step costs by its number of rows, and how many rows of prompts it has therefore.
 
 Learned from the steps that were taken: as many rows as keep to a target, or more where short steps would make
-all wait longer. Rows are counted in ranges, each of which begins a third or a half later than the one before;
-an estimate is a median of what steps of the range took lately. A range that was not measured for
-`_FORGOTTEN` steps counts as never measured; those of more rows than answers usually decode grow old by such
-steps alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times are seconds.
+all wait longer. Rows are counted in ranges, each of which begins a third or a half later than the one before.
+An estimate is the median of the last times of steps of the range. A range that was not measured for
+`_FORGOTTEN` steps counts as never measured; ranges above the usual number of decoding rows age by steps of
+such size alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times are seconds.
 """
 
 from bisect import bisect_left, bisect_right
@@ -55,8 +55,9 @@ class StepCost:
         wanted: rows that each prompt needs, of which there is at least one. As many rows as keep the step
         within the target; where decoding alone takes more than half of it, they may about double the step.
         Beyond what was measured, up to twice as many rows are tried if they keep to the target at the same
-        cost of a row. More, and a step of up to `_LONGEST` targets, if all that wait then wait much less:
-        where any number of rows reads all missing experts, many short steps would read them again and again.
+        cost of a row. The rows are more, and a step takes up to `_LONGEST` targets, if all that wait then
+        wait much less: where any number of rows reads all missing experts, many short steps would read them
+        again and again.
         """
         known = self._known()
         if not known:

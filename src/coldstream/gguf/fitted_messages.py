@@ -1,8 +1,9 @@
 """Conversations as a chat template accepts them: any order of roles becomes one that it was written for.
 
-Clients send system messages in the middle, begin with the assistant, or have two of the user in a row; many
-templates refuse that or leave messages out in silence. What a template accepts stays as it is. The rest keeps
-its text and its place in the conversation, so that what was computed for the messages before stays of use:
+Clients send system messages in the middle, begin with the assistant, or send two messages of the user in a
+row. Many templates refuse that, or leave messages out in silence. What a template accepts stays as it is. The
+rest keeps its text and its place in the conversation, so that what was computed for the messages before stays
+of use:
 
 - Developer messages are system messages. Several of them at the beginning are one.
 - A system message that the template would not show where it is becomes a text of the user, in a frame that

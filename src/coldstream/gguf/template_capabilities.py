@@ -1,9 +1,9 @@
 """What a chat template accepts and knows, found out by rendering small conversations with it.
 
-Templates say nothing of themselves: one refuses a system message that is not the first, another one leaves it
-out in silence, a third one knows three words for efforts. So each question is asked by rendering: a message
-is accepted if its text is in the prompt, between those of its neighbours. A question is asked when an answer
-is needed first, and never again. Unit of work: one template. Knows nothing of the messages of callers.
+Templates do not describe themselves. One refuses a system message that is not the first, another one leaves
+it out in silence, and a third one knows three words for efforts. So each question is asked by rendering: a
+message is accepted if its text is in the prompt, between those of its neighbours. A question is asked when an
+answer is needed first, and never again. Unit of work: one template. Knows nothing of the messages of callers.
 """
 
 import re

@@ -43,8 +43,8 @@ def open_draft(
 
     A folder is converted first, unless that was done before. The configuration is then one for dflash. Raises
     ModelNotFoundError for a drafter that is absent, and StorageError for one that cannot be converted for
-    want of a place. One that is damaged or does not fit raises ConfigError or a ModelFormatError if that was
-    asked for; if spec_type is auto, the context is without a drafter, and with a warning.
+    want of a place. A drafter that is damaged or does not fit raises ConfigError or a ModelFormatError if it
+    was asked for. If spec_type is auto, the context has no drafter, and a warning.
     """
     if config.model_draft is None:
         yield OpenDraft(config)

@@ -46,8 +46,8 @@ class GpuMemory:
     def fixed_part(self, budget: int) -> FixedPart:
         """The fixed part with the longest prefill steps of modest activations.
 
-        Steps are shorter, down to 2048 tokens, if all experts fit only then; and there are states for as many
-        sequences as are useful in a step if those fit beside all experts. Raises NotKnownError, and the
+        Steps are shorter, down to 2048 tokens, if all experts fit only then. If there is room beside all
+        experts, there are states for as many sequences as are useful in a step. Raises NotKnownError, and the
         error of a file that cannot be counted.
         """
         chosen = self._part(self._chunk_size(budget))
@@ -67,8 +67,8 @@ class GpuMemory:
     def _longest_modest(self, budget: int) -> int:
         """The longest step of modest activations, or the shortest one if none is.
 
-        A longer step takes more workspace, and no larger a share of the rest is granted to it, so that all
-        steps that are shorter than a modest one are modest too. Few are counted: those about the estimate.
+        A longer step takes more workspace and is granted no larger share of the rest. So all steps that are
+        shorter than a modest one are modest too. Few are counted: those about the estimate.
         """
         near = [i for i, size in enumerate(CHUNK_SIZES) if is_modest(self._estimate(size), budget)]
         at = near[0] if near else len(CHUNK_SIZES) - 1

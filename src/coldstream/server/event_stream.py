@@ -20,8 +20,8 @@ class SlowReaderError(ColdstreamError):
 class EventStream:
     """Events in order, ended by the last one of the last answer or by a failure.
 
-    One reader, who calls `aclose` in every case, and either iterates, where a wait may be cancelled and begun
-    again, or calls `take` whenever the event that it watches is set.
+    It has one reader, who calls `aclose` in every case, and either iterates, where a wait may be cancelled
+    and begun again, or calls `take` whenever the event that it watches is set.
     """
 
     def __init__(self, request_id: int, num_answers: int, leave: Callable[["EventStream"], None]) -> None:

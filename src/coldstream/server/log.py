@@ -1,7 +1,7 @@
 """The server's log: one line for people or one JSON object for machines, written by a thread of its own.
 
-A full disk or a reader that has stopped never holds up an answer: lines that do not fit into the queue are
-dropped, and counted in the next one that is written.
+A full disk or a reader that has stopped never holds up an answer. Lines that do not fit into the queue are
+dropped, and counted in the next line that is written.
 """
 
 import json

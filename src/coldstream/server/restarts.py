@@ -1,8 +1,8 @@
 """When an engine that died is started again. Pure: deaths and tokens are passed in.
 
-The first death is forgiven at once; those without a token in between wait twice as long each time, and
-after `max_deaths` of them the breaker opens: requests are refused for `cool_down_s`, then one start is tried,
-and the next death opens the breaker again.
+The first death is followed by a restart at once. Deaths without a token in between wait twice as long each
+time, and after `max_deaths` of them the breaker opens: requests are refused for `cool_down_s`, then one start
+is tried, and the next death opens the breaker again.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """ServedModel: what the API process knows of the model that the engine process computes.
 
-The tokenizer, the chat template and the sampling defaults are read again from the file's header; what only an
+The tokenizer, the chat template and the sampling defaults are read again from the file's header. What only an
 opened model knows comes from the engine process as `EngineFacts`.
 """
 

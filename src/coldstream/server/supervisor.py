@@ -1,8 +1,7 @@
 """Supervisor: keeps one engine process running, and is the `EngineClient` of it.
 
-Each process has its own table of streams: when it ends, each of them ends with one error, and nothing of an
-older process reaches a later one's requests. Requests are taken only between `Ready` and the end of a
-process.
+Each process has its own table of streams. When it ends, each stream ends with one error. Nothing of an older
+process reaches a later one's requests. Requests are taken only between `Ready` and the end of a process.
 """
 
 import asyncio

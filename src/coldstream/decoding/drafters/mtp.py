@@ -1,10 +1,10 @@
 """Drafts by a model's own block for multi-token prediction (`models/mtp/model.py`), of one sequence.
 
 Row p of the block is token x_{p+1} after the trunk's hidden state h_p, from row 0 on. The row of the last
-computed token's state waits for the next token, which is the root of a proposal. A proposal computes the rows
-that wait in one run, whose output predicts the first drafted token, and then one row for each drafted token
-that is followed further, whose hidden state is the output before it. Those rows are forgotten afterwards:
-accepted tokens come back with the trunk's hidden states.
+computed token's state waits for the next token, which is the root of a proposal. A proposal first computes
+the rows that wait, in one run whose output predicts the first drafted token. Then it computes one row for
+each drafted token that is followed further. The hidden state of that row is the output before it. Those rows
+are forgotten afterwards: accepted tokens come back with the trunk's hidden states.
 
 The draft is a chain of the likeliest tokens, and beside each the next likely ones as leaves, best first. A
 row of the chain is computed only if the tree has room for what it predicts.
@@ -79,16 +79,17 @@ class MtpDrafter:
     prompt nor tokens without drafts cost anything. With the last 256 rows of 2,600, drafts of the demo model
     are as good as with all of them: 3.50 tokens a step against 3.42; with 64 rows 3.24.
 
-    The defaults: on greedy text of the demo model, with a row of the block at 0.08 or 0.24 of a step of the
-    model and a further row of the step at 0.1 or 0.3, they give at least 0.96 of the tokens per time of the
-    best depth up to 8 and the best limit up to 0.5; on text sampled at temperature 1 at least 0.83.
+    The defaults were compared with the best depth up to 8 and the best limit up to 0.5 on the demo model. A
+    row of the block cost 0.08 or 0.24 of a step of the model, and a further row of the step 0.1 or 0.3. On
+    greedy text the defaults give at least 0.96 of the best tokens per time, on text sampled at temperature 1
+    at least 0.83.
 
     Once something is not finite, or the block has no memory or fails otherwise, it proposes nothing until
     the next `truncate`.
 
-    It may be truncated to any length. If the state of the last token then is not known, it proposes nothing
-    until it observes a further token, and the block goes on without the rows that it cannot compute. That is
-    so for all lengths but the present one and those of waiting rows. A length beyond the present one says
+    It may be truncated to any length. If it does not know the state of the last token then, it proposes
+    nothing until it observes a further token. The block goes on without the rows that it cannot compute. That
+    is so for all lengths but the present one and those of waiting rows. A length beyond the present one says
     that the drafter did not observe the tokens between.
     """
 
@@ -228,8 +229,8 @@ class MtpDrafter:
 class _Chain:
     """Candidates along the chain of the likeliest tokens.
 
-    A step of the block is taken when the candidates after its row are asked for, which the builder of a tree
-    does only for a node of the tree that has room for more.
+    A step of the block is taken when the candidates after its row are asked for. The builder of a tree asks
+    only for a node behind which the tree has room.
     """
 
     def __init__(self, steps: Iterator[Candidates], min_log_prob: float) -> None:

@@ -140,8 +140,8 @@ def _merged(one: ObjectForm, other: ObjectForm) -> ObjectForm | None:
 
 
 def _merged_patterns(one: ObjectForm, other: ObjectForm) -> dict[str, Schemas]:
-    """Patterns of names in both forms. Those of a form that the other one closes are gone, and those that
-    both have hold together; others that meet cannot be said as patterns that exclude each other.
+    """Patterns of names in both forms. Patterns of a form that the other one closes are gone, and those that
+    both have hold together. Others that meet cannot be written as patterns that exclude each other.
     """
     patterns: dict[str, Schemas] = {}
     for form, beside in ((one, other), (other, one)):
