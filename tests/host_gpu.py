@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.cuda import memory
+from coldstream.kernels.cuda.array import RawArray
 from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.graphs import CapturedStep
 from host_device import HostDevice
@@ -188,16 +188,15 @@ def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Tensors over memory at an address, the host's here."""
-    types = {name: dtype for dtype, name in memory._TYPES.items()}
 
     def made(data: Any, **options: Any) -> torch.Tensor:
-        if not isinstance(data, memory._Array):
+        if not isinstance(data, RawArray):
             return as_tensor(data, **options)
-        array = data.__cuda_array_interface__
-        shape, dtype, (address, _) = array["shape"], types[array["typestr"]], array["data"]
-        num_bytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
-        values = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-        return values[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        dtype = getattr(torch, data.dtype)
+        num_bytes = data.numel() * dtype.itemsize
+        memory_of = (ctypes.c_uint8 * max(1, num_bytes)).from_address(data.address)
+        values = torch.frombuffer(memory_of, dtype=torch.uint8)
+        return values[:num_bytes].view(dtype).view(data.shape)
 
     return made
 

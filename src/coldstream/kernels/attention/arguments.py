@@ -6,11 +6,10 @@ T rows, H query heads, G key/value heads, D values a head.
 import ctypes
 from dataclasses import dataclass
 
-import torch
-
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches
 
@@ -55,16 +54,16 @@ class AttentionShape:
 class IntegerQueries:
     """Rotated queries of new rows, rounded: docs/arithmetic.md, Attention over integers."""
 
-    codes: torch.Tensor  # int8 [T, H, 2, D], high planes and low planes
-    scales: torch.Tensor  # float32 [T, H]
+    codes: DeviceArray  # int8 [T, H, 2, D], high planes and low planes
+    scales: DeviceArray  # float32 [T, H]
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """Partial results of chunks, for the merge; contents undefined at first."""
 
-    values: torch.Tensor  # float32 [T, H, chunks, D]
-    stats: torch.Tensor  # float32 [T, H, chunks, 2]
+    values: DeviceArray  # float32 [T, H, chunks, D]
+    stats: DeviceArray  # float32 [T, H, chunks, 2]
 
     @staticmethod
     def shapes(shape: AttentionShape, num_rows: int, num_positions: int) -> tuple[tuple[int, ...], ...]:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
@@ -31,6 +29,7 @@ from coldstream.kernels.attention.exact import BLOCK_SIZE
 from coldstream.kernels.attention.merge_cuda import MergeKernels
 from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.cuda.structs import declared_in
@@ -336,7 +335,7 @@ def attention_cuda(
 
 def attend_in_parts(
     kernels: IntegerKernels,
-    query_gate: torch.Tensor,
+    query_gate: DeviceArray,
     heads: AttentionHeads,
     caches: Caches,
     rows: Rows,
@@ -365,10 +364,9 @@ def _part_of(rows: Rows, part: slice) -> Rows:
 def _strides_of(caches: Caches) -> CacheStrides:
     """ValueError unless heads of a position are adjacent, and keys and values laid out alike."""
     for cache in (caches.k, caches.v):
-        if cache.dtype != torch.int8 or cache.stride() != caches.k.stride():
-            raise ValueError(
-                f"{tuple(cache.shape)} {cache.dtype} is no cache of an integer type like its other"
-            )
+        check_array("caches", cache, "int8", is_contiguous=False)
+        if cache.stride() != caches.k.stride():
+            raise ValueError(f"{tuple(cache.shape)} is no cache like its other")
         if cache.stride()[2:] != (cache.shape[3], 1):
             raise ValueError("heads of a position must be adjacent")
     return CacheStrides(block_bytes=caches.k.stride(0), position_bytes=caches.k.stride(1))

@@ -3,10 +3,9 @@
 import ctypes
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import AttentionHeads, Rows
@@ -45,12 +44,12 @@ class MergeKernels:
 
     def merge(
         self,
-        query_gate: torch.Tensor,
+        query_gate: DeviceArray,
         heads: AttentionHeads,
         rows: Rows,
         workspace: DecodeWorkspace,
         *,
-        out: torch.Tensor | None = None,
+        out: DeviceArray | None = None,
         quantised: QuantActivations | None = None,
     ) -> None:
         """Attention of every row, as float32, int8 or both, from what `IntegerKernels.attend` left.

@@ -4,9 +4,8 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.attention.arguments import CacheStrides
+from coldstream.kernels.cuda.array import DeviceArray, element_bytes
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import CommittedPath
@@ -24,14 +23,14 @@ class MovedPath(ctypes.Structure): ...
 class MovedCaches(ctypes.Structure): ...
 
 
-def move_rows_cuda(caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: CommittedPath) -> None:
+def move_rows_cuda(caches: Sequence[tuple[DeviceArray, DeviceArray]], path: CommittedPath) -> None:
     """`Ops.commit_attention`: a launch for every 32 layers, whatever the path, over caches [blocks, 256, G,
     row] of any type.
 
     ValueError unless a position's bytes are contiguous, a multiple of 16, and all caches laid out alike.
     """
     every, one = [cache for pair in caches for cache in pair], caches[0][0]
-    block_bytes, position_bytes = one.stride(0) * one.itemsize, one.stride(1) * one.itemsize
+    block_bytes, position_bytes = one.stride(0) * element_bytes(one), one.stride(1) * element_bytes(one)
     if any(cache.stride() != one.stride() or cache.dtype != one.dtype for cache in every):
         raise ValueError("keys and values of all layers must be laid out alike")
     if not one[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:

@@ -3,9 +3,8 @@
 import ctypes
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 
@@ -22,7 +21,7 @@ class _Part(ctypes.Structure): ...
 class _Parts(ctypes.Structure): ...
 
 
-def copy_rows_cuda(source: Activations, target: Activations, first: torch.Tensor | None = None) -> None:
+def copy_rows_cuda(source: Activations, target: Activations, first: DeviceArray | None = None) -> None:
     """Copies as many rows as `target` has, those of `source` from number `first` on.
 
     first: int32 [1] on the device, by default 0; the rows must exist. ValueError if rows are not alike, or

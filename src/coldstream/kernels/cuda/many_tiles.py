@@ -8,10 +8,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import ArrayError, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.reference import BLOCK_TYPES, activation_scale_size
@@ -116,16 +115,14 @@ class ActivationsArgument(ctypes.Structure):
         """
         num_rows, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
         num_scales = num_groups * GROUP_SIZE // activation_scale_size(quant_type)
-        expected = {
-            "q": (x.q, torch.int8, (num_rows, num_groups * GROUP_SIZE)),
-            "scales": (x.scales, torch.float32, (num_rows, num_scales)),
-            "sums": (x.sums, torch.int16, (num_rows, num_groups * GROUP_SIZE // SUM_SIZE)),
-        }
-        for name, (tensor, dtype, shape) in expected.items():
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous {dtype} of shape {shape}, not {tuple(tensor.shape)}"
-                )
+        for name, array, dtype, shape in (
+            ("q", x.q, "int8", (num_rows, num_groups * GROUP_SIZE)),
+            ("scales", x.scales, "float32", (num_rows, num_scales)),
+            ("sums", x.sums, "int16", (num_rows, num_groups * GROUP_SIZE // SUM_SIZE)),
+        ):
+            check_array(name, array, dtype)
+            if array.shape != shape:
+                raise ArrayError(f"{name}: an array {tuple(array.shape)} where the kernel reads {shape}")
         return cls(
             q=x.q.data_ptr(), scales=x.scales.data_ptr(), sums=x.sums.data_ptr(), num_groups=num_groups
         )

@@ -10,19 +10,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-# Names in the CUDA array interface; tensors of other types need two further views.
-_TYPES = {
-    torch.float32: "<f4",
-    torch.int64: "<i8",
-    torch.int32: "<i4",
-    torch.int16: "<i2",
-    torch.int8: "|i1",
-    torch.uint8: "|u1",
-}
+from coldstream.kernels.cuda.array import DTYPES, RawArray, name_of
+
 ALIGNMENT = 256  # of every tensor, as with cudaMalloc; enough for any vector load
 
 
@@ -154,47 +146,29 @@ class DeviceMemory(Memory):
         )
 
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        return self._part(self._blocks[0], start, num_bytes)
+        return self._part(self._blocks[0], start, num_bytes, (num_bytes,))
 
     def _workspace_part(
         self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        part = self._part(self._blocks[1], start, num_bytes, _TYPES.get(dtype), shape)
-        return part if dtype in _TYPES else _shaped(part, shape, dtype)
+        if (name := name_of(dtype)) in DTYPES:
+            return self._part(self._blocks[1], start, num_bytes, shape, name)
+        return _shaped(self._part(self._blocks[1], start, num_bytes, (num_bytes,)), shape, dtype)
 
     def _part(
-        self,
-        block: torch.Tensor,
-        start: int,
-        num_bytes: int,
-        type_name: str | None = None,
-        shape: tuple[int, ...] = (),
+        self, block: torch.Tensor, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str = "uint8"
     ) -> torch.Tensor:
-        """All bytes of it, or a tensor of a type and shape at its beginning."""
+        """An array at the beginning of some bytes of a block."""
         if start + num_bytes > block.numel():
             raise MemoryError(f"{start + num_bytes} bytes of a plan for {block.numel()}")
         # A tensor with a storage of its own, unlike a slice of the block.
-        address = block.data_ptr() + start
-        array = _Array(address, shape, type_name) if type_name else _Array(address, (num_bytes,), "|u1")
-        return torch.as_tensor(array, device="cuda")
+        return torch.as_tensor(RawArray(block.data_ptr() + start, shape, dtype), device="cuda")
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same contiguous device memory without owning it, for the outputs of a captured graph."""
-    data = torch.as_tensor(_Array(tensor.data_ptr(), (tensor.nbytes,), "|u1"), device="cuda")
+    data = torch.as_tensor(RawArray(tensor.data_ptr(), (tensor.nbytes,), "uint8"), device="cuda")
     return data.view(tensor.dtype).view(tensor.shape)
-
-
-class _Array:
-    """Device memory at an address, in the CUDA array interface (version 3)."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], type_name: str) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": shape,
-            "typestr": type_name,
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 def _aligned(num_bytes: int) -> int:

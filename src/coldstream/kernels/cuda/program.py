@@ -21,11 +21,12 @@ import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.compiler import MachineCode, compile_instance
 from coldstream.kernels.cuda.device import out_of_memory
 
 Grid = tuple[int, int, int]
-Argument = torch.Tensor | int | float | ctypes.Structure | None
+Argument = DeviceArray | int | float | ctypes.Structure | None
 
 DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory of a block without an attribute
 
@@ -56,7 +57,7 @@ class Kernel:
     ) -> None:
         """Queue the kernel with `block` threads a block.
 
-        A tensor passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
+        An array passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
         its bytes. shared_bytes: dynamic shared memory. With `overlap` the kernel may start before the one
         before it has ended, and must itself wait for that. Raises DeviceError, OutOfMemoryError.
         """
@@ -169,16 +170,15 @@ def _architecture() -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
+_SCALARS: dict[type[Any], type[Any]] = {int: ctypes.c_int32, bool: ctypes.c_int32, float: ctypes.c_float}
+
+
 def _as_c(arg: Argument) -> Any:
-    if isinstance(arg, torch.Tensor):
-        return ctypes.c_void_p(arg.data_ptr())
-    if arg is None:
-        return ctypes.c_void_p(0)
-    if isinstance(arg, int):
-        return ctypes.c_int32(arg)
-    if isinstance(arg, float):
-        return ctypes.c_float(arg)
-    return arg
+    if (scalar := _SCALARS.get(type(arg))) is not None:
+        return scalar(arg)
+    if isinstance(arg, ctypes.Structure):
+        return arg
+    return ctypes.c_void_p(0 if arg is None else arg.data_ptr())  # type: ignore[union-attr]
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.dequantize.code_tables import TABLES
@@ -27,7 +26,7 @@ PROGRAM = CudaProgram(Path(__file__).with_name("dequantize.cu"), tuple(map(insta
 
 
 def dequantize_cuda(
-    weight: QuantTensor, out: torch.Tensor, table: torch.Tensor | None, row_ids: torch.Tensor | None = None
+    weight: QuantTensor, out: DeviceArray, table: DeviceArray | None, row_ids: DeviceArray | None = None
 ) -> None:
     """Writes the values of a matrix [rows, K], or of its rows `row_ids`, to float32 `out` [rows written, K].
 
@@ -43,15 +42,16 @@ def dequantize_cuda(
         )
     if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % ALIGNMENTS.get(weight.quant_type, 2):
         raise ValueError(f"rows of {weight.quant_type.name} must be adjacent, and aligned as its blocks are")
-    _launch(weight.quant_type, (num_rows, 1), out, table, weight=weight.blocks, row_ids=row_ids)
+    rows = (num_rows, 1, out.stride(0))
+    _launch(weight.quant_type, rows, out, table, weight=weight.blocks, row_ids=row_ids)
 
 
 def dequantize_matrices_cuda(
     quant_type: QuantType,
-    addresses: torch.Tensor,
-    matrix_ids: torch.Tensor,
-    out: torch.Tensor,
-    table: torch.Tensor | None,
+    addresses: DeviceArray,
+    matrix_ids: DeviceArray,
+    out: DeviceArray,
+    table: DeviceArray | None,
 ) -> None:
     """Writes the values of the matrices at addresses[matrix_ids[m]] to contiguous float32 `out` [M, N, K].
 
@@ -62,24 +62,25 @@ def dequantize_matrices_cuda(
     num_matrices, num_rows, _ = out.shape
     if len(matrix_ids) != num_matrices or not out.is_contiguous():
         raise ValueError(f"{len(matrix_ids)} matrices need as many adjacent ones, not {tuple(out.shape)}")
-    shape = (num_rows, num_matrices)
-    _launch(quant_type, shape, out.flatten(0, 1), table, addresses=addresses, matrix_ids=matrix_ids)
+    rows = (num_rows, num_matrices, out.shape[2])
+    _launch(quant_type, rows, out, table, addresses=addresses, matrix_ids=matrix_ids)
 
 
 def _launch(
     quant_type: QuantType,
-    rows_and_matrices: tuple[int, int],
-    out: torch.Tensor,
-    table: torch.Tensor | None,
+    rows: tuple[int, int, int],
+    out: DeviceArray,
+    table: DeviceArray | None,
     *,
-    weight: torch.Tensor | None = None,
-    addresses: torch.Tensor | None = None,
-    matrix_ids: torch.Tensor | None = None,
-    row_ids: torch.Tensor | None = None,
+    weight: DeviceArray | None = None,
+    addresses: DeviceArray | None = None,
+    matrix_ids: DeviceArray | None = None,
+    row_ids: DeviceArray | None = None,
 ) -> None:
+    """rows: of a matrix, the number of matrices, and the elements from one row of `out` to the next."""
     _check_table(quant_type, table)
-    num_rows, num_matrices = rows_and_matrices
-    cols = out.shape[1]
+    num_rows, num_matrices, row_stride = rows
+    cols = out.shape[-1]
     runs = -(-cols // RUN_VALUES)
     threads = min(MAX_THREADS, -(-runs // WARP_SIZE) * WARP_SIZE)
     args = (
@@ -91,7 +92,7 @@ def _launch(
         out,
         quant_type.row_bytes(cols),
         cols,
-        out.stride(0),
+        row_stride,
     )
     PROGRAM.kernel(instance_of(quant_type)).launch(
         (num_rows, -(-runs // threads), num_matrices),
@@ -101,7 +102,7 @@ def _launch(
     )
 
 
-def _check_table(quant_type: QuantType, table: torch.Tensor | None) -> None:
+def _check_table(quant_type: QuantType, table: DeviceArray | None) -> None:
     if quant_type not in TABLES:
         if table is not None:
             raise ValueError(f"{quant_type.name} has no table of codes")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import torch
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.draft_block import HEAD_SIZES
@@ -70,7 +70,7 @@ class HeadShape:
     num_kv_heads: int
     dim: int  # one of HEAD_SIZES
     eps: float
-    turns: torch.Tensor  # float64 [dim / 2] on the device: of a position, in whole turns
+    turns: DeviceArray  # float64 [dim / 2] on the device: of a position, in whole turns
     magnitude: float  # of cosines and sines
 
     @property
@@ -78,7 +78,7 @@ class HeadShape:
         """Of queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.dim
 
-    def heads(self, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None) -> Heads:
+    def heads(self, query_weight: DeviceArray | None, key_weight: DeviceArray | None) -> Heads:
         """With the weights of norms, float32 [dim]; None where the launch reads none."""
         rope = Rope(turns=self.turns.data_ptr(), magnitude=self.magnitude)
         return Heads(
@@ -92,7 +92,7 @@ class HeadShape:
         )
 
 
-def norm_cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+def norm_cuda(x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray) -> None:
     """`reference.norm` of x [B, E] by float32 `weight` [E] into `out`.
 
     ValueError if shapes disagree, or rows are not whole eights.
@@ -104,11 +104,11 @@ def norm_cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tens
 
 
 def convolve_cuda(
-    x: torch.Tensor,
-    base: torch.Tensor,
-    dynamic: torch.Tensor,
-    added: torch.Tensor | None,
-    out: torch.Tensor,
+    x: DeviceArray,
+    base: DeviceArray,
+    dynamic: DeviceArray,
+    added: DeviceArray | None,
+    out: DeviceArray,
 ) -> None:
     """`reference.convolve` of x [B, E] plus `added` [B, E] into `out`, which may be `added` and not x.
 
@@ -129,7 +129,7 @@ def convolve_cuda(
     ROWS.kernel("draft_convolve").launch(grid, THREADS, (x, weights, added, out, cols), overlap=True)
 
 
-def swiglu_cuda(x: torch.Tensor, out: torch.Tensor) -> None:
+def swiglu_cuda(x: DeviceArray, out: DeviceArray) -> None:
     """`reference.swiglu` of x [B, 2 · F] into `out` [B, F]. ValueError if shapes disagree."""
     rows, size = out.shape
     if x.shape != (rows, 2 * size):
@@ -138,7 +138,7 @@ def swiglu_cuda(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def place_draft_rows_cuda(
-    qkv: torch.Tensor, shape: HeadShape, weights: tuple[torch.Tensor, torch.Tensor], length: torch.Tensor
+    qkv: DeviceArray, shape: HeadShape, weights: tuple[DeviceArray, DeviceArray], length: DeviceArray
 ) -> None:
     """Norms and rotates the queries and keys of rows qkv [B, row_size] in place.
 
@@ -153,12 +153,12 @@ def place_draft_rows_cuda(
 
 
 def place_committed_rows_cuda(
-    kv: torch.Tensor,
+    kv: DeviceArray,
     shape: HeadShape,
-    weights: torch.Tensor,
-    contexts: torch.Tensor,
-    first: "torch.Tensor | int",
-    count: torch.Tensor | None = None,
+    weights: DeviceArray,
+    contexts: DeviceArray,
+    first: DeviceArray | int,
+    count: DeviceArray | None = None,
 ) -> None:
     """Puts rows, with norm and rotation of their keys, into the contexts of all layers.
 
@@ -194,16 +194,16 @@ def parts_size(rows: int, shape: HeadShape, splits: int) -> int:
 
 
 def attend_cuda(
-    qkv: torch.Tensor,
+    qkv: DeviceArray,
     shape: HeadShape,
-    contexts: torch.Tensor,
+    contexts: DeviceArray,
     layer: int,
-    length: torch.Tensor,
+    length: DeviceArray,
     window: int | None,
     is_causal: bool,
     splits: int,
-    parts: torch.Tensor,
-    out: torch.Tensor,
+    parts: DeviceArray,
+    out: DeviceArray,
 ) -> None:
     """Attention of the block's rows qkv [B, row_size], placed before, into `out` [B, heads · dim].
 
@@ -238,7 +238,7 @@ def attend_cuda(
     ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, out), overlap=True)
 
 
-def choose_chain_cuda(token_ids: torch.Tensor, log_probs: torch.Tensor, chain: torch.Tensor) -> None:
+def choose_chain_cuda(token_ids: DeviceArray, log_probs: DeviceArray, chain: DeviceArray) -> None:
     """`reference.likeliest_chain` of int32 and float32 candidates into int32 `chain`, as long as that is.
 
     ValueError if shapes disagree.

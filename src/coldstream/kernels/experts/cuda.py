@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
@@ -48,7 +47,7 @@ class ExpertMatrices:
     down: ExpertTable
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
 
-    def pairs_per_token(self, topk_ids: torch.Tensor) -> int:
+    def pairs_per_token(self, topk_ids: DeviceArray) -> int:
         """K, and one more for the shared expert."""
         return topk_ids.shape[1] + (self.shared is not None)
 
@@ -73,8 +72,8 @@ class PairRowsArgument(ctypes.Structure): ...
 class PairRows:
     """A row for every (token, rank) pair and, with a shared expert, one for every token."""
 
-    routed: torch.Tensor  # float32 [T, K, width], contiguous, on 16 bytes
-    shared: torch.Tensor | None  # float32 [T, shared width], likewise
+    routed: DeviceArray  # float32 [T, K, width], contiguous, on 16 bytes
+    shared: DeviceArray | None  # float32 [T, shared width], likewise
 
     def as_c(self) -> PairRowsArgument:
         """The two addresses."""
@@ -84,7 +83,7 @@ class PairRows:
 
     def check(self, width: int, shared_width: int | None, tokens: int, ranks: int) -> None:
         """ValueError unless both have these shapes and are contiguous."""
-        expected: list[tuple[torch.Tensor, tuple[int, ...]]] = [(self.routed, (tokens, ranks, width))]
+        expected: list[tuple[DeviceArray, tuple[int, ...]]] = [(self.routed, (tokens, ranks, width))]
         if self.shared is not None and shared_width is not None:
             expected.append((self.shared, (tokens, shared_width)))
         fits = all(tuple(rows.shape) == shape and rows.is_contiguous() for rows, shape in expected)
@@ -94,12 +93,12 @@ class PairRows:
 
 def experts_few_cuda(
     weights: ExpertMatrices,
-    topk_ids: torch.Tensor,
+    topk_ids: DeviceArray,
     hidden: PairRows,
     outs: PairRows,
     *,
     activations: QuantActivations | None = None,
-    x: torch.Tensor | None = None,
+    x: DeviceArray | None = None,
 ) -> None:
     """down(silu(gate x) · up x) of each chosen expert, kept apart, and of the shared expert.
 
@@ -118,10 +117,10 @@ def experts_few_cuda(
 
 def launch_gate_up(
     weights: ExpertMatrices,
-    topk_ids: torch.Tensor,
+    topk_ids: DeviceArray,
     hidden: PairRows,
     activations: QuantActivations | None,
-    x: torch.Tensor | None,
+    x: DeviceArray | None,
 ) -> None:
     """The first launch of `experts_few_cuda`, without its checks."""
     gate_up = gate_up_of(weights)
@@ -144,7 +143,7 @@ def launch_gate_up(
     _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
 
 
-def launch_down(weights: ExpertMatrices, topk_ids: torch.Tensor, hidden: PairRows, outs: PairRows) -> None:
+def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows, outs: PairRows) -> None:
     """The second launch, right behind the first: it reads the ids before that kernel has ended."""
     down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
@@ -159,7 +158,7 @@ def _launch(
     teams: int,
     shapes: Sequence[MatrixShape],
     row_bytes: int,
-    topk_ids: torch.Tensor,
+    topk_ids: DeviceArray,
     pairs_per_token: int,
     args: Sequence[Argument],
 ) -> None:
@@ -207,19 +206,18 @@ def gate_up_of(weights: ExpertMatrices) -> GateUp:
 
 def check_experts(
     weights: ExpertMatrices,
-    topk_ids: torch.Tensor,
+    topk_ids: DeviceArray,
     hidden: PairRows,
     outs: PairRows,
     activations: QuantActivations | None,
-    x: torch.Tensor | None,
+    x: DeviceArray | None,
 ) -> None:
     tokens, ranks = topk_ids.shape
     size, cols = weights.gate.rows, weights.gate.cols
     tables = (weights.up.rows, weights.up.cols, weights.down.rows, weights.down.cols)
     if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_PAIR_ROWS:
         raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
-    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
-        raise ValueError("expert ids must be contiguous int32")
+    check_array("topk_ids", topk_ids, "int32")
     hidden.check(size, weights.shared[0].shape[0] if weights.shared else None, tokens, ranks)
     outs.check(cols, cols if weights.shared else None, tokens, ranks)
     first = [(weights.gate.quant_type, weights.up.quant_type)]

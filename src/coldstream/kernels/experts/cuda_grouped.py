@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.few_shapes import (
     SLACK_BYTES,
     WARP_SIZE,
@@ -64,7 +63,7 @@ class GroupedPlan(ctypes.Structure): ...
 class ChosenIds:
     """Which of `num_experts` a step's tokens chose: int32 ids [T, K], contiguous, none twice in a row."""
 
-    ids: torch.Tensor
+    ids: DeviceArray
     num_experts: int
 
 
@@ -75,7 +74,7 @@ def experts_grouped_cuda(
     outs: PairRows,
     *,
     activations: QuantActivations | None = None,
-    x: torch.Tensor | None = None,
+    x: DeviceArray | None = None,
     item_rows: int = ITEM_ROWS,
 ) -> None:
     """As `experts_few_cuda`, for T ≤ MAX_GROUPED_ROWS and weights of integer types.
@@ -96,7 +95,7 @@ def launch_grouped_gate_up(
     chosen: ChosenIds,
     hidden: PairRows,
     activations: QuantActivations | None,
-    x: torch.Tensor | None,
+    x: DeviceArray | None,
     item_rows: int = ITEM_ROWS,
 ) -> None:
     """The first launch of `experts_grouped_cuda`, without its checks."""
@@ -129,7 +128,7 @@ def launch_grouped_down(
     launch.run([down, hidden.as_c(), outs.as_c(), _chosen(chosen, weights.down.addresses)])
 
 
-def _chosen(chosen: ChosenIds, addresses: torch.Tensor) -> Chosen:
+def _chosen(chosen: ChosenIds, addresses: DeviceArray) -> Chosen:
     tokens, ranks = chosen.ids.shape
     return Chosen(
         ids=chosen.ids.data_ptr(),

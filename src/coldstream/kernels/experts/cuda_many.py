@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import MAX_OVERLAP_ROWS
 from coldstream.kernels.cuda.many_tiles import (
     BLOCK_SIZE,
@@ -54,9 +53,9 @@ class ExpertsJob(ctypes.Structure): ...
 class ExpertTables:
     """Device addresses of the experts' matrices, 0 for experts to leave out: int64 [experts] each."""
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: DeviceArray
+    up: DeviceArray
+    down: DeviceArray
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Groups:
     tiles: int32 [max_tiles(P, experts) + 1, 4], the list that the products walk over.
     """
 
-    pairs: torch.Tensor
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    tiles: torch.Tensor
+    pairs: DeviceArray
+    tokens: DeviceArray
+    counts: DeviceArray
+    tiles: DeviceArray
 
 
 def max_tiles(num_pairs: int, num_experts: int) -> int:
@@ -102,15 +101,14 @@ def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) ->
     return tuple(fitting(LARGE_TILINGS[quant_type]) for quant_type in quant_types)
 
 
-def group_pairs(topk_ids: torch.Tensor, num_experts: int, groups: Groups) -> None:
+def group_pairs(topk_ids: DeviceArray, num_experts: int, groups: Groups) -> None:
     """Write the pairs, tokens and counts of `groups` for int32 `topk_ids` [T, K]: one launch.
 
     Pairs of one expert are adjacent and in ascending order, experts ascend. Pairs whose id lies outside
     0 … experts − 1 belong to none.
     """
     num_pairs = topk_ids.numel()
-    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous():
-        raise ValueError("expert ids must be contiguous int32")
+    check_array("topk_ids", topk_ids, "int32")
     if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
         raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
     GROUP_PROGRAM.kernel("group_pairs").launch(
@@ -145,7 +143,7 @@ def experts_gate_up_many(
     ffn_size: int,
     hidden_size: int,
     groups: Groups,
-    out: torch.Tensor,
+    out: DeviceArray,
 ) -> None:
     """Write silu(gate · x) · (up · x) of the pairs in tiles to `out` float32 [P, F] by place: one launch.
 
@@ -157,12 +155,12 @@ def experts_gate_up_many(
 
 def experts_product_many(
     x: QuantActivations,
-    addresses: torch.Tensor,
+    addresses: DeviceArray,
     tiling: Tiling,
     num_rows: int,
     num_values: int,
     groups: Groups,
-    out: torch.Tensor,
+    out: DeviceArray,
     *,
     by_token: bool,
 ) -> None:
@@ -182,7 +180,7 @@ def gate_up_job(
     ffn_size: int,
     hidden_size: int,
     groups: Groups,
-    out: torch.Tensor,
+    out: DeviceArray,
 ) -> ExpertsJob:
     """The arguments of `experts_gate_up_many` as the kernel takes them."""
     return _job(x, tables.gate, tables.up, tiling, ffn_size, hidden_size, groups, groups.tokens, None, out)
@@ -190,12 +188,12 @@ def gate_up_job(
 
 def product_job(
     x: QuantActivations,
-    addresses: torch.Tensor,
+    addresses: DeviceArray,
     tiling: Tiling,
     num_rows: int,
     num_values: int,
     groups: Groups,
-    out: torch.Tensor,
+    out: DeviceArray,
     *,
     by_token: bool,
 ) -> ExpertsJob:
@@ -206,18 +204,19 @@ def product_job(
 
 def _job(
     x: QuantActivations,
-    addresses: torch.Tensor,
-    up_addresses: torch.Tensor | None,
+    addresses: DeviceArray,
+    up_addresses: DeviceArray | None,
     tiling: Tiling,
     num_rows: int,
     num_values: int,
     groups: Groups,
-    x_rows: torch.Tensor | None,
-    out_rows: torch.Tensor | None,
-    out: torch.Tensor,
+    x_rows: DeviceArray | None,
+    out_rows: DeviceArray | None,
+    out: DeviceArray,
 ) -> ExpertsJob:
-    if out.dtype != torch.float32 or out.shape[-1] != num_rows or not out.is_contiguous():
-        raise ValueError(f"the output must be contiguous float32 [..., {num_rows}], not {tuple(out.shape)}")
+    check_array("out", out, "float32")
+    if out.shape[-1] != num_rows:
+        raise ValueError(f"the output must be [..., {num_rows}], not {tuple(out.shape)}")
     if x.q.shape[-1] != padded_cols(num_values):
         raise ValueError(f"activations of {x.q.shape[-1]} codes do not fit {num_values} values")
     return ExpertsJob(

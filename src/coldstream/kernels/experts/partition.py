@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -50,7 +51,7 @@ class Room(ctypes.Structure):
     """Places on the device for experts of one layer. All fields 0: there are none."""
 
     @classmethod
-    def of(cls, data: torch.Tensor, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0) -> "Room":
+    def of(cls, data: DeviceArray, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0) -> "Room":
         """At most so many places in `data`, uint8, for gate, up and down of an expert, each of them aligned.
 
         place_bytes: of a place; by default what an expert takes. ValueError for an expert that takes more.
@@ -86,7 +87,7 @@ class Staging:
     which the launch that shares a layer out writes and the one behind it reads.
     """
 
-    chosen: torch.Tensor
+    chosen: DeviceArray
     room: Room
 
     def as_c(self) -> StagingFields:
@@ -124,11 +125,11 @@ def stack_of(table: ExpertTable) -> Stack:
 
 def sharing_of(
     stacks: Sequence[ExpertTable],
-    times: torch.Tensor,
+    times: DeviceArray,
     mailbox: Mailbox,
     layer: int,
     places: Places,
-    used: torch.Tensor | None,
+    used: DeviceArray | None,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
     staging: Staging | None = None,
@@ -180,7 +181,7 @@ def begin_of(sharing: Sharing) -> Sharing:
 
 
 def partition_experts_cuda(
-    topk_ids: torch.Tensor, x: torch.Tensor, sharing: Sharing, arrivals: torch.Tensor | None = None
+    topk_ids: DeviceArray, x: DeviceArray, sharing: Sharing, arrivals: DeviceArray | None = None
 ) -> None:
     """Shares out the pairs of int32 topk_ids [T, K] for float32 rows x [T, E].
 
@@ -189,8 +190,9 @@ def partition_experts_cuda(
     ValueError for arrays that do not fit.
     """
     tokens, ranks = topk_ids.shape
-    if topk_ids.dtype != torch.int32 or not topk_ids.is_contiguous() or x.stride(1) != 1 or len(x) != tokens:
-        raise ValueError("expert ids must be contiguous int32, and rows must have unit stride")
+    check_array("topk_ids", topk_ids, "int32")
+    if x.stride(1) != 1 or len(x) != tokens:
+        raise ValueError(f"x: {len(x)} rows of stride {x.stride(1)} for {tokens} tokens, adjacent in a row")
     if tokens > MAX_MAILBOX_ROWS and arrivals is None:
         raise ValueError(f"{tokens} tokens need an array for the arrivals of blocks")
     rows = (tokens, ranks, x, x.stride(0), x.shape[1])

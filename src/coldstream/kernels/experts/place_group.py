@@ -4,8 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
@@ -26,7 +25,7 @@ def place_group_cuda(
     experts: Sequence[int],
     first: Sequence[int],
     sizes: Sequence[int],
-    tables: Sequence[torch.Tensor],
+    tables: Sequence[DeviceArray],
     *,
     clears: bool,
 ) -> None:

@@ -4,8 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Prefetched, Stack, stack_of
@@ -23,13 +22,13 @@ class _Target(ctypes.Structure): ...
 
 
 def prefetch_experts_cuda(
-    guesses: torch.Tensor,
+    guesses: DeviceArray,
     layer: int,
     stacks: Sequence[ExpertTable],
     places: Prefetched,
-    reached: torch.Tensor,
-    arrivals: torch.Tensor,
-    tallies: torch.Tensor,
+    reached: DeviceArray,
+    arrivals: DeviceArray,
+    tallies: DeviceArray,
 ) -> None:
     """Copies experts of `layer` without a slot to `places`, first those named most often in guesses.
 

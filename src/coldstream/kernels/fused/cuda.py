@@ -4,8 +4,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedState
@@ -102,7 +101,7 @@ class FusedKernels:
     `extend_draft` is not used.
     """
 
-    def __init__(self, arrays: FusedArrays, num_rows: int, candidate: torch.Tensor | None) -> None:
+    def __init__(self, arrays: FusedArrays, num_rows: int, candidate: DeviceArray | None) -> None:
         assert 1 <= num_rows <= MAX_FUSED_ROWS, "a fused step has a root, and no more rows than a tree"
         self._step = FusedStep(
             state=arrays.state.data_ptr(),

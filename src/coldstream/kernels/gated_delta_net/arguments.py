@@ -3,9 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.ops import (
     MAX_TREE_ROWS,
     CommittedPath,
@@ -22,14 +21,14 @@ HEAD_SIZES, TAPS = (32, 64, 128), range(2, 9)
 class PrefillWorkspace:
     """Contiguous float32 and int32; spans are zero at first and left zero."""
 
-    keys: torch.Tensor  # [T, 2 · NK · d]
-    values: torch.Tensor  # [T, NV · d]
-    gates: torch.Tensor  # [T, NV, 2]
-    raw: torch.Tensor  # [T, NV · d]
-    spans: torch.Tensor  # int32 [segments, 2], at least those of the step
+    keys: DeviceArray  # [T, 2 · NK · d]
+    values: DeviceArray  # [T, NV · d]
+    gates: DeviceArray  # [T, NV, 2]
+    raw: DeviceArray  # [T, NV · d]
+    spans: DeviceArray  # int32 [segments, 2], at least those of the step
 
 
-def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: torch.Tensor) -> tuple[int, int, int, int]:
+def sizes(inputs: DeltaNetInputs, weights: DeltaNetWeights, state: DeviceArray) -> tuple[int, int, int, int]:
     """Rows, value heads, head size, taps."""
     return inputs.qkv.shape[0], state.shape[1], state.shape[-1], weights.conv_taps.shape[-1]
 
@@ -42,9 +41,9 @@ def has_trees(rows: Rows) -> bool:
 def check_arguments(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor | None,
+    conv_state: DeviceArray,
+    state: DeviceArray,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
 ) -> None:
     """ValueError if shapes or strides are not those of `Ops.gated_delta_net`, or no kernel has them."""
@@ -70,7 +69,7 @@ def check_arguments(
         raise ValueError("rows of z must start on 16 bytes")
 
 
-def check_replay(layers: Sequence[RecurrentLayer], path: CommittedPath, readers: torch.Tensor) -> None:
+def check_replay(layers: Sequence[RecurrentLayer], path: CommittedPath, readers: DeviceArray) -> None:
     """ValueError if shapes or strides are not those of `Ops.commit_delta_net`, differ between layers, or no
     kernel has them.
     """
@@ -105,7 +104,7 @@ def _check_kernel(size: int, taps: int) -> None:
 
 
 def _check_tensors(
-    wanted: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], rows_may_be_apart: Collection[str] = ()
+    wanted: Mapping[str, tuple[DeviceArray, tuple[int, ...]]], rows_may_be_apart: Collection[str] = ()
 ) -> None:
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:

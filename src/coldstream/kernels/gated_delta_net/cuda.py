@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.gated_delta_net.arguments import (
@@ -57,8 +56,8 @@ OUTPUT_WARPS = 8
 class DecodeWorkspace:
     """raw float32 [T, NV·d]; arrivals int32 [`arrival_count`], zero at first and left zero."""
 
-    raw: torch.Tensor
-    arrivals: torch.Tensor
+    raw: DeviceArray
+    arrivals: DeviceArray
 
 
 def arrival_count(num_rows: int, num_key_heads: int, value_width: int) -> int:
@@ -109,9 +108,9 @@ class _Workspace(ctypes.Structure): ...
 def delta_net_decode_cuda(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor | None,
+    conv_state: DeviceArray,
+    state: DeviceArray,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
     workspace: DecodeWorkspace,
     *,
@@ -150,7 +149,7 @@ def delta_net_decode_cuda(
 
 
 def delta_net_replay_cuda(
-    layers: Sequence[RecurrentLayer], path: CommittedPath, readers: torch.Tensor
+    layers: Sequence[RecurrentLayer], path: CommittedPath, readers: DeviceArray
 ) -> None:
     """`Ops.commit_delta_net`: a launch for every `MOST_REPLAYED` layers, which are alike, whatever the path.
 
@@ -185,9 +184,9 @@ def delta_net_replay_cuda(
 def delta_net_prefill_cuda(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor | None,
+    conv_state: DeviceArray,
+    state: DeviceArray,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
     workspace: PrefillWorkspace,
 ) -> None:
@@ -219,9 +218,9 @@ def delta_net_prefill_cuda(
 def _arguments(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor | None,
+    conv_state: DeviceArray,
+    state: DeviceArray,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
 ) -> tuple[_Layer, _Rows, _States, _Outputs]:
     check_arguments(inputs, weights, conv_state, state, out, quantized)

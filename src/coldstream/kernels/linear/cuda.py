@@ -4,10 +4,9 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.few_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
@@ -70,7 +69,7 @@ class BlockRows(ctypes.Structure): ...
 class LinearInputs(ctypes.Structure): ...
 
 
-def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
+def fits_few(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
     """Whether `linear_few_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
 
     The choice is the same on every device, as plans are made without one.
@@ -86,13 +85,13 @@ def fits_few(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
     return num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
 
 
-def needs_block_rows(weights: Sequence[QuantTensor], x: torch.Tensor) -> bool:
+def needs_block_rows(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
     """Whether `linear_few_cuda` needs x quantised for blocks of 32; the same on every device."""
     has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
     return has_blocks and Walk.of(_sizes(weights), len(x)) is Walk.PARTS
 
 
-def has_aligned_floats(weight: QuantTensor, x: torch.Tensor) -> bool:
+def has_aligned_floats(weight: QuantTensor, x: DeviceArray) -> bool:
     """Whether all rows of x and of a weight of floats begin on FLOAT_ROW_BYTES; true for one of integers."""
     if weight.quant_type not in PASS_COLS:
         return True
@@ -108,10 +107,10 @@ def _groups(weights: Sequence[QuantTensor]) -> int:
 
 def linear_few_cuda(
     weights: Sequence[QuantTensor],
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[DeviceArray],
     *,
     activations: QuantActivations | None = None,
-    x: torch.Tensor | None = None,
+    x: DeviceArray | None = None,
     block_rows: QuantActivations | None = None,
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
@@ -141,7 +140,7 @@ def _sizes(weights: Sequence[QuantTensor]) -> list[Weight]:
 
 
 def _inputs(
-    activations: QuantActivations | None, x: torch.Tensor | None, num_rows: int, groups: int, part_rows: int
+    activations: QuantActivations | None, x: DeviceArray | None, num_rows: int, groups: int, part_rows: int
 ) -> LinearInputs:
     inputs = LinearInputs(num_rows=num_rows, groups=groups, part_rows=part_rows)
     if activations is not None:
@@ -155,7 +154,7 @@ def _inputs(
 def _matrices(
     weights: Sequence[QuantTensor],
     layout: Layout,
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[DeviceArray],
     max_blocks: int,
 ) -> LinearMatrices:
     """The kernel's table, with float matrices first, as their sums are the longest chains."""
@@ -212,9 +211,9 @@ def _launch(
 
 def _check(
     weights: Sequence[QuantTensor],
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[DeviceArray],
     activations: QuantActivations | None,
-    x: torch.Tensor | None,
+    x: DeviceArray | None,
     num_rows: int,
 ) -> None:
     if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_TILE_ROWS:
@@ -235,7 +234,7 @@ def _check(
             raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")
 
 
-def has_aligned_rows(x: torch.Tensor) -> bool:
+def has_aligned_rows(x: DeviceArray) -> bool:
     """Whether every row of float32 x starts on 16 bytes."""
     return x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 4 == 0)
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -48,7 +47,7 @@ PROGRAM = CudaProgram(
 class FloatJob(ctypes.Structure): ...
 
 
-def float_linear_many(x: torch.Tensor, weight: QuantTensor, out: torch.Tensor) -> None:
+def float_linear_many(x: DeviceArray, weight: QuantTensor, out: DeviceArray) -> None:
     """Write float32 x [T, K] times an F32, F16 or BF16 weight [N, K] to float32 `out` [T, N]: one launch.
 
     x and out have unit stride along the last dimension, the weight's rows are adjacent. Any T; efficient from
@@ -58,9 +57,10 @@ def float_linear_many(x: torch.Tensor, weight: QuantTensor, out: torch.Tensor) -
     num_tokens = x.shape[0]
     if tuple(x.shape) != (num_tokens, num_values) or tuple(out.shape) != (num_tokens, num_rows):
         raise ValueError(f"inputs {tuple(x.shape)} and outputs {tuple(out.shape)} do not fit {weight.shape}")
-    for rows in (x, out):
-        if rows.dtype != torch.float32 or (rows.shape[1] > 1 and rows.stride(1) != 1):
-            raise ValueError("inputs and outputs must be float32 with unit stride along a row")
+    for name, rows in (("x", x), ("out", out)):
+        check_array(name, rows, "float32", is_contiguous=False)
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            raise ValueError(f"{name}: the values of a row must be adjacent")
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = FloatJob(

@@ -4,10 +4,9 @@ import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.many_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -46,7 +45,7 @@ PROGRAM = CudaProgram(
 )
 
 
-def linear_many(x: QuantActivations, weight: QuantTensor, out: torch.Tensor) -> None:
+def linear_many(x: QuantActivations, weight: QuantTensor, out: DeviceArray) -> None:
     """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
 
     x is padded to whole groups of 256 and has the scales that the type reads (`activation_scale_size`);
@@ -62,7 +61,7 @@ def launch_linear(
     tiling: Tiling,
     x: QuantActivations,
     weight: QuantTensor,
-    out: torch.Tensor,
+    out: DeviceArray,
 ) -> None:
     """`linear_many` with a given tiling."""
     num_rows, num_values = weight.shape
@@ -71,8 +70,9 @@ def launch_linear(
         raise ValueError(
             f"activations of {num_groups} groups and an output {tuple(out.shape)} do not fit {weight.shape}"
         )
-    if out.dtype != torch.float32 or (num_rows > 1 and out.stride(1) != 1):
-        raise ValueError("the output must be float32 with unit stride along a row")
+    check_array("out", out, "float32", is_contiguous=False)
+    if num_rows > 1 and out.stride(1) != 1:
+        raise ValueError("out: the values of a row must be adjacent")
     if not weight.blocks.is_contiguous():
         raise ValueError("the rows of the weight must be adjacent")
     job = LinearJob(

@@ -12,6 +12,7 @@ from coldstream.kernels.arithmetic.reference import (
     QuantActivations,
     padded_cols,
 )
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 
@@ -58,7 +59,7 @@ def scale_size_of(x: QuantActivations) -> int:
     )
 
 
-def quantize_cuda(x: torch.Tensor, out: QuantActivations) -> None:
+def quantize_cuda(x: DeviceArray, out: QuantActivations) -> None:
     """Quantise the rows of float32 x [T, K] into `out` (see `empty_activations`), the padding as zeros.
 
     The shape of `out.scales` gives the inputs per scale. K is a multiple of 32; rows of x are aligned to 16

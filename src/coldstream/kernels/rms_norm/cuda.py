@@ -3,9 +3,8 @@
 import ctypes
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -32,10 +31,10 @@ THREADS_FEW, THREADS_MANY = 512, 128
 
 
 def rms_norm_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: DeviceArray,
+    weight: DeviceArray,
     eps: float,
-    out: torch.Tensor | None,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
 ) -> None:
     """The norm of the rows of float32 x [T, E] by `weight` [E], as floats, quantised, or both.
@@ -48,12 +47,12 @@ def rms_norm_cuda(
 
 
 def rms_norm_pair_cuda(
-    x: torch.Tensor,
-    x_weight: torch.Tensor,
-    y: torch.Tensor,
-    y_weight: torch.Tensor,
+    x: DeviceArray,
+    x_weight: DeviceArray,
+    y: DeviceArray,
+    y_weight: DeviceArray,
     eps: float,
-    out: torch.Tensor,
+    out: DeviceArray,
     quantized: QuantActivations,
 ) -> None:
     """`Ops.rms_norm_pair` of contiguous float32 x and y [T, E], into float32 `out` [T, 2·E] and `quantized`.
@@ -84,12 +83,12 @@ def rms_norm_pair_cuda(
 
 
 def add_rms_norm_cuda(
-    x: torch.Tensor,
-    update: torch.Tensor | ExpertOutputs,
-    total: torch.Tensor,
-    weight: torch.Tensor,
+    x: DeviceArray,
+    update: DeviceArray | ExpertOutputs,
+    total: DeviceArray,
+    weight: DeviceArray,
     eps: float,
-    out: torch.Tensor | None,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
 ) -> None:
     """Writes x + update into `total`, which may be x, and its norm as `rms_norm_cuda` does.
@@ -97,7 +96,7 @@ def add_rms_norm_cuda(
     x, total and a plain update are contiguous float32 [T, E]. Experts are summed as by `combine_experts`,
     with rows of host memory that the CPU has computed; the layer's times go to their `stamps`.
     """
-    if isinstance(update, torch.Tensor):
+    if not isinstance(update, ExpertOutputs):
         args: list[Argument] = [x, update, total]
         _launch(ADD, args, (x, update, total), x.shape[1], weight, eps, out, quantized)
         return
@@ -134,11 +133,11 @@ class NormOutputs(ctypes.Structure): ...
 def _launch(
     kernel: str,
     args: list[Argument],
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[DeviceArray, ...],
     stride: int,
-    weight: torch.Tensor,
+    weight: DeviceArray,
     eps: float,
-    out: torch.Tensor | None,
+    out: DeviceArray | None,
     quantized: QuantActivations | None,
 ) -> None:
     rows, cols = tensors[0].shape

@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 
 PROGRAM = CudaProgram(Path(__file__).with_name("rope.cu"), ("gather_angles",))
 THREADS = 128
 
 
-def gather_angles_cuda(table: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+def gather_angles_cuda(table: DeviceArray, positions: DeviceArray, out: DeviceArray) -> None:
     """Writes the rows `positions` (int32 [T]) of `table` to `out`.
 
     table: contiguous float32 [num_positions, rope dims / 2, 2], as `rope_angles` makes it; out: [T, rope dims

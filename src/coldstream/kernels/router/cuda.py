@@ -4,9 +4,8 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -70,10 +69,10 @@ class NormBefore:
     which are written beside the router's x.
     """
 
-    x: torch.Tensor
-    update: torch.Tensor
-    total: torch.Tensor
-    weight: torch.Tensor
+    x: DeviceArray
+    update: DeviceArray
+    total: DeviceArray
+    weight: DeviceArray
     eps: float
     quantised: QuantActivations
 
@@ -84,7 +83,7 @@ class NormBefore:
             return False
         return bool(_share_out(num_tokens, cols)[0].chunk >= cols)
 
-    def argument(self, out: torch.Tensor) -> _Norming:
+    def argument(self, out: DeviceArray) -> _Norming:
         """For the kernel, with the router's x as `out`. ValueError for tensors that it cannot take."""
         shape, tensors = self.x.shape, (self.x, self.update, self.total, self.weight, out)
         rows = tensors[:3] + tensors[4:]
@@ -111,12 +110,12 @@ class Ahead:
     float32 [T, experts], weights float32 [T, K].
     """
 
-    weight: torch.Tensor
-    ids: torch.Tensor
-    logits: torch.Tensor
-    weights: torch.Tensor
+    weight: DeviceArray
+    ids: DeviceArray
+    logits: DeviceArray
+    weights: DeviceArray
 
-    def check(self, shape: torch.Size, topk_ids: torch.Tensor) -> None:
+    def check(self, shape: tuple[int, ...], topk_ids: DeviceArray) -> None:
         """ValueError unless the shapes fit a router of `shape`."""
         outputs = (self.ids, self.weights)
         if self.weight.shape != shape or any(each.shape != topk_ids.shape for each in outputs):
@@ -129,17 +128,17 @@ class Ahead:
 class RouterBuffers:
     """What a router's launch writes. Workspace: logits; arrivals, which are 0 at first and left 0."""
 
-    topk_ids: torch.Tensor  # int32 [T, K]
-    topk_weights: torch.Tensor  # float32 [T, K]
-    shared_gate: torch.Tensor | None  # float32 [T, 1], the product, without sigmoid
-    logits: torch.Tensor  # float32 [T, experts]
-    arrivals: torch.Tensor  # int32 [1]
+    topk_ids: DeviceArray  # int32 [T, K]
+    topk_weights: DeviceArray  # float32 [T, K]
+    shared_gate: DeviceArray | None  # float32 [T, 1], the product, without sigmoid
+    logits: DeviceArray  # float32 [T, experts]
+    arrivals: DeviceArray  # int32 [1]
 
 
 def router_few_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    shared_weight: torch.Tensor | None,
+    x: DeviceArray,
+    weight: DeviceArray,
+    shared_weight: DeviceArray | None,
     buffers: RouterBuffers,
     sharing: Sharing | None = None,
     ahead: Ahead | None = None,
@@ -206,18 +205,20 @@ def router_few_cuda(
 
 
 def router_choose_cuda(
-    logits: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    positions: torch.Tensor | None = None,
+    logits: DeviceArray,
+    topk_ids: DeviceArray,
+    topk_weights: DeviceArray,
+    positions: DeviceArray | None = None,
 ) -> None:
     """`choose_experts_exact` for float32 logits [T, experts] with any row stride.
 
     Writes int32 topk_ids and float32 topk_weights, [T, K]. K ≤ 16, experts ≤ 1024. positions: int32 [T]; rows
     with a negative one choose what the first row does. ValueError otherwise.
     """
-    if positions is not None and (positions.dtype != torch.int32 or positions.shape != logits.shape[:1]):
-        raise ValueError(f"positions {tuple(positions.shape)} of {positions.dtype} for {len(logits)} rows")
+    if positions is not None:
+        check_array("positions", positions, "int32")
+        if positions.shape != logits.shape[:1]:
+            raise ValueError(f"positions {tuple(positions.shape)} for {len(logits)} rows")
     num_tokens, num_experts = logits.shape
     per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
     outputs = topk_ids, topk_weights, topk_ids.shape[1]
@@ -231,7 +232,7 @@ def router_choose_cuda(
     )
 
 
-def _experts_per_lane(num_experts: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> int:
+def _experts_per_lane(num_experts: int, topk_ids: DeviceArray, topk_weights: DeviceArray) -> int:
     """The smallest instance for so many experts."""
     count = topk_ids.shape[1]
     is_contiguous = topk_ids.is_contiguous() and topk_weights.is_contiguous()
@@ -273,5 +274,5 @@ def _ahead_of(ahead: Ahead | None) -> _Ahead:
     )
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def _address(tensor: DeviceArray | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -5,9 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from coldstream.errors import InvalidRequestError
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.cuda.structs import declared_in
@@ -43,7 +42,7 @@ def admission_values(num_rows: int) -> int:
 
 
 def admit_rows(
-    admissions: Sequence[Admission], staged: StagedRing, chosen: torch.Tensor, rows: torch.Tensor
+    admissions: Sequence[Admission], staged: StagedRing, chosen: DeviceArray, rows: DeviceArray
 ) -> None:
     """Writes token ids into a step's inputs, on the device; one copy and one launch.
 

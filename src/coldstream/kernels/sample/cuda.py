@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.settings import RowSettings
@@ -77,13 +77,13 @@ def write_rows(
 
 
 def sample_cuda(
-    logits: torch.Tensor,
-    settings: torch.Tensor,
-    recent: torch.Tensor,
-    unpenalised: torch.Tensor,
-    workspace: torch.Tensor,
-    chosen: torch.Tensor,
-    earlier: torch.Tensor,
+    logits: DeviceArray,
+    settings: DeviceArray,
+    recent: DeviceArray,
+    unpenalised: DeviceArray,
+    workspace: DeviceArray,
+    chosen: DeviceArray,
+    earlier: DeviceArray,
     *,
     draws: bool,
 ) -> None:

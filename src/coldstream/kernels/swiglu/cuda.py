@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quantize.cuda import INSTANCES, scale_size_of
@@ -19,7 +18,7 @@ FEW_ROWS = 64  # up to here every group of a row may have its own multiprocessor
 
 
 def swiglu_cuda(
-    gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor | None, quantized: QuantActivations | None
+    gate: DeviceArray, up: DeviceArray, out: DeviceArray | None, quantized: QuantActivations | None
 ) -> None:
     """silu(gate) · up, both float32 [T, F] with any row stride, as floats, quantised, or both.
 

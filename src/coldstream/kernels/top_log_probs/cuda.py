@@ -3,8 +3,7 @@
 import ctypes
 from pathlib import Path
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.cuda import BLOCK_TOKENS, THREADS, Logits
@@ -42,11 +41,11 @@ def workspace_bytes(num_rows: int, vocab: int, ranks: int) -> int:
 
 
 def top_log_probs_cuda(
-    logits: torch.Tensor,
-    parts: torch.Tensor,
-    arrivals: torch.Tensor,
-    ids: torch.Tensor,
-    log_probs: torch.Tensor,
+    logits: DeviceArray,
+    parts: DeviceArray,
+    arrivals: DeviceArray,
+    ids: DeviceArray,
+    log_probs: DeviceArray,
 ) -> None:
     """Writes the greatest logits of each row of float32 [T, V] into int32 ids and float32 log_probs [T, k].
 

@@ -1,0 +1,165 @@
+"""Arrays in the device's memory, as launchers see them: an address, a shape, strides and a type of elements.
+
+Launchers ask no more of an array than `DeviceArray` says, so that they do not depend on what has made it.
+PyTorch's tensors are such arrays; `RawArray` is one without PyTorch, over memory that somebody else keeps.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, overload
+
+from coldstream.errors import ColdstreamError
+
+# Bytes of an element, and its name in the CUDA array interface.
+DTYPES = {
+    "float32": (4, "<f4"),
+    "float16": (2, "<f2"),
+    "int64": (8, "<i8"),
+    "int32": (4, "<i4"),
+    "int16": (2, "<i2"),
+    "int8": (1, "|i1"),
+    "uint8": (1, "|u1"),
+}
+
+
+class ArrayError(ColdstreamError, ValueError):
+    """An array that a kernel cannot take; the message names the argument."""
+
+
+class DeviceArray(Protocol):
+    """What launchers need of an array. Memory is valid while the array, or its owner, is alive."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+
+    @overload
+    def stride(self, dim: None = None) -> tuple[int, ...]: ...
+    @overload
+    def stride(self, dim: int) -> int:
+        """Elements from one index of a dimension to the next; without one, of all dimensions."""
+
+    def __getitem__(self, index: Any, /) -> "DeviceArray":
+        """A view, for slices and indices."""
+
+    def __iter__(self) -> "Iterator[DeviceArray]": ...
+
+    def dim(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RawArray:
+    """A `DeviceArray` at an address; `owner` keeps the memory, and None says that somebody else does.
+
+    dtype: a name of DTYPES. strides: in elements, by default those of adjacent rows. An index or slices give
+    a view with the same owner. PyTorch makes a tensor of it by the CUDA array interface (version 3).
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: object = field(default=None, repr=False, compare=False)
+    strides: tuple[int, ...] | None = None
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    @overload
+    def stride(self, dim: None = None) -> tuple[int, ...]: ...
+    @overload
+    def stride(self, dim: int) -> int: ...
+    def stride(self, dim: int | None = None) -> int | tuple[int, ...]:
+        return self._strides if dim is None else self._strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_contiguous(self) -> bool:
+        """Whether elements are adjacent and in order; strides of single elements do not matter."""
+        pairs = zip(self._strides, _adjacent(self.shape), self.shape, strict=True)
+        return self.numel() == 0 or all(own == other for own, other, size in pairs if size > 1)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["RawArray"]:
+        return (self[place] for place in range(len(self)))
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "RawArray":
+        """A view. IndexError for what does not exist, and for a slice that goes backwards."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) > len(self.shape):
+            raise IndexError(f"{len(parts)} indices of an array with {len(self.shape)} dimensions")
+        first, shape, strides = 0, list[int](), list[int]()
+        for size, stride, part in zip(self.shape, self._strides, parts, strict=False):
+            if isinstance(part, slice):
+                taken = range(*part.indices(size))
+                if taken.step < 0:
+                    raise IndexError(f"a slice with the step {taken.step}: views go forwards")
+                shape.append(len(taken))
+                strides.append(stride * taken.step)
+                first += taken.start * stride if taken else 0
+            else:
+                first += range(size)[part] * stride
+        rest = len(parts)
+        return RawArray(
+            self.address + first * DTYPES[self.dtype][0],
+            (*shape, *self.shape[rest:]),
+            self.dtype,
+            self.owner,
+            (*strides, *self._strides[rest:]),
+        )
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        return _adjacent(self.shape) if self.strides is None else self.strides
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        num_bytes, name = DTYPES[self.dtype]
+        interface = {"shape": self.shape, "typestr": name, "data": (self.address, False), "version": 3}
+        if self.strides is not None:
+            interface["strides"] = tuple(stride * num_bytes for stride in self.strides)
+        return interface
+
+
+def check_array(name: str, array: DeviceArray, dtype: str, *, is_contiguous: bool = True) -> None:
+    """ArrayError, with the argument's `name`, for elements of another type or, if asked, with gaps."""
+    if name_of(array.dtype) != dtype:
+        raise ArrayError(f"{name}: {name_of(array.dtype)} where the kernel reads {dtype}")
+    if is_contiguous and not array.is_contiguous():
+        raise ArrayError(f"{name}: an array {tuple(array.shape)} with gaps where the kernel reads none")
+
+
+def element_bytes(array: DeviceArray) -> int:
+    """Of one element."""
+    return DTYPES[name_of(array.dtype)][0]
+
+
+@cache
+def name_of(dtype: Any) -> str:
+    """`float32` of "float32" and of PyTorch's dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _adjacent(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides[: len(shape)]))
