@@ -30,7 +30,8 @@ _COUNTS = ("top_k", "repeat_last_n", "seed", "max_tokens")
 _NEED_TEMPLATE = (
     "can only be given to a model that answers by a chat template, without --raw; this one continues text"
 )
-_ROOM_SHARE = 0.75  # of the context: a conversation's limit after its oldest messages were dropped
+# Share of the context that a conversation fills at most after its oldest messages were dropped.
+_ROOM_SHARE = 0.75
 _MAKE_ROOM = "/drop forgets the oldest messages, /clear all of them"
 _COMMANDS = {
     "/help": "this list",

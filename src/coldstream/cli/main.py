@@ -63,7 +63,7 @@ coldstream {__version__} runs Mixture-of-Experts language models from GGUF files
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
 _COMPUTING = ("run", "bench")  # in this process
-_NO_GPU = {"cpu", "--device=cpu", "--help", "-h"}  # among their arguments, where no GPU is needed
+_NO_GPU = {"cpu", "--device=cpu", "--help", "-h"}  # arguments with which no GPU is needed
 # Modules of those verbs whose libraries would otherwise wait for PyTorch's to be loaded.
 _LOADED_FIRST = ("numpy", "tokenizers", "coldstream.kernels._csrc")
 

@@ -15,9 +15,9 @@ from rich.cells import cell_len, chop_cells
 
 _GAP = "  "
 _UNKNOWN_WIDTH = 80  # of a terminal that does not report its width
-_LEAST_VALUE_WIDTH = 30  # of a list of facts; with less, values go below their names
+_LEAST_VALUE_WIDTH = 30  # cells for the values of a list of facts; with fewer, values go below their names
 _INDENT = "    "
-_LEAST_WIDTH = 10  # of anything that is wrapped
+_LEAST_WIDTH = 10  # cells of anything that is wrapped
 
 Row = Sequence[str]
 

@@ -29,7 +29,7 @@ _EDGES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 
 _DEEPEST: Final = 16  # deeper nodes count as this deep
 _ALL_DEPTHS: Final = 0
 _PRIOR_TRIALS: Final = 8.0
-_PLAIN_STEP: Final = 1 / 16  # as a part of one with a draft
+_PLAIN_STEP: Final = 1 / 16  # weight of a plain step, as a share of a step with a draft
 
 
 class AcceptanceModel:
@@ -51,7 +51,7 @@ class AcceptanceModel:
         most their parent's; the earlier ones come first. The first n are those of the tree's first n nodes.
         """
         by_node: list[float] = []
-        left: dict[int, float] = {}  # by parent, of its own probability
+        left: dict[int, float] = {}  # by parent: what is left of its own probability
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
             before = 1.0 if parent < 0 else by_node[parent]
             available = left.get(parent, before)

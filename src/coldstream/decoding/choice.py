@@ -88,8 +88,8 @@ Outcome = Chosen | GenerationFault | InvalidRequestError
 class StartedChoices:
     """Choices of which those on a device are under way."""
 
-    on_device: tuple[int, ...]  # which of them
-    positions: tuple[int, ...]  # of the tokens of those on the device
+    on_device: tuple[int, ...]  # numbers of the choices that a device makes
+    positions: tuple[int, ...]  # positions of their tokens
     vocab_size: int
     device: DeviceChoice | None
     on_host: dict[int, Outcome]

@@ -55,11 +55,11 @@ class Thought:
     """
 
     is_open: bool  # whether the prompt ends inside the thought
-    opening: str = "<think>"  # otherwise an answer that begins with it has one
+    opening: str = "<think>"  # an answer that begins with it has a thought, too
     closing: str = "</think>"
     budget: int | None = None  # tokens
-    forced: str = "\n</think>\n\n"  # has to hold `closing`
-    tool_call: str = "<tool_call>"  # what begins a call: it ends a thought, too; empty: nothing does
+    forced: str = "\n</think>\n\n"  # must contain `closing`
+    tool_call: str = "<tool_call>"  # begins a call, and so ends a thought; empty: nothing does
 
     def __post_init__(self) -> None:
         check_flag("thought.is_open", self.is_open)

@@ -99,7 +99,8 @@ class SizesByCost:
     none. Once drafts have not paid for 512 steps, it is asked in 512 of 4,096 steps only.
     """
 
-    drafts_beside_prompts: ClassVar[bool] = False  # their steps take a time that says nothing of others
+    # The time of steps with prompts says nothing of other steps.
+    drafts_beside_prompts: ClassVar[bool] = False
 
     def __init__(self, drafter_name: str) -> None:
         self.fused: FusedSizes = FusedSizesByCost()

@@ -36,7 +36,7 @@ class TreeWalk:
     def __init__(self, tree: TokenTree) -> None:
         self.rows: list[int] = []  # rows of the tree after which a token was chosen: the root's 0, then nodes
         self.accepted: list[int] = []  # nodes whose tokens were chosen and that were walked to
-        self.is_truncated = True  # whether what follows the last node was not tried
+        self.is_truncated = True  # whether the nodes behind the last one were not tried
         self.choose_s = 0.0  # of choosing tokens
         self._tree = tree
 
@@ -73,7 +73,7 @@ def begin_all_picks(
     once. Otherwise a token is chosen when it is asked for. Raises the device's errors.
     """
     choices: list[TokenChoice] = []
-    firsts: dict[_Key, int] = {}  # of the choices on the device
+    firsts: dict[_Key, int] = {}  # by choice on the device: the first with the same key
     for key, (chooser, rows, tree, context) in computed.items():
         if not isinstance(rows[0], np.ndarray) and chooser.choice(rows[0], context).is_on_device:
             firsts[key] = len(choices)

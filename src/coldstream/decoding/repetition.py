@@ -12,8 +12,9 @@ class RepetitionWatch:
         periods = np.arange(1, rule.max_period + 1)
         # So many tokens in a row equal the one a period before: the first block has nothing to equal.
         self._enough = np.maximum(rule.repeats * periods, rule.min_tokens) - periods
-        self._equal = np.zeros(rule.max_period, dtype=np.int64)  # by period: tokens in a row so far
-        self._last = np.full(rule.max_period, -1, dtype=np.int64)  # the latest first
+        # By period: how many tokens in a row agree so far.
+        self._equal = np.zeros(rule.max_period, dtype=np.int64)
+        self._last = np.full(rule.max_period, -1, dtype=np.int64)  # the latest token is first
 
     def push(self, token_id: int) -> bool:
         """Appends a token (≥ 0); whether the answer is to end with it."""

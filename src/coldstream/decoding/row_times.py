@@ -18,12 +18,14 @@ from itertools import accumulate
 from typing import Final
 
 MAX_ROWS: Final = 64
-_LAST_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_ROWS)  # of each range
+# The last number of rows of each range.
+_LAST_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_ROWS)
 _HALF_LIFE: Final = 256.0  # in steps
 _FORGOTTEN: Final = 16384  # steps
 _NUM_KEPT: Final = 9
-_MEDIAN: Final = 0.45  # the share of the weight up to a median: below half, so that of two it is the lower
-_ROW_SHARE: Final = 0.3  # of a step of one row: what a further row costs, as long as that is not measured
+# Share of the weight below a median; less than half, so that the median of two is the lower.
+_MEDIAN: Final = 0.45
+_ROW_SHARE: Final = 0.3  # cost of a further row until it is measured, as a share of a step of one row
 
 
 class RecentMedian:
@@ -34,7 +36,8 @@ class RecentMedian:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)  # with the step of each
+        # Pairs of a step's number and a value.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self._is_first = True
         self._median: float | None = None  # None: not computed since the last value
 

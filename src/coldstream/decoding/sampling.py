@@ -40,7 +40,7 @@ _EXP_COEFFICIENTS = tuple(
     1.0 / factorial
     for factorial in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1)
 )
-SEED_BITS = 53  # of seeds that are not the caller's: what a number in JSON holds
+SEED_BITS = 53  # bits of a seed that is not the caller's, as many as a number in JSON holds
 _FIRST_SORT = 1024
 _MASK32 = 2**32 - 1
 

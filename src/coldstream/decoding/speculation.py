@@ -27,11 +27,11 @@ class SpeculationStatistics:
     accepted_by_depth: tuple[int, ...]  # accepted nodes; depth 1 first
     sizes: tuple[tuple[int, int], ...]  # (nodes, steps with as many), ascending
     draft_s: float  # time of drafting
-    build_s: float  # of this, of putting trees together
-    size_s: float  # of deciding how much of drafts is verified
-    verify_s: float  # of computing steps, choosing and committing; of fused steps, all of their time
-    choose_s: float  # of this, of choosing tokens along drafts, for which a device's step is waited for
-    fused_steps: int = 0  # of the steps, those that the device drafted and accepted by itself
+    build_s: float  # part of `draft_s`: putting trees together
+    size_s: float  # deciding how much of drafts is verified
+    verify_s: float  # computing steps, choosing and committing; all of the time of fused steps
+    choose_s: float  # part of `verify_s`: choosing tokens along drafts, including the wait for a device
+    fused_steps: int = 0  # steps that the device drafted and accepted by itself
     reasons: tuple[tuple[str, int], ...] = ()  # (name of a `SizeReason`, other steps with it)
     # Of steps with nodes: experts that all rows of a step used together, over all layers, and those of them
     # that were not in fast memory. None where nothing counts them.

@@ -116,7 +116,7 @@ class _GrowingTree:
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.log_probs: list[float] = []
-        self.source_s = 0.0  # in which the source was asked
+        self.source_s = 0.0  # seconds that the source took
         self._source = source
         self._paths: dict[int, Path] = {-1: ()}
         self._lists: dict[int, list[tuple[int, float]]] = {}  # by parent

@@ -46,8 +46,8 @@ from typing import Final
 from coldstream.decoding.row_times import MAX_ROWS, RowTimes, last_rows, row_range
 
 _FIRST: Final = 4  # nodes asked for before anything is known
-_MORE_DISTANCE: Final = 2  # drafts from one to the next that is to have a node more than is best
-_ASKED_WEIGHT: Final = 1 / 16  # of the newest draft
+_MORE_DISTANCE: Final = 2  # drafts between two that have one node more than is best
+_ASKED_WEIGHT: Final = 1 / 16  # weight of the newest draft
 _LEAST_S: Final = 1e-9
 
 
@@ -56,8 +56,8 @@ class AskedNodes:
 
     def __init__(self) -> None:
         self._times = RowTimes()
-        self._brought: list[float] = []  # by each node, beyond those before it
-        self._num_asked = 1  # of the last draft
+        self._brought: list[float] = []  # by node: tokens that it brought beyond the nodes before it
+        self._num_asked = 1  # nodes that were asked for in the last draft
         self._num_drafts = 0
 
     @property
@@ -99,17 +99,17 @@ class AskedNodes:
         return self._times.seconds(min(num_asked, MAX_ROWS)) or 0.0
 
 
-_WEIGHT = 1 / 32  # of the newest draft in the mean gain of drafts, and in what a second with drafts gives
+_WEIGHT = 1 / 32  # weight of the newest draft in the mean gain, and in the tokens a second with drafts
 # In plain steps: the mean gain that is believed at first, the least that is remembered, and the least that
 # counts of one draft, as something else may have slowed its step.
 _FIRST_GAIN, _LEAST_MEAN_GAIN, _LEAST_GAIN = 0.1, -0.5, -1.0
-_DOUBT = 2.0  # standard errors by which the gain may be better than its mean
+_DOUBT = 2.0  # standard errors by which the true gain may exceed the mean
 # How much faster than plain ones steps with drafts have to be. Long steps leave a CPU's caches to
 # other weights: plain steps of the demo model between them take a sixth longer than without any drafts.
 _MARGIN = 1.1
 _STALE = 128  # steps after which a time should be measured again
 _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
-_MOST_SAVED = 4096  # steps whose shares are saved for probes: at a half percent, the time of 20 steps
+_MOST_SAVED = 4096  # steps whose shares are saved for probes; at half a percent that is the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
 # Steps that are recorded together: many enough to take no time, few enough for times to be new.
@@ -133,8 +133,8 @@ class TreeSize:
     num_nodes: int
     reason: SizeReason
     rate: float | None = None  # expected tokens a second; of 0 nodes: those of a plain step without a draft
-    best_rate: float | None = None  # of the size that is worth most
-    tokens: float = 1.0  # expected of the step
+    best_rate: float | None = None  # rate of the size that is worth most
+    tokens: float = 1.0  # expected tokens of the step
     draft_s: float = 0.0  # what the draft took
     is_exploration: bool = False  # the draft was made although drafts have not paid lately
 
@@ -172,14 +172,14 @@ class SizePolicy:
     def __init__(self, times: RowTimes, *, probe_share: float = 0.01) -> None:
         self._times = times
         self._asked = AskedNodes()
-        self._num_asked = 0  # of the draft of each sequence that comes next
-        self._mean_tokens = self._mean_s = 0.0  # of steps with drafts
+        self._num_asked = 0  # nodes asked for in the next draft of each sequence
+        self._mean_tokens = self._mean_s = 0.0  # means over steps with drafts
         self._gain, self._gain_variance = _FIRST_GAIN, 0.0  # of drafts, in plain steps
         self._for_drafts = _Purse(probe_share / 2)
         self._for_probes = _Purse(probe_share / 2)
         self._num_since_probe = 0
-        self._num_steps = self._num_plain = 0  # in all, and the last ones without a draft
-        self._has_explored = False  # in the last step
+        self._num_steps = self._num_plain = 0  # all steps, and the last ones in a row without a draft
+        self._has_explored = False  # whether the last step was an exploration
 
     @property
     def pays(self) -> bool:
@@ -234,7 +234,7 @@ class SizePolicy:
             for n, expected in enumerate(tokens[: 1 + MAX_ROWS - num_roots])
         ]
         if self._num_asked:
-            among = list(accumulate(worths, max))  # the first so many nodes
+            among = list(accumulate(worths, max))  # the best worth among the first nodes
             last = len(among) - 1
             each = [among[min(last, n * num_roots)] for n in range(1 + self._num_asked)]
             self._asked.record(draft_s, each)

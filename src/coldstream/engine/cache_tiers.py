@@ -11,16 +11,16 @@ from coldstream.errors import ConfigError, shown
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import PrefixDisk, PrefixRam, PrefixTier
 
-_SAMPLE_BYTES = 4096  # of each tensor, which tell two models with the same header apart
+_SAMPLE_BYTES = 4096  # bytes of each tensor that distinguish models with equal headers
 
 
 @dataclass(frozen=True)
 class CacheTiers:
     """Checked on creation: ConfigError names the setting and its range."""
 
-    ram_bytes: int = 0  # that the model is opened with, as its plan counts them; 0: none, or the plan's
+    ram_bytes: int = 0  # RAM for prefixes, which the model's plan counts; 0: none, or the plan's
     disk_folder: Path | None = None  # None: prefixes do not survive a restart
-    disk_bytes: int = 16 << 30  # of files of this model in that folder
+    disk_bytes: int = 16 << 30  # limit for files of this model in that folder
 
     def __post_init__(self) -> None:
         for name, value in (("ram_bytes", self.ram_bytes), ("disk_bytes", self.disk_bytes)):

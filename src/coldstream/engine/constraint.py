@@ -44,7 +44,7 @@ class Matcher(Protocol):
 
 
 class _ThoughtPhase(Enum):
-    HEAD = auto()  # it is open whether the answer begins with a thought
+    HEAD = auto()  # not decided yet: the answer may begin with a thought
     THOUGHT = auto()
     FORCED = auto()  # the end of a thought that has used up its budget
     GAP = auto()
@@ -71,7 +71,7 @@ class ThoughtTokens:
     is_open: bool
     budget: int | None
     forced_ids: tuple[int, ...]
-    opening_id: int | None  # if it is one token
+    opening_id: int | None  # None: the opening is more than one token
     tool_call_id: int | None
     # By bytes of the closing tag that are there already: tokens that end it and go on with more than blanks.
     overrunning: tuple[tuple[int, ...], ...]

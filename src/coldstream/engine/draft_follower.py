@@ -15,7 +15,7 @@ class DraftFollower:
         self.drafter = drafter
         self._states = states_for(runner, drafter)
         self._known: list[int] = []
-        self._owner: object = None  # whose sequence it is
+        self._owner: object = None  # the owner of the followed sequence
 
     def follow(self, owner: object, token_ids: Sequence[int], length: int) -> None:
         """Goes on behind the first `length` of the tokens of `owner`, which are computed."""

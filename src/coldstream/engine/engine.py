@@ -61,9 +61,9 @@ class Engine:
         # The cost of chunks of one prompt alone. Its entries expire after 64 steps, because timings drift.
         self._lone_cost = StepCost(chunk_size, stale=64)
         self._in_flight: LaunchedStep | None = None  # a step whose tokens the host has not looked at
-        self._in_flight_since = 0.0  # when it was launched, or the one before it had ended
+        self._in_flight_since = 0.0  # when it was launched, or when the step before it ended
         self._drafts = JobDrafts(opened.runner, opened.speculation) if opened.speculation else None
-        self._fused: FusedSteps | None = None  # of the only job that runs
+        self._fused: FusedSteps | None = None  # steps of the only job that runs
         self._is_closed = False
 
     def add(self, submission: Submission) -> None:

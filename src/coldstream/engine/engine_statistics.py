@@ -18,22 +18,22 @@ class EngineStatistics:
     finished_requests: int  # cancelled and failed ones not included
     cancelled_requests: int
     failed_requests: int
-    prompt_tokens: int  # of requests that have begun
-    reused_tokens: int  # of these, not computed again
+    prompt_tokens: int  # tokens of the prompts of requests that have begun
+    reused_tokens: int  # prompt tokens that were not computed again
     generated_tokens: int
     steps: int
     computed_rows: int  # of all steps
     step_s: float  # time of all steps
     ahead_steps: int  # launched before the host knew the tokens
     preemptions: int  # answers that lost their memory for a while
-    memory: CacheSize  # of all sequences
-    free_memory: CacheSize  # now; what kept prefixes take is not free, but is given up where it is needed
+    memory: CacheSize  # what all sequences may take
+    free_memory: CacheSize  # now; memory of kept prefixes is not free, but is evicted where it is needed
     prefixes: PrefixStatistics
     expert_hits: int | None  # uses of experts in fast memory; None: all are there
     expert_misses: int | None
-    drafts: int = 0  # that were verified, each in a step
+    drafts: int = 0  # drafts that were verified, each in a step
     drafted_tokens: int = 0  # their nodes
-    accepted_tokens: int = 0  # of these, the model's own choice
+    accepted_tokens: int = 0  # drafted tokens that the model accepted
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from coldstream.engine.job import Job
 from coldstream.kernels.fused.reference import FusedResult, FusedText
 from coldstream.models.runner import ModelRunner
 
-MOST_TOKENS: Final = 256  # after one checkpoint: what may have to be computed once more
+MOST_TOKENS: Final = 256  # after one checkpoint, as they may have to be computed once more
 _IN_FLIGHT: Final = 2  # steps whose results the device keeps for the host
 
 OnAccepted = Callable[[FusedResult, float], None]
@@ -53,7 +53,7 @@ class FusedSteps:
         self._device: FusedRun | None = None
         self._before: kvcache.Checkpoint | None = None
         self._token_ids = [job.token_ids[-1]]  # the root, and what the steps gave
-        self._num_kept = 0  # of these, tokens from the root on that the answer goes on after
+        self._num_kept = 0  # how many of these the answer keeps
         self._num_in_flight = 0
         self._last_time = 0.0  # when the last step had ended, or the first was launched
         self._captured_before = 0

@@ -79,8 +79,8 @@ JSON_OPTIONS: Final[Mapping[str, Any]] = {
 
 _NUM_WALKS: Final = 8
 _WALK_BYTES: Final = 96
-_MAX_FORCED_BYTES: Final = 4096  # without a choice, after which an answer is taken to go on for ever
-_CLOSING: Final = frozenset(b'"}]>\n')  # with which texts of most grammars come to an end
+_MAX_FORCED_BYTES: Final = 4096  # bytes without a choice, after which an answer counts as endless
+_CLOSING: Final = frozenset(b'"}]>\n')  # bytes that end the texts of most grammars
 
 
 def grammar_source(grammar: Grammar) -> str:

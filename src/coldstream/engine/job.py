@@ -15,7 +15,7 @@ from coldstream.engine.submission import Submission
 from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_FORK_ROWS
 from coldstream.models.runner import ModelRunner
 
-MOST_WANTED_CHECKPOINTS: Final = 4  # of a prompt, beside those that the prefix cache chooses
+MOST_WANTED_CHECKPOINTS: Final = 4  # for one prompt, beside those that the prefix cache chooses
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
         self.request = request
         # The answer whose prefix this one begins with, and how long that prefix is. None: that of no other.
         self.follows: tuple[Job, int] | None = None if first is None else (first, first.num_prompt - 1)
-        self._wanted_checkpoints: set[int] = set()  # positions that answers which follow this one begin at
+        self._wanted_checkpoints: set[int] = set()  # positions where later prompts will part from this one
         if first is not None:
             first.leave_checkpoint(first.num_prompt - 1)
         self.sequence: kvcache.Sequence | None = None  # None: it has no memory
@@ -42,7 +42,7 @@ class Job:
         self.checkpoints: tuple[int, ...] = ()
         self.num_reused = 0
         self.is_over = False
-        self.drafts: DraftCounts | None = None  # None: no step after its first token had a chance of any
+        self.drafts: DraftCounts | None = None  # None: no step could have had a draft
         self._answer: Answer | None = None  # from its first step on
         self.tokens = Continuation(
             request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens

@@ -51,19 +51,19 @@ class JobDrafts:
         self._is_one = speculation.more is None
         first = DraftFollower(runner, speculation.drafter)
         self._followers: dict[DraftFollower, Job | None] = {first: None}
-        self._start = 0.0  # of the step, once it is drafted
-        self._drafted: dict[Job, TokenTree] = {}  # in this step, empty trees included
+        self._start = 0.0  # when the step was drafted
+        self._drafted: dict[Job, TokenTree] = {}  # trees of this step, empty ones included
         self._draft_s: dict[Job, float] = {}
         self._build_s: dict[Job, float] = {}
-        self._size_s = self._choose_s = 0.0  # of all trees together
+        self._size_s = self._choose_s = 0.0  # seconds for all trees of the step
         self._uses_before: ExpertUses | None = None
-        self._uses: ExpertUses | None = None  # of the step
+        self._uses: ExpertUses | None = None  # expert uses before the step
         self._captured_before = 0
-        self._first_rows: dict[Job, int] = {}  # in the step, of jobs with trees
+        self._first_rows: dict[Job, int] = {}  # first rows in the step, by job with a tree
         self._picks: Mapping[Job, Pick] = {}
         self._tried: dict[Job, TriedDraft] = {}
         self._reason = SizeReason.NOT_ASKED
-        self._backed_off = False  # whether the step is of an answer whose device might draft
+        self._backed_off = False  # whether fused steps back off and the step is a plain one in their place
 
     def may_draft(self, num_jobs: int) -> bool:
         """Whether something may be drafted soon where so many jobs run."""

@@ -18,9 +18,9 @@ from coldstream.engine.schema_formats import ANNOTATION_FORMATS, FORMATS
 from coldstream.errors import InvalidRequestError, shown
 
 MAX_SCHEMAS: Final = 20_000  # objects in one schema, those behind references counted once
-MAX_PROPERTIES: Final = 3000  # of all objects of a schema, as the time of compiling is quadratic in them
-MAX_DEFINITIONS: Final = 1000  # that are referred to
-MAX_DEPTH: Final = 100  # of the JSON that a schema is
+MAX_PROPERTIES: Final = 3000  # properties of all objects; the time of compiling is quadratic in them
+MAX_DEFINITIONS: Final = 1000  # definitions that are referred to
+MAX_DEPTH: Final = 100  # depth of a schema's JSON
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 # In the schema of a string: a Lark grammar of its text, for which JSON schemas have no word. It is kept for
@@ -103,9 +103,9 @@ class _SchemaReader:
     def __init__(self, whole: Any, name: str, *, is_strict: bool) -> None:
         self._whole, self._name, self._is_strict = whole, name, is_strict
         self._facts = SchemaFacts(self._target)
-        self._names: dict[str, str] = {}  # of definitions, by where they stand
+        self._names: dict[str, str] = {}  # names of definitions by their place
         self._definitions: dict[str, Any] = {}
-        self._unread: list[str] = []  # where definitions stand that are referred to
+        self._unread: list[str] = []  # places of definitions that are referred to
         self._places: dict[int, str] = {}  # of the schemas that were read, by the id of the held form
         self._num_schemas = self._num_properties = 0
         is_old = isinstance(whole, dict) and "draft-0" in str(whole.get("$schema", ""))

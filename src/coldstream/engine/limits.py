@@ -16,7 +16,7 @@ class EngineLimits:
 
     max_running: int = MAX_RUNNING  # sequences in a step, if the model has memory for as many
     max_waiting: int = 512  # answers in the queue; a request that has no room there raises QueueFullError
-    max_waiting_of_owner: int | None = None  # of these, at most so many of one owner; None: all
+    max_waiting_of_owner: int | None = None  # queue limit for one owner; None: no limit of its own
     # A step with decoding rows takes as many rows of prompts as keep it within this time, by what steps took
     # so far. It takes more where all requests then wait much less. A step of prompts alone may be as short as
     # a third of this time, if its rows then cost little more each. Infinite: as many rows as a step takes.

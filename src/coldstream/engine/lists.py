@@ -53,7 +53,7 @@ class _ListAnswers:
         self._num_submitted = 0
         self._num_running = 0  # unfinished answers of submitted requests
         self._num_finished = 0
-        self._num_done = 0  # requests, all up to the first that is not finished
+        self._num_done = 0  # finished requests before the first unfinished one
         self._end = len(requests)  # the first request with an error
         self._error: ColdstreamError | None = None
 

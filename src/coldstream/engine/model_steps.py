@@ -35,7 +35,8 @@ class LaunchedStep:
     started: StartedChoices  # for each of `asked`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
     tree_logits: Mapping[Job, Sequence[AnyLogits]] = field(default_factory=dict)
-    forks: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)  # left behind, ascending
+    # Forks that the step leaves behind, ascending by length.
+    forks: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)
 
     def outcomes(self) -> Mapping[Job, Outcome]:
         """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""

@@ -58,7 +58,7 @@ class OpenedModel:
     chat_template: ChatTemplate
     has_chat_template: bool  # without one, using `chat_template` raises an error
     default_sampling: SamplingParams
-    open_warnings: tuple[str, ...] = ()  # about the file, and why the device or what drafts is another one
+    open_warnings: tuple[str, ...] = ()  # about the file, and why another device or drafter was taken
     speculation: Speculation | None = None
 
     @property

@@ -19,7 +19,7 @@ from typing import Final
 
 MostRows = Callable[[int, Sequence[int]], int]
 
-QUANTUM: Final = 32  # rows that a prompt gets at least, where so many are wanted and allowed
+QUANTUM: Final = 32  # minimum prefill chunk, unless a prompt wants or may have less
 _STEPS_PER_PRIORITY: Final = 256
 
 
@@ -28,9 +28,9 @@ class _Entry:
     """An answer."""
 
     key: int
-    rank: tuple[int, int]  # place in the order, all different
+    rank: tuple[int, int]  # sort key; no two are equal
     owner: str
-    last_served: int = -1  # step
+    last_served: int = -1  # number of the step
 
 
 class Scheduler:

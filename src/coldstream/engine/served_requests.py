@@ -155,8 +155,8 @@ def demand_of(job: Job, num_rows: int) -> Demand:
     return Demand(job.sequence, num_rows)
 
 
-_LATE_SHARE: Final = 2 / 3  # of the time up to a deadline
-MIN_SHARED: Final = 64  # tokens that two prompts compute once: fewer are not worth a wait and a checkpoint
+_LATE_SHARE: Final = 2 / 3  # share of the time up to a deadline after which an answer counts as late
+MIN_SHARED: Final = 64  # least common tokens of two prompts that are worth a wait and a checkpoint
 
 
 class ServedRequest:
@@ -170,7 +170,7 @@ class ServedRequest:
             self.late_from = now + _LATE_SHARE * (submission.deadline - now)
         self.jobs: list[Job] = []  # of all answers
         self.has_started = False
-        self.num_reported = 0  # tokens of the prompt, in `PromptProgress`
+        self.num_reported = 0  # prompt tokens that `PromptProgress` has reported
         for index, request in enumerate(submission.request.answers()):
             first = self.jobs[0] if self.jobs else None
             self.jobs.append(Job(first_key + index, submission, index, request, first))
@@ -186,7 +186,7 @@ class ServedRequests:
         self.memory = JobMemory(opened, tiers)
         self.scheduler = Scheduler(limits.max_running, opened.runner.chunk_size)
         self.counts = EngineCounts()
-        self.cancelled: set[int] = set()  # ids whose answers are yet to end
+        self.cancelled: set[int] = set()  # ids of cancelled requests whose answers have not ended yet
         self._requests: dict[int, ServedRequest] = {}
         self._jobs: dict[int, Job] = {}  # unfinished, by key
         self._next_key = 0

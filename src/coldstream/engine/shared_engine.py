@@ -35,7 +35,7 @@ class SharedEngine:
         self.process = OwnProcess()
         self._make = make
         self._engine: Engine | None = None
-        self._max_running: int | None = None  # kept, as asking the engine ends what is in flight
+        self._max_running: int | None = None  # kept, because asking the engine ends steps in flight
         # Its lock is reentrant: a stream that is dropped may cancel its request anywhere.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)

@@ -15,17 +15,19 @@ from typing import Final
 from coldstream.decoding.row_times import RecentMedian
 from coldstream.engine.scheduler import QUANTUM
 
-_FIRST_ROWS: Final = 16  # of prompts, as long as nothing is known
-_RANGES_BEYOND: Final = 3  # of the first range beyond what was measured: up to twice its rows
+_FIRST_ROWS: Final = 16  # rows of prompts while nothing is known
+_RANGES_BEYOND: Final = 3  # ranges beyond the measured ones that are tried: up to twice the rows
 _FORGOTTEN: Final = 1024  # steps
-_MAX_DECODE_ROWS: Final = 16  # steps of more usually have rows of prompts
-_SLOWDOWN: Final = 2.0  # of steps that miss the target by decoding alone, so that prompts get on too
-_ALONE: Final = 1 / 3  # of the target, that a step of prompts alone takes at least
-_LAST: Final = 1 / 6  # of the target, that a step with a prompt's last row takes about
-_MAX_EXTRA_COST: Final = 0.15  # of a row in such a step, as a share of a row's cost in a whole step
-_MAX_EXTRA_COST_AT_TARGET: Final = 0.3  # the same in a step as long as the target; less in a shorter one
-_LONGEST: Final = 20.0  # targets that a step takes at most where that makes all wait less
-_LESS: Final = 2 / 3  # of what all wait with steps that keep to the target: then longer ones are taken
+_MAX_DECODE_ROWS: Final = 16  # larger steps usually have rows of prompts
+# How much longer a step may get that misses the target by decoding alone, so that prompts advance too.
+_SLOWDOWN: Final = 2.0
+_ALONE: Final = 1 / 3  # lower bound of a pure-prefill step, as a share of the target
+_LAST: Final = 1 / 6  # aim for a step with a prompt's last row, as a share of the target
+_MAX_EXTRA_COST: Final = 0.15  # allowed for a row of a short step, as a share of a row's cost in a whole one
+_MAX_EXTRA_COST_AT_TARGET: Final = 0.3  # the same for a step that takes the target; less for a shorter one
+_LONGEST: Final = 20.0  # upper bound of a step in targets, where that makes all requests wait less
+# Longer steps are taken if the total wait falls to this share of the wait with steps within the target.
+_LESS: Final = 2 / 3
 
 
 class StepCost:
@@ -35,7 +37,7 @@ class StepCost:
         """stale: steps after which what a range took is not added to any more, but measured anew."""
         self._rows, self._stale = _ranges(num_rows), stale
         self._medians = [RecentMedian() for _ in self._rows]
-        self._newest = [0] * len(self._rows)  # of each range, `_now` at its last step
+        self._newest = [0] * len(self._rows)  # by range: `_now` at its last step
         self._num_steps = self._num_long_steps = 0
 
     def record(self, num_rows: int, seconds: float) -> None:

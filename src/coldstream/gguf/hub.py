@@ -84,7 +84,7 @@ def _failure(repo: str, error: Exception) -> DownloadError:
     return DownloadError(f"{repo}: download failed: {reason[:200]}: {advice} --offline")
 
 
-MAX_REPOS = 1000  # of an owner, that a misspelt name is compared with
+MAX_REPOS = 1000  # repositories of an owner that a misspelt name is compared with
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,15 @@ Progress = Callable[[str, int, int], None]
 Notice = Callable[[str], None]
 
 TIMEOUT_S = 15.0
-LOCK_PATIENCE_S = 0.5  # before a message about the wait
+LOCK_PATIENCE_S = 0.5  # seconds of waiting before a message about it
 # A file without a write for so long has no owner, even where locks don't work.
 IDLE_S = 3600.0
 HASH_CHUNK_BYTES = 1 << 24
-_CHUNK_BYTES: Final = 10 << 20  # that are written at once
-_MAX_RETRIES: Final = 5  # without a byte between them
+_CHUNK_BYTES: Final = 10 << 20  # bytes that are written at once
+_MAX_RETRIES: Final = 5  # requests in a row without a new byte
 _RETRY_S: Final = 1.0  # before each of them; for a busy hub twice as long each time
 _RETRIED_STATUS: Final = (408, 429)  # of a hub that is busy
-_MAX_RETRY_AFTER_S: Final = 300.0  # that the hub may ask for
+_MAX_RETRY_AFTER_S: Final = 300.0  # longest wait that the hub may ask for
 _RATE_LIMIT: Final = re.compile(r"\br=0;t=(\d+)")  # "api";r=0;t=55: nothing is left for 55 seconds
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

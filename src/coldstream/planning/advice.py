@@ -15,7 +15,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.facts import Facts
 from coldstream.planning.unknowns import Missing
 
-_WORTHWHILE_CTX_SIZE: Final = 512  # tokens, of which a default context is that an advised budget allows
+_WORTHWHILE_CTX_SIZE: Final = 512  # tokens of the least default context that an advised budget must allow
 _UNIT: Final = 2**20
 
 

@@ -39,10 +39,11 @@ Array = np.ndarray[Any, Any]
 ALL_BYTES: Final = 2**62  # a budget without effect
 # What `ctx_size` resolves to where memory is short, if DEFAULT_CACHE_SHARE allows it.
 DEFAULT_CTX_SIZE: Final = 32768
-DEFAULT_CACHE_SHARE: Final = 0.25  # of available memory, for the cache of a default context
-SPARE_CACHE_SHARE: Final = 0.5  # of what is free beside all weights, for a context beyond DEFAULT_CTX_SIZE
-PARALLEL_SHARE: Final = 0.125  # of the budget, for the caches of as many contexts as fit there
-_AUTO_RAM_SHARE: Final = 0.9  # of what is available: the rest is for everything else that runs
+DEFAULT_CACHE_SHARE: Final = 0.25  # share of available memory for the cache of a default context
+# Share of what is free beside all weights, for a context beyond DEFAULT_CTX_SIZE.
+SPARE_CACHE_SHARE: Final = 0.5
+PARALLEL_SHARE: Final = 0.125  # share of the budget for the caches of whole contexts
+_AUTO_RAM_SHARE: Final = 0.9  # share of available RAM; the rest is for all other programs
 _AGAIN: Final = "make another with `coldstream plan`"
 _NO_OPTIONS: Final = PlanOptions()
 

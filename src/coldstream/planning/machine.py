@@ -18,7 +18,7 @@ from coldstream.placement.hardware_file import default_path, fastest_run, store_
 
 Progress = Callable[[str, int, int], None]
 
-_FAR: Final = 1.5  # times as fast as stored rates explain, which then must be too low
+_FAR: Final = 1.5  # stored rates are too low if something ran this many times faster than they explain
 _NUM_HANDSHAKES: Final = 3  # measurements, each the mean of many; the best counts
 
 

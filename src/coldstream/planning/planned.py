@@ -25,7 +25,8 @@ class Planned:
     hardware: Hardware
     trace: RoutingTrace | None
     disk_bytes_per_s: float | None = None
-    more_ram: RunPlan | None = None  # with more RAM beside a GPU; None: the file is mapped, or not asked for
+    # Plan with more RAM beside a GPU; None: the file is mapped, or it was not asked for.
+    more_ram: RunPlan | None = None
     warnings: tuple[str, ...] = ()  # about the device and drafts, for people
 
     @property

@@ -63,9 +63,9 @@ def _total(values: Sequence[Any]) -> Any:
 TRIES: Final = 3  # replicas that are asked to begin a request
 ROUTE_S: Final = 5.0  # for Ray to have a replica to ask
 STATE_S: Final = 5.0  # for all replicas to report their state
-LOOK_S: Final = 0.5  # between two looks for the first replica
+LOOK_S: Final = 0.5  # seconds between two looks for the first replica
 LOAD_S: Final = 5.0  # what `Retry-After` says while no replica is there
-LOST_S: Final = 1.0  # the same where others are
+LOST_S: Final = 1.0  # the same while other replicas are there
 
 _Lost = (RayError, RayServeException)
 

@@ -15,7 +15,7 @@ from coldstream.server.messages import FromEngine, ToEngine, framed, payload_len
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "coldstream.server.engine_process")
 END_S: Final = 2.0  # for leaving after the socket is closed
-_BURST_BYTES: Final = 1 << 16  # that are read before other tasks have their turn
+_BURST_BYTES: Final = 1 << 16  # bytes that are read before other tasks run
 
 
 class EngineChild:

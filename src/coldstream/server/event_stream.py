@@ -8,7 +8,7 @@ from typing import Final, Self
 from coldstream.engine.events import Delta, Event, Failed
 from coldstream.errors import ColdstreamError
 
-MAX_UNREAD_BYTES: Final = 256 << 10  # of events, about; the last one is taken beyond it
+MAX_UNREAD_BYTES: Final = 256 << 10  # about so many bytes of unread events; the last event may exceed it
 _EVENT_BYTES: Final = 64  # what an event takes beside its text and log-probabilities
 _LOGPROB_BYTES: Final = 128
 

@@ -12,7 +12,7 @@ from coldstream.server.restarts import RestartPolicy
 
 _LOOKS: Final = 4  # within the limit
 _MAX_PAUSE_S: Final = 5.0
-_LEAST_SHARE: Final = 0.01  # of a processor's time that counts as computing
+_LEAST_SHARE: Final = 0.01  # share of a processor's time that counts as computing
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coldstream.errors import ConfigError
 
-# Of what has come that are read before others have their turn: chunks of one byte take 15 us each.
+# Bytes that are read before other connections are served: chunks of one byte take 15 us each.
 MAX_READ_BYTES: Final = 1 << 14
 
 

@@ -107,7 +107,7 @@ class MtpDrafter:
         self._min_log_prob = log(min_followed) if min_followed > 0 else -inf
         self._is_off = False
         self._length = 0  # computed tokens
-        self._end = 0  # the rows before it are in the block, or among the missing ones
+        self._end = 0  # rows before this one are in the block or in `_missing`
         self._missing: list[int] = []  # rows that cannot be computed, ascending
         # Rows that wait: the states of the last computed tokens, and all their next tokens but the last.
         self._states: list[State] = []
@@ -235,7 +235,7 @@ class _Chain:
 
     def __init__(self, steps: Iterator[Candidates], min_log_prob: float) -> None:
         self._steps, self._min_log_prob = steps, min_log_prob
-        self._path: Path = ()  # to the node of the chain that is to be followed next
+        self._path: Path = ()  # path to the node of the chain that is followed next
         self._log_prob = 0.0  # of that path
 
     def candidates(self, path: Path) -> Candidates:

@@ -23,7 +23,7 @@ from coldstream.server.http.settings import ServerSettings
 
 MAX_BOUNDARIES: Final = 5
 _STOPPED_RETRY_S: Final = 5.0
-_FIRST_EVENT_S: Final = 1.0  # that a stream's status waits for an error that comes at once
+_FIRST_EVENT_S: Final = 1.0  # seconds that the status of a stream waits for an early error
 
 
 @dataclass(frozen=True)

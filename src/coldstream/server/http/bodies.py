@@ -24,7 +24,7 @@ from coldstream.server.http.fields import MAX_TEXT_CHARS
 from coldstream.server.http.problems import Problem, ProblemError, refused
 from coldstream.server.http.sse import CLIENT_CLOSED_REQUEST
 
-INLINE_BYTES: Final = 1 << 14  # of bodies that are read at once, as a thread would take longer than they do
+INLINE_BYTES: Final = 1 << 14  # bodies up to this size are read without a thread, which would take longer
 MAX_CONTAINERS: Final = 1 << 16  # objects and lists of a body
 MAX_STRINGS: Final = 1 << 17  # keys included
 MAX_VALUES: Final = (1 << 20) + (1 << 17)  # of all kinds: a context of a million token ids, and some more
@@ -32,7 +32,7 @@ MAX_DEPTH: Final = 128
 MAX_DIGITS: Final = 512  # in a row
 MAX_STRING_BYTES: Final = 16 << 20  # as it is written: a picture has some
 MAX_BLANKS: Final = 8 << 20  # between values
-_SLICE_BYTES: Final = 1 << 18  # that are scanned before other threads have their turn
+_SLICE_BYTES: Final = 1 << 18  # bytes that are scanned before other threads run
 _MAX_COMPLAINTS: Final = 3
 _BUSY_RETRY_S: Final = 1.0
 _BRACKETS: Final = b"[]{}"
@@ -46,8 +46,8 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _SURROGATE: Final = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )
-_MAX_MENDED_BYTES: Final = 4 << 20  # of bodies with halves of pairs
-_MAX_MENDED: Final = 1 << 16  # surrogates in one of these
+_MAX_MENDED_BYTES: Final = 4 << 20  # size of bodies with halves of surrogate pairs
+_MAX_MENDED: Final = 1 << 16  # lone surrogates in one such body
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -28,7 +28,7 @@ from coldstream.server.output import (
 )
 from coldstream.server.served_model import ServedModel
 
-_TAIL_TOKENS: Final = 16  # of a prompt, which hold the tag that opens a thought, or the one that closes it
+_TAIL_TOKENS: Final = 16  # last tokens of a prompt, which hold the tag that opens or closes a thought
 
 Tools = Sequence[Mapping[str, Any]]
 
