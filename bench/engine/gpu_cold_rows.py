@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.engine.gpu_hybrid import GIB, Machine, plan_with
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, write_result
+from coldstream import kvcache
 from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.kvcache import Sequence
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
@@ -62,13 +62,13 @@ def num_tokens(rows: int) -> int:
 class Steps:
     """Steps of one runner behind a prompt that it has computed."""
 
-    def __init__(self, runner: Any, sizes: Several[int], both_bytes_per_s: float) -> None:
+    def __init__(self, runner: Any, sizes: Sequence[int], both_bytes_per_s: float) -> None:
         self._runner, self._sizes, self._both = runner, np.array(sizes), both_bytes_per_s
 
     def of(self, rows: int) -> dict[str, Any]:
         """Figures of steps of so many rows, behind a prompt of their own."""
         runner = self._runner
-        sequence: Sequence = runner.new_sequence()
+        sequence: kvcache.Sequence = runner.new_sequence()
         runner.extend(sequence, [FIRST_ID + i for i in range(DEPTH)])
         seconds, floors, wanted, digest = [], [], [], ""
         num_warm = warm_steps(rows)
@@ -118,7 +118,7 @@ def share_by(runner: Any, times: Any, scale: float) -> None:
 
 
 def measure(
-    path: Path, budgets: Several[float], rows: Several[int], scales: Several[float]
+    path: Path, budgets: Sequence[float], rows: Sequence[int], scales: Sequence[float]
 ) -> list[dict[str, Any]]:
     """A row for each budget, in GiB, scale of the CPU's times (none: as planned) and number of rows."""
     hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + max(map(num_tokens, rows))
@@ -149,7 +149,7 @@ def measure(
     return found
 
 
-def measured_in(root: Path, options: argparse.Namespace, scales: Several[float]) -> list[dict[str, Any]]:
+def measured_in(root: Path, options: argparse.Namespace, scales: Sequence[float]) -> list[dict[str, Any]]:
     """`measure` in a process over the sources below `root`."""
     # -P: not the folder of this file, whose benchmarks are those of these sources.
     paths = [str(root / "src"), str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -170,12 +170,12 @@ def measured_in(root: Path, options: argparse.Namespace, scales: Several[float])
     return found
 
 
-def words(options: argparse.Namespace, scales: Several[float]) -> list[str]:
+def words(options: argparse.Namespace, scales: Sequence[float]) -> list[str]:
     asked = ["--experts", *map(str, options.experts), "--rows", ",".join(map(str, options.rows))]
     return [*asked, "--cpu-times", *map(str, scales)] if scales else asked
 
 
-def check_logits(rows: Several[dict[str, Any]]) -> None:
+def check_logits(rows: Sequence[dict[str, Any]]) -> None:
     """RuntimeError unless the same tokens led to the same logits in all steps that end behind them."""
     if len({row["logits"] for row in rows if row["logits"]}) > 1:
         raise RuntimeError(

@@ -14,7 +14,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,12 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, write_result
+from coldstream import kvcache
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.engine.engine import Engine
 from coldstream.engine.events import Delta
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.submission import Submission
-from coldstream.kvcache import Sequence
 from coldstream.models.runner import ModelRunner
 
 CHUNK = 2048
@@ -39,13 +39,15 @@ UNTIMED_STEPS = 2
 GENERATED = 32
 
 
-def seconds_of(runner: ModelRunner, sequence: Sequence, token_ids: Several[int]) -> float:
+def seconds_of(runner: ModelRunner, sequence: kvcache.Sequence, token_ids: Sequence[int]) -> float:
     start = time.perf_counter()
     np.asarray(runner.extend(sequence, token_ids))
     return time.perf_counter() - start
 
 
-def decode_step(runner: ModelRunner, sequence: Sequence, token_ids: Several[int], count: int) -> float:
+def decode_step(
+    runner: ModelRunner, sequence: kvcache.Sequence, token_ids: Sequence[int], count: int
+) -> float:
     """Median seconds of steps of `count` rows behind what `sequence` has, which stays as it is."""
     fork = runner.fork(sequence)
     samples = [
@@ -56,7 +58,7 @@ def decode_step(runner: ModelRunner, sequence: Sequence, token_ids: Several[int]
     return statistics.median(samples[UNTIMED_STEPS:])
 
 
-def generated(opened: OpenedModel, sequence: Sequence, token_ids: list[int]) -> float:
+def generated(opened: OpenedModel, sequence: kvcache.Sequence, token_ids: list[int]) -> float:
     """Median seconds of a token of a greedy text behind `token_ids`; `sequence` lacks the last of them."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=UNTIMED_STEPS + GENERATED)
     request = RequestReader(opened).of_prompt(token_ids, "prompt", params)
@@ -70,7 +72,7 @@ def generated(opened: OpenedModel, sequence: Sequence, token_ids: list[int]) -> 
 
 
 def fill(
-    opened: OpenedModel, depths: Several[int], rows: Several[int], repetitions: int
+    opened: OpenedModel, depths: Sequence[int], rows: Sequence[int], repetitions: int
 ) -> list[dict[str, Any]]:
     """For each depth: the seconds to fill it, those of its last chunk, and those of steps there."""
     runner = opened.runner

@@ -16,7 +16,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def digest_of(logits: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(logits)).hexdigest()[:16]
 
 
-def steps(runner: ModelRunner, rows: Several[int], repetitions: int) -> dict[str, Any]:
+def steps(runner: ModelRunner, rows: Sequence[int], repetitions: int) -> dict[str, Any]:
     """Milliseconds of a greedy text's token and of steps of some rows behind DEPTH tokens."""
     count = UNTIMED_STEPS + repetitions
     token_ids = [(FIRST_ID + i) % runner.spec.vocab_size for i in range(DEPTH + 1 + count * max(rows))]

@@ -14,7 +14,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
-from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import Partition, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
@@ -124,10 +124,10 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
     assert brought(ring, 4, memories) == [7, 8, 9]
 
 
-def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> Places:
+def share_out(ring: PrefetchRing, layer: int, ids: torch.Tensor, stacks: Sequence[ExpertTable]) -> Partition:
     """The places of pairs of a layer that makes no guess."""
     tokens = len(ids)
-    places = Places(
+    places = Partition(
         torch.zeros(3, EXPERTS, dtype=torch.int64, device=CUDA),
         torch.zeros(tokens, RANKS, dtype=torch.int32, device=CUDA),
     )

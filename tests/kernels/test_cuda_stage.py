@@ -7,7 +7,13 @@ from test_cuda_prefetch import COLS, EXPERTS, RANKS, stacks_of, zeros
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
-from coldstream.kernels.experts.partition import Places, Room, Staging, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import (
+    ExpertPlaces,
+    Partition,
+    Staging,
+    partition_experts_cuda,
+    sharing_of,
+)
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stage import PROGRAM, stage_experts_cuda
@@ -31,10 +37,10 @@ def test_what_the_bus_reads_is_where_its_address_says(quant_type: QuantType, num
         odds = torch.ones(tokens, EXPERTS)
         ids = torch.multinomial(odds, RANKS, generator=generator).int().to(CUDA)
         x = torch.randn(tokens, COLS, generator=generator).to(CUDA)
-        places = Places(
+        places = Partition(
             torch.zeros(MATRICES, EXPERTS, dtype=torch.int64, device=CUDA), zeros((tokens, RANKS), "int32")
         )
-        staging = Staging(zeros((1 + EXPERTS,), "int32"), Room.of(data, stacks, EXPERTS))
+        staging = Staging(zeros((1 + EXPERTS,), "int32"), ExpertPlaces.of(data, stacks, EXPERTS))
         sharing = sharing_of(
             stacks, times, Mailbox.create(RANKS, COLS), 3, places, zeros((tokens, RANKS), "int32"),
             staging=staging,

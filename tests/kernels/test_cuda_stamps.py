@@ -10,8 +10,8 @@ from cuda_row_cases import CUDA, random
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import (
-    Places,
-    Room,
+    ExpertPlaces,
+    Partition,
     Sharing,
     Staging,
     begin_of,
@@ -62,13 +62,13 @@ class Layer:
             times.copy_(torch.tensor(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS).words()))
         self.mailbox = Mailbox.create(RANKS, COLS)
         self.stamps = torch.zeros((LAYER + 1, WORDS), dtype=torch.int64, device=CUDA)
-        self.places = Places(
+        self.places = Partition(
             torch.empty(3, EXPERTS, dtype=torch.int64, device=CUDA),
             torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA),
             self.stamps[LAYER],
         )
         used = torch.empty(tokens, RANKS, dtype=torch.int32, device=CUDA)
-        places = Room.of(torch.empty(1 << 22, dtype=torch.uint8, device=CUDA), [table] * 3, EXPERTS)
+        places = ExpertPlaces.of(torch.empty(1 << 22, dtype=torch.uint8, device=CUDA), [table] * 3, EXPERTS)
         self.staging = Staging(torch.empty(1 + EXPERTS, dtype=torch.int32, device=CUDA), places)
         self.sharing = sharing_of(
             [table] * 3, times, self.mailbox, LAYER, self.places, used,

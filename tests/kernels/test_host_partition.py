@@ -21,9 +21,9 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.experts import partition
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.partition import (
-    Places,
+    ExpertPlaces,
+    Partition,
     Prefetched,
-    Room,
     Staging,
     partition_experts_cuda,
     sharing_of,
@@ -108,7 +108,7 @@ class Shared:
         self.arrivals = torch.zeros(1, dtype=torch.int32)
         self.box.words.fill_(NOTHING_WRITTEN)
         self.box.x.fill_(NOTHING_WRITTEN)
-        self.places = Places(
+        self.places = Partition(
             torch.full((MATRICES, layer.num_experts), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
             torch.zeros(WORDS, dtype=torch.int64),
@@ -117,11 +117,12 @@ class Shared:
         offsets = (ctypes.c_int64 * MATRICES)(*OFFSETS)
         prefetched = Prefetched(
             keys=self.keys.data_ptr(),
-            room=Room(data=RING, place_bytes=PLACE_BYTES, offsets=offsets, count=len(layer.keys)),
+            room=ExpertPlaces(data=RING, place_bytes=PLACE_BYTES, offsets=offsets, count=len(layer.keys)),
         )
         self.staged = torch.full((1 + layer.num_staging,), NOTHING_WRITTEN).int()
         staging = Staging(
-            self.staged, Room(data=STAGING, place_bytes=PLACE_BYTES, offsets=offsets, count=layer.num_staging)
+            self.staged,
+            ExpertPlaces(data=STAGING, place_bytes=PLACE_BYTES, offsets=offsets, count=layer.num_staging),
         )
         self._slots = [torch.tensor(slots) for slots in layer.slots]
         words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
@@ -359,7 +360,7 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         x = activations(number, tokens, WIDTH)
         slots = torch.arange(NUM_EXPERTS) % 2 * 1000  # those of even numbers are missing
         stacks = [ExpertTable(slots, QuantType.Q4_K, 1, 256, True) for _ in range(MATRICES)]
-        places = Places(torch.zeros(MATRICES, NUM_EXPERTS).long(), torch.zeros(tokens, ranks).int())
+        places = Partition(torch.zeros(MATRICES, NUM_EXPERTS).long(), torch.zeros(tokens, ranks).int())
         times = torch.zeros(NUM_WORDS, dtype=torch.int32)
         partition_experts_cuda(ids, x, sharing_of(stacks, times, box, number, places, used))
         deadline = time.monotonic() + LIMIT_S

@@ -14,10 +14,10 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import (
-    Places,
+    ExpertPlaces,
+    Partition,
     Prefetched,
     PrefetchNotes,
-    Room,
     begin_of,
     sharing_of,
 )
@@ -180,7 +180,7 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     slots = (torch.arange(experts) % 2) * 1000
     stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
     box, noted = Mailbox._of(ranks, cols, tokens), torch.full((tokens, ranks), -7).int()
-    places = Places(
+    places = Partition(
         torch.full((MATRICES, experts), -7), torch.full((tokens, ranks), -7).int(),
         torch.zeros(WORDS, dtype=torch.int64),
     )  # fmt: skip
@@ -188,7 +188,9 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     come = int(ids[ids % 2 == 0][0])
     here, next_layer = (layer << 16 | come) + 1, (layer + 1) << 16
     keys = torch.tensor([0, here, 0, 0], dtype=torch.int32)
-    room = Room(data=1 << 30, place_bytes=4096, offsets=(ctypes.c_int64 * MATRICES)(0, 256, 512), count=4)
+    room = ExpertPlaces(
+        data=1 << 30, place_bytes=4096, offsets=(ctypes.c_int64 * MATRICES)(0, 256, 512), count=4
+    )
     prefetched = Prefetched(keys=keys.data_ptr(), room=room)
     # In the places of the layer after the next: one that was used, one that was not, and an empty one.
     used = next_layer + 6 | USED
@@ -224,7 +226,7 @@ def test_of_several_tokens_the_router_notes_only_when_it_begins(host: HostDevice
     x, weight = (torch.randn(n, cols, generator=generator) for n in (tokens, experts))
     shared, outs = torch.randn(1, cols, generator=generator), Outputs(tokens, ranks, experts)
     stacks = [ExpertTable(torch.zeros(experts).long(), QuantType.F32, 1, 4, True) for _ in range(MATRICES)]
-    places = Places(
+    places = Partition(
         torch.full((MATRICES, experts), -7), torch.full((tokens, ranks), -7).int(),
         torch.zeros(WORDS, dtype=torch.int64),
     )  # fmt: skip

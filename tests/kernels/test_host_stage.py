@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts import stage
-from coldstream.kernels.experts.partition import Room, Staging
+from coldstream.kernels.experts.partition import ExpertPlaces, Staging
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
@@ -45,7 +45,7 @@ def test_listed_experts_are_in_their_places(
     places = Guarded(
         EXPERTS, sum(-(-each.shape[1] // ALIGNMENT) * ALIGNMENT for each in data), dtype=torch.uint8
     )
-    room = Room.of(places.tensor.view(-1), stacks, EXPERTS)
+    room = ExpertPlaces.of(places.tensor.view(-1), stacks, EXPERTS)
     chosen = torch.tensor([len(experts), *experts, *[-1] * (EXPERTS - len(experts))], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "BLOCKS", blocks)
@@ -64,10 +64,10 @@ def test_listed_experts_are_in_their_places(
 @pytest.mark.parametrize(("num_bytes", "places"), [(0, 0), (767, 0), (768, 1), (5 * 768 - 1, 4), (9000, 6)])
 def test_a_room_has_as_many_places_as_fit(num_bytes: int, places: int) -> None:
     _, stacks = layer_of(QuantType.Q8_0, (1, 2, 3))
-    assert Room.of(torch.zeros(num_bytes, dtype=torch.uint8), stacks, most=6).count == places
+    assert ExpertPlaces.of(torch.zeros(num_bytes, dtype=torch.uint8), stacks, most=6).count == places
 
 
 def test_an_expert_larger_than_its_place_is_refused() -> None:
     _, stacks = layer_of(QuantType.Q8_0, (1, 2, 4))
     with pytest.raises(ValueError, match="an expert of 1024 bytes for places of 768"):
-        Room.of(torch.zeros(5000, dtype=torch.uint8), stacks, 2, place_bytes=768)
+        ExpertPlaces.of(torch.zeros(5000, dtype=torch.uint8), stacks, 2, place_bytes=768)

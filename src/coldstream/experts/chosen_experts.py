@@ -13,7 +13,7 @@ from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 Array = np.ndarray[Any, Any]
 
 
-class Zeros(Protocol):
+class AllocateZeros(Protocol):
     """Allocates persistent memory, all zero."""
 
     def __call__(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
@@ -32,7 +32,7 @@ class ExpertIds:
 class ChosenExperts:
     """Device memory, with the shapes of `ExpertIds`, that each decode step writes."""
 
-    def __init__(self, zeros: Zeros, num_layers: int, num_ranks: int) -> None:
+    def __init__(self, zeros: AllocateZeros, num_layers: int, num_ranks: int) -> None:
         self.num_layers, self._num_ranks = num_layers, num_ranks
         rows = MAX_MAILBOX_ROWS + MAX_FEW_ROWS
         self._memory = ReadBack(zeros((num_layers * rows * num_ranks,), "int32"))

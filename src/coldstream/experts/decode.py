@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import Places, Room, Staging, sharing_of
+from coldstream.kernels.experts.partition import ExpertPlaces, Partition, Staging, sharing_of
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
@@ -78,7 +78,7 @@ class DecodeExperts:
         tokens, ranks = x.shape[0], weights.num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, weights.shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
-        places = Places(
+        places = Partition(
             self._device.empty(len(stacks), len(stacks[0].addresses), dtype=torch.int64),
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
@@ -108,7 +108,7 @@ class DecodeExperts:
         """Places for the experts of a layer that so many pairs may want."""
         most = min(num_pairs, len(stacks[0].addresses))
         chosen = self._device.empty(1 + most, dtype=torch.int32)
-        return Staging(chosen, Room.of(self._staging, stacks, most))
+        return Staging(chosen, ExpertPlaces.of(self._staging, stacks, most))
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
         router = self._tables.routers[later]
@@ -139,7 +139,7 @@ class DecodeExperts:
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Queues the pairs that have an address; the CPU computes the others meanwhile."""
-        places: Places = routing.places
+        places: Partition = routing.places
         gate, up, down = (
             replace(stack, addresses=addresses)
             for stack, addresses in zip(stacks_of(weights), places.addresses, strict=True)

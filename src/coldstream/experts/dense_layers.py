@@ -25,7 +25,7 @@ from coldstream.kernels.experts.cuda_layer import Stacks
 from coldstream.kernels.experts.executor import ModelExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import Places, partition_experts_cuda, sharing_of
+from coldstream.kernels.experts.partition import Partition, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.table import ExpertTable
@@ -187,7 +187,7 @@ class LayerExecutor(ResidentExecutor):
     def _by_cpu(self, number: int, x: Activations) -> ExpertOutputs:
         """Asks the CPU for a layer, as for the only expert of every row."""
         rows = x.shape[0]
-        places = Places(self._addresses, self._cpu_ids[:rows])
+        places = Partition(self._addresses, self._cpu_ids[:rows])
         unread = [replace(stack, mapped=0) for stack in self._missing[number].stacks]
         sharing = sharing_of(unread, self._no_bus, self._mailbox, number, places, self._used)
         self._device.launch(partition_experts_cuda, self._ids[:rows], x.values, sharing)

@@ -65,7 +65,7 @@ def slot_shares(plan: RunPlan) -> SlotShares:
 
 
 @dataclass(frozen=True)
-class _Launched:
+class _StepInFlight:
     """A step that may run; ids: of the experts of its rows, None if nothing is learnt from them."""
 
     ids: ExpertIds | None
@@ -89,8 +89,8 @@ class PartialExperts:
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
         self._rows = 0  # of the step that began last
-        self._in_flight: deque[_Launched] = deque()
-        self._ended: list[_Launched] = []  # since `_prepare`
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._ended: list[_StepInFlight] = []  # since `_prepare`
         self._is_due = False  # `_prepare`, which comes once after each launch
         self._has_streamed = False  # whether the last step used `_stream`
         self._steps_until_growth = 0  # 0: all slots are there
@@ -231,7 +231,7 @@ class PartialExperts:
         if rows <= MAX_MAILBOX_ROWS:
             of_all = executor.decode.chosen.copy()
             ids = ExpertIds(of_all.used[:, :rows], of_all.guessed[:, :rows])
-        self._in_flight.append(_Launched(ids, executor.decode.guesses(rows)))
+        self._in_flight.append(_StepInFlight(ids, executor.decode.guesses(rows)))
         self._is_due = True
         if len(self._in_flight) == 1:
             self._prepare()
@@ -295,7 +295,7 @@ class PartialExperts:
             if self._is_due and len(self._in_flight) <= 1:
                 self._prepare()
 
-    def _note(self, step: _Launched) -> None:
+    def _note(self, step: _StepInFlight) -> None:
         """Takes note that a step has ended."""
         self._ended.append(step)
         if self._residency is not None:

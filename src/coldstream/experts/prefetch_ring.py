@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from coldstream.experts.chosen_experts import Zeros
+from coldstream.experts.chosen_experts import AllocateZeros
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.memory import ALIGNMENT
-from coldstream.kernels.experts.partition import Prefetched, PrefetchNotes, Room
+from coldstream.kernels.experts.partition import ExpertPlaces, Prefetched, PrefetchNotes
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -30,7 +30,9 @@ class PrefetchRing:
     steps. num_layers: at least those that may miss an expert. tallies: int32 [layers, TALLIES].
     """
 
-    def __init__(self, prefetching: Prefetching, data: torch.Tensor, zeros: Zeros, num_layers: int) -> None:
+    def __init__(
+        self, prefetching: Prefetching, data: torch.Tensor, zeros: AllocateZeros, num_layers: int
+    ) -> None:
         self.distance, self._count = prefetching.distance, prefetching.experts
         self._depth = prefetching.num_layers
         self._data = data[: prefetching.cap_bytes]
@@ -65,7 +67,9 @@ class PrefetchRing:
         if layer < self.distance:
             return Prefetched()
         keys, data = self._part(layer)
-        return Prefetched(keys=keys.data_ptr(), room=Room.of(data, stacks, self._count, self._place_bytes))
+        return Prefetched(
+            keys=keys.data_ptr(), room=ExpertPlaces.of(data, stacks, self._count, self._place_bytes)
+        )
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
         """For the kernel that shares out `layer`; is_guessing: whether it also guesses at a later layer."""

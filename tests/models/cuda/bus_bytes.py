@@ -11,7 +11,7 @@ import torch
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.partition import Places
+from coldstream.kernels.experts.partition import Partition
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
 
@@ -53,7 +53,7 @@ class BusBytes:
         self, decode: DecodeExperts, stacks: Sequence[ExpertTable], layer: int, routing: Routing
     ) -> None:
         """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
-        places: Places = routing.places
+        places: Partition = routing.places
         assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
         staging = decode._staging.data_ptr(), decode._staging.data_ptr() + decode._staging.numel()
         for stack, addresses in zip(stacks, places.addresses[:, routing.ids.unique().long()], strict=True):

@@ -19,7 +19,7 @@ MOST_NODES, BEFORE = 4, 250
 SETTINGS = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 3, BEFORE + 1)
 
 
-class Room:
+class RowMemory:
     """Rows that there is memory for, as a sequence's cache and a block's rows count them."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Device:
     """Keeps as many rows of each fused step as are asked for, in the order of launches."""
 
     def __init__(self, left: int) -> None:
-        self.cache, self.block_rows = Room(), Room()
+        self.cache, self.block_rows = RowMemory(), RowMemory()
         self.held, self.left = 0, left
         self.accepts = 0
         self.results = np.zeros(2, np.int32)

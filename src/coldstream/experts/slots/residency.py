@@ -28,7 +28,7 @@ def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class _QueuedCopies:
     """Copies with one event behind all; begun: these, and those of which only a part could be queued."""
 
     queued: tuple[Copy, ...]
@@ -60,7 +60,7 @@ class ExpertResidency:
         self._slots = slots
         self._addresses = _ExpertAddresses(layers, slots)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._in_flight: deque[_Copies] = deque()
+        self._in_flight: deque[_QueuedCopies] = deque()
         # Where a step starts, a slot's expert arrives or is withdrawn: what replaces it is copied later.
         self._writer = AddressWriter(MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
@@ -219,7 +219,7 @@ class ExpertResidency:
                     self._failure = error
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._in_flight.append(_Copies(tuple(queued), tuple(begun), event))
+        self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), event))
 
     def _sources_of(self, expert: int) -> Sequence[int] | None:
         """Where the matrices of an expert are read; None if they are on the disk."""

@@ -21,7 +21,7 @@ struct Stack {
 
 // By expert that was chosen: addresses of its matrices for the GPU (0: the CPU computes it); by pair: the
 // expert that the CPU computes (−1: none).
-struct Places {
+struct Partition {
   int64_t* addresses[num_matrices];
   int* cpu_ids;
 };
@@ -45,7 +45,7 @@ struct Mailbox {
 };
 
 // Places on the device for experts of one layer.
-struct Room {
+struct ExpertPlaces {
   int64_t data;  // of the first place
   int64_t place_bytes;
   int64_t offsets[num_matrices];  // in a place
@@ -58,14 +58,14 @@ struct Room {
 
 // Prefetched experts of one layer; see prefetch.py.
 struct Prefetched {
-  uint32_t* keys;  // [room.count], of the expert in each place: 0 until it is complete
-  Room room;       // of no places: nothing is prefetched
+  uint32_t* keys;     // [room.count], of the expert in each place: 0 until it is complete
+  ExpertPlaces room;  // of no places: nothing is prefetched
 };
 
 // The experts that the next launch copies over the bus; see stage.py.
 struct Staging {
-  int* list;  // their number, and the expert of each place [room.count]
-  Room room;  // of no places: the bus reads none
+  int* list;          // their number, and the expert of each place [room.count]
+  ExpertPlaces room;  // of no places: the bus reads none
 };
 
 // What sharing out a layer does for prefetching.
@@ -80,7 +80,7 @@ struct PrefetchNotes {
 struct Sharing {
   Stack matrix[num_matrices];
   const MissTimes* times;
-  Places places;
+  Partition places;
   Mailbox box;
   int* used;            // [tokens, ranks]: all experts of the layer's tokens, for the cache of slots; or null
   LayerStamps* stamps;  // or null

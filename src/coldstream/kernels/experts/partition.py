@@ -39,7 +39,7 @@ class Stack(ctypes.Structure): ...
 
 
 @declared_in("experts/partition.cuh")
-class _Places(ctypes.Structure): ...
+class _Partition(ctypes.Structure): ...
 
 
 @declared_in("experts/partition.cuh")
@@ -47,11 +47,13 @@ class _Mailbox(ctypes.Structure): ...
 
 
 @declared_in("experts/partition.cuh")
-class Room(ctypes.Structure):
+class ExpertPlaces(ctypes.Structure):
     """Places on the device for experts of one layer. All fields 0: there are none."""
 
     @classmethod
-    def of(cls, data: DeviceArray, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0) -> "Room":
+    def of(
+        cls, data: DeviceArray, stacks: Sequence[ExpertTable], most: int, place_bytes: int = 0
+    ) -> "ExpertPlaces":
         """At most so many places in `data`, uint8, for gate, up and down of an expert, each of them aligned.
 
         place_bytes: of a place; by default what an expert takes. ValueError for an expert that takes more.
@@ -88,7 +90,7 @@ class Staging:
     """
 
     chosen: DeviceArray
-    room: Room
+    room: ExpertPlaces
 
     def as_c(self) -> StagingFields:
         return StagingFields(list=self.chosen.data_ptr(), room=self.room)
@@ -105,7 +107,7 @@ class Sharing(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Places:
+class Partition:
     """Where the experts of a step are computed, T ≤ MAX_SHARED_ROWS.
 
     addresses: int64 [3, experts], of gate, up and down for the GPU, 0 for the CPU's experts, undefined for
@@ -128,7 +130,7 @@ def sharing_of(
     times: DeviceArray,
     mailbox: Mailbox,
     layer: int,
-    places: Places,
+    places: Partition,
     used: DeviceArray | None,
     prefetched: Prefetched | None = None,
     notes: PrefetchNotes | None = None,
@@ -156,7 +158,7 @@ def sharing_of(
     return Sharing(
         matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
         times=times.data_ptr(),
-        places=_Places(
+        places=_Partition(
             addresses=(ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
             cpu_ids=places.cpu_ids.data_ptr(),
         ),

@@ -23,14 +23,14 @@ import numpy as np
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
-from coldstream.kvcache.prefix.tiers import Contents, PrefixTier, PrefixTiers, TierStatistics
+from coldstream.kvcache.prefix.tiers import CacheAccess, PrefixTier, PrefixTiers, TierStatistics
 from coldstream.kvcache.prefix.tree import Array, Node, PrefixTree
 from coldstream.kvcache.sequence import Sequence
 
 MIN_GAP = 16  # tokens that are computed again sooner than a state of them is worth its memory
 
 
-class SequenceMemory(Contents, Protocol):
+class SequenceMemory(CacheAccess, Protocol):
     """The part of a `ModelRunner` that the cache needs."""
 
     def new_sequence(self) -> Sequence: ...

@@ -46,7 +46,7 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredPage:
     file: _File
     place: PagePlace
 
@@ -67,7 +67,7 @@ class PrefixDisk:
         self._identity = sha256(identity)
         self._budget_bytes = budget_bytes
         self._folder = folder / self._identity.hex()[:32]
-        self._index: PageIndex[_Place] = PageIndex()
+        self._index: PageIndex[_StoredPage] = PageIndex()
         self._files: OrderedDict[Path, _File] = OrderedDict()  # latest used last
         self._num_bytes = 0
         self._saved = self._loaded = self._evicted = self._damaged = 0
@@ -196,7 +196,9 @@ class PrefixDisk:
         os.utime(self._lock)
 
     def _add(self, file: _File, places: Collection[PagePlace]) -> None:
-        file.keys = [place.page.key for place in places if self._index.add(place.page, _Place(file, place))]
+        file.keys = [
+            place.page.key for place in places if self._index.add(place.page, _StoredPage(file, place))
+        ]
         self._files[file.path] = file
         self._num_bytes += file.num_bytes
 

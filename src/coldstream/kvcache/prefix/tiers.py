@@ -84,7 +84,7 @@ def page_bytes(page: Page, source: PrefixSource) -> int:
     return len(page.tokens) * source.position_bytes + (source.state_bytes if page.is_end else 0)
 
 
-class Contents(Protocol):
+class CacheAccess(Protocol):
     """The part of a `ModelRunner` that tiers need."""
 
     def contents(self) -> AbstractContextManager[SequenceCache]: ...
@@ -108,7 +108,7 @@ class _Source:
 class PrefixTiers:
     """Tiers in order, the fastest first. It owns them."""
 
-    def __init__(self, memory: Contents, tiers: Collection[PrefixTier]) -> None:
+    def __init__(self, memory: CacheAccess, tiers: Collection[PrefixTier]) -> None:
         self._memory = memory
         self._tiers = tuple(tiers)
         self.has_lasting = any(tier.is_lasting for tier in tiers)

@@ -1,7 +1,6 @@
 """Drafts of an MTP block on a GPU: a chain without the host between its steps."""
 
-from collections.abc import Callable, Generator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -57,7 +56,7 @@ class CudaMtp:
         return CudaMtpSequence(self, self._loaded.sequences.new())
 
     def append(
-        self, sequence: kvcache.Sequence, token_ids: Several[int], states: Several[torch.Tensor]
+        self, sequence: kvcache.Sequence, token_ids: Sequence[int], states: Sequence[torch.Tensor]
     ) -> None:
         """See `CudaMtpSequence.append`."""
         loaded, first = self._loaded, sequence.length
@@ -104,7 +103,7 @@ class CudaMtp:
         if length == 0:
             self._loaded.sequences.clear(sequence)
 
-    def _run_rows(self, sequence: kvcache.Sequence, token_ids: Several[int]) -> None:
+    def _run_rows(self, sequence: kvcache.Sequence, token_ids: Sequence[int]) -> None:
         shape = self._write(sequence, np.array(token_ids, np.int32))
         self._run("mtp rows", shape, partial(self._loaded.run_rows, shape))
 
@@ -148,7 +147,7 @@ class CudaMtpSequence:
         """Copies of hidden states [rows, E], one for each row, on the device."""
         return list(hidden.clone().unbind())
 
-    def append(self, token_ids: Several[int], states: Several[torch.Tensor]) -> None:
+    def append(self, token_ids: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
 
         Raises DeviceError and OutOfMemoryError, with no row appended. States that are not finite show in the

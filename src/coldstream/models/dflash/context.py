@@ -91,7 +91,7 @@ class ContextRows:
         self._keys, self._values, self._positions, self._count = keys, values, positions, kept
 
 
-class Context(Protocol):
+class LayerContext(Protocol):
     """The rows of some layers."""
 
     @property
@@ -103,7 +103,7 @@ class Context(Protocol):
     def truncate(self, length: int) -> None: ...
 
 
-ContextT = TypeVar("ContextT", bound=Context)
+ContextT = TypeVar("ContextT", bound=LayerContext)
 
 
 def new_contexts(spec: DflashSpec) -> tuple[ContextRows, ...]:

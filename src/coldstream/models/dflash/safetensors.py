@@ -38,7 +38,7 @@ _PIECE_BYTES: Final = 1 << 24  # of a tensor, read at once
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorSource:
     """Where a tensor lies."""
 
     path: Path
@@ -57,7 +57,7 @@ class SafetensorsFile:
     paths   of the files
     """
 
-    def __init__(self, places: Mapping[str, _Place], cleanup: ExitStack) -> None:
+    def __init__(self, places: Mapping[str, _TensorSource], cleanup: ExitStack) -> None:
         self._places, self._cleanup = places, cleanup
         self.shapes = {name: place.shape for name, place in places.items()}
         self.types = {name: place.quant_type for name, place in places.items()}
@@ -74,7 +74,7 @@ class SafetensorsFile:
         listed = _listed(index) if index.exists() else None
         names = [FILE_NAME] if listed is None else sorted(set(listed.values()))
         with ExitStack() as cleanup:
-            places: dict[str, _Place] = {}
+            places: dict[str, _TensorSource] = {}
             for name in names:
                 for tensor, place in _places(folder / name, cleanup).items():
                     if tensor in places:
@@ -138,7 +138,7 @@ def _listed(index: Path) -> dict[str, str]:
     return listed
 
 
-def _places(path: Path, cleanup: ExitStack) -> dict[str, _Place]:
+def _places(path: Path, cleanup: ExitStack) -> dict[str, _TensorSource]:
     """Where the tensors of one file lie; `cleanup` closes it."""
     descriptor = open_regular(path, _ADVICE)
     cleanup.callback(os.close, descriptor)
@@ -150,7 +150,7 @@ def _places(path: Path, cleanup: ExitStack) -> dict[str, _Place]:
             shapes = {name: tuple(checked.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise InconsistentError(f"{shorten(path)}: {error!s:.120}: {DAMAGED}") from error
-    places: dict[str, _Place] = {}
+    places: dict[str, _TensorSource] = {}
     for name in names:
         dtype = header[name]["dtype"]
         if dtype not in DTYPES:
@@ -159,7 +159,9 @@ def _places(path: Path, cleanup: ExitStack) -> dict[str, _Place]:
                 "choose another drafter"
             )
         first, end = header[name]["data_offsets"]
-        places[name] = _Place(path, descriptor, data_start + first, DTYPES[dtype], shapes[name], end - first)
+        places[name] = _TensorSource(
+            path, descriptor, data_start + first, DTYPES[dtype], shapes[name], end - first
+        )
     return places
 
 

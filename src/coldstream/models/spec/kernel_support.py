@@ -22,7 +22,7 @@ from coldstream.models.spec.layer_specs import (
 
 
 @dataclass(frozen=True)
-class Choice:
+class _LayerField:
     """One field of a layer: its value, whether kernels compute it, and what they compute."""
 
     what: str
@@ -38,51 +38,51 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
     The message names the key and its value in the file, or the layer and the value where no key says it.
     """
     for index, layer in enumerate(layers):
-        for choice in (*_mixer_choices(layer.mixer), *_ffn_choices(layer.ffn)):
-            if choice.is_supported:
+        for field in (*_mixer_fields(layer.mixer), *_ffn_fields(layer.ffn)):
+            if field.is_supported:
                 continue
-            for key in choice.keys:
+            for key in field.keys:
                 if key in keys:
-                    problem = f"{keys.value(key)}, supported: {choice.supported}"
+                    problem = f"{keys.value(key)}, supported: {field.supported}"
                     raise keys.error(UnsupportedError, key, problem)
             raise UnsupportedError(
-                f"{shorten(keys.path)}: blk.{index} of {keys.architecture}: {choice.what} {choice.value}, "
-                f"supported: {choice.supported}"
+                f"{shorten(keys.path)}: blk.{index} of {keys.architecture}: {field.what} {field.value}, "
+                f"supported: {field.supported}"
             )
     _check_alike(layers, keys)
 
 
-def _mixer_choices(spec: AttentionSpec | DeltaNetSpec) -> Iterator[Choice]:
+def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
     if isinstance(spec, DeltaNetSpec):
         return
     window = spec.window
-    yield Choice("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
-    yield Choice("bias", spec.bias, not spec.bias, "attention without biases")
-    yield Choice("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
-    yield Choice("sinks", spec.sinks, not spec.sinks, "attention without sinks")
-    yield Choice("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
+    yield _LayerField("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
+    yield _LayerField("bias", spec.bias, not spec.bias, "attention without biases")
+    yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
+    yield _LayerField("sinks", spec.sinks, not spec.sinks, "attention without sinks")
+    yield _LayerField("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
     # Kernels have windows, but the key does not say which layers of a family have one.
-    yield Choice("window", window, window is None, "all positions", ("attention.sliding_window",))
+    yield _LayerField("window", window, window is None, "all positions", ("attention.sliding_window",))
 
 
-def _ffn_choices(spec: MoeSpec | DenseFfnSpec) -> Iterator[Choice]:
-    yield Choice("activation", spec.activation, spec.activation == "swiglu", "swiglu")
+def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
+    yield _LayerField("activation", spec.activation, spec.activation == "swiglu", "swiglu")
     if isinstance(spec, DenseFfnSpec):
         return
-    yield from _router_choices(spec.router)
-    yield Choice("expert bias", spec.bias, not spec.bias, "experts without biases")
+    yield from _router_fields(spec.router)
+    yield _LayerField("expert bias", spec.bias, not spec.bias, "experts without biases")
     has_kernels, supported = spec.shared in ("none", "gated"), "none, or one with a gate"
-    yield Choice("shared expert", spec.shared, has_kernels, supported)
+    yield _LayerField("shared expert", spec.shared, has_kernels, supported)
 
 
-def _router_choices(spec: RouterSpec) -> Iterator[Choice]:
+def _router_fields(spec: RouterSpec) -> Iterator[_LayerField]:
     gating, unbiased, normalised = spec.gating, not spec.selection_bias, spec.normalised
     weights = "normalised expert weights"
-    yield Choice("router", gating, gating == "softmax", "softmax (1)", ("expert_gating_func",))
-    yield Choice("selection bias", spec.selection_bias, unbiased, "a router without a bias")
-    yield Choice("normalised", normalised, normalised, weights, NORM_KEYS)
-    yield Choice("scale", spec.scale, spec.scale == 1, "1", ("expert_weights_scale",))
-    yield Choice("groups", spec.num_groups, spec.num_groups == 1, "1", ("expert_group_count",))
+    yield _LayerField("router", gating, gating == "softmax", "softmax (1)", ("expert_gating_func",))
+    yield _LayerField("selection bias", spec.selection_bias, unbiased, "a router without a bias")
+    yield _LayerField("normalised", normalised, normalised, weights, NORM_KEYS)
+    yield _LayerField("scale", spec.scale, spec.scale == 1, "1", ("expert_weights_scale",))
+    yield _LayerField("groups", spec.num_groups, spec.num_groups == 1, "1", ("expert_group_count",))
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
