@@ -26,8 +26,8 @@ import torch
 from bench.device import graph_seconds, measure_bandwidth
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import compiler
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.program import Kernel
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
 from coldstream.kernels.experts.table import ExpertTable

@@ -21,13 +21,13 @@ from bench.kernels import gpu_few
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.program import loading_kernels, note_kernels
 from coldstream.kernels.experts import cuda as pairwise
+from coldstream.kernels.experts import cuda_gemm, cuda_layer
 from coldstream.kernels.experts import cuda_grouped as grouped
-from coldstream.kernels.experts import cuda_layer, cuda_many
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows
-from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.cuda import linear_few_cuda
-from coldstream.kernels.linear.cuda_many import linear_many
-from coldstream.kernels.linear.few_layouts import Walk
+from coldstream.kernels.linear.cuda_gemm import linear_many
+from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
@@ -117,11 +117,11 @@ class ExpertLayer:
         self, rows: int, ids: list[torch.Tensor], x: torch.Tensor, codes: object, outs: PairRows
     ) -> Call:
         num_pairs = rows * TOP_K
-        groups = cuda_many.Groups(
+        groups = cuda_gemm.Groups(
             torch.empty(num_pairs, dtype=torch.int32, device=CUDA),
             torch.empty(num_pairs, dtype=torch.int32, device=CUDA),
             torch.empty(EXPERTS, 2, dtype=torch.int32, device=CUDA),
-            torch.empty(cuda_many.max_tiles(num_pairs, EXPERTS) + 1, 4, dtype=torch.int32, device=CUDA),
+            torch.empty(cuda_gemm.max_tiles(num_pairs, EXPERTS) + 1, 4, dtype=torch.int32, device=CUDA),
         )
         product = torch.empty(num_pairs, FFN, device=CUDA)
         hidden = empty_activations(num_pairs, FFN, CUDA)
@@ -133,7 +133,7 @@ class ExpertLayer:
             linear_few_cuda((gate, up), parts[:2], activations=codes, x=x)
             swiglu_cuda(parts[0], parts[1], parts[2], act)
             linear_few_cuda((down,), (outs.shared,), activations=act, x=parts[2])
-            cuda_many.group_pairs(ids[i], EXPERTS, groups)
+            cuda_gemm.group_pairs(ids[i], EXPERTS, groups)
             cuda_layer.gate_up_many((codes, codes), ids[i], tuple(self.tables), groups, (product,))
             quantize_cuda(product, hidden)
             cuda_layer.down_many(hidden, ids[i], tuple(self.tables), groups, outs.routed)
@@ -166,16 +166,16 @@ def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int
 
 @contextmanager
 def forced(walk: Walk | None, sets: int | None):
-    kept_of, kept_sets = Walk.of, {each: dict(by_slices) for each, by_slices in few_layouts.SETS.items()}
+    kept_of, kept_sets = Walk.of, {each: dict(by_slices) for each, by_slices in skinny_layouts.SETS.items()}
     if walk is not None:
         Walk.of = lambda *_: walk
-    if walk in few_layouts.SETS and sets is not None:
-        few_layouts.SETS[walk].update({4: sets, 8: sets})
+    if walk in skinny_layouts.SETS and sets is not None:
+        skinny_layouts.SETS[walk].update({4: sets, 8: sets})
     try:
         yield
     finally:
         Walk.of = kept_of
-        few_layouts.SETS.update(kept_sets)
+        skinny_layouts.SETS.update(kept_sets)
 
 
 def linear_variants(

@@ -9,9 +9,9 @@ from same_bits import assert_same_bits
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
 from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.dequantize.cuda import PROGRAM as DEQUANTIZE
 from coldstream.kernels.dequantize.cuda import instance_of

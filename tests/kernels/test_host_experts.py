@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.experts.addresses import AddressWriter
-from coldstream.kernels.experts.cuda_many import ExpertTables, Groups, group_pairs, plan_tiles
+from coldstream.kernels.experts.cuda_gemm import ExpertTables, Groups, group_pairs, plan_tiles
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MAX_GROUP

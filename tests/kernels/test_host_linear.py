@@ -15,12 +15,12 @@ from coldstream.kernels.arithmetic.reference import (
     QuantActivations,
     quantize_activations,
 )
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, PASS_COLS
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, PASS_COLS
+from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
-from coldstream.kernels.linear.few_layouts import Walk, layout_for
 from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.skinny_layouts import Walk, layout_for
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from host_device import LIMITS
@@ -201,7 +201,7 @@ def test_one_set_of_warps_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyP
     x, weight = activations(3, 27, 2304), random_weight(QuantType.Q6_K, (37, 2304), seed=3)
     monkeypatch.setattr(Walk, "of", lambda *_: walk)
     for sets in (1, 2):
-        monkeypatch.setitem(few_layouts.SETS[walk], 4, sets)
+        monkeypatch.setitem(skinny_layouts.SETS[walk], 4, sets)
         check(x, [weight])
 
 
@@ -216,7 +216,7 @@ def test_layouts_fit_their_device(limits: DeviceLimits) -> None:
                 assert layout.plan.shared_bytes + 1024 <= limits.shared_per_block
                 used = layout.plan.blocks_per_processor * (layout.plan.shared_bytes + 1024)
                 assert used <= limits.shared_per_processor
-                is_large = few_layouts.is_large(100_000, cols, rows)
+                is_large = skinny_layouts.is_large(100_000, cols, rows)
                 if limits is not LIMITS and layout.walk is not Walk.ROWS and not is_large:
                     assert layout.part_rows == rows, "no row is read for a part of the rows only"
 

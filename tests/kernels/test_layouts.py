@@ -23,14 +23,14 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
 from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
-from coldstream.kernels.cuda import few_shapes, many_tiles
+from coldstream.kernels.cuda import gemm_tiles, skinny_shapes
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.cuda.structs import declared_structs
 from coldstream.kernels.draft_block import HEAD_SIZES
 from coldstream.kernels.draft_block import cuda as draft_block
 from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_gemm as experts_many
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
-from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts import (
     partition,
     place_group,
@@ -43,9 +43,10 @@ from coldstream.kernels.experts import (
 from coldstream.kernels.fused.reference import NUM_COLUMNS
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_few
-from coldstream.kernels.linear import cuda_many as linear_many
-from coldstream.kernels.linear import few_layouts
+from coldstream.kernels.linear import cuda_gemm as linear_many
+from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.router import cuda as router
 from coldstream.kernels.router.reference import SMALLEST_SUM
@@ -66,7 +67,7 @@ def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
 
 # Also read and written by NumPy, or alike in every instance of a template.
 OTHERS: Mapping[tuple[str, str], Layout] = {
-    ("experts/many.cu", "ExpertsJob<false>"): experts_many.ExpertsJob,
+    ("experts/gemm.cu", "ExpertsJob<false>"): experts_many.ExpertsJob,
     ("experts/write_addresses.cu", "Entry"): np.dtype([("where", np.int64), ("value", np.int64)]),
     ("sample/rows.cuh", "Chosen"): np.dtype([("token", np.int32), ("fault", np.int32)]),
     ("cuda/stamps.cuh", "LayerStamps"): stamps.LAYER_STAMPS,
@@ -102,7 +103,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             for head_dim in (64, 256)
         },
     },
-    "attention/integers_few.cu": {
+    "attention/integers_decode.cu": {
         "few_warps": integers.FEW_WARPS,
         **{
             f"(FewMemory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
@@ -132,8 +133,8 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "merge_batch": merge.MERGE_BATCH,
     },
     "attention/finish.cu": {"finish_warps": merge.FINISH_WARPS},
-    "experts/many.cu": {
-        "copying_threads": 32 * many_tiles.COPYING_WARPS,
+    "experts/gemm.cu": {
+        "copying_threads": 32 * gemm_tiles.COPYING_WARPS,
         **{
             f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
             for tiling in experts_many.ALL_TILINGS
@@ -168,7 +169,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
-        "most_guesses": few_shapes.MAX_FEW_ROWS * shapes.MAX_RANKS,
+        "most_guesses": skinny_shapes.MAX_FEW_ROWS * shapes.MAX_RANKS,
     },
     "gated_delta_net/decode.cu": {
         "max_tree_rows": MAX_TREE_ROWS,
@@ -183,7 +184,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "tile_rows": delta_net.TILE_ROWS,
         "output_warps": delta_net.OUTPUT_WARPS,
     },
-    "linear/many.cu": {
+    "linear/gemm.cu": {
         f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
         for tilings in linear_many.TILINGS.values()
         for tiling in tilings
@@ -197,34 +198,38 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             for kind in INTEGER_TYPES
         },
     },
-    "linear/few.cu": {
+    "linear/skinny.cu": {
         "linear_max_matrices": linear_few.MAX_MATRICES,
-        "slice_rows": few_layouts.SLICE_ROWS,
-        "float_tile_threads": few_layouts.WARPS * 32,
-        "float_tile_tokens": few_layouts.FLOAT_TILE_TOKENS,
+        "slice_rows": skinny_layouts.SLICE_ROWS,
+        "float_tile_threads": skinny_layouts.WARPS * 32,
+        "float_tile_tokens": skinny_layouts.FLOAT_TILE_TOKENS,
         **{
             f"float_stages({slices}) * sizeof(FloatStage<{value}, float_tile_rows({slices})>)": (
-                few_layouts.float_tile_bytes([quant_type], slices)
+                skinny_layouts.float_tile_bytes([quant_type], slices)
             )
             for quant_type, value in FLOAT_VALUES.items()
-            for slices in few_layouts.FLOAT_STAGES
+            for slices in skinny_layouts.FLOAT_STAGES
         },
         **{
-            f"tile_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.TILES)
-            for slices, sets in few_layouts.SETS[few_layouts.Walk.TILES].items()
+            f"tile_blocks({slices // sets}, {sets})": skinny_layouts.tile_blocks(
+                slices, skinny_layouts.Walk.TILES
+            )
+            for slices, sets in skinny_layouts.SETS[Walk.TILES].items()
         },
-        "block_row_bytes": few_shapes.BLOCK_GROUP_BYTES,
+        "block_row_bytes": skinny_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
     },
     "linear/parts.cu": {
-        "part_unit_rows": few_shapes.PART_UNIT_ROWS,
-        "part_groups * group_elements": few_shapes.PART_COLS,
-        "part_row_bytes": few_shapes.PART_ROW_BYTES,
-        "slice_rows": few_layouts.SLICE_ROWS,
+        "part_unit_rows": skinny_shapes.PART_UNIT_ROWS,
+        "part_groups * group_elements": skinny_shapes.PART_COLS,
+        "part_row_bytes": skinny_shapes.PART_ROW_BYTES,
+        "slice_rows": skinny_layouts.SLICE_ROWS,
         **{
-            f"part_blocks({slices // sets}, {sets})": few_layouts.tile_blocks(slices, few_layouts.Walk.PARTS)
-            for slices, sets in few_layouts.SETS[few_layouts.Walk.PARTS].items()
+            f"part_blocks({slices // sets}, {sets})": skinny_layouts.tile_blocks(
+                slices, skinny_layouts.Walk.PARTS
+            )
+            for slices, sets in skinny_layouts.SETS[Walk.PARTS].items()
         },
     },
     "quantize/quantize.cu": {"block_elements": BLOCK_SIZE},
@@ -285,7 +290,7 @@ def assertions(structures: Mapping[str, Layout], numbers: Mapping[str, float]) -
 def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     """CompileError with the assertions that do not hold."""
     opened = ("using namespace coldstream;", "using namespace coldstream::many;")
-    many = opened if "many" in file and "float" not in file else opened[:1]
+    many = opened if "gemm" in file and "float" not in file else opened[:1]
     source = directory / "layouts.cu"
     source.write_text(
         "\n".join([f'#include "{file}"', *many, *lines, "template <int> __global__ void none() {}"])

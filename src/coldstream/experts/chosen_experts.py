@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_FEW_ROWS
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 

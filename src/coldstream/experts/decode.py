@@ -15,7 +15,7 @@ from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import MAX_FEW_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_FEW_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels

@@ -23,8 +23,8 @@ from bench.random_model import Shape
 from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import limits
-from coldstream.kernels.cuda.few_shapes import instance_for
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.skinny_shapes import instance_for
 
 NOTHING = dict.fromkeys(("bus_pairs", "fetched", "used", "given_up"), 0)
 

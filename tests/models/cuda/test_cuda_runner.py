@@ -20,10 +20,10 @@ from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda import limits
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, instance_for
 from coldstream.kernels.experts import moe
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda import runner as cuda_runner

@@ -1,5 +1,7 @@
-"""Attention on the GPU, over caches of an integer type: `integers_prepare.cu`, then `integers_few.cu` for few
-rows, or for many `integers_warpgroups.cu` where it can and else `integers.cu`, then `merge_cuda.py`.
+"""Attention on the GPU, over caches of an integer type.
+
+`integers_prepare.cu` is first. Steps of decoding go on with `integers_decode.cu`, those of prefill with
+`integers_warpgroups.cu` where it can, and else with `integers.cu`. `merge_cuda.py` is last.
 
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, heads, caches, rows, queries)
@@ -258,14 +260,14 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
 
 
 def few_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Form]:
-    """Of integers_few.cu for as many halves of PAIRS, the best first; there are none for trees."""
+    """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
     for blocks in () if trees else FEW_BLOCKS:
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (FEW_WARPS + 1) * 4)
         instance = _instance("attention_integers_few", shape, blocks, halves)
-        yield Form("integers_few.cu", instance, FEW_WARPS * blocks, PAIRS, shared)
+        yield Form("integers_decode.cu", instance, FEW_WARPS * blocks, PAIRS, shared)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:

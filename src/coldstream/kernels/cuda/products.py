@@ -12,13 +12,13 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, MAX_FEW_ROWS
 from coldstream.kernels.dequantize.cuda import dequantize_cuda
 from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
-from coldstream.kernels.linear.cuda_float_many import float_linear_many
-from coldstream.kernels.linear.cuda_many import linear_many
+from coldstream.kernels.linear.cuda_float_gemm import float_linear_many
+from coldstream.kernels.linear.cuda_gemm import linear_many
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda

@@ -1,10 +1,10 @@
-// Products of a few rows of activations with many weight rows by dp4a, as products_few.cuh for one row: a
+// Products of a few rows of activations with many weight rows by dp4a, as products_gemv.cuh for one row: a
 // warp keeps the codes of a pass of its unit in registers, and multiplies them with one row after the other.
 // For up to about four rows this takes fewer instructions than a tile of the tensor cores, which costs the
 // same for one row and for eight.
 #pragma once
 
-#include "cuda/products_few.cuh"
+#include "cuda/products_gemv.cuh"
 
 namespace coldstream {
 

@@ -1,4 +1,4 @@
-// Products of 2 to 64 rows of activations with many weight rows on the tensor cores, as products_few.cuh for
+// Products of 2 to 64 rows of activations with many weight rows on the tensor cores, as products_gemv.cuh for
 // one row by dp4a.
 //
 // A block takes units of sixteen weight rows times `1 << spread`, a pass of columns at a time, through one
@@ -10,7 +10,7 @@
 // 2 c) and (g + 8, 2 c + 1).
 #pragma once
 
-#include "cuda/products_few.cuh"
+#include "cuda/products_gemv.cuh"
 #include "cuda/tensor_cores.cuh"
 
 namespace coldstream {

@@ -6,7 +6,7 @@
 
 namespace coldstream {
 
-// A weight matrix and how it is walked, as few_shapes.py lays it out.
+// A weight matrix and how it is walked, as skinny_shapes.py lays it out.
 struct MatrixShape {
   int type;
   int num_rows;

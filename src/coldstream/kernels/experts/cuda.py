@@ -7,7 +7,9 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.few_shapes import (
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.skinny_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
     MAX_PAIR_ROWS,
@@ -19,8 +21,6 @@ from coldstream.kernels.cuda.few_shapes import (
     plan_ring,
     row_group_bytes,
 )
-from coldstream.kernels.cuda.limits import device_limits
-from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.cuda import has_aligned_rows
@@ -31,7 +31,7 @@ WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"), tuple(instance_for(name, FEW_TYPES) for name in (GATE_UP, DOWN))
+    Path(__file__).with_name("gemv.cu"), tuple(instance_for(name, FEW_TYPES) for name in (GATE_UP, DOWN))
 )
 
 
@@ -52,19 +52,19 @@ class ExpertMatrices:
         return topk_ids.shape[1] + (self.shared is not None)
 
 
-@declared_in("experts/few.cuh")
+@declared_in("experts/gemv.cuh")
 class ExpertMatrix(ctypes.Structure): ...
 
 
-@declared_in("experts/few.cuh")
+@declared_in("experts/gemv.cuh")
 class GateUp(ctypes.Structure): ...
 
 
-@declared_in("experts/few.cuh")
+@declared_in("experts/gemv.cuh")
 class Down(ctypes.Structure): ...
 
 
-@declared_in("experts/few.cuh", "PairRows")
+@declared_in("experts/gemv.cuh", "PairRows")
 class PairRowsArgument(ctypes.Structure): ...
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.few_shapes import (
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.skinny_shapes import (
     SLACK_BYTES,
     WARP_SIZE,
     MatrixShape,
@@ -18,8 +20,6 @@ from coldstream.kernels.cuda.few_shapes import (
     plan_ring,
     row_group_bytes,
 )
-from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
-from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.cuda import (
     WARPS,

@@ -7,11 +7,11 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES
-from coldstream.kernels.cuda.many_tiles import Tiling
+from coldstream.kernels.cuda.gemm_tiles import Tiling
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES
 from coldstream.kernels.experts import cuda as experts_few
+from coldstream.kernels.experts import cuda_gemm as experts_many
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
-from coldstream.kernels.experts import cuda_many as experts_many
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights

@@ -1,4 +1,4 @@
-// Pairs (token, rank) grouped by expert, and the groups split into tiles; see cuda_many.py.
+// Pairs (token, rank) grouped by expert, and the groups split into tiles; see cuda_gemm.py.
 #include "cuda/common.cuh"
 
 using namespace coldstream;

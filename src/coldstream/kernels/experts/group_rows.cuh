@@ -5,7 +5,7 @@
 // group; the shared expert's come before all others, and have all tokens in order.
 #pragma once
 
-#include "experts/few.cuh"
+#include "experts/gemv.cuh"
 
 namespace coldstream {
 

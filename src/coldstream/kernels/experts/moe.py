@@ -13,11 +13,12 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.few_shapes import FEW_TYPES, MAX_FEW_ROWS, MAX_PAIR_ROWS
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
+from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, MAX_FEW_ROWS, MAX_PAIR_ROWS
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
+from coldstream.kernels.experts.cuda_gemm import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
@@ -29,7 +30,6 @@ from coldstream.kernels.experts.cuda_layer import (
     is_one_launch,
     stacks_of,
 )
-from coldstream.kernels.experts.cuda_many import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.table import ExpertTable

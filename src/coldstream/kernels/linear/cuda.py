@@ -7,7 +7,9 @@ from pathlib import Path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.few_shapes import (
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.program import Argument, CudaProgram
+from coldstream.kernels.cuda.skinny_shapes import (
     FEW_TYPES,
     GROUP_TYPES,
     MAX_FEW_ROWS,
@@ -15,10 +17,9 @@ from coldstream.kernels.cuda.few_shapes import (
     MatrixShape,
     instance_for,
 )
-from coldstream.kernels.cuda.limits import device_limits
-from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.linear.few_layouts import (
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.skinny_layouts import (
     FLOAT_ROW_BYTES,
     MAX_TILE_ROWS,
     SETS,
@@ -29,7 +30,6 @@ from coldstream.kernels.linear.few_layouts import (
     is_large,
     layout_for,
 )
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_MATRICES = 8
@@ -40,7 +40,7 @@ INSTANCES = {
     walk: tuple((slices // count, count) for slices, count in sets.items()) for walk, sets in SETS.items()
 }  # slices of a set of warps, and sets
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("few.cu"),
+    Path(__file__).with_name("skinny.cu"),
     (
         *(instance_for(kernel, FEW_TYPES) for kernel in (ONE, ROWS)),
         *(instance_for(FEW, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.TILES]),
@@ -53,11 +53,11 @@ PARTS_PROGRAM = CudaProgram(
 )
 
 
-@declared_in("linear/few.cuh")
+@declared_in("linear/skinny.cuh")
 class LinearMatrix(ctypes.Structure): ...
 
 
-@declared_in("linear/few.cuh")
+@declared_in("linear/skinny.cuh")
 class LinearMatrices(ctypes.Structure): ...
 
 
@@ -65,7 +65,7 @@ class LinearMatrices(ctypes.Structure): ...
 class BlockRows(ctypes.Structure): ...
 
 
-@declared_in("linear/few.cuh")
+@declared_in("linear/skinny.cuh")
 class LinearInputs(ctypes.Structure): ...
 
 

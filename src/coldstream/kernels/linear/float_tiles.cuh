@@ -1,9 +1,9 @@
-// Products of float weights with 9 to 64 rows of activations, as float_many.cu in small tiles: there are few
+// Products of float weights with 9 to 64 rows of activations, as float_gemm.cu in small tiles: there are few
 // outputs, so that they take as long as one tile, and the stages of the next inputs are on their way while a
 // block multiplies. All threads of a block copy, and sixteen for each row of weights multiply.
 #pragma once
 
-#include "cuda/products_few.cuh"
+#include "cuda/products_gemv.cuh"
 #include "linear/float_lanes.cuh"
 
 namespace coldstream {

@@ -1,6 +1,6 @@
-// y = x · Wᵀ as few.cu has it, for rows of x too wide for the shared memory of a block.
+// y = x · Wᵀ as skinny.cu has it, for rows of x too wide for the shared memory of a block.
 #include "cuda/products_parts.cuh"
-#include "linear/few.cuh"
+#include "linear/skinny.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 

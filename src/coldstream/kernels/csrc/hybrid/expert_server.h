@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "quant/few_experts.h"
+#include "quant/decode_experts.h"
 #include "quant/pooled_experts.h"
 #include "runtime/thread_pool.h"
 

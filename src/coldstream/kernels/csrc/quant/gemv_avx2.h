@@ -1,0 +1,10 @@
+// See gemv_avx512.h: the same in 256-bit registers, without VNNI.
+#pragma once
+
+#include "quant/kernels.h"
+
+namespace coldstream {
+
+void few_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
+
+}  // namespace coldstream

@@ -1,0 +1,135 @@
+#include "quant/gemv_avx512.h"
+
+#if defined(__AVX512VNNI__)
+
+#include "quant/blocks_avx512.h"
+#include "quant/dispatch.h"
+#include "quant/gemv_lanes.h"
+#include "quant/transpose_avx512.h"
+
+namespace coldstream {
+
+namespace {
+
+// Lane i: the sum of all lanes of v[i].
+__m256i sum_each(const __m512i v[8]) {
+  const __m512i low = merge_64(merge_32(v[0], v[1]), merge_32(v[2], v[3]));
+  const __m512i high = merge_64(merge_32(v[4], v[5]), merge_32(v[6], v[7]));
+  const __m512i quarters =
+      _mm512_add_epi32(_mm512_shuffle_i64x2(low, high, 0x44), _mm512_shuffle_i64x2(low, high, 0xee));
+  const __m512i even = _mm512_shuffle_i64x2(quarters, quarters, 0x08),
+                odd = _mm512_shuffle_i64x2(quarters, quarters, 0x0d);
+  return _mm512_castsi512_si256(_mm512_add_epi32(even, odd));
+}
+
+__m256i sum_each(const __m256i v[8]) {
+  __m512i joined[4];
+  for (int i = 0; i < 4; i++) joined[i] = join_256(v[i], v[i + 4]);
+  const __m512i sums = merge_64(merge_32(joined[0], joined[1]), merge_32(joined[2], joined[3]));
+  const __m512i even = _mm512_shuffle_i64x2(sums, sums, 0x08), odd = _mm512_shuffle_i64x2(sums, sums, 0x0d);
+  return _mm512_castsi512_si256(_mm512_add_epi32(even, odd));
+}
+
+// Lane 2k: the sum of the low half of v[k]; lane 2k + 1: of the high half.
+__m256i sum_each_half(const __m512i v[4]) {
+  const __m512i sums = merge_64(merge_32(v[0], v[1]), merge_32(v[2], v[3]));
+  const __m512i even = _mm512_shuffle_i64x2(sums, sums, 0x08), odd = _mm512_shuffle_i64x2(sums, sums, 0x0d);
+  const __m256i halves = _mm512_castsi512_si256(_mm512_add_epi32(even, odd));
+  return _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+// What multiplies the sums over 16 inputs: the minimums, or for Q6_K −32 times the scales, which takes the
+// codes' offset off.
+template <QuantType Q>
+__m256i sum_factors(const SpreadScales<Q>& scales) {
+  if constexpr (Format512<Q>::has_mins) {
+    const __m256i twice = _mm256_setr_epi16(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+    return _mm256_permutexvar_epi16(twice, scales.packed);
+  } else {
+    return _mm256_sub_epi16(_mm256_setzero_si256(),
+                            _mm256_slli_epi16(scales.packed, Format512<Q>::offset_bits));
+  }
+}
+
+template <QuantType Q>
+struct KernelFew {
+  using Format = Format512<Q>;
+  static constexpr int most_fixed_rows = 1;
+
+  template <int rows, bool full, Eight E>
+  inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
+                                                                     int count, const ActivationRow* x,
+                                                                     int64_t g, int num_rows, __m256* p) {
+    using Block = typename Format::Block;
+    if constexpr (full) count = 8;
+    __m512i dots[capacity_of<rows>][8];
+    __m256i min_dots[capacity_of<rows>][8];
+    for (int i = 0; i < count; i++) {
+      const auto* b = reinterpret_cast<const Block*>(data + i * stride);
+      const int64_t group = E == Eight::of_a_row ? g + i : g;
+      prefetch_weights(b, sizeof *b);
+      const Codes512 codes = Format::load(b);
+      const SpreadScales<Q> scales(b);
+      const __m256i factors = sum_factors<Q>(scales);
+      for (int t = 0; t < num_rows; t++) {
+        const int8_t* q = x[t].q + group * group_elements;
+        const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + group * 16));
+        const __m256i min_dot = _mm256_madd_epi16(factors, sums);
+        __m512i dot = Format::has_mins ? _mm512_setzero_si512() : _mm512_zextsi256_si512(min_dot);
+        for (int k = 0; k < 4; k++) {
+          dot = _mm512_dpwssd_epi32(dot, _mm512_maddubs_epi16(codes.part[k], _mm512_loadu_si512(q + 64 * k)),
+                                    scales.part[k]);
+        }
+        dots[t][i] = dot;
+        if constexpr (Format::has_mins) min_dots[t][i] = min_dot;
+      }
+    }
+    const auto* first = reinterpret_cast<const Block*>(data);
+    const __m256 d = load_halves_8(first->d, stride, count);
+    __m256 dmin;
+    if constexpr (Format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
+    const auto present = static_cast<__mmask8>((1 << count) - 1);
+    for (int t = 0; t < num_rows; t++) {
+      for (int i = count; i < 8; i++) {
+        dots[t][i] = _mm512_setzero_si512();
+        if constexpr (Format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
+      }
+      const __m256 a = E == Eight::of_a_row ? _mm256_maskz_loadu_ps(present, x[t].scales + g)
+                                            : _mm256_set1_ps(x[t].scales[g]);
+      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
+      if constexpr (Format::has_mins) {
+        p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
+      }
+    }
+  }
+
+  inline __attribute__((always_inline)) static void add_blocks(const typename Format512<Q>::Block* b,
+                                                               int count, const ActivationRow* x, int64_t g,
+                                                               int num_rows, __m256* p) {
+    const Codes512 codes = Format::load(b);
+    const __m256 d = _mm256_maskz_mov_ps(static_cast<__mmask8>((1 << count) - 1), load_d_8(b, 8));
+    for (int t = 0; t < num_rows; t++) {
+      const int8_t* q = x[t].q + g * group_elements;
+      __m512i dots[4];
+      for (int k = 0; k < 4; k++) {
+        dots[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes.part[k], _mm512_loadu_si512(q + 64 * k));
+      }
+      const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16));
+      const __m256i offset =
+          _mm256_slli_epi32(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)), Format::offset_bits);
+      const __m256i dot = _mm256_sub_epi32(sum_each_half(dots), offset);
+      const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
+      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
+    }
+  }
+};
+
+}  // namespace
+
+void few_avx512(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<KernelFew<Q>>(w, x, num_rows, out); });
+}
+
+}  // namespace coldstream
+
+#endif

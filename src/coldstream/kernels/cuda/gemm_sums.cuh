@@ -1,0 +1,135 @@
+// The float sums of a tile: from groups of 256 inputs to leaves of the summation tree, from leaves to the
+// root, and from the root to the output.
+#pragma once
+
+#include "cuda/gemm_copies.cuh"
+
+namespace coldstream::many {
+
+template <class T>
+struct Accumulators {
+  float p[T::num_sums][T::mt][T::nt][4];
+  float left[T::mt][T::nt][4];  // left siblings of the lowest level, where that level is not in shared memory
+  float4* waiting;              // this thread's left siblings in shared memory
+
+  __device__ void clear() {
+#pragma unroll
+    for (int k = 0; k < T::num_sums; k++)
+      each([&](int m, int n) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[k][m][n][i] = 0.0f;
+      });
+  }
+
+  // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
+  // and p[0] becomes the root.
+  __device__ void close(int leaf, int next) {
+    if constexpr (T::Weights::super) {
+      if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
+    } else {
+      each([&](int m, int n) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float lanes[8];
+#pragma unroll
+          for (int k = 0; k < 8; k++) lanes[k] = p[k][m][n][i];
+          p[0][m][n][i] = sum_of_eight(lanes);
+        }
+      });
+    }
+  }
+
+ private:
+  // True if the parent's subtree is complete too.
+  template <int level>
+  __device__ bool close_level(int leaf, int next) {
+    if (leaf >> level & 1) {
+      each([&](int m, int n) {
+        float sibling[4];
+        load<level>(m, n, sibling);
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[0][m][n][i] = sibling[i] + p[0][m][n][i];
+      });
+    } else if (leaf >> (level + 1) == next >> (level + 1)) {
+      each([&](int m, int n) {
+        store<level>(m, n, p[0][m][n]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[0][m][n][i] = 0.0f;
+      });
+      return false;
+    }
+    return true;
+  }
+
+  template <int level>
+  static constexpr int depth = level - (3 - T::shared_levels);
+
+  template <int level>
+  __device__ float4& place_of(int m, int n) {
+    return waiting[((depth<level> * T::mt + m) * T::nt + n) * T::multiplying_threads];
+  }
+
+  template <int level>
+  __device__ void load(int m, int n, float (&sibling)[4]) {
+    if constexpr (depth<level> < 0) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sibling[i] = left[m][n][i];
+    } else {
+      const float4 stored = place_of<level>(m, n);
+      sibling[0] = stored.x, sibling[1] = stored.y, sibling[2] = stored.z, sibling[3] = stored.w;
+    }
+  }
+
+  template <int level>
+  __device__ void store(int m, int n, const float (&subtree)[4]) {
+    if constexpr (depth<level> < 0) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) left[m][n][i] = subtree[i];
+    } else {
+      place_of<level>(m, n) = make_float4(subtree[0], subtree[1], subtree[2], subtree[3]);
+    }
+  }
+
+  template <class F>
+  __device__ static void each(F f) {
+#pragma unroll
+    for (int m = 0; m < T::mt; m++)
+#pragma unroll
+      for (int n = 0; n < T::nt; n++) f(m, n);
+  }
+};
+
+template <class T, class Job>
+__device__ __forceinline__ void store_tile(const Job& job, const Header& head, const Fragment& at,
+                                           const Accumulators<T>& sums) {
+  int rows[T::nt][2];  // all are loaded before the first is used, so that the loads overlap
+#pragma unroll
+  for (int n = 0; n < T::nt; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      rows[n][i] =
+          job.out_row(head.first + min((n * T::columns + at.column) * 8 + 2 * at.t + i, head.count - 1));
+#pragma unroll
+  for (int n = 0; n < T::nt; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if ((n * T::columns + at.column) * 8 + 2 * at.t + i >= head.count) continue;
+#pragma unroll
+      for (int m = 0; m < T::mt; m++)
+        job.store(rows[n][i], head.row, at.row + 16 * m + at.g, sums.p[0][m][n][i], sums.p[0][m][n][2 + i]);
+    }
+}
+
+// Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
+template <class T, class Job>
+__device__ __forceinline__ void end_group(const Job& job, const Header& head, const Fragment& at,
+                                          Accumulators<T>& sums) {
+  const int leaf = head.progress & 255, next = head.progress >> 8 & 255;
+  if (leaf != next) sums.close(leaf, next);
+  if (next == 8) {
+    store_tile<T>(job, head, at, sums);
+    sums.clear();
+  }
+}
+
+}  // namespace coldstream::many

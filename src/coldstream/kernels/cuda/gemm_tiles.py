@@ -1,0 +1,128 @@
+"""The tilings of `gemm_tiles.cuh` for launchers, and its arguments.
+
+The kernel checks the size of its shared memory against its own count.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import ArrayError, check_array
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.linear.reference import BLOCK_TYPES, activation_scale_size
+
+CODE_PITCH = GROUP_SIZE + 16
+SUM_PITCH = TABLE_PITCH = BLOCK_SCALE_PITCH = 48
+WINDOW = 16  # bytes
+HEADER_BYTES = 32  # of a stage, with its barriers
+COPYING_WARPS = 4
+IN_PLACE = frozenset({QuantType.Q4_K, QuantType.Q5_K})
+BLOCK_SIZE = 32
+SWIZZLE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and tokens of a tile in products of 16 x 8, how warps share them, and groups in flight."""
+
+    quant_type: QuantType
+    row_products: int
+    token_products: int
+    warp_rows: int
+    warp_columns: int
+    stages: int
+    blocks: int = 1  # on a multiprocessor
+    by_warpgroups: bool = False
+
+    @functools.cached_property
+    def name(self) -> str:
+        numbers = (self.row_products, self.token_products, self.warp_rows, self.warp_columns)
+        arguments = ", ".join(map(str, (*numbers, self.stages, self.blocks)))
+        flag = ", true" if self.by_warpgroups else ""
+        return f"Tiling<{self.quant_type.name}, {arguments}{flag}>"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_products * self.warp_rows
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.token_products * self.warp_columns
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warp_rows * self.warp_columns + COPYING_WARPS)
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        in_place = self.quant_type in IN_PLACE
+        group_bytes = self.quant_type.row_bytes(GROUP_SIZE)
+        row_bytes = group_bytes if in_place else round_up(group_bytes + WINDOW - 2, WINDOW)
+        sum_bytes = 0 if not in_place else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
+        scale_bytes = BLOCK_SCALE_PITCH if self.quant_type in BLOCK_TYPES else 4
+        sums_end = HEADER_BYTES + (scale_bytes + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
+        if self.by_warpgroups:
+            codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
+            stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
+        else:
+            stage_bytes = sums_end + CODE_PITCH * self.tokens + row_bytes * self.rows
+        unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + TABLE_PITCH
+        waiting_bytes = 4 * self.shared_levels * self.tokens
+        return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows
+
+    @property
+    def shared_levels(self) -> int:
+        """Levels of the tree of sums that are kept in shared memory."""
+        if self.quant_type.block_elements != GROUP_SIZE:
+            return 0
+        return 3 if self.quant_type in IN_PLACE else 2
+
+    def grid(self, num_tiles: int) -> tuple[int, int, int]:
+        """As many blocks as run on the device at a time, but at most one per tile."""
+        return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
+
+
+def least_tiling(quant_type: QuantType) -> Tiling:
+    """A tiling that fits every device (sm_86, sm_89 and sm_120 give a block 99 KiB)."""
+    return Tiling(quant_type, 1, 2, 4, 2, stages=2)
+
+
+def fitting(tilings: Sequence[Tiling]) -> Tiling:
+    """The first of the tilings, of one type, that the current device can run, or `least_tiling`."""
+    device = device_limits()
+    for tiling in tilings:
+        can_run = device.has_warpgroups or not tiling.by_warpgroups
+        if can_run and tiling.shared_bytes <= device.shared_per_block:
+            return tiling
+    return least_tiling(tilings[0].quant_type)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@declared_in("cuda/gemm_copies.cuh", "Activations")
+class ActivationsArgument(ctypes.Structure):
+    @classmethod
+    def of(cls, x: QuantActivations, quant_type: QuantType) -> "ActivationsArgument":
+        """Contiguous rows of whole groups, the last padded with zero codes, for weights of a type.
+
+        ValueError for others, and for scales that are not the type's.
+        """
+        num_rows, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
+        num_scales = num_groups * GROUP_SIZE // activation_scale_size(quant_type)
+        for name, array, dtype, shape in (
+            ("q", x.q, "int8", (num_rows, num_groups * GROUP_SIZE)),
+            ("scales", x.scales, "float32", (num_rows, num_scales)),
+            ("sums", x.sums, "int16", (num_rows, num_groups * GROUP_SIZE // SUM_SIZE)),
+        ):
+            check_array(name, array, dtype)
+            if array.shape != shape:
+                raise ArrayError(f"{name}: an array {tuple(array.shape)} where the kernel reads {shape}")
+        return cls(
+            q=x.q.data_ptr(), scales=x.scales.data_ptr(), sums=x.sums.data_ptr(), num_groups=num_groups
+        )

@@ -1,0 +1,139 @@
+// Routed experts and the shared one for few tokens. Every (token, rank) pair has blocks of its own,
+// and behind a token's ranks comes its shared expert. Routed experts are found through tables of addresses;
+// the pairs of an expert with the address 0 are left out.
+#include "experts/gemv.cuh"
+
+extern __shared__ float4 dynamic_shared[];
+
+namespace coldstream {
+
+// Blocks on a processor at once, which limit the registers of a thread. A launch reads one or two types; code
+// for more than three needs more registers, and would spill.
+constexpr int expert_blocks(Types types) {
+  int num_types = 0;
+  for (; types != 0; types &= types - 1) num_types++;
+  return num_types > 3 ? 4 : 6;
+}
+
+struct Pair {
+  int token, rank;
+  bool is_shared;
+};
+
+__device__ __forceinline__ Pair this_pair(int num_ranks, int pairs_per_token) {
+  const int token = blockIdx.y / pairs_per_token, rank = blockIdx.y - token * pairs_per_token;
+  return {token, rank, rank == num_ranks};
+}
+
+__device__ __forceinline__ float* row_of(const PairRows& rows, const Pair& pair, int num_ranks, int width) {
+  return pair.is_shared ? rows.shared + int64_t(pair.token) * width
+                        : rows.routed + (int64_t(pair.token) * num_ranks + pair.rank) * width;
+}
+
+__device__ __forceinline__ const uint8_t* data_of(const ExpertMatrix& matrix, const Pair& pair,
+                                                  const int* ids, int num_ranks) {
+  if (pair.is_shared) return matrix.shared;
+  return reinterpret_cast<const uint8_t*>(matrix.addresses[ids[pair.token * num_ranks + pair.rank]]);
+}
+
+// Units by teams of warps: team `team` of `num_teams` in the block.
+__device__ __forceinline__ Work share_units(const MatrixShape& shape, const uint8_t* data, int team,
+                                            int num_teams) {
+  const int num_units = (shape.num_rows + shape.unit_rows - 1) / shape.unit_rows;
+  const int num_blocks = gridDim.x, block = blockIdx.x;
+  return {shape, data, data == nullptr ? 0 : num_units, team * num_blocks + block, num_blocks * num_teams};
+}
+
+// h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
+// up.
+template <Types types>
+__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
+    expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
+                   const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
+                   const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
+                   int stages) {
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
+  const Pair pair = this_pair(num_ranks, pairs_per_token);
+  const int warp = threadIdx.x / warp_size, team = warp / 2;
+  const bool is_up = warp % 2;
+  // The previous kernel writes the ids; only the shared expert does not depend on it.
+  if (!pair.is_shared) wait_for_previous_grid();
+  const uint8_t* gate = data_of(matrices.matrix[0], pair, ids, num_ranks);
+  const uint8_t* up = data_of(matrices.matrix[1], pair, ids, num_ranks);
+  const bool is_here = gate != nullptr && up != nullptr;
+  const MatrixShape shape = matrices.matrix[is_up].shape[pair.is_shared];
+  const Work work = share_units(shape, !is_here ? nullptr : is_up ? up : gate, team, expert_warps / 2);
+  const Ring ring = warp_ring(memory, stage_bytes, stages);
+  const Cursor ahead = fill_ring(work, ring);
+  if (pair.is_shared) wait_for_previous_grid();
+  // Not earlier: `expert_down` relies on the ids as soon as it runs.
+  release_next_grid();
+
+  // Gate and up may need different forms of the row.
+  uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
+  Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
+                   x + int64_t(pair.token) * x_stride, 0, 1};
+  if (is_here && is_float<types>(shape.type)) {
+    warm_values(inputs.values, 0, 1, shape.num_cols);
+  } else if (is_here) {
+    const int64_t token = pair.token;
+    const bool is_block = is_block_type<types>(shape.type);
+    const bool is_other_block = is_block_type<types>(matrices.matrix[!is_up].shape[pair.is_shared].type);
+    if (!is_block || !is_other_block)
+      copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
+               sums + token * groups * (group_elements / sum_elements));
+    if (is_block || is_other_block) {
+      const SharedRow row = shared_block_row(behind, groups);
+      quantize_into<block_elements>(row, inputs.values, shape.num_cols);
+      if (is_block) inputs.quantized = row;
+    }
+  }
+  __syncthreads();
+  float* out = row_of(h, pair, num_ranks, shape.num_rows);
+  int turn = 0;
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
+    float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
+    const bool exists = row < shape.num_rows;
+    if (!is_up && exists) *kept = y[0];
+    sync_pair(team);
+    if (is_up && exists) out[row] = exact_swiglu(*kept, y[0]);
+    turn ^= 1;  // the other warp may still read
+  });
+}
+
+// The down projection of every h, which is quantised on the way. Launched right behind `expert_gate_up`.
+template <Types types>
+__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
+    expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
+                const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
+                int stage_bytes, int stages) {
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  release_next_grid();
+  const Pair pair = this_pair(num_ranks, pairs_per_token);
+  const uint8_t* down = data_of(matrices.down, pair, ids, num_ranks);
+  const MatrixShape shape = matrices.down.shape[pair.is_shared];
+  const Work work = share_units(shape, down, threadIdx.x / warp_size, expert_warps);
+  const Ring ring = warp_ring(memory, stage_bytes, stages);
+  const Cursor ahead = fill_ring(work, ring);
+
+  wait_for_previous_grid();
+  const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
+  const float* values = row_of(h, pair, num_ranks, cols);
+  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
+  if (work.num_units > 0 && !is_float<types>(shape.type)) {
+    if (is_block_type<types>(shape.type)) {
+      inputs.quantized = shared_block_row(behind_rings(memory, stage_bytes, stages), groups);
+      quantize_into<block_elements>(inputs.quantized, values, cols);
+    } else {
+      quantize_into<group_elements>(inputs.quantized, values, cols);
+    }
+  }
+  __syncthreads();
+  float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
+  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
+    if (row < shape.num_rows) y_row[row] = y[0];
+  });
+}
+
+}  // namespace coldstream

@@ -1,0 +1,47 @@
+// What the kernels of a few tokens' experts are given, by pairs and by groups.
+#pragma once
+
+#include "cuda/products_gemv.cuh"
+
+namespace coldstream {
+
+constexpr int expert_warps = 4;
+constexpr int expert_threads = expert_warps * warp_size;
+constexpr int expert_max_unit_rows = 32;
+
+// Shared memory for each group of a row that weights in blocks of 32 read.
+constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }
+
+// A matrix of every routed expert and of the shared one: shapes in that order.
+struct ExpertMatrix {
+  const int64_t* addresses;
+  const uint8_t* shared;
+  MatrixShape shape[2];
+};
+
+struct GateUp {
+  ExpertMatrix matrix[2];  // gate, up
+};
+
+struct Down {
+  ExpertMatrix down;
+};
+
+// Activations of one launch: of routed experts [T, ranks, width], of the shared one [T, shared width].
+struct PairRows {
+  float* routed;
+  float* shared;
+};
+
+__device__ __forceinline__ Ring warp_ring(uint8_t* memory, int stage_bytes, int stages) {
+  return {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
+}
+
+__device__ __forceinline__ uint8_t* behind_rings(uint8_t* memory, int stage_bytes, int stages) {
+  return memory + expert_warps * stages * stage_bytes;
+}
+
+// Waits for the other warp of a pair of warps: barrier 0 is the block's.
+__device__ __forceinline__ void sync_pair(int pair) { meet_at<2 * warp_size>(pair + 1); }
+
+}  // namespace coldstream

@@ -1,0 +1,91 @@
+"""Products of many rows on integer tensor cores."""
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray, check_array
+from coldstream.kernels.cuda.gemm_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.quant_tensor import QuantTensor
+
+# In order of preference.
+TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
+    tilings[0].quant_type: tilings
+    for tilings in (
+        (Tiling(QuantType.Q4_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q4_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q5_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q5_K, 1, 4, 8, 2, 3)),
+        (Tiling(QuantType.Q6_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q6_K, 1, 4, 4, 2, 2)),
+        (Tiling(QuantType.Q8_0, 1, 2, 4, 2, 2),),
+        (Tiling(QuantType.Q4_0, 1, 2, 4, 2, 2),),
+        (Tiling(QuantType.Q5_0, 1, 2, 4, 2, 2),),
+    )
+}
+
+
+@declared_in("linear/gemm.cu")
+class LinearJob(ctypes.Structure): ...
+
+
+def instance(tiling: Tiling) -> str:
+    return f"linear_many<{tiling.name}>"
+
+
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("gemm.cu"),
+    tuple(
+        instance(t)
+        for tilings in TILINGS.values()
+        for t in dict.fromkeys((*tilings, least_tiling(tilings[0].quant_type)))
+    ),
+    is_slow=True,
+)
+
+
+def linear_many(x: QuantActivations, weight: QuantTensor, out: DeviceArray) -> None:
+    """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
+
+    x is padded to whole groups of 256 and has the scales that the type reads (`activation_scale_size`);
+    `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent rows; out is float32 [T, N] with
+    unit stride along the last dimension. Any T; efficient from 9 rows on. One launch. Raises ValueError if
+    shapes disagree, KeyError for a type.
+    """
+    launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out)
+
+
+def launch_linear(
+    program: CudaProgram,
+    tiling: Tiling,
+    x: QuantActivations,
+    weight: QuantTensor,
+    out: DeviceArray,
+) -> None:
+    """`linear_many` with a given tiling."""
+    num_rows, num_values = weight.shape
+    num_tokens, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
+    if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):
+        raise ValueError(
+            f"activations of {num_groups} groups and an output {tuple(out.shape)} do not fit {weight.shape}"
+        )
+    check_array("out", out, "float32", is_contiguous=False)
+    if num_rows > 1 and out.stride(1) != 1:
+        raise ValueError("out: the values of a row must be adjacent")
+    if not weight.blocks.is_contiguous():
+        raise ValueError("the rows of the weight must be adjacent")
+    job = LinearJob(
+        x=ActivationsArgument.of(x, weight.quant_type),
+        weights=weight.blocks.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_blocks=num_values // BLOCK_SIZE,
+        row_bytes=weight.quant_type.row_bytes(num_values),
+        out_stride=out.stride(0),
+    )
+    num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
+    program.kernel(instance(tiling)).launch(
+        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes
+    )

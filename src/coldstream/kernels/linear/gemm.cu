@@ -1,0 +1,41 @@
+// y = x W^T for many rows of x.
+#include "cuda/gemm_tiles.cuh"
+
+using namespace coldstream;
+using namespace coldstream::many;
+
+struct LinearJob {
+  Activations x;
+  const uint8_t* weights;
+  float* out;
+  int num_tokens, num_rows, num_blocks, row_bytes;
+  int out_stride;  // in floats
+
+  template <class T>
+  __device__ Source open(int index) const {
+    const int row_tiles = (num_rows + T::rows - 1) / T::rows;
+    const int first = index / row_tiles * T::tokens, first_row = index % row_tiles * T::rows;
+    return {{min(max(num_tokens - first, 0), T::tokens), first, first_row, 0}, weights, weights};
+  }
+
+  // Row `row` of a tile, the last of the matrix for those beyond it.
+  template <class T>
+  __device__ const uint8_t* weight_row(const Source& tile, int row) const {
+    return weights + int64_t(min(tile.head.row + row, num_rows - 1)) * row_bytes;
+  }
+
+  __device__ int activation_row(int token) const { return token; }
+  __device__ int out_row(int token) const { return token; }
+
+  __device__ void store(int64_t token, int first_row, int row, float value, float value_8) const {
+    row += first_row;
+    float* to = out + token * out_stride + row;
+    if (row < num_rows) to[0] = value;
+    if (row + 8 < num_rows) to[8] = value_8;
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::threads, T::blocks) linear_many(const __grid_constant__ LinearJob job) {
+  multiply_tiles<T>(job);
+}

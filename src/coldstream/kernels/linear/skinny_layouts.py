@@ -1,0 +1,234 @@
+"""How products with up to 64 rows are shared out: kernels, rows at a time, and a block's shared memory."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.cuda.skinny_shapes import (
+    PART_ROW_BYTES,
+    PASS_COLS,
+    SLACK_BYTES,
+    WARP_SIZE,
+    MatrixShape,
+    RingPlan,
+    matrix_shape,
+    part_shape,
+    plan_ring,
+    row_group_bytes,
+    tile_shape,
+)
+from coldstream.kernels.linear.reference import BLOCK_TYPES
+
+WARPS = 8  # of a block, or of each of its sets
+BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves
+SLICE_ROWS = 8  # of activations that meet the same unpacked weights
+SLICES = (1, 2, 4, 8)  # that a block can take
+MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
+# Limits as measured on Hopper by bench/kernels/gpu_few_variants.py, with shapes of 35B-A3B and the dense 27B.
+MAX_WARP_ROWS = 3  # up to which a warp multiplies one row after the other
+MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
+MAX_WHOLE_COLS = 8192
+MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few blocks
+# Two sets of warps gain more by unpacking these than by parts of the columns.
+QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
+# Beyond so many rows the kernel for many is faster with a matrix that has enough rows and columns for it.
+MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
+FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
+FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
+FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
+FLOAT_ROW_BYTES = 16  # to which rows of floats are aligned where there are more than eight
+TILE_BLOCKS = {
+    1: 3,
+    2: 3,
+    4: 2,
+    8: 1,
+}  # on a processor, by slices of a set; where there is one set, as in skinny.cu
+PART_BLOCKS = {1: 3, 2: 2, 4: 2, 8: 2}  # the same, as in parts.cu
+PARTIAL_BYTES = WARPS * WARP_SIZE * 16  # accumulators of a slice that warps exchange
+ROW_BYTES = 16  # between quantised rows in shared memory
+
+
+Weight = tuple[QuantType, int, int]  # rows and columns
+
+
+class Walk(Enum):
+    """Which kernel multiplies integer types, and how its blocks walk over weights and rows."""
+
+    ONE = auto()  # one row; a warp takes units for itself
+    ROWS = auto()  # a few, one after the other; the same
+    TILES = auto()  # tensor cores; a block takes a unit and holds whole rows
+    PARTS = auto()  # the same, with a part of the columns of all rows at a time
+
+    def sets(self, slices: int) -> int:
+        """Sets of warps of a block, which share so many slices."""
+        return SETS[self][slices]
+
+    @classmethod
+    def of(cls, weights: Sequence["Weight"], num_rows: int) -> "Walk":
+        """The walk for so many rows; the same on every device, as plans are made without one."""
+        if num_rows == 1:
+            return cls.ONE
+        kinds = {kind for kind, *_ in weights}
+        if kinds.issubset(PASS_COLS):
+            return cls.TILES
+        if num_rows <= SLICE_ROWS:
+            return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
+        return cls.PARTS if cls._has_parts(kinds, weights, num_rows) else cls.TILES
+
+    @staticmethod
+    def _has_parts(kinds: Set[QuantType], weights: Sequence["Weight"], num_rows: int) -> bool:
+        cols, weight_rows = weights[0][2], sum(rows for _, rows, _ in weights)
+        if cols > MAX_WHOLE_COLS or not kinds.isdisjoint(BLOCK_TYPES):
+            return True
+        if num_rows * cols <= MAX_RESIDENT_VALUES or weight_rows < MIN_PARTED_WEIGHT_ROWS:
+            return False
+        return num_rows <= 2 * SLICE_ROWS or not kinds <= QUICK_TYPES | PASS_COLS.keys()
+
+
+# Sets of warps of a block, by slices. One set that takes parts is as fast with four slices.
+SETS = {Walk.TILES: {1: 1, 2: 1, 4: 2, 8: 2}, Walk.PARTS: {1: 1, 2: 1, 4: 1, 8: 2}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a launch is shared out.
+
+    part_rows: rows of activations that a block takes; numbers: the kernel's arguments behind its structures.
+    """
+
+    walk: Walk
+    shapes: Sequence[MatrixShape]
+    part_rows: int
+    plan: RingPlan
+    numbers: tuple[int, ...]
+
+    @property
+    def slices(self) -> int:
+        """Slices of `part_rows`, of the numbers that there are kernels for."""
+        return slices_of(self.part_rows)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPS * WARP_SIZE * (self.walk.sets(self.slices) if self.walk in SETS else 1)
+
+    def num_parts(self, num_rows: int) -> int:
+        """Parts of `num_rows`, each with blocks of its own."""
+        return -(-num_rows // self.part_rows)
+
+
+def slices_of(num_rows: int) -> int:
+    """The fewest slices that a kernel takes at once and that hold so many rows."""
+    return next(slices for slices in SLICES if num_rows <= slices * SLICE_ROWS)
+
+
+def is_large(weight_rows: int, cols: int, num_rows: int) -> bool:
+    """Whether the kernel for many rows is faster with a matrix of an integer type."""
+    return num_rows > MAX_LARGE_ROWS and min(weight_rows, cols) >= MIN_LARGE_SIDE
+
+
+def tile_blocks(slices: int, walk: Walk) -> int:
+    """The most blocks on a processor, which limit the registers of a thread, as in skinny.cu and parts.cu."""
+    return 1 if walk.sets(slices) > 1 else (PART_BLOCKS if walk is Walk.PARTS else TILE_BLOCKS)[slices]
+
+
+def float_tiles(shape: MatrixShape, part_rows: int) -> int:
+    """Tiles, each with a block, of a matrix of floats for more than a slice of rows; 0 for what has none."""
+    if part_rows <= SLICE_ROWS or shape.type not in PASS_COLS:
+        return 0
+    tile_rows = FLOAT_TILE_ROWS[slices_of(part_rows)]
+    return -(-int(shape.num_rows) // tile_rows) * -(-part_rows // FLOAT_TILE_TOKENS)
+
+
+def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
+    """Shared memory for a tile of floats in a launch with weights of `types`."""
+    if slices == 1:
+        return 0
+    x_bytes = FLOAT_TILE_TOKENS * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
+    rows, stages = FLOAT_TILE_ROWS[slices], FLOAT_STAGES[slices]
+    row_bytes = [kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES for kind in types if kind in PASS_COLS]
+    return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
+
+
+def layout_for(limits: DeviceLimits, weights: Sequence[Weight], num_rows: int) -> Layout:
+    """For all rows in one part, if they fit into shared memory together, otherwise for more parts.
+
+    ValueError if a single row does not fit.
+    """
+    part_rows, walk = num_rows, Walk.of(weights, num_rows)
+    while part_rows > 0:
+        layout = _layout(limits, weights, part_rows, walk)
+        if layout is not None:
+            return layout
+        if walk is Walk.ROWS:
+            walk = Walk.TILES
+        else:
+            part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
+    raise ValueError(f"a row of {weights[0][2]} activations does not fit a block's shared memory")
+
+
+def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk) -> Layout | None:
+    by_walk = {Walk.TILES: tile_shape, Walk.PARTS: part_shape}
+    types = [kind for kind, *_ in weights]
+    shapes = [(matrix_shape if w[0] in PASS_COLS else by_walk.get(walk, matrix_shape))(*w) for w in weights]
+    stage_bytes = _most_stage_bytes(shapes, types, floats=False)
+    value_bytes = _most_stage_bytes(shapes, types, floats=True)
+    # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
+    # weights early.
+    by_warps = walk in (Walk.ONE, Walk.ROWS)
+    units = sum(float_tiles(shape, part_rows) or shape.num_units for shape in shapes)
+    is_small = units <= limits.num_processors * (WARPS if by_warps else 1)
+    slices = slices_of(part_rows)
+    most = 1 if is_small else BLOCKS_PER_PROCESSOR if by_warps else tile_blocks(slices, walk)
+    row_bytes = -(-weights[0][2] // GROUP_SIZE) * row_group_bytes(types, at_once=False)
+    if walk is Walk.ONE:
+        stage_bytes = max(stage_bytes, value_bytes)
+        plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, most)
+        return None if plan is None else Layout(walk, shapes, part_rows, plan, (stage_bytes, plan.stages))
+    if walk is Walk.ROWS:
+        return _rows_layout(limits, shapes, part_rows, (stage_bytes, value_bytes), row_bytes, most)
+    others = slices * PARTIAL_BYTES + SLACK_BYTES
+    rows_at = stage_bytes
+    if walk is Walk.PARTS:
+        stage_bytes += part_rows * PART_ROW_BYTES
+    else:
+        others += part_rows * (row_bytes + ROW_BYTES)
+    own_values = WARPS * value_bytes if slices == 1 else 0
+    least = float_tile_bytes(types, slices)
+    plan = plan_ring(limits, max(stage_bytes, own_values), others, most, least_bytes=least)
+    sizes = (stage_bytes, rows_at, value_bytes) if walk is Walk.PARTS else (stage_bytes, value_bytes)
+    return None if plan is None else Layout(walk, shapes, part_rows, plan, (*sizes, plan.stages))
+
+
+def _rows_layout(
+    limits: DeviceLimits,
+    shapes: Sequence[MatrixShape],
+    num_rows: int,
+    stage_bytes: tuple[int, int],
+    row_bytes: int,
+    most_blocks: int,
+) -> Layout | None:
+    """stage_bytes: of integer types and of floats."""
+    has_passes = any(shape.num_passes > 1 for shape in shapes if shape.type not in PASS_COLS)
+    row_memory = _aligned(num_rows * row_bytes + SLACK_BYTES)
+    accumulators = WARPS * num_rows * WARP_SIZE * 4 * has_passes
+    sums = num_rows * max(int(shape.unit_rows) for shape in shapes) * 4
+    others = row_memory + accumulators + WARPS * sums
+    plan = plan_ring(limits, WARPS * max(stage_bytes), others, most_blocks)
+    if plan is None:
+        return None
+    accumulators_at = plan.stages * WARPS * stage_bytes[0] + row_memory
+    places = accumulators_at, accumulators_at + accumulators, sums
+    return Layout(Walk.ROWS, shapes, num_rows, plan, (*stage_bytes, plan.stages, *places))
+
+
+def _most_stage_bytes(shapes: Sequence[MatrixShape], types: Sequence[QuantType], *, floats: bool) -> int:
+    pairs = zip(shapes, types, strict=True)
+    return max((shape.stage_bytes for shape, kind in pairs if (kind in PASS_COLS) == floats), default=0)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16

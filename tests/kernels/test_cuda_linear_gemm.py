@@ -1,0 +1,136 @@
+"""Products of many rows on a GPU: the very bits of the exact reference."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_gemm_cases import device_activations, device_weight
+from guarded import Guarded
+from quant_cases import same_numbers
+from random_blocks import activations, float16_places, random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.cuda.compiler import compile_instance
+from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
+from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_many
+from coldstream.kernels.linear.reference import linear_exact
+
+SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
+TYPES = tuple(TILINGS)
+ALIGNED = (QuantType.Q4_K, QuantType.Q5_K)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    only_there = {instance(t) for tilings in TILINGS.values() for t in tilings if t.by_warpgroups}
+    for name in PROGRAM.instances:
+        if arch == "sm_90a" or name not in only_there:
+            assert compile_instance(PROGRAM.source, name, arch, tmp_path).cubin
+
+
+def cols(quant_type: QuantType, groups: int) -> int:
+    """About `groups` groups of 256, and not a multiple of them where the type allows it."""
+    return 256 * groups - (0 if quant_type.block_elements == 256 else 96)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_every_row_count(quant_type: QuantType, num_tokens: int) -> None:
+    x = activations(num_tokens, num_tokens, cols(quant_type, 2))
+    weight = random_weight(quant_type, (33, x.shape[1]), 5)
+    out = Guarded(num_tokens, 33, gap=3)
+    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    assert same_numbers(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_every_width(quant_type: QuantType, num_rows: int) -> None:
+    x = activations(7, 70, cols(quant_type, 1))
+    weight = random_weight(quant_type, (num_rows, x.shape[1]), 6)
+    offset = 0 if quant_type in ALIGNED else 2 * (num_rows % 8)
+    out = Guarded(70, num_rows)
+    linear_many(device_activations(x, weight.quant_type), device_weight(weight, offset), out.tensor)
+    assert same_numbers(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31])
+def test_every_number_of_groups(quant_type: QuantType, groups: int) -> None:
+    x = activations(groups, 37, cols(quant_type, groups))
+    weight = random_weight(quant_type, (150, x.shape[1]), groups)
+    out = Guarded(37, 150, gap=2)
+    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    assert same_numbers(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_tiles_of_one_block_follow_each_other(quant_type: QuantType) -> None:
+    """More tiles than blocks, the last ones ragged on both sides."""
+    x = activations(3, 1000, 512)
+    weight = random_weight(quant_type, (4100, 512), 9)
+    out = Guarded(1000, 4100)
+    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    chosen = torch.arange(0, 1000, 7)
+    expected = torch.cat([linear_exact(x[chosen], part) for part in weight.split_rows((2050, 2050))], dim=1)
+    assert same_numbers(out.checked()[chosen], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_extreme_codes(quant_type: QuantType) -> None:
+    """The largest integers that the type can make, of both signs, scales that are not finite, zero rows."""
+    x = activations(4, 40, 768)
+    x[0] = 3.0
+    x[1] = -3.0
+    x[2, 300] = torch.inf
+    x[3] = 0.0
+    weight = random_weight(quant_type, (64, 768), 10)
+    for row, fill in ((0, 0xFF), (1, 0x00), (2, 0x80), (3, 0x7F)):
+        blocks = weight.blocks[row].view(-1, quant_type.block_bytes)
+        kept = blocks.clone()
+        blocks.fill_(fill)
+        for place in float16_places(quant_type):
+            blocks[:, place : place + 2] = kept[:, place : place + 2]
+    weight.blocks[4] = 0xFF  # NaN scales
+    out = Guarded(40, 64)
+    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    assert same_numbers(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.gpu
+def test_refuses_what_does_not_fit() -> None:
+    x = activations(1, 20, 256)
+    weight = random_weight(QuantType.Q4_K, (48, 512), 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_many(quantize_activations(x), weight, torch.empty(20, 48))
+
+
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_least_tilings_fit_every_device(quant_type: QuantType) -> None:
+    assert least_tiling(quant_type).shared_bytes <= 99 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", TYPES)
+@pytest.mark.parametrize(
+    "choose",
+    [lambda quant_type: TILINGS[quant_type][-1], least_tiling],
+    ids=["no warpgroups", "little shared memory"],
+)
+def test_tilings_of_other_devices(quant_type: QuantType, choose: Callable[[QuantType], Tiling]) -> None:
+    x = activations(6, 90, 768)
+    weight = random_weight(quant_type, (200, 768), 3)
+    out = Guarded(90, 200)
+    tiling = choose(quant_type)
+    launch_linear(
+        PROGRAM, tiling, device_activations(x, weight.quant_type), device_weight(weight), out.tensor
+    )
+    assert same_numbers(out.checked(), linear_exact(x, weight))

@@ -1,0 +1,116 @@
+"""The kernels for a few rows compile for every supported architecture, and keep their state in registers."""
+
+import ctypes
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+from machine_code import stack_bytes
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
+from coldstream.kernels.cuda.skinny_shapes import (
+    FEW_TYPES,
+    MatrixShape,
+    instance_for,
+    matrix_shape,
+    part_shape,
+    tile_shape,
+)
+from coldstream.kernels.linear.cuda import INSTANCES as LINEAR_INSTANCES
+from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
+from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.skinny_layouts import Walk
+
+MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
+ARCHS = ("sm_80", "sm_90", "sm_120")
+FEW_KERNELS = (
+    ("linear/skinny.cu", "linear_one"),
+    ("linear/skinny.cu", "linear_rows"),
+    *(("linear/skinny.cu", "linear_few", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
+    ("experts/gemv.cu", "expert_gate_up"),
+    ("experts/gemv.cu", "expert_down"),
+)
+PARTS_KERNELS = tuple(
+    ("linear/parts.cu", "linear_parts", *numbers) for numbers in LINEAR_INSTANCES[Walk.PARTS]
+)
+GROUPED_KERNELS = (("experts/grouped.cu", "grouped_gate_up"), ("experts/grouped.cu", "grouped_down"))
+# For each kernel all types that it can read, and then some of them, as models have.
+TYPES = {
+    FEW_KERNELS: (
+        FEW_TYPES,
+        {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
+        {QuantType.Q4_K},
+        {QuantType.Q6_K, QuantType.F32},
+        {QuantType.Q8_0},
+        {QuantType.F32},
+    ),
+    PARTS_KERNELS: (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K}),
+    GROUPED_KERNELS: (
+        INTEGER_TYPES,
+        {QuantType.Q4_K},
+        {QuantType.Q5_K, QuantType.Q6_K},
+        {QuantType.Q6_K},
+        {QuantType.Q4_K, QuantType.Q8_0},
+        {QuantType.Q5_0},
+    ),
+}
+
+
+def _cases() -> Iterator[tuple[str, str, str]]:
+    """Source, instance and architecture.
+
+    The instance of all types has every line that the others have, and so is compiled for each architecture;
+    of those of some types each kernel has every second one, for one architecture, alternately.
+    """
+    yield from (
+        ("quantize/quantize.cu", f"coldstream::quantize<{size}>", arch)
+        for size in (256, 32)
+        for arch in ARCHS
+    )
+    for kernels, sets in TYPES.items():
+        for (k, (source, name, *numbers)), (s, types) in product(enumerate(kernels), enumerate(sets)):
+            if s and (k + s) % 2:
+                continue
+            for arch in ARCHS if s == 0 else (ARCHS[(k + s) // 2 % len(ARCHS)],):
+                yield source, instance_for(f"coldstream::{name}", types, *numbers), arch
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(("source", "instance", "arch"), [*_cases()])
+def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch: str, tmp_path: Path) -> None:
+    code = compile_instance(KERNELS / source, instance, arch, tmp_path)
+    assert stack_bytes(code) <= MAX_STACK_BYTES
+
+
+def test_structures_have_the_sizes_that_device_code_sees() -> None:
+    assert ctypes.sizeof(MatrixShape) == 9 * 4
+    assert ctypes.sizeof(LinearMatrix) == 2 * 8 + 3 * 4 + 9 * 4
+
+
+@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+def test_a_unit_fits_its_slot_wherever_it_begins(quant_type: QuantType) -> None:
+    step = 1 if quant_type not in INTEGER_TYPES else quant_type.block_elements
+    for cols in range(step, 8192, 7 * step):
+        walks = [matrix_shape(quant_type, 100, cols)]
+        if quant_type in INTEGER_TYPES:
+            walks += [walk(quant_type, 100, cols) for walk in (tile_shape, part_shape)]
+        for shape in walks:
+            is_whole = shape.num_passes == 1
+            last = (shape.unit_rows - 1) * shape.stage_stride
+            assert last + (shape.row_bytes if is_whole else shape.pass_bytes) + 14 <= shape.stage_bytes
+            assert (
+                (shape.num_passes - 1) * shape.pass_bytes
+                < shape.row_bytes
+                <= shape.num_passes * shape.pass_bytes
+            )
+
+
+def test_every_matrix_gets_blocks_and_none_more_than_its_units() -> None:
+    sizes = [(QuantType.Q4_K, 8192), (QuantType.Q4_K, 4096), (QuantType.F32, 32), (QuantType.F32, 3)]
+    shapes = [matrix_shape(quant_type, rows, 2048) for quant_type, rows in sizes]
+    for max_blocks in (1, 100, 132, 264, 100000):
+        blocks = share_blocks(shapes, max_blocks)
+        assert all(1 <= count <= shape.num_units for count, shape in zip(blocks, shapes, strict=True))
+        assert sum(blocks) <= max(max_blocks, len(shapes)) + len(shapes)

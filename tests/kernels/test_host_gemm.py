@@ -1,0 +1,37 @@
+"""Products of many rows: the GPU's kernels on the host against the exact reference, bit for bit.
+
+The host has no products of four warps, so that tiles are those of devices without.
+"""
+
+import pytest
+import torch
+from cuda_gemm_cases import device_activations
+from gpu_cases import assert_same, on_gpu
+from guarded import Guarded
+from random_blocks import activations, random_weight
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.linear.cuda_gemm import linear_many
+from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+
+pytestmark = pytest.mark.usefixtures("host")
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_every_type(quant_type: QuantType) -> None:
+    for cols in (512, 2304) if quant_type.block_elements == 256 else (32, 416, 2080):
+        weight = random_weight(quant_type, (70, cols), seed=cols)
+        for rows in (9, 37):
+            x, out = activations(rows, rows, cols), Guarded(rows, 70, device=CPU)
+            linear_many(device_activations(x, quant_type, "cpu"), on_gpu(weight, device="cpu"), out.tensor)
+            assert_same(out.checked(), linear_exact(x, weight))
+
+
+def test_scales_of_the_other_kind_are_refused() -> None:
+    x = activations(1, 9, 512)
+    for quant_type, other in ((QuantType.Q8_0, QuantType.Q4_K), (QuantType.Q4_K, QuantType.Q8_0)):
+        weight = on_gpu(random_weight(quant_type, (5, 512), 1), device="cpu")
+        with pytest.raises(ValueError, match="scales: an array"):
+            linear_many(device_activations(x, other, "cpu"), weight, torch.zeros(9, 5))
