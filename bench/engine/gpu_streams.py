@@ -60,7 +60,7 @@ def streams(
     times: list[list[float]] = [[] for _ in prompts]
     with closing(Engine(opened)) as engine:
         for number, prompt in enumerate(prompts):
-            engine.add(Submission(number, request_of(prompt, most), comes_again=False))
+            engine.add(Submission(number, request_of(prompt, most)))
         while min(map(len, token_ids)) < warm + timed:
             events = engine.step()
             now = time.perf_counter()

@@ -53,12 +53,7 @@ class JobMemory:
         `Job.begin`, with nothing changed.
         """
         submission = job.submission
-        prefix = self.cache.begin(
-            job.token_ids,
-            submission.boundaries,
-            submission.namespace,
-            comes_again=submission.comes_again,
-        )
+        prefix = self.cache.begin(job.token_ids, submission.boundaries, submission.namespace)
         rest = Demand(prefix.sequence, len(job.token_ids) - prefix.length)
         demands = [*(demand_of(each, each.num_missing) for each in running), rest]
         try:

@@ -20,7 +20,6 @@ class Submission:
     priority: int = 0  # from −MAX_PRIORITY to MAX_PRIORITY; the higher is served first
     deadline: float | None = None  # by the engine's clock: when it has to be finished
     progress: bool = False  # whether `PromptProgress` events are wanted
-    comes_again: bool = True  # whether a later prompt may begin with all of this one
 
     @property
     def owner(self) -> str:

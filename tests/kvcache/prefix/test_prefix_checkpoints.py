@@ -61,16 +61,6 @@ def test_the_last_boundary_goes_before_the_others_if_states_are_few() -> None:
     )
 
 
-def test_a_prompt_that_comes_once_pauses_for_what_others_share_alone() -> None:
-    def checkpoints(parting: int, boundaries: list[int], length: int) -> tuple[int, ...]:
-        return choose_checkpoints(
-            0, length, parting=parting, boundaries=boundaries, max_replay=2048, limit=8, comes_again=False
-        )
-
-    assert checkpoints(0, [], 16_000) == ()
-    assert checkpoints(300, [700], 1000) == (300, 700)
-
-
 def test_a_boundary_just_before_the_end_stands_for_the_end() -> None:
     assert choose_checkpoints(0, 1000, parting=0, boundaries=[990], max_replay=2048, limit=9) == (990,)
 

@@ -135,14 +135,11 @@ class PrefixCache:
         token_ids: TokenIds[int],
         boundaries: Collection[int] = (),
         namespace: str = "",
-        *,
-        comes_again: bool = True,
     ) -> Prefix:
         """A sequence with the longest kept prefix of a prompt, for the caller to extend and to release.
 
-        boundaries: lengths after which later prompts may go on differently. comes_again: whether one may
-        begin with all of this prompt, which pauses before its last token then. Remembers that the prompt
-        passed. Raises InvalidRequestError for a prompt without tokens, with nothing changed.
+        boundaries: lengths after which later prompts may go on differently. Remembers that the prompt passed.
+        Raises InvalidRequestError for a prompt without tokens, with nothing changed.
         """
         ids = _as_array(token_ids)
         self._prompts += 1
@@ -165,7 +162,6 @@ class PrefixCache:
             boundaries=boundaries if self._is_recurrent else (),
             max_replay=self._max_replay if self._is_recurrent else len(ids),
             limit=self._max_checkpoints,
-            comes_again=comes_again,
         )
         return Prefix(sequence, length, checkpoints)
 
@@ -448,7 +444,6 @@ def choose_checkpoints(
     boundaries: Iterable[int],
     max_replay: int,
     limit: int,
-    comes_again: bool = True,
 ) -> tuple[int, ...]:
     """At most `limit` positions, ascending, of a prompt of `length` tokens of which `start` are held.
 
@@ -456,19 +451,16 @@ def choose_checkpoints(
 
     parting: how many of the first tokens other prompts began with.
     boundaries: ends of a system prompt, of tools, of messages.
-    comes_again: whether a later prompt may begin with all of this one.
 
     As far as the limit allows, no checkpoint is more than `max_replay` tokens behind the one before, and one
-    is at the end if the prompt comes again. If there are too many, the order is: the prefix that other
-    prompts have; the part up to the last boundary; the whole prompt; the part up to the first boundary; the
-    other boundaries.
+    is at the end. If there are too many, the order is: the prefix that other prompts have; the part up to the
+    last boundary; the whole prompt; the part up to the first boundary; the other boundaries.
     """
     end = length - 1
     inside = sorted({each for each in boundaries if start < each <= end})
     wanted = [(min(parting, end), MIN_GAP)]
     wanted += [(each, MIN_GAP) for each in inside[-1:]]
-    if comes_again:
-        wanted.append((end, MIN_GAP))
+    wanted.append((end, MIN_GAP))
     wanted += [(each, MIN_GAP) for each in inside[:1]]
     wanted += [(each, BLOCK_POSITIONS) for each in inside[1:-1]]
     checkpoints: list[int] = []
