@@ -4,7 +4,7 @@ Messages name the thing, the limit and the next step, in at most 400 characters 
 escaped.
 
     ColdstreamError                      1
-    ├── ModelFormatError                65   a file that cannot be trusted; message: file, field, offset
+    ├── ModelFormatError                65   a damaged file; message: file, field, offset
     │   ├── TruncatedError                   the file ends before what it declares
     │   ├── OverflowedError                  a count or size that does not fit 63 bits
     │   ├── LimitError                       larger than anything sensible
@@ -67,7 +67,7 @@ class ColdstreamError(Exception):
 
 
 class ModelFormatError(ColdstreamError):
-    """A model file that cannot be trusted or run."""
+    """A model file that is damaged or cannot be run."""
 
     exit_code = 65
 

@@ -48,7 +48,7 @@ class Recorder:
         return TokenTree(((right + 1) % 300, right), (-1, -1), (-0.1, -0.2)).first(budget)
 
 
-def load_with_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+def load_with_aux_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models loaded on the CPU keep the residual streams after `AUX_LAYERS`, whatever their plan says."""
     load = CpuRunner.load
     monkeypatch.setattr(
@@ -61,7 +61,7 @@ def load_with_taps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunner]:
     """Of a tiny model, loaded with auxiliary layers."""
-    load_with_taps(monkeypatch)
+    load_with_aux_layers(monkeypatch)
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
     opened = open_model(EngineConfig(str(path), device="cpu", threads=2, ctx_size=600, spec_type="ngram"))
     assert isinstance(opened.runner, CpuRunner)
@@ -69,7 +69,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuRunne
     opened.close()
 
 
-def test_a_drafter_with_taps_observes_the_features_of_every_committed_token(runner: CpuRunner) -> None:
+def test_a_drafter_with_aux_layers_observes_the_features_of_every_committed_token(runner: CpuRunner) -> None:
     """Of a prompt in several chunks, of accepted nodes, and of what follows them."""
     prompt = [i % 300 for i in range(530)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_answers_are_those_of_the_plain_model(
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
     engine = EngineConfig(str(path), device="cpu", threads=2, ctx_size=512)
     plain = LLM.from_opened(open_model(replace(engine, spec_type="none")))
-    load_with_taps(monkeypatch)
+    load_with_aux_layers(monkeypatch)
     opened = open_model(replace(engine, spec_type="ngram"))
     runner = opened.runner
     assert isinstance(runner, CpuRunner)

@@ -111,7 +111,7 @@ def test_rows_of_one_sequence(mode: str, head_dim: int, num_rows: int) -> None:
 
 @pytest.mark.gpu
 @all_pairs(mode=["decode", "prefill"], num_taps=[2, 3, 5, 8], num_rows=[1, 2, 5, 9, 40])
-def test_taps(mode: str, num_taps: int, num_rows: int) -> None:
+def test_widths_of_the_convolution(mode: str, num_taps: int, num_rows: int) -> None:
     case = DeltaCase(1, 1, 32, one_state(num_rows), num_taps)
     check_results(case, run(case, [mode], [0, num_rows]))
 

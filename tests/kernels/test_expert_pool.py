@@ -284,7 +284,7 @@ def test_fl02_a_file_that_lost_its_name_is_still_read(tmp_path: Path) -> None:
     assert same_bits(file.run(runtime, pool, 0, x, ids), run(runtime, x, ids, file.layers[0]))
 
 
-def test_nothing_in_memory_is_trusted_after_clear(tmp_path: Path) -> None:
+def test_nothing_in_memory_counts_after_clear(tmp_path: Path) -> None:
     file = ExpertFile(tmp_path / "rewritten.bin", [experts(*TYPES[0])])
     pool, runtime, x, ids = file.pool(2), _csrc.Runtime(1), activations(12, 1, E), ids_of((3, 5))
     file.run(runtime, pool, 0, x, ids)

@@ -112,7 +112,7 @@ def test_what_was_asked_is_counted() -> None:
     assert seconds > 0
 
 
-def test_it_rests_and_serves_again() -> None:
+def test_it_pauses_and_serves_again() -> None:
     client, weights = Client(), experts()
     client.server.add_layer(*weights)
     x, ids = activations(1, 2, E), random_ids(2, 0.3)

@@ -41,7 +41,7 @@ def open_keeping(path: Path, aux_layers: tuple[int, ...] = AUX_LAYERS, **options
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_trap_29_every_tap_holds_its_own_layer(tmp_path: Path, name: str) -> None:
+def test_trap_29_every_aux_layer_has_its_own_features(tmp_path: Path, name: str) -> None:
     path, ids = write_variant(tmp_path, name), token_ids(6)
     streams = reference_streams(path, ids)
     aux_layers = tuple(range(len(streams)))
@@ -94,7 +94,7 @@ def test_rows_are_given_in_any_order_of_chains_and_a_tree(tmp_path: Path) -> Non
             runner.runner.features([5])
 
 
-def test_taps_change_no_bit_and_take_only_their_own_memory(tmp_path: Path) -> None:
+def test_aux_layers_change_no_bit_and_take_only_their_own_memory(tmp_path: Path) -> None:
     path, ids = write_variant(tmp_path, "moe"), token_ids(50)
     with open_keeping(path) as keeping, open_keeping(path, ()) as plain:
         assert np.array_equal(keeping.extend(ids), plain.extend(ids))
@@ -107,7 +107,7 @@ def test_taps_change_no_bit_and_take_only_their_own_memory(tmp_path: Path) -> No
         assert 0 < more - fewer <= len(AUX_LAYERS) * stream
 
 
-def test_a_runner_without_taps_refuses_before_anything_changes(tmp_path: Path) -> None:
+def test_a_runner_without_aux_layers_refuses_before_anything_changes(tmp_path: Path) -> None:
     with open_keeping(write_variant(tmp_path, "dense-tied"), ()) as opened:
         runner = opened.runner
         opened.extend([1, 2])

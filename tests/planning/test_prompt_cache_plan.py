@@ -197,8 +197,8 @@ def test_an_error_about_the_gpu_does_not_advise_a_prompt_cache(on_gpu: EngineCon
 
 def sizes(most_mib: int, least: int = 0) -> st.SearchStrategy[int]:
     """Whole MiB and a rest: plain integers are nearly all below 1 MiB, or equal to each other."""
-    rests = st.integers(least, MIB - 1)
-    return st.builds(lambda mib, rest: mib * MIB + rest, st.integers(0, most_mib), rests)
+    remainders = st.integers(least, MIB - 1)
+    return st.builds(lambda mib, rest: mib * MIB + rest, st.integers(0, most_mib), remainders)
 
 
 @given(sizes(500), sizes(500, 1), sizes(500, 1), sizes(5))

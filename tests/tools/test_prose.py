@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ Its second paragraph
 goes on.
 """
 
-def few_rows(x: int) -> str:
+def wee_rows(x: int) -> str:
     """Counts rows."""
-    # It was told of a border.
-    return f"the cut is at {x}" "no docstring at all here"
+    # It was said of a margin.
+    return f"the edge is at {x}" "no docstring at all here"
 '''
 
 
@@ -75,17 +76,17 @@ def test_a_module_has_sentences_in_docstrings_and_prose_in_comments_and_messages
     found = prose.read_python(MODULE)
     assert set(found.sentences) == {"A head of a module.", "Its second paragraph goes on.", "Counts rows."}
     texts = " ".join(text for _, text in found.prose)
-    assert "told of a border" in texts
-    assert "the cut is at" in texts
+    assert "said of a margin" in texts
+    assert "the edge is at" in texts
     names = {name for _, name in found.identifiers}
-    assert {"few_rows", "x"} <= names
-    assert not names & {"told", "cut"}
+    assert {"wee_rows", "x"} <= names
+    assert not names & {"said", "edge"}
 
 
 def test_c_has_prose_in_comments_and_names_outside_of_them() -> None:
-    found = prose.read_c('// few rows\nint landing = 2; /* told\nagain */ puts("a border");\n')
+    found = prose.read_c('// some rows\nint place = 2; /* said\nagain */ puts("a margin");\n')
     assert [line for line, _ in found.prose] == [1, 2, 3]
-    assert {name for _, name in found.identifiers} == {"int", "landing", "puts"}
+    assert {name for _, name in found.identifiers} == {"int", "place", "puts"}
 
 
 @pytest.mark.parametrize(
@@ -105,61 +106,34 @@ def test_nine_tenths_do_not_exceed_the_percentile(counts: list[int], least: int)
 
 
 def test_an_allowed_use_is_no_place() -> None:
-    branch = word(r"\bbranch\b", "branch", allowed=("git branch",))
-    assert branch.in_prose("git branch and a branch") == ["branch"]
-    assert branch.in_prose("a git branch") == []
+    twig = word(r"\btwig\b", "twig", allowed=("git twig",))
+    assert twig.in_prose("git twig and a twig") == ["twig"]
+    assert twig.in_prose("a git twig") == []
 
 
 def test_identifiers_are_compared_by_their_parts() -> None:
-    few = word("few", "few", identifiers=("few_of_them",))
+    wee = word("wee", "wee", identifiers=("wee_of_them",))
     found = [
         name
-        for name in ("few_rows", "FewRows", "linear_few", "fewer", "askew", "few_of_them")
-        if few.in_identifier(name)
+        for name in ("wee_rows", "WeeRows", "linear_wee", "weer", "askew", "wee_of_them")
+        if wee.in_identifier(name)
     ]
-    assert found == ["few_rows", "FewRows", "linear_few"]
+    assert found == ["wee_rows", "WeeRows", "linear_wee"]
 
 
 def test_names_of_tests_are_sentences() -> None:
-    few = word(r"\bfew rows\b", "few", allowed=("a few rows",))
-    assert few.in_identifier("test_steps_of_few_rows")
-    assert not few.in_identifier("test_a_few_rows_and_few_columns")
+    wee = word(r"\bwee rows\b", "wee", allowed=("a wee rows",))
+    assert wee.in_identifier("test_steps_of_wee_rows")
+    assert not wee.in_identifier("test_a_wee_rows_and_wee_columns")
 
 
 def test_the_table_finds_what_is_retired_and_lets_other_meanings_be() -> None:
     words = {each.name: each for each in prose.load_words()}
-    retired = {
-        "flying": "steps fly ahead",
-        "border": "behind that border",
-        "branch": "a branch of its own",
-        "landing": "groups that have landed",
-        "few / many rows": "the kernels for few rows",
-        "told": "a drafter is told of a token",
-        "rests": "the drafter rests for long",
-        "rounds": "a round of drafts",
-        "taps": "before each tap",
-        "sides": "sides that end together",
-        "turns": "measured in turns",
-        "dear": "the ninth row is dear",
-        "passes over": "a step passes over",
-        "trust": "logits that it may trust",
-    }
-    fine = {
-        "branch": "as `git branch` and git branch do",
-        "few / many rows": "a few rows, and as many rows as fit",
-        "told": "the user is told that nothing is there",
-        "rounds": "it rounds half to even, and a round trip takes long",
-        "turns": "a turn of the conversation",
-        "rests": "the rest is as before, and rests on it",
-        "trust": "untrusted input",
-        "landing": "the island",
-        "sides": "the same numbers on both sides",
-    }
-    assert retired.keys() <= words.keys()
-    for name, text in retired.items():
-        assert words[name].in_prose(text), name
-    for name, text in fine.items():
-        assert not words[name].in_prose(prose.plain(text)), name
+    rows = tomllib.loads((prose.ROOT / "tools" / "prose.toml").read_text())["word"]
+    for row in rows:
+        word = words[row["name"]]
+        assert word.in_prose(row["example"]) if "example" in row else word.parts, word.name
+        assert not word.in_prose(prose.plain(row.get("fine", ""))), word.name
     assert words["rounds"].in_identifier("RoundSizes")
     assert not words["rounds"].in_identifier("round")
     assert not words["rounds"].in_identifier("rounding")
@@ -181,9 +155,9 @@ def test_rooms_are_folders_of_the_package(path: str, room: str) -> None:
 def test_long_sentences_and_retired_words_fail_a_check(tmp_path: Path) -> None:
     short, long = "word " * prose.MAX_WORDS + ".", "word " * (prose.MAX_WORDS + 1) + "."
     (tmp_path / "short.md").write_text(short)
-    (tmp_path / "long.md").write_text(f"{long}\n\nTold it.")
-    report = prose.measure(tmp_path, ["short.md", "long.md"], [word("Told")])
-    assert prose.failures(prose.measure(tmp_path, ["short.md"], [word("Told")])) == []
+    (tmp_path / "long.md").write_text(f"{long}\n\nSaid it.")
+    report = prose.measure(tmp_path, ["short.md", "long.md"], [word("Said")])
+    assert prose.failures(prose.measure(tmp_path, ["short.md"], [word("Said")])) == []
     assert prose.failures(report) == [
         f".: 90th percentile {prose.MAX_WORDS + 1} words",
         f"long.md: 90th percentile {prose.MAX_WORDS + 1} words",
@@ -200,9 +174,9 @@ def test_long_sentences_and_retired_words_fail_a_check(tmp_path: Path) -> None:
 
 
 def test_file_names_are_read_too(tmp_path: Path) -> None:
-    (tmp_path / "few_rows.py").write_text("x = 1\n")
-    report: Report = prose.measure(tmp_path, ["few_rows.py"], [word("zzz", "few")])
-    assert [place.text for place in report.found] == ["few_rows"]
+    (tmp_path / "wee_rows.py").write_text("x = 1\n")
+    report: Report = prose.measure(tmp_path, ["wee_rows.py"], [word("zzz", "wee")])
+    assert [place.text for place in report.found] == ["wee_rows"]
 
 
 def test_it_reads_every_kind_of_file_in_every_room() -> None:

@@ -32,7 +32,7 @@ from tools.train_demo.drafter_train import (
     drafted_line,
     embedded,
 )
-from tools.train_demo.features import Windows, agreement, tapped, windows_of
+from tools.train_demo.features import Windows, agreement, features_after, windows_of
 from tools.train_demo.model import DemoConfig, DemoModel
 from tools.train_demo.own_text import Decoder, OwnTextConfig, drawn, prompts, write_windows
 from tools.train_demo.train import Tokens
@@ -48,7 +48,7 @@ SHAPE = DemoConfig(
 TINY = DrafterConfig(
     hidden_size=64,
     vocab_size=96,
-    taps=(0, 2),
+    aux_layers=(0, 2),
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
@@ -112,7 +112,7 @@ def test_blocks_in_windows_are_what_the_engine_computes_one_by_one(
     shapes = {gguf_name(name): tuple(value.shape) for name, value in model.state_dict().items()}
     assert shapes == tensor_shapes(engine.spec)
     rng = torch.Generator().manual_seed(1)
-    features = torch.randn(2, 40, len(config.taps) * config.hidden_size, generator=rng)
+    features = torch.randn(2, 40, len(config.aux_layers) * config.hidden_size, generator=rng)
     token_ids = torch.randint(config.vocab_size, (2, 40), generator=rng)
     anchors = torch.tensor([[1, 7, 30], [9, 2, 35]])
     blocks = torch.stack(
@@ -194,7 +194,7 @@ def stream() -> Tokens:
 
 def test_token_by_token_is_what_whole_windows_are(target_model: DemoModel, stream: Tokens) -> None:
     ids = torch.from_numpy(stream.ids[:128].astype(np.int64)).view(2, 64)
-    features, hidden = tapped(target_model, ids, (1, 3))
+    features, hidden = features_after(target_model, ids, (1, 3))
     expected = target_model.output(target_model(ids, ids).hidden)
     torch.testing.assert_close(target_model.output(hidden), expected)
     assert features.shape == (2, 64, 2 * SHAPE.hidden_size)
@@ -237,13 +237,13 @@ def test_prompts_lie_within_documents_where_these_are_long_enough(stream: Tokens
 
 def test_features_of_the_engine_are_near_those_of_pytorch(tmp_path: Path) -> None:
     """On the bundled model: the engine rounds activations to 8 bits, PyTorch does not."""
-    shape = dataclasses.replace(TINY, hidden_size=256, vocab_size=6144, mask_id=6141, taps=(1, 3, 5, 7))
+    shape = dataclasses.replace(TINY, hidden_size=256, vocab_size=6144, mask_id=6141, aux_layers=(1, 3, 5, 7))
     write_drafter(tmp_path / "drafter.gguf", random_drafter(shape).state_dict(), shape)
     model = load_target(demo_model_path(), DemoConfig(), torch.device("cpu"))
     with opened_with(demo_model_path(), tmp_path / "drafter.gguf", threads=2) as opened:
         assert isinstance(opened.runner, CpuRunner)
         ids = opened.tokenizer.encode(TEXT[:1200])
-        found = agreement(model, opened.runner, np.array(ids), shape.taps)
+        found = agreement(model, opened.runner, np.array(ids), shape.aux_layers)
     assert min(found["mean_cosine"]) > 0.999
     assert max(found["relative_error"]) < 0.05
 
@@ -287,7 +287,9 @@ def test_from_a_model_and_tokens_to_a_file_that_the_engine_reads(
     arrays = {"ids": stream.ids, "starts": stream.starts, "bytes": np.int64(stream.num_bytes)}
     arrays = {f"{part}_{key}": value for part in ("train", "held_out") for key, value in arrays.items()}
     np.savez(tmp_path / "tokens.npz", **arrays)
-    shape = dataclasses.replace(TINY, hidden_size=256, vocab_size=512, mask_id=511, taps=(1, 3), num_layers=1)
+    shape = dataclasses.replace(
+        TINY, hidden_size=256, vocab_size=512, mask_id=511, aux_layers=(1, 3), num_layers=1
+    )
     run = DrafterRun(
         shape,
         OwnTextConfig(num_windows=8, length=64, prompt_length=32, batch_windows=8),
@@ -369,9 +371,10 @@ def test_both_files_may_have_40_mb_together() -> None:
 
 def test_settings_reach_fields_of_fields() -> None:
     run = with_settings(
-        DrafterRun(), ["shape.taps=1,7", "shape.is_causal=false", "training.learning_rate=0.5", "minutes=2"]
+        DrafterRun(),
+        ["shape.aux_layers=1,7", "shape.is_causal=false", "training.learning_rate=0.5", "minutes=2"],
     )
-    assert run.shape.taps == (1, 7)
+    assert run.shape.aux_layers == (1, 7)
     assert run.shape.is_causal is False
     assert run.training.learning_rate == 0.5
     assert run.minutes == 2.0

@@ -46,7 +46,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: DrafterConfig) -> None:
     writer.add_bool(f"{ARCHITECTURE}.attention.causal", config.is_causal)
     writer.add_uint32(f"{ARCHITECTURE}.block_size", config.block_size)
     # Layers before which the target's residual stream is read.
-    writer.add_array(f"{ARCHITECTURE}.target_layers", [tap + 1 for tap in config.taps])
+    writer.add_array(f"{ARCHITECTURE}.target_layers", [layer + 1 for layer in config.aux_layers])
     writer.add_mask_token_id(config.mask_id)
     if config.is_second:
         for name, value in (
@@ -97,7 +97,7 @@ def load_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Shape and weights of the drafter that was trained in `folder`."""
     saved = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     shape = saved["shape"]
-    return DrafterConfig(**{**shape, "taps": tuple(shape["taps"])}), saved["model"]
+    return DrafterConfig(**{**shape, "aux_layers": tuple(shape["aux_layers"])}), saved["model"]
 
 
 def convert_drafter(folder: Path, out: Path) -> None:

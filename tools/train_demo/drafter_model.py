@@ -23,7 +23,7 @@ class DrafterConfig:
 
     hidden_size: int = 256  # of the target too
     vocab_size: int = 6144
-    taps: tuple[int, ...] = (1, 3, 5, 7)  # layers of the target after which its residual stream is read
+    aux_layers: tuple[int, ...] = (1, 3, 5, 7)  # layers of the target after which its residual stream is read
     num_layers: int = 1
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -180,7 +180,7 @@ class DrafterModel(nn.Module):
         super().__init__()
         self.config = config
         E, R = config.hidden_size, config.selector_rank
-        self.fc = nn.Linear(len(config.taps) * E, E, bias=False)
+        self.fc = nn.Linear(len(config.aux_layers) * E, E, bias=False)
         self.enc = nn.ModuleDict({"output_norm": RMSNorm(E)})
         self.blk = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
         self.output_norm = RMSNorm(E)
@@ -208,7 +208,7 @@ class DrafterModel(nn.Module):
     def forward(self, features: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
         """States `[b, A, B, E]` for the target's head.
 
-        features `[b, T, len(taps)·E]`: of all rows of the windows; a block sees those before its anchor.
+        features `[b, T, len(aux_layers)·E]`: of all rows of windows; a block sees those before its anchor.
         embedded `[b, A, B, E]`: the target's embedding of each anchor's token, and of the mask.
         anchors `[b, A]`: positions, at least 1.
         """

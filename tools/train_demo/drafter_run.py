@@ -75,7 +75,7 @@ def train_drafter(
 
     def windows(part: str) -> Windows:
         ids, greedy = text[f"{part}_ids"], text[f"{part}_greedy"]
-        return windows_of(target, ids, greedy, run.text.prompt_length, run.shape.taps, dtype)
+        return windows_of(target, ids, greedy, run.text.prompt_length, run.shape.aux_layers, dtype)
 
     train, held_out = windows("train"), windows("held_out")
     print(json.dumps({"windows": len(train), "seconds": round(time.monotonic() - began, 1)}), flush=True)

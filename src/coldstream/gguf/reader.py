@@ -345,7 +345,7 @@ class GGUFFile:
     def changed(self) -> tuple[Path, ...]:
         """The parts whose names no longer lead to what was opened: gone, replaced, or in `rewritten`.
 
-        A changed part is a reason to stop trusting it, not a proof that its weights differ.
+        A changed part is a reason to load it again, not a proof that its weights differ.
         """
         return tuple(
             shard.path

@@ -2,8 +2,8 @@
 
 Knows the encoding of integers, strings and arrays, and nothing of what they mean. The bytes are read with
 pread in growing chunks, so a file may change or shrink meanwhile and the worst outcome is an exception. Every
-length is compared with what is left of the file before anything is allocated for it; no value is trusted for
-being small.
+length is compared with what is left of the file before anything is allocated for it, however small it
+seems.
 """
 
 import os

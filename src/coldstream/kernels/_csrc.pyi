@@ -350,7 +350,7 @@ class ExpertServer:
         """Looks for requests from now on."""
 
     def end(self) -> None:
-        """Rests: no request comes before the next `begin`."""
+        """Pauses: no request comes before the next `begin`."""
 
     def work(self) -> list:
         """

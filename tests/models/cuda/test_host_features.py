@@ -63,7 +63,7 @@ def test_features_are_those_of_the_cpu_rounded(tiny: Path, share: float | None) 
 
 
 @pytest.mark.usefixtures("gpu")
-def test_without_taps_there_are_no_features(tiny: Path) -> None:
+def test_without_aux_layers_there_are_no_features(tiny: Path) -> None:
     with open_keeping(tiny, None, aux_layers=()) as runner:
         runner.extend(runner.new_sequence(), [1, 2])
         with pytest.raises(UnsupportedError, match="without keeping residual streams"):

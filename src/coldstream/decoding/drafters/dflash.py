@@ -83,14 +83,14 @@ class DflashDrafter:
         self._context = context
         self._num_rows, self._branching = num_rows, branching
         self._vocab_size = spec.vocab_size
-        self._taps = spec.aux_layers
+        self._aux_layers = spec.aux_layers
         self._length = 0  # computed tokens
         self._is_off = False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """See `Drafter`."""
-        return self._taps
+        return self._aux_layers
 
     def truncate(self, length: int) -> None:
         """See `Drafter` and the class."""

@@ -2,7 +2,7 @@
 
 Sources may include each other by their path below `kernels/` and nothing else: NVRTC ships no headers.
 Machine code is kept in the user's cache directory under a hash of everything that it depends on; see
-`kernel_cache.py` for what is trusted there.
+`kernel_cache.py` for what is checked there.
 """
 
 import hashlib

@@ -38,7 +38,7 @@ class KernelCache:
         self.problem: str | None = None
 
     def get(self, name: str) -> bytes | None:
-        """The bytes stored under `name`; None if there are none, or none that can be trusted."""
+        """The bytes stored under `name`; None if there are none, or none that are safe to load."""
         try:
             with self._opened() as directory:
                 data = _read(name, directory)
@@ -89,7 +89,7 @@ def _open_own(path: Path, parent: int | None = None) -> Iterator[int]:
             raise PermissionError(f"{path} belongs to another user; remove it")
         if status.st_mode & OTHERS_MAY_WRITE:
             raise PermissionError(
-                f"others may write to {path}; remove it, or chmod go-w it if you trust them"
+                f"others may write to {path}; remove it, or chmod go-w it if its files are yours"
             )
         yield descriptor
     finally:

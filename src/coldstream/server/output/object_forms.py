@@ -127,12 +127,12 @@ def _merged(one: ObjectForm, other: ObjectForm) -> ObjectForm | None:
         forbids = of_both[0] is None or of_both[1] is None
         properties[name] = (False,) if forbids else (*(of_both[0] or ()), *(of_both[1] or ()))
     mosts = [most for most in (one.most, other.most) if most is not None]
-    rests = [form.rest for form in (one, other) if form.rest is not None]
+    rest_sets = [form.rest for form in (one, other) if form.rest is not None]
     return ObjectForm(
         properties,
         one.required | other.required,
         _merged_patterns(one, other),
-        tuple(each for rest in rests for each in rest) if rests else None,
+        tuple(each for rest in rest_sets for each in rest) if rest_sets else None,
         one.is_closed or other.is_closed,
         max(one.least, other.least),
         min(mosts, default=None),

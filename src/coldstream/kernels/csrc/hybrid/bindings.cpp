@@ -89,7 +89,7 @@ void bind_hybrid(nb::module_& m) {
           "add_layer", &BoundServer::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
       .def("begin", &BoundServer::begin, "Looks for requests from now on.")
-      .def("end", &BoundServer::end, "Rests: no request comes before the next `begin`.")
+      .def("end", &BoundServer::end, "Pauses: no request comes before the next `begin`.")
       .def("work", &BoundServer::work,
            "(requests, pairs, seconds from a request to its answer) of each layer so far.")
       .def("check", &BoundServer::check,

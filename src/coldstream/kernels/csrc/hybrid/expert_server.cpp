@@ -84,7 +84,7 @@ void ExpertServer::check() {
 
 void ExpertServer::serve() {
   for (;;) {
-    phase_.wait(resting, std::memory_order_acquire);
+    phase_.wait(idle, std::memory_order_acquire);
     if (phase_.load(std::memory_order_acquire) == stopping) return;
     ThreadPool::Awake awake(*threads_);
     serve_requests();
@@ -100,7 +100,7 @@ void ExpertServer::serve_requests() {
     const auto now = std::chrono::steady_clock::now();
     if (phase == serving) last_served = now;
     if (phase == lingering && now - last_served > linger &&
-        phase_.compare_exchange_strong(phase, resting, std::memory_order_acq_rel)) {
+        phase_.compare_exchange_strong(phase, idle, std::memory_order_acq_rel)) {
       return;
     }
     uint32_t found = 0;

@@ -92,10 +92,10 @@ class ExpertServer {
   std::vector<LayerWork> work_;
   std::mutex error_lock_;
   std::exception_ptr error_;
-  std::atomic<uint32_t> phase_{resting};
+  std::atomic<uint32_t> phase_{idle};
   std::unique_ptr<std::thread> thread_;
 
-  static constexpr uint32_t resting = 0, serving = 1, lingering = 2, stopping = 3;
+  static constexpr uint32_t idle = 0, serving = 1, lingering = 2, stopping = 3;
 };
 
 }  // namespace coldstream
