@@ -27,12 +27,12 @@ from bench.device import graph_seconds, measure_bandwidth
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import compiler
 from coldstream.kernels.cuda.program import Kernel
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, instance_for
+from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES, instance_for
 from coldstream.kernels.experts import cuda as experts
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, launch_down, launch_gate_up
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
-from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda import linear_skinny_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 
@@ -80,7 +80,7 @@ def linear_case(name: str, cols: int, matrices: list[Matrix], rows: int) -> Case
     outs = [torch.empty(rows, size, device="cuda") for _, size in matrices]
 
     def launch(i: int) -> None:
-        linear_few_cuda(weights[i % copies], outs, activations=quantized, x=x)
+        linear_skinny_cuda(weights[i % copies], outs, activations=quantized, x=x)
 
     return Case(name, rows, launch, num_bytes)
 
@@ -172,7 +172,7 @@ def compare(case: Case, other: OtherSources) -> tuple[float, float, list[float]]
 
 
 def all_types_instance(kernel: str, _types: object) -> str:
-    return instance_for(kernel, FEW_TYPES)
+    return instance_for(kernel, SKINNY_TYPES)
 
 
 def main() -> None:

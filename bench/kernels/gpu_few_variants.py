@@ -25,13 +25,13 @@ from coldstream.kernels.experts import cuda_gemm, cuda_layer
 from coldstream.kernels.experts import cuda_grouped as grouped
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.cuda import linear_few_cuda
-from coldstream.kernels.linear.cuda_gemm import linear_many
+from coldstream.kernels.linear.cuda import linear_skinny_cuda
+from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
-from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, RouterBuffers, router_few_cuda
+from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, RouterBuffers, router_gemv_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 HIDDEN, FFN, EXPERTS, TOP_K, LAUNCHES = (
@@ -130,13 +130,13 @@ class ExpertLayer:
 
         def run(i: int) -> None:
             gate, up, down = self.shared[i]
-            linear_few_cuda((gate, up), parts[:2], activations=codes, x=x)
+            linear_skinny_cuda((gate, up), parts[:2], activations=codes, x=x)
             swiglu_cuda(parts[0], parts[1], parts[2], act)
-            linear_few_cuda((down,), (outs.shared,), activations=act, x=parts[2])
+            linear_skinny_cuda((down,), (outs.shared,), activations=act, x=parts[2])
             cuda_gemm.group_pairs(ids[i], EXPERTS, groups)
-            cuda_layer.gate_up_many((codes, codes), ids[i], tuple(self.tables), groups, (product,))
+            cuda_layer.gate_up_gemm((codes, codes), ids[i], tuple(self.tables), groups, (product,))
             quantize_cuda(product, hidden)
-            cuda_layer.down_many(hidden, ids[i], tuple(self.tables), groups, outs.routed)
+            cuda_layer.down_gemm(hidden, ids[i], tuple(self.tables), groups, outs.routed)
 
         return run
 
@@ -155,10 +155,10 @@ def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int
 
     def apart(i: int) -> None:
         add_rms_norm_cuda(x, update, total, norm_weight, 1e-6, normed, codes)
-        router_few_cuda(normed, experts[i], gate, RouterBuffers(*chosen))
+        router_gemv_cuda(normed, experts[i], gate, RouterBuffers(*chosen))
 
     def at_once(i: int) -> None:
-        router_few_cuda(normed, experts[i], gate, RouterBuffers(*chosen), norm=norm)
+        router_gemv_cuda(normed, experts[i], gate, RouterBuffers(*chosen), norm=norm)
 
     outs = [total, normed, codes.scales, weights, shared]
     return {"apart": apart, "at once": at_once}, outs, experts[0].nbytes
@@ -194,11 +194,11 @@ def linear_variants(
 
     def few(walk: Walk | None, sets: int | None, i: int) -> None:
         with forced(walk, sets):
-            linear_few_cuda(weights[i % copies], outs, activations=codes, x=x, block_rows=by_block)
+            linear_skinny_cuda(weights[i % copies], outs, activations=codes, x=x, block_rows=by_block)
 
     def many(i: int) -> None:
         for weight, out in zip(weights[i % copies], outs, strict=True):
-            linear_many(by_block if weight.quant_type == Q8 else codes, weight, out)
+            linear_gemm(by_block if weight.quant_type == Q8 else codes, weight, out)
 
     calls: dict[str, Call] = {}
     if rows == 1:

@@ -25,7 +25,7 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.cuda import FEW_ROWS, IntegerKernels, kind_of
+from coldstream.kernels.attention.cuda import SPLIT_ROWS, IntegerKernels, kind_of
 from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import (
@@ -98,7 +98,7 @@ class Layer:
 def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:
     cache_type = CACHE_TYPES[cache_name]
     num_bytes = 2 * (depth + num_rows) * KV_HEADS * cache_type.row_bytes(HEAD_DIM)
-    is_split = num_rows <= FEW_ROWS
+    is_split = num_rows <= SPLIT_ROWS
     count = max(2, min(MOST_LAYERS, int(CACHED_BYTES / num_bytes))) if is_split else 1
     layers = [Layer(cache_name, num_rows, depth) for _ in range(count)]
     workspace = layers[0].workspace(depth + num_rows)

@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.gemm_tiles import Tiling
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts import cuda_gemm as experts
 from coldstream.kernels.linear import cuda_gemm as linear
-from coldstream.kernels.linear.cuda_float_gemm import float_linear_many
+from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.reference import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -141,7 +141,7 @@ def floats(num_rows: int, shape: tuple[int, int], replays: int) -> dict[str, obj
     values = torch.randn(shape, device="cuda")
     weight = QuantTensor(values.view(torch.uint8), QuantType.F32, shape)
     x, out = torch.randn(num_rows, shape[1], device="cuda"), torch.empty(num_rows, shape[0], device="cuda")
-    us = 1e6 * graph_seconds([lambda: float_linear_many(x, weight, out)] * LAUNCHES, replays)
+    us = 1e6 * graph_seconds([lambda: float_linear_gemm(x, weight, out)] * LAUNCHES, replays)
     products = num_rows * shape[0] * shape[1]
     return {
         "what": f"float {shape[0]}x{shape[1]}",

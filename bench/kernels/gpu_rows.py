@@ -20,7 +20,7 @@ from bench.device import graph_seconds, measure_bandwidth
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
-from coldstream.kernels.router.cuda import RouterBuffers, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
@@ -100,7 +100,9 @@ def routers(rows: int, num_experts: int) -> dict[str, tuple[list[Launch], int]]:
     def few() -> Launch:
         x, shared = random(rows, HIDDEN), random(1, HIDDEN)
         weight = HIDDEN**-0.5 * random(num_experts, HIDDEN)
-        return lambda: router_few_cuda(x, weight, shared, RouterBuffers(ids, weights, gate, logits, arrivals))
+        return lambda: router_gemv_cuda(
+            x, weight, shared, RouterBuffers(ids, weights, gate, logits, arrivals)
+        )
 
     choose: list[Launch] = [lambda: router_choose_cuda(logits, ids, weights)]
     choice = {f"choice of {num_experts}": (choose, 4 * rows * num_experts)}

@@ -49,7 +49,7 @@ class DecodeSteps:
     ) -> None:
         self.device, self.rng = device, np.random.default_rng(seed)
         device.kernels |= {
-            "router_few": self._route,
+            "router_gemv": self._route,
             "partition_experts": self._share_out,
             "ask_for_experts": self._ask,
             "router_choose": lambda *args: None,

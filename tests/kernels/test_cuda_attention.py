@@ -75,18 +75,18 @@ def test_a_few_hundred_rows_far_into_a_text_are_computed_in_parts(
 @pytest.mark.parametrize(
     ("num_rows", "is_deep", "is_branching", "kind"),
     [
-        (1, True, False, "fewest"),
-        (1, False, False, "fewest"),
-        (2, True, False, "few"),
+        (1, True, False, "decode_half"),
+        (1, False, False, "decode_half"),
+        (2, True, False, "decode"),
         (3, True, False, "group"),
         (8, True, False, "group"),
         (9, True, False, "groups"),
         (64, True, False, "groups"),
-        (64, False, False, "few"),
+        (64, False, False, "decode"),
         (65, False, False, "groups"),
         (2048, True, False, "groups"),
-        (1, True, True, "middle"),
-        (9, True, True, "many"),
+        (1, True, True, "prefill_small"),
+        (9, True, True, "prefill"),
     ],
 )
 def test_warpgroups_take_what_they_are_faster_at(
@@ -95,6 +95,6 @@ def test_warpgroups_take_what_they_are_faster_at(
     shape = AttentionShape(16, 2, 256, CACHE_TYPES["i16"])
     assert kind_of(shape, num_rows, is_branching, is_deep, by_warpgroups=True) == kind
     assert kind_of(shape, num_rows, is_branching, is_deep, by_warpgroups=False) in (
-        "fewest", "few", "middle", "many",
+        "decode_half", "decode", "prefill_small", "prefill",
     )  # fmt: skip
     assert (kind, is_branching) in IntegerKernels(shape, WITH_WARPGROUPS)._forms

@@ -22,8 +22,8 @@ from coldstream.kernels.experts.cuda_gemm import (
     ExpertTables,
     Groups,
     choose_tilings,
-    experts_gate_up_many,
-    experts_product_many,
+    experts_gate_up_gemm,
+    experts_product_gemm,
     group_pairs,
     instance,
     max_tiles,
@@ -110,13 +110,13 @@ class Experts:
         if self.gate_type == self.up_type:
             gated = Guarded(num_pairs, ffn)
             quantized = device_activations(x, self.gate_type)
-            experts_gate_up_many(quantized, tables, tilings[0], ffn, hidden, groups, gated.tensor)
+            experts_gate_up_gemm(quantized, tables, tilings[0], ffn, hidden, groups, gated.tensor)
             h = gated.checked()
         else:
             halves = []
             for table, tiling in ((tables.gate, tilings[0]), (tables.up, tilings[1])):
                 half = Guarded(num_pairs, ffn)
-                experts_product_many(
+                experts_product_gemm(
                     device_activations(x, tiling.quant_type),
                     table,
                     tiling,
@@ -130,7 +130,7 @@ class Experts:
             h = swiglu_exact(*halves)
         out = Guarded(num_pairs, hidden)
         out.tensor.fill_(UNWRITTEN)
-        experts_product_many(
+        experts_product_gemm(
             device_activations(h, self.down_type),
             tables.down,
             tilings[2],

@@ -7,8 +7,8 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES
-from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_few_cuda
+from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
+from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_gemv_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
@@ -74,7 +74,7 @@ class Layer:
             quantized = empty_activations(tokens, cols, torch.device("cuda"))
             quantize_cuda(x, quantized)
         outs = PairRows(routed.tensor, shared.tensor if self.shared else None)
-        experts_few_cuda(self.weights, ids.cuda(), hidden, outs, activations=quantized, x=x)
+        experts_gemv_cuda(self.weights, ids.cuda(), hidden, outs, activations=quantized, x=x)
         return routed.checked(), shared.checked() if self.shared else None
 
     def check(self, x: torch.Tensor, ids: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def test_kn01_every_number_of_tokens(name: str) -> None:
         layer.check(activations(tokens, tokens, cols), random_ids(tokens, 3))
 
 
-@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)
 def test_every_type(quant_type: QuantType) -> None:
     layer = Layer((quant_type,) * 3, 256, 512, (quant_type,) * 3, 512)
     layer.check(activations(1, 5, 512), random_ids(5, NUM_EXPERTS))
@@ -141,8 +141,8 @@ def test_what_does_not_fit_is_refused() -> None:
     rows = PairRows(torch.full((2, 3, 256), torch.nan, device="cuda"), None)
     outs = PairRows(torch.full((2, 3, 512), torch.nan, device="cuda"), None)
     with pytest.raises(ValueError, match="of the other kind"):
-        experts_few_cuda(layer.weights, ids, rows, outs, x=torch.zeros(2, 512, device="cuda"))
+        experts_gemv_cuda(layer.weights, ids, rows, outs, x=torch.zeros(2, 512, device="cuda"))
     with pytest.raises(ValueError, match="do not fit"):
-        experts_few_cuda(layer.weights, ids, outs, outs)
+        experts_gemv_cuda(layer.weights, ids, outs, outs)
     with pytest.raises(ValueError, match="int32"):
-        experts_few_cuda(layer.weights, ids.long(), rows, outs)
+        experts_gemv_cuda(layer.weights, ids.long(), rows, outs)

@@ -11,7 +11,7 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
-from coldstream.kernels.linear.cuda_float_gemm import NAMES, PROGRAM, float_linear_many
+from coldstream.kernels.linear.cuda_float_gemm import NAMES, PROGRAM, float_linear_gemm
 from coldstream.kernels.linear.reference import linear_exact
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
@@ -33,7 +33,7 @@ def test_every_shape(quant_type: QuantType, num_rows: int, num_tokens: int) -> N
     x = activations(num_tokens, num_tokens, 100)
     weight = random_weight(quant_type, (num_rows, 100), 5)
     out = Guarded(num_tokens, num_rows, gap=3)
-    float_linear_many(x.cuda(), device_weight(weight), out.tensor)
+    float_linear_gemm(x.cuda(), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -45,7 +45,7 @@ def test_every_depth(num_values: int, num_tokens: int) -> None:
     x = activations(num_values, num_tokens, max(num_values, 64))[:, :num_values]
     weight = random_weight(QuantType.F32, (150, num_values), 5)
     out = Guarded(num_tokens, 150)
-    float_linear_many(x.cuda(), device_weight(weight, 4 if num_values % 2 else 0), out.tensor)
+    float_linear_gemm(x.cuda(), device_weight(weight, 4 if num_values % 2 else 0), out.tensor)
     chosen = torch.arange(0, num_tokens, 9)
     assert same_numbers(out.checked()[chosen], linear_exact(x[chosen], weight))
 
@@ -61,7 +61,7 @@ def test_negative_zeros_and_numbers_that_are_not() -> None:
     values[0] = 1e-30
     values[1] = 0.0
     out = Guarded(20, 24)
-    float_linear_many(x.cuda(), device_weight(weight), out.tensor)
+    float_linear_gemm(x.cuda(), device_weight(weight), out.tensor)
     expected = linear_exact(x, weight)
     assert torch.signbit(expected[0, 0])
     assert same_numbers(out.checked(), expected)

@@ -14,7 +14,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
-from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_many
+from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_gemm
 from coldstream.kernels.linear.reference import linear_exact
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
@@ -43,7 +43,7 @@ def test_every_row_count(quant_type: QuantType, num_tokens: int) -> None:
     x = activations(num_tokens, num_tokens, cols(quant_type, 2))
     weight = random_weight(quant_type, (33, x.shape[1]), 5)
     out = Guarded(num_tokens, 33, gap=3)
-    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    linear_gemm(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -55,7 +55,7 @@ def test_every_width(quant_type: QuantType, num_rows: int) -> None:
     weight = random_weight(quant_type, (num_rows, x.shape[1]), 6)
     offset = 0 if quant_type in ALIGNED else 2 * (num_rows % 8)
     out = Guarded(70, num_rows)
-    linear_many(device_activations(x, weight.quant_type), device_weight(weight, offset), out.tensor)
+    linear_gemm(device_activations(x, weight.quant_type), device_weight(weight, offset), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -66,7 +66,7 @@ def test_every_number_of_groups(quant_type: QuantType, groups: int) -> None:
     x = activations(groups, 37, cols(quant_type, groups))
     weight = random_weight(quant_type, (150, x.shape[1]), groups)
     out = Guarded(37, 150, gap=2)
-    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    linear_gemm(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -77,7 +77,7 @@ def test_tiles_of_one_block_follow_each_other(quant_type: QuantType) -> None:
     x = activations(3, 1000, 512)
     weight = random_weight(quant_type, (4100, 512), 9)
     out = Guarded(1000, 4100)
-    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    linear_gemm(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
     chosen = torch.arange(0, 1000, 7)
     expected = torch.cat([linear_exact(x[chosen], part) for part in weight.split_rows((2050, 2050))], dim=1)
     assert same_numbers(out.checked()[chosen], expected)
@@ -101,7 +101,7 @@ def test_extreme_codes(quant_type: QuantType) -> None:
             blocks[:, place : place + 2] = kept[:, place : place + 2]
     weight.blocks[4] = 0xFF  # NaN scales
     out = Guarded(40, 64)
-    linear_many(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
+    linear_gemm(device_activations(x, weight.quant_type), device_weight(weight), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
@@ -110,7 +110,7 @@ def test_refuses_what_does_not_fit() -> None:
     x = activations(1, 20, 256)
     weight = random_weight(QuantType.Q4_K, (48, 512), 1)
     with pytest.raises(ValueError, match="do not fit"):
-        linear_many(quantize_activations(x), weight, torch.empty(20, 48))
+        linear_gemm(quantize_activations(x), weight, torch.empty(20, 48))
 
 
 @pytest.mark.parametrize("quant_type", TYPES)

@@ -10,9 +10,9 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, GROUP_TYPES, PASS_COLS
+from coldstream.kernels.cuda.skinny_shapes import GROUP_TYPES, PASS_COLS, SKINNY_TYPES
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.cuda import linear_few_cuda
+from coldstream.kernels.linear.cuda import linear_skinny_cuda
 from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.linear.skinny_layouts import FLOAT_ROW_BYTES, Walk
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -44,7 +44,7 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
     outs = [Guarded(x.shape[0], weight.shape[0], gap=GAP) for weight in weights]
     x = x.cuda()
     is_integer = [weight.quant_type in GROUP_TYPES for weight in weights]
-    linear_few_cuda(
+    linear_skinny_cuda(
         weights,
         [out.tensor for out in outs],
         activations=quantized(x) if any(is_integer) else None,
@@ -54,7 +54,7 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
     return [out.checked() for out in outs]
 
 
-@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)
 def test_every_length_of_a_row(quant_type: QuantType) -> None:
     for cols in cols_of(quant_type):
         weight = random_weight(quant_type, (70, cols), seed=cols)
@@ -80,7 +80,7 @@ def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk
                 assert_same(run(x, [on_gpu(weight)])[0], linear_exact(x, weight))
 
 
-@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 57])
 def test_every_number_of_weight_rows(quant_type: QuantType, rows: int) -> None:
     cols = 512
@@ -93,7 +93,7 @@ def test_every_number_of_weight_rows(quant_type: QuantType, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 20, 64])
 def test_several_matrices_of_different_types(rows: int) -> None:
     cols = 1024
-    kinds = sorted(FEW_TYPES - {QuantType.BF16})
+    kinds = sorted(SKINNY_TYPES - {QuantType.BF16})
     weights = [
         random_weight(quant_type, (size, cols), seed=size)
         for quant_type, size in zip(kinds, (33, 500, 4, 1000, 2, 31, 257, 64), strict=True)
@@ -105,7 +105,7 @@ def test_several_matrices_of_different_types(rows: int) -> None:
         assert_same(actual, wanted)
 
 
-UNALIGNED = [t for t in sorted(FEW_TYPES) if t.block_bytes % 16]
+UNALIGNED = [t for t in sorted(SKINNY_TYPES) if t.block_bytes % 16]
 
 
 @pytest.mark.parametrize("quant_type", UNALIGNED, ids=lambda t: t.name)
@@ -153,11 +153,11 @@ def test_what_does_not_fit_is_refused() -> None:
     weight = on_gpu(random_weight(QuantType.Q4_K, (5, 512), seed=7))
     out = torch.full((2, 5), torch.nan, device="cuda")
     with pytest.raises(ValueError, match="of the other kind"):
-        linear_few_cuda([weight], [out], x=torch.zeros(2, 512, device="cuda"))
+        linear_skinny_cuda([weight], [out], x=torch.zeros(2, 512, device="cuda"))
     with pytest.raises(ValueError, match="does not give"):
-        linear_few_cuda([weight], [out[:, :4]], activations=quantized(torch.zeros(2, 512, device="cuda")))
+        linear_skinny_cuda([weight], [out[:, :4]], activations=quantized(torch.zeros(2, 512, device="cuda")))
     with pytest.raises(ValueError, match="one launch"):
-        linear_few_cuda([weight], [torch.zeros(65, 5, device="cuda")])
+        linear_skinny_cuda([weight], [torch.zeros(65, 5, device="cuda")])
     other = on_gpu(random_weight(QuantType.Q2_K, (5, 512), seed=7))
     with pytest.raises(ValueError, match="do not read Q2_K"):
-        linear_few_cuda([other], [out], x=torch.zeros(2, 512, device="cuda"))
+        linear_skinny_cuda([other], [out], x=torch.zeros(2, 512, device="cuda"))

@@ -11,7 +11,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES
+from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.dequantize.cuda import PROGRAM as DEQUANTIZE
 from coldstream.kernels.dequantize.cuda import instance_of
@@ -24,7 +24,7 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import PROGRAM as SWIGLU
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
-OTHER_TYPES = sorted(set(QuantType) - FEW_TYPES)
+OTHER_TYPES = sorted(set(QuantType) - SKINNY_TYPES)
 EVERY_OTHER_TYPE = pytest.mark.parametrize("quant_type", OTHER_TYPES, ids=lambda t: t.name)
 NUM_EXPERTS, RANKS, HIDDEN, FFN = 6, 2, 512, 256
 

@@ -18,7 +18,7 @@ from coldstream.kernels.experts.partition import Partition, partition_experts_cu
 from coldstream.kernels.experts.prefetch import PROGRAM
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 
 EXPERTS, RANKS, COLS = 40, 4, 64
@@ -182,7 +182,7 @@ def test_a_later_router_sees_the_same_rows_and_disturbs_nothing(tokens: int, exp
     )  # fmt: skip
     arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
     for _ in range(2):
-        router_few_cuda(
+        router_gemv_cuda(
             x.to(CUDA), weight.to(CUDA), shared.to(CUDA), RouterBuffers(*outs, arrivals), None, ahead
         )
     torch.cuda.synchronize()

@@ -7,7 +7,7 @@ from guarded import Guarded
 from same_bits import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import dot_lanes
-from coldstream.kernels.router.cuda import PROGRAM, RouterBuffers, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import PROGRAM, RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 
 
@@ -31,7 +31,7 @@ def check_router(tokens: int, experts: int, cols: int, ranks: int, gap: int = 0,
             Guarded(tokens, 1, device=CUDA),
             Guarded(tokens, experts, device=CUDA),
         )
-        router_few_cuda(
+        router_gemv_cuda(
             x_device, weight_device, shared_device, RouterBuffers(*(out.tensor for out in outs), arrivals)
         )
         for out, expected in zip(
@@ -74,7 +74,7 @@ def test_router_without_a_shared_expert() -> None:
     ids, weights = choose_experts_exact(dot_lanes(x, weight), 4)
     out_ids, out_weights = Guarded(3, 4, dtype=torch.int32, device=CUDA), Guarded(3, 4, device=CUDA)
     logits, arrivals = torch.empty(3, 40, device=CUDA), torch.zeros(1, dtype=torch.int32, device=CUDA)
-    router_few_cuda(
+    router_gemv_cuda(
         x.to(CUDA),
         weight.to(CUDA),
         None,

@@ -11,7 +11,7 @@ from machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.skinny_shapes import (
-    FEW_TYPES,
+    SKINNY_TYPES,
     MatrixShape,
     instance_for,
     matrix_shape,
@@ -25,10 +25,10 @@ from coldstream.kernels.linear.skinny_layouts import Walk
 
 MAX_STACK_BYTES = 40  # a few registers set aside; an array in local memory is more
 ARCHS = ("sm_80", "sm_90", "sm_120")
-FEW_KERNELS = (
+SKINNY_KERNELS = (
     ("linear/skinny.cu", "linear_one"),
     ("linear/skinny.cu", "linear_rows"),
-    *(("linear/skinny.cu", "linear_few", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
+    *(("linear/skinny.cu", "linear_skinny", *numbers) for numbers in LINEAR_INSTANCES[Walk.TILES]),
     ("experts/gemv.cu", "expert_gate_up"),
     ("experts/gemv.cu", "expert_down"),
 )
@@ -38,15 +38,15 @@ PARTS_KERNELS = tuple(
 GROUPED_KERNELS = (("experts/grouped.cu", "grouped_gate_up"), ("experts/grouped.cu", "grouped_down"))
 # For each kernel all types that it can read, and then some of them, as models have.
 TYPES = {
-    FEW_KERNELS: (
-        FEW_TYPES,
+    SKINNY_KERNELS: (
+        SKINNY_TYPES,
         {QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0},
         {QuantType.Q4_K},
         {QuantType.Q6_K, QuantType.F32},
         {QuantType.Q8_0},
         {QuantType.F32},
     ),
-    PARTS_KERNELS: (FEW_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K}),
+    PARTS_KERNELS: (SKINNY_TYPES, {QuantType.Q4_K}, {QuantType.Q6_K}, {QuantType.Q8_0, QuantType.Q5_K}),
     GROUPED_KERNELS: (
         INTEGER_TYPES,
         {QuantType.Q4_K},
@@ -89,7 +89,7 @@ def test_structures_have_the_sizes_that_device_code_sees() -> None:
     assert ctypes.sizeof(LinearMatrix) == 2 * 8 + 3 * 4 + 9 * 4
 
 
-@pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)
 def test_a_unit_fits_its_slot_wherever_it_begins(quant_type: QuantType) -> None:
     step = 1 if quant_type not in INTEGER_TYPES else quant_type.block_elements
     for cols in range(step, 8192, 7 * step):

@@ -23,7 +23,7 @@ from coldstream.kernels.experts.stamps import LAYER_STAMPS, SUMS, WORDS, read_st
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, Routing, RowsElsewhere
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
-from coldstream.kernels.router.cuda import RouterBuffers, router_few_cuda
+from coldstream.kernels.router.cuda import RouterBuffers, router_gemv_cuda
 
 EXPERTS, RANKS, COLS = 32, 4, 384
 SLOT, MAPPED, STEP = 1 << 20, 1 << 30, 1 << 10  # addresses that are not read here
@@ -84,7 +84,7 @@ class Layer:
 
     def run(self, *, stamped: bool = True) -> None:
         tokens = len(self.x)
-        router_few_cuda(
+        router_gemv_cuda(
             self.x, self.weight, self.gate,
             RouterBuffers(self.ids, self.weights, self.shared_gate, self.logits, self.arrivals),
             self.sharing if tokens == 1 else begin_of(self.sharing),

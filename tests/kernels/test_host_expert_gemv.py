@@ -7,7 +7,7 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_few_cuda
+from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_gemv_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
@@ -55,7 +55,7 @@ def test_types_of_either_kind_of_scales(types: Types, shared_types: Types) -> No
     quantize_cuda(x, quantised)
     routed, outs = Guarded(tokens, 2, cols, device=CPU), Guarded(tokens, cols, device=CPU)
     hidden = PairRows(torch.full((tokens, 2, size), torch.nan), torch.full((tokens, size), torch.nan))
-    experts_few_cuda(weights, ids, hidden, PairRows(routed.tensor, outs.tensor), activations=quantised, x=x)
+    experts_gemv_cuda(weights, ids, hidden, PairRows(routed.tensor, outs.tensor), activations=quantised, x=x)
     assert_same(routed.checked(), routed_experts(x, ids, *stacks, linear_exact, swiglu_exact))
     gate, up, down = shared
     activated = swiglu_exact(linear_exact(x, gate), linear_exact(x, up))

@@ -11,7 +11,7 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.linear.cuda_gemm import linear_many
+from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -25,7 +25,7 @@ def test_every_type(quant_type: QuantType) -> None:
         weight = random_weight(quant_type, (70, cols), seed=cols)
         for rows in (9, 37):
             x, out = activations(rows, rows, cols), Guarded(rows, 70, device=CPU)
-            linear_many(device_activations(x, quant_type, "cpu"), on_gpu(weight, device="cpu"), out.tensor)
+            linear_gemm(device_activations(x, quant_type, "cpu"), on_gpu(weight, device="cpu"), out.tensor)
             assert_same(out.checked(), linear_exact(x, weight))
 
 
@@ -34,4 +34,4 @@ def test_scales_of_the_other_kind_are_refused() -> None:
     for quant_type, other in ((QuantType.Q8_0, QuantType.Q4_K), (QuantType.Q4_K, QuantType.Q8_0)):
         weight = on_gpu(random_weight(quant_type, (5, 512), 1), device="cpu")
         with pytest.raises(ValueError, match="scales: an array"):
-            linear_many(device_activations(x, other, "cpu"), weight, torch.zeros(9, 5))
+            linear_gemm(device_activations(x, other, "cpu"), weight, torch.zeros(9, 5))

@@ -241,7 +241,7 @@ def test_a_gpu_has_those_of_many_rows_too(
 
 
 @pytest.mark.parametrize(
-    ("parents", "kernel"), [(line(3), "attention_integers_few"), ((-1, 0, 0), "attention_integers<")]
+    ("parents", "kernel"), [(line(3), "attention_integers_decode"), ((-1, 0, 0), "attention_integers<")]
 )
 def test_a_draft_without_forks_takes_the_kernel_of_chains(
     host: HostDevice, parents: tuple[int, ...], kernel: str

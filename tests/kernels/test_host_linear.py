@@ -16,9 +16,9 @@ from coldstream.kernels.arithmetic.reference import (
     quantize_activations,
 )
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, PASS_COLS
+from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
+from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
 from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.linear.skinny_layouts import Walk, layout_for
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -28,7 +28,7 @@ from host_device import LIMITS
 pytestmark = pytest.mark.usefixtures("host")
 
 CPU = torch.device("cpu")
-EVERY_TYPE = pytest.mark.parametrize("quant_type", sorted(FEW_TYPES), ids=lambda t: t.name)
+EVERY_TYPE = pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)
 
 
 def quantised(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> QuantActivations:
@@ -43,7 +43,7 @@ def run(x: torch.Tensor, weights: Sequence[QuantTensor]) -> list[torch.Tensor]:
     outs = [Guarded(x.shape[0], weight.shape[0], device=CPU, gap=16) for weight in weights]
     codes = None if x.shape[1] % BLOCK_SIZE else quantised(x)
     by_block = None if x.shape[1] % BLOCK_SIZE else quantised(x, BLOCK_SIZE)
-    linear_few_cuda(weights, [out.tensor for out in outs], activations=codes, x=x, block_rows=by_block)
+    linear_skinny_cuda(weights, [out.tensor for out in outs], activations=codes, x=x, block_rows=by_block)
     return [out.checked() for out in outs]
 
 
@@ -102,7 +102,7 @@ def test_rows_that_begin_anywhere_are_refused_by_blocks_of_32() -> None:
     x = torch.zeros(2, 66)[:, :64]
     weight = on_gpu(random_weight(QuantType.Q8_0, (5, 64), 1), device="cpu")
     with pytest.raises(ValueError, match="need rows of activations on 16 bytes"):
-        linear_few_cuda([weight], [torch.zeros(2, 5)], x=x)
+        linear_skinny_cuda([weight], [torch.zeros(2, 5)], x=x)
 
 
 @pytest.mark.parametrize("quant_type", [QuantType.Q4_K, QuantType.Q8_0], ids=lambda t: t.name)
@@ -147,7 +147,7 @@ def test_sums_of_floats_that_are_negative_zero_and_values_that_are_not_finite() 
 
 def test_rows_of_floats_that_begin_anywhere_are_for_another_kernel() -> None:
     weight, x = on_gpu(random_weight(QuantType.F16, (5, 64), 1), device="cpu"), torch.zeros(9, 64)
-    assert fits_few([weight], x)
+    assert fits_skinny([weight], x)
     shifted = torch.zeros(9, 65)[:, 1:]
     for other, rows in (
         (weight, torch.zeros(9, 66)[:, :64]),
@@ -155,16 +155,16 @@ def test_rows_of_floats_that_begin_anywhere_are_for_another_kernel() -> None:
         (on_gpu(random_weight(QuantType.F16, (5, 64), 1), 2, "cpu"), x),
         (on_gpu(random_weight(QuantType.F16, (5, 36), 1), device="cpu"), torch.zeros(9, 36)),
     ):
-        assert not fits_few([other], rows)
+        assert not fits_skinny([other], rows)
         with pytest.raises(ValueError, match="need rows on 16 bytes"):
-            linear_few_cuda([other], [torch.zeros(9, 5)], x=rows)
-    assert fits_few([weight], shifted[:8]), "up to eight rows may begin anywhere"
+            linear_skinny_cuda([other], [torch.zeros(9, 5)], x=rows)
+    assert fits_skinny([weight], shifted[:8]), "up to eight rows may begin anywhere"
 
 
 def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None:
     def fits(rows: int, cols: int, quant_type: QuantType = QuantType.Q8_0, *, weight_rows: int = 1) -> bool:
         weight = on_gpu(random_weight(quant_type, (weight_rows, cols), 1), device="cpu")
-        return fits_few([weight], torch.zeros(rows, cols))
+        return fits_skinny([weight], torch.zeros(rows, cols))
 
     assert fits(64, 4096)
     assert not fits(65, 512)
@@ -227,4 +227,4 @@ def test_rows_in_another_form_are_asked_for() -> None:
     assert needs_block_rows([weight], x)
     assert not needs_block_rows([weight], x[:3])
     with pytest.raises(ValueError, match="quantised for blocks of 32"):
-        linear_few_cuda([weight], [torch.zeros(16, 5)], x=x)
+        linear_skinny_cuda([weight], [torch.zeros(16, 5)], x=x)

@@ -32,7 +32,7 @@ from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import NUM_WORDS, WHOLE, MissTimes, streamed_experts
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.router.cuda import RouterBuffers, router_few_cuda
+from coldstream.kernels.router.cuda import RouterBuffers, router_gemv_cuda
 from host_device import HostDevice
 
 MAX_LAYERS = 4
@@ -289,7 +289,7 @@ def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing:
     layer, generator = random_layer(experts, missing, 3), torch.Generator().manual_seed(experts)
     x, weight = (torch.randn(n, cols, generator=generator) for n in (1, experts))
     shared = Shared(layer, torch.zeros(1, ranks, dtype=torch.int32), x)
-    router_few_cuda(
+    router_gemv_cuda(
         x, weight, None,
         RouterBuffers(
             shared.ids, torch.empty(1, ranks), None, torch.empty(1, experts),

@@ -26,7 +26,7 @@ from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import NUM_WORDS
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 from host_device import HostDevice
 
@@ -161,7 +161,7 @@ def test_router_of_any_shape(experts: int, cols: int, ranks: int, tokens: int, g
     ahead = Ahead(later, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor)
     for beside in (None, ahead):
         outs = Outputs(tokens, ranks, experts)
-        router_few_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), None, beside)
+        router_gemv_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), None, beside)
         outs.check(x, weight, shared)
         assert arrivals.item() == 0
     guessed, _ = choose_experts_exact(dot_lanes(x, later), ranks)
@@ -202,7 +202,7 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     times = torch.zeros(NUM_WORDS, dtype=torch.int32)
     sharing = sharing_of(stacks, times, box, layer, places, noted, prefetched, notes)
     arrivals = torch.zeros(1, dtype=torch.int32)
-    router_few_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), sharing)
+    router_gemv_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), sharing)
     outs.check(x, weight, shared)
     on_cpu = (ids % 2 == 0) & (ids != come)
     assert on_cpu.any()
@@ -233,7 +233,7 @@ def test_of_several_tokens_the_router_notes_only_when_it_begins(host: HostDevice
     times, noted = torch.zeros(NUM_WORDS, dtype=torch.int32), torch.full((tokens, ranks), -7).int()
     box, arrivals = Mailbox._of(ranks, cols, tokens), torch.zeros(1, dtype=torch.int32)
     sharing = sharing_of(stacks, times, box, 0, places, noted)
-    router_few_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), begin_of(sharing))
+    router_gemv_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), begin_of(sharing))
     outs.check(x, weight, shared)
     assert places.stamps is not None
     assert places.stamps[0] > 0
@@ -241,4 +241,4 @@ def test_of_several_tokens_the_router_notes_only_when_it_begins(host: HostDevice
     assert noted.eq(-7).all()
     assert box.request.item() == 0
     with pytest.raises(ValueError, match="3 tokens are shared out by a launch of their own"):
-        router_few_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), sharing)
+        router_gemv_cuda(x, weight, shared, RouterBuffers(*outs.tensors, arrivals), sharing)

@@ -8,7 +8,7 @@ from test_host_router import CPU, Outputs
 
 from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
-from coldstream.kernels.router.cuda import Ahead, NormBefore, RouterBuffers, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, NormBefore, RouterBuffers, router_gemv_cuda
 
 
 @pytest.mark.usefixtures("host")
@@ -31,7 +31,7 @@ def test_a_norm_in_the_routers_launch_has_the_bits_of_its_own(experts: int, cols
             add_rms_norm_cuda(x, update, total.tensor, norm_weight, 1e-6, normed.tensor, codes)
         outs, guesses = Outputs(tokens, 4, experts), Outputs(tokens, 4, experts)
         ahead = Ahead(later, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor)
-        router_few_cuda(
+        router_gemv_cuda(
             normed.tensor,
             weight,
             shared,

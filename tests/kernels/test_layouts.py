@@ -28,8 +28,8 @@ from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.cuda.structs import declared_structs
 from coldstream.kernels.draft_block import HEAD_SIZES
 from coldstream.kernels.draft_block import cuda as draft_block
-from coldstream.kernels.experts import cuda as experts_few
-from coldstream.kernels.experts import cuda_gemm as experts_many
+from coldstream.kernels.experts import cuda as experts_gemv
+from coldstream.kernels.experts import cuda_gemm as experts_gemm
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts import (
     partition,
@@ -42,8 +42,8 @@ from coldstream.kernels.experts import (
 )
 from coldstream.kernels.fused.reference import NUM_COLUMNS
 from coldstream.kernels.gated_delta_net import cuda as delta_net
-from coldstream.kernels.linear import cuda as linear_few
-from coldstream.kernels.linear import cuda_gemm as linear_many
+from coldstream.kernels.linear import cuda as linear_skinny
+from coldstream.kernels.linear import cuda_gemm as linear_gemm
 from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
@@ -58,7 +58,7 @@ for path in KERNELS.rglob("*.py"):
 
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
-TILING = "coldstream::many::{}"
+TILING = "coldstream::gemm::{}"
 
 
 def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
@@ -67,7 +67,7 @@ def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
 
 # Also read and written by NumPy, or alike in every instance of a template.
 OTHERS: Mapping[tuple[str, str], Layout] = {
-    ("experts/gemm.cu", "ExpertsJob<false>"): experts_many.ExpertsJob,
+    ("experts/gemm.cu", "ExpertsJob<false>"): experts_gemm.ExpertsJob,
     ("experts/write_addresses.cu", "Entry"): np.dtype([("where", np.int64), ("value", np.int64)]),
     ("sample/rows.cuh", "Chosen"): np.dtype([("token", np.int32), ("fault", np.int32)]),
     ("cuda/stamps.cuh", "LayerStamps"): stamps.LAYER_STAMPS,
@@ -104,14 +104,16 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
     },
     "attention/integers_decode.cu": {
-        "few_warps": integers.FEW_WARPS,
+        "decode_warps": integers.DECODE_WARPS,
         **{
-            f"(FewMemory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": form.shared_bytes
+            f"(DecodeMemory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": (
+                form.shared_bytes
+            )
             for name in INTEGER_CACHE_TYPES
             for head_dim in (32, 96, 256)
             for blocks, form in zip(
-                integers.FEW_BLOCKS,
-                integers.few_forms(attention_shape(name, head_dim), False, 2),
+                integers.DECODE_BLOCKS,
+                integers.decode_forms(attention_shape(name, head_dim), False, 2),
                 strict=True,
             )
         },
@@ -137,13 +139,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "copying_threads": 32 * gemm_tiles.COPYING_WARPS,
         **{
             f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
-            for tiling in experts_many.ALL_TILINGS
+            for tiling in experts_gemm.ALL_TILINGS
             for number in ("rows", "tokens", "threads", "shared_bytes")
         },
     },
     "experts/group.cu": {
-        "group_threads": experts_many.GROUP_THREADS,
-        "plan_threads": experts_many.PLAN_THREADS,
+        "group_threads": experts_gemm.GROUP_THREADS,
+        "plan_threads": experts_gemm.PLAN_THREADS,
     },
     "draft_block/rows.cu": {"block_threads": draft_block.THREADS, "warp_size": draft_block.WARP_SIZE},
     "draft_block/attend.cu": {
@@ -169,7 +171,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "experts/place_group.cu": {"max_group": shapes.MAX_GROUP, "place_threads": place_group.THREADS},
     "experts/prefetch.cu": {
         "warp_size": prefetch.THREADS,
-        "most_guesses": skinny_shapes.MAX_FEW_ROWS * shapes.MAX_RANKS,
+        "most_guesses": skinny_shapes.MAX_GEMV_ROWS * shapes.MAX_RANKS,
     },
     "gated_delta_net/decode.cu": {
         "max_tree_rows": MAX_TREE_ROWS,
@@ -186,12 +188,12 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     },
     "linear/gemm.cu": {
         f"{TILING.format(tiling.name)}::{number}": getattr(tiling, number)
-        for tilings in linear_many.TILINGS.values()
+        for tilings in linear_gemm.TILINGS.values()
         for tiling in tilings
         for number in ("rows", "tokens", "threads", "shared_bytes")
     },
     "experts/grouped.cu": {
-        "expert_warps": experts_few.WARPS,
+        "expert_warps": experts_gemv.WARPS,
         "first_bits": experts_grouped.FIRST_BITS,
         **{
             f"grouped_blocks({1 << int(kind)}u)": experts_grouped.blocks_per_processor([kind])
@@ -199,7 +201,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
     },
     "linear/skinny.cu": {
-        "linear_max_matrices": linear_few.MAX_MATRICES,
+        "linear_max_matrices": linear_skinny.MAX_MATRICES,
         "slice_rows": skinny_layouts.SLICE_ROWS,
         "float_tile_threads": skinny_layouts.WARPS * 32,
         "float_tile_tokens": skinny_layouts.FLOAT_TILE_TOKENS,
@@ -289,7 +291,7 @@ def assertions(structures: Mapping[str, Layout], numbers: Mapping[str, float]) -
 
 def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     """CompileError with the assertions that do not hold."""
-    opened = ("using namespace coldstream;", "using namespace coldstream::many;")
+    opened = ("using namespace coldstream;", "using namespace coldstream::gemm;")
     many = opened if "gemm" in file and "float" not in file else opened[:1]
     source = directory / "layouts.cu"
     source.write_text(

@@ -16,8 +16,8 @@ EXPERTS = 256
 @pytest.mark.parametrize(
     ("quant_type", "forms"),
     [
-        (QuantType.Q4_K, {1: "FEW", 8: "FEW", 9: "GROUPED", 32: "GROUPED", 33: "MANY", 64: "MANY"}),
-        (QuantType.F16, {1: "FEW", 8: "FEW", 64: "FEW"}),
+        (QuantType.Q4_K, {1: "GEMV", 8: "GEMV", 9: "GROUPED", 32: "GROUPED", 33: "GEMM", 64: "GEMM"}),
+        (QuantType.F16, {1: "GEMV", 8: "GEMV", 64: "GEMV"}),
         (QuantType.IQ2_XXS, {1: "FLOATS", 64: "FLOATS"}),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from coldstream.kernels.cuda.skinny_shapes import MAX_FEW_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
 
@@ -22,7 +22,7 @@ class AllocateZeros(Protocol):
 @dataclass(frozen=True)
 class ExpertIds:
     """Of one step, int32: used [layers, MAX_MAILBOX_ROWS, K], that routers chose, and guessed [layers,
-    MAX_FEW_ROWS, K], that earlier layers guessed for them. Rows that the step did not have are undefined.
+    MAX_GEMV_ROWS, K], that earlier layers guessed for them. Rows that the step did not have are undefined.
     """
 
     used: Array
@@ -34,7 +34,7 @@ class ChosenExperts:
 
     def __init__(self, zeros: AllocateZeros, num_layers: int, num_ranks: int) -> None:
         self.num_layers, self._num_ranks = num_layers, num_ranks
-        rows = MAX_MAILBOX_ROWS + MAX_FEW_ROWS
+        rows = MAX_MAILBOX_ROWS + MAX_GEMV_ROWS
         self._memory = ReadBack(zeros((num_layers * rows * num_ranks,), "int32"))
         self.used, self.guessed = self._parts(self._memory.values)
 

@@ -15,7 +15,7 @@ from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
-from coldstream.kernels.cuda.skinny_shapes import MAX_FEW_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
@@ -71,7 +71,7 @@ class DecodeExperts:
         """Whether a step of so many rows guesses at later layers' experts."""
         has_ring = self._ring is not None and self._tables.is_readable
         shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
-        return has_ring and num_rows <= MAX_FEW_ROWS and len(shapes) == 1
+        return has_ring and num_rows <= MAX_GEMV_ROWS and len(shapes) == 1
 
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""

@@ -1,6 +1,6 @@
 """The operations on a GPU: `ops.py` has their meaning, `docs/arithmetic.md` their bits.
 
-Few rows and many rows have kernels of their own that compute the same bits; everything runs on PyTorch's
+GEMV, skinny and GEMM kernels compute the same bits; everything runs on PyTorch's
 current stream and can be captured into a CUDA graph.
 """
 

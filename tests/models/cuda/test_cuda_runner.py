@@ -23,7 +23,7 @@ from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, instance_for
+from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES, instance_for
 from coldstream.kernels.experts import moe
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda import runner as cuda_runner
@@ -336,13 +336,13 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
         spec = read_spec(file.metadata, file.tensors)
         noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
     names = " ".join(instance for _, instance in noted)
-    decode = "linear_one", "linear_rows", "linear_few", "expert_gate_up", "grouped_gate_up"
-    norms_before = "router_few<true, 8, true>", "router_few<true, 8, false>"  # for one row, and for more
-    for part in (*decode, *norms_before, "linear_many<", "experts_many<"):
+    decode = "linear_one", "linear_rows", "linear_skinny", "expert_gate_up", "grouped_gate_up"
+    norms_before = "router_gemv<true, 8, true>", "router_gemv<true, 8, false>"  # for one row, and for more
+    for part in (*decode, *norms_before, "linear_gemm<", "experts_gemm<"):
         assert part in names
-    assert names.count("attention_integers_few<8") == 2  # for up to eight pairs, and for more
+    assert names.count("attention_integers_decode<8") == 2  # for up to eight pairs, and for more
     assert names.count("attention_integers<8") == 4  # for some rows and many, with and without trees
-    assert instance_for("coldstream::linear_one", FEW_TYPES) not in names, "only what the model has"
+    assert instance_for("coldstream::linear_one", SKINNY_TYPES) not in names, "only what the model has"
 
 
 @pytest.mark.gpu

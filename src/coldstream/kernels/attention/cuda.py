@@ -29,7 +29,7 @@ from coldstream.kernels.attention.arguments import (
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.exact import BLOCK_SIZE
 from coldstream.kernels.attention.merge_cuda import MergeKernels
-from coldstream.kernels.attention.workspace_sizes import FEW_ROWS, num_chunks
+from coldstream.kernels.attention.workspace_sizes import SPLIT_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits, overlaps
@@ -43,8 +43,8 @@ WARPGROUPS = "integers_warpgroups.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
-MANY_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
-FEW_WARPS, FEW_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
+PREFILL_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
+DECODE_WARPS, DECODE_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
 GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
 GROUP_STAGES, NOTE_BYTES = 2, 28
 RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
@@ -112,9 +112,9 @@ class IntegerKernels:
         self.merge = merging.merge
 
     def _is_needed(self, kind: str, trees: bool) -> bool:
-        if kind == "fewest":
+        if kind == "decode_half":
             return not trees and self.shape.group_size <= PAIRS // 2
-        if kind == "few":
+        if kind == "decode":
             return not trees and self.shape.group_size <= PAIRS
         return (not trees and self._by_warpgroups) == (kind in GROUPS)
 
@@ -223,12 +223,12 @@ def kind_of(
         that they had better share what they read.
     """
     num_pairs = num_rows * shape.group_size
-    is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= FEW_ROWS)
+    is_small = num_pairs <= PAIRS or (not is_deep and num_rows <= SPLIT_ROWS)
     if is_small and shape.group_size <= PAIRS and not is_branching:
-        return "fewest" if num_pairs <= PAIRS // 2 else "few"
+        return "decode_half" if num_pairs <= PAIRS // 2 else "decode"
     if by_warpgroups and not is_branching:
         return "group" if num_pairs <= GROUP_PAIRS else "groups"
-    return "middle" if num_rows <= FEW_ROWS and num_pairs <= MIDDLE_PAIRS else "many"
+    return "prefill_small" if num_rows <= SPLIT_ROWS and num_pairs <= MIDDLE_PAIRS else "prefill"
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ def _tile_row_bytes(shape: AttentionShape) -> int:
     return shape.cache_type.num_planes * shape.head_dim + TILE_SCALE_BYTES
 
 
-def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
+def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
     """Of integers.cu, the best first."""
     row_bytes = _tile_row_bytes(shape)
-    for warps in MANY_WARPS[MANY_WARPS.index(most_warps) :]:
+    for warps in PREFILL_WARPS[PREFILL_WARPS.index(most_warps) :]:
         num_pairs = PAIRS * warps
         # Two tiles; queries; weights and positions of draft trees.
         shared = 2 * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
@@ -259,15 +259,15 @@ def many_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Itera
         yield Form("integers.cu", instance, warps, num_pairs, shared)
 
 
-def few_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Form]:
+def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Form]:
     """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
-    for blocks in () if trees else FEW_BLOCKS:
+    for blocks in () if trees else DECODE_BLOCKS:
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
-        shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (FEW_WARPS + 1) * 4)
-        instance = _instance("attention_integers_few", shape, blocks, halves)
-        yield Form("integers_decode.cu", instance, FEW_WARPS * blocks, PAIRS, shared)
+        shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
+        instance = _instance("attention_integers_decode", shape, blocks, halves)
+        yield Form("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:
@@ -295,12 +295,12 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
 
 MIDDLE_PAIRS = PAIRS * 4
 GROUPS = {"group": 1, "groups": 2}
-CHAINS = ("fewest", "few", *GROUPS)  # kinds that take rows as those of chains
+CHAINS = ("decode_half", "decode", *GROUPS)  # kinds that take rows as those of chains
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
-    "fewest": partial(few_forms, halves=1),
-    "few": partial(few_forms, halves=2),
-    "middle": partial(many_forms, most_warps=4),
-    "many": many_forms,
+    "decode_half": partial(decode_forms, halves=1),
+    "decode": partial(decode_forms, halves=2),
+    "prefill_small": partial(prefill_forms, most_warps=4),
+    "prefill": prefill_forms,
     **{kind: partial(warpgroup_forms, groups=count) for kind, count in GROUPS.items()},
 }
 

@@ -2,8 +2,8 @@
 // Attention over integers.
 //
 // A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one
-// or two blocks of 64 positions (integers_decode_steps.cuh). Each warp computes the scores of 16 positions, and
-// then the sums of values of some columns over all positions of the step, so that numerators stay in
+// or two blocks of 64 positions (integers_decode_steps.cuh). Each warp computes the scores of 16 positions,
+// and then the sums of values of some columns over all positions of the step, so that numerators stay in
 // registers. The keys and values of the next step are copied meanwhile. Maximum, denominator and numerators
 // of a chunk go to a workspace for the merge.
 #include "attention/integers_block.cuh"
@@ -36,10 +36,10 @@ struct PairProgress {
 // blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a
 // second one.
 template <int bits, int head_dim, int blocks, int halves>
-struct FewRowsAttention {
+struct DecodeAttention {
   using KeptRow = CacheRow<bits, head_dim>;
   using Block = PairBlock<KeptRow::planes, head_dim>;
-  using Memory = FewMemory<bits, head_dim, blocks>;
+  using Memory = DecodeMemory<bits, head_dim, blocks>;
   static constexpr int warps = Memory::warps,
                        parts = warps / blocks;         // warps that share the scores of a block
   static constexpr int own_columns = columns / parts;  // times eight positions, of a warp
@@ -57,10 +57,10 @@ struct FewRowsAttention {
   PairProgress progress[2];
   float numerators[own_strips][2][4];  // column 16 · strip + 4t + c of pair g + 8i
 
-  __device__ FewRowsAttention(const IntegersArguments& arguments, uint8_t* bytes)
+  __device__ DecodeAttention(const IntegersArguments& arguments, uint8_t* bytes)
       : a(arguments), shared{bytes} {}
 
-  __device__ void begin_run(const FewStep& step) {
+  __device__ void begin_run(const DecodeStep& step) {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
@@ -77,7 +77,7 @@ struct FewRowsAttention {
   }
 
   // Which of the warp's positions the lane's pairs see.
-  __device__ uint32_t visible_in(const FewStep& step) const {
+  __device__ uint32_t visible_in(const DecodeStep& step) const {
     const int begin = (step.tile + own_block) * block_positions + 8 * first_column + 2 * t;
     uint32_t visible = 0;
 #pragma unroll
@@ -92,7 +92,7 @@ struct FewRowsAttention {
   }
 
   // Computes the scores of the warp's positions, and writes the greatest of each pair to shared memory.
-  __device__ void find_scores(const FewStep& step, uint32_t& visible,
+  __device__ void find_scores(const DecodeStep& step, uint32_t& visible,
                               FloatsOfPairs<own_columns>& scores) const {
     ForBoth<float> best = {negative_infinity(), negative_infinity()};
     if (step.has(own_block)) {
@@ -109,7 +109,8 @@ struct FewRowsAttention {
   }
 
   // Finds the correction factor of each of the step's blocks, and the running maximum of the warp's block.
-  __device__ void raise(const FewStep& step, ForBoth<float> (&corrections)[blocks], ForBoth<float>& maximum) {
+  __device__ void raise(const DecodeStep& step, ForBoth<float> (&corrections)[blocks],
+                        ForBoth<float>& maximum) {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       maximum[i] = 0.0f;
@@ -127,14 +128,14 @@ struct FewRowsAttention {
   }
 
   // Whether the lane's pair i has positions in block b of the step.
-  __device__ bool meets(const FewStep& step, int b, int i) const {
+  __device__ bool meets(const DecodeStep& step, int b, int i) const {
     const int begin = (step.tile + b) * block_positions;
     return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
   }
 
   // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values'
   // scales.
-  __device__ void weigh(const FewStep& step, uint32_t visible, const ForBoth<float>& maximum,
+  __device__ void weigh(const DecodeStep& step, uint32_t visible, const ForBoth<float>& maximum,
                         FloatsOfPairs<own_columns>& scores) const {
     ForBoth<uint32_t> greatest = {};
     if (step.has(own_block)) {
@@ -165,7 +166,7 @@ struct FewRowsAttention {
 
   // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that
   // block, and leaves their scale.
-  __device__ void round(const FewStep& step, const FloatsOfPairs<own_columns>& weights) const {
+  __device__ void round(const DecodeStep& step, const FloatsOfPairs<own_columns>& weights) const {
     if (!step.has(own_block)) return;
     ForBoth<PlaneScale> by;
 #pragma unroll
@@ -202,7 +203,7 @@ struct FewRowsAttention {
 
   // Adds the products of weights and the warp's columns of values to the numerators, and the sums of weights
   // to the denominators, block by block.
-  __device__ void add_values(const FewStep& step, const ForBoth<float> (&corrections)[blocks]) {
+  __device__ void add_values(const DecodeStep& step, const ForBoth<float> (&corrections)[blocks]) {
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
       if (!step.has(b)) continue;
@@ -242,7 +243,7 @@ struct FewRowsAttention {
   }
 
   // Stores the chunk's maximum, denominator and numerators of the run's pairs.
-  __device__ void leave(const FewStep& step) const {
+  __device__ void leave(const DecodeStep& step) const {
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
@@ -265,8 +266,8 @@ struct FewRowsAttention {
   // from the copies of the next keys and from maxima, weights from codes, codes from sums of values, and
   // those from the next copies.
   __device__ void attend() {
-    FewSteps<blocks> steps(a);
-    FewStep now;
+    DecodeSteps<blocks> steps(a);
+    DecodeStep now;
     bool has_now = false;
     while (true) {
       const bool has_next = steps.next();
@@ -311,9 +312,9 @@ struct FewRowsAttention {
 // Rows of draft trees are not supported. Positions and tables were written before the previous launch began,
 // so that the first step may be found before that launch has ended.
 template <int bits, int head_dim, int blocks, int halves>
-__global__ void __launch_bounds__(FewMemory<bits, head_dim, blocks>::threads, 1)
-    attention_integers_few(const IntegersArguments a) {
-  FewRowsAttention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
+__global__ void __launch_bounds__(DecodeMemory<bits, head_dim, blocks>::threads, 1)
+    attention_integers_decode(const IntegersArguments a) {
+  DecodeAttention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
 }
 
 }  // namespace coldstream

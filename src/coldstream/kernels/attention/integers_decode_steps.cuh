@@ -7,7 +7,7 @@
 
 namespace coldstream {
 
-constexpr int few_warps = 4;  // that share a block of positions
+constexpr int decode_warps = 4;  // that share a block of positions
 
 // Rows begin … end − 1 of a batch, of a chain of one sequence that has keys of num_kept positions.
 struct ChainRun {
@@ -23,7 +23,7 @@ struct ChainRun {
 };
 
 // Some blocks of positions of a chunk, for rows of one sequence.
-struct FewStep : ItemPairs {
+struct DecodeStep : ItemPairs {
   ChainRun run;
   int chunk, begin, end, tile;  // tiles begin … end of the run; the step's first
   int block;                    // of the cache, that has the chunk; read a step ahead of the copies from it
@@ -43,14 +43,14 @@ struct FewStep : ItemPairs {
 // The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are
 // numbered by tiles of rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
 template <int blocks>
-struct FewSteps : FewStep {
+struct DecodeSteps : DecodeStep {
   const IntegersArguments& a;
   const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
   int index = blockIdx.x,
       items_before = 0;  // the next item's number; items of the tiles of rows before first_row
   int next_row = 0;      // the item's first row behind the run
 
-  __device__ explicit FewSteps(const IntegersArguments& arguments) : a(arguments) {
+  __device__ explicit DecodeSteps(const IntegersArguments& arguments) : a(arguments) {
     first_row = last_row = 0;
     tile = end = -1;
   }
@@ -101,10 +101,10 @@ struct FewSteps : FewStep {
 
 // blocks: of 64 positions, in a step.
 template <int bits, int head_dim, int blocks>
-struct FewMemory {
+struct DecodeMemory {
   using KeptRow = CacheRow<bits, head_dim>;
   using Layout = TileLayout<KeptRow, head_dim>;
-  static constexpr int warps = few_warps * blocks, threads = warps * warp_size;
+  static constexpr int warps = decode_warps * blocks, threads = warps * warp_size;
   static constexpr int rows = blocks * block_positions, query_bytes = 2 * head_dim + 16;
   static constexpr int queries_at = 2 * blocks * Layout::bytes, weights_at = queries_at + pairs * query_bytes;
   static constexpr int codes_at = weights_at + rows / 8 * warp_size * 16;
@@ -144,7 +144,7 @@ struct FewMemory {
   }
 
   // Copies that the next group has.
-  __device__ void load_queries(const IntegersArguments& a, const FewStep& step) const {
+  __device__ void load_queries(const IntegersArguments& a, const DecodeStep& step) const {
     constexpr int pieces = 2 * head_dim / 16;
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs * pieces; i += threads) {
@@ -155,10 +155,10 @@ struct FewMemory {
   }
 
   // A group of copies each.
-  __device__ void load_keys(const IntegersArguments& a, const FewStep& step) const {
+  __device__ void load_keys(const IntegersArguments& a, const DecodeStep& step) const {
     load(keys(), a.k_cache, a, step);
   }
-  __device__ void load_values(const IntegersArguments& a, const FewStep& step) const {
+  __device__ void load_values(const IntegersArguments& a, const DecodeStep& step) const {
     load(values(), a.v_cache, a, step);
   }
 
@@ -183,7 +183,7 @@ struct FewMemory {
   // The rows of the step's positions that are kept, some at a time, each by as many threads as it has pieces
   // of 16 bytes.
   __device__ void load(uint8_t* tiles, const uint8_t* cache, const IntegersArguments& a,
-                       const FewStep& step) const {
+                       const DecodeStep& step) const {
     constexpr int pieces = (KeptRow::is_packed ? KeptRow::bytes : KeptRow::code_bytes) / 16;
     constexpr int rows_at_once = threads / pieces;
     const int first = step.tile * block_positions, count = step.run.num_kept - first;

@@ -7,14 +7,14 @@ from math import prod
 
 from coldstream.kernels.ops import BLOCK_POSITIONS
 
-FEW_ROWS = 64  # up to which the chunks of a row are computed beside each other
-PART_ROWS = 512  # up to which rows far into a text are computed FEW_ROWS at a time, for the same reason
+SPLIT_ROWS = 64  # up to which the chunks of a row are computed beside each other
+PART_ROWS = 512  # up to which rows far into a text are computed SPLIT_ROWS at a time, for the same reason
 FLOAT_BYTES = 4
 
 
 def num_chunks(num_rows: int, num_positions: int) -> int:
     """Of each row, for contexts of up to `num_positions`: many rows have theirs merged at once."""
-    return -(-num_positions // BLOCK_POSITIONS) if num_rows <= FEW_ROWS else 1
+    return -(-num_positions // BLOCK_POSITIONS) if num_rows <= SPLIT_ROWS else 1
 
 
 def rows_at_once(num_rows: int, *, is_deep: bool, has_trees: bool) -> int:
@@ -23,8 +23,8 @@ def rows_at_once(num_rows: int, *, is_deep: bool, has_trees: bool) -> int:
     All, but a few hundred far into a text in parts: a block of theirs would walk over the whole text, and
     there are too few blocks to fill a GPU. Rows of trees need those before them in the same part.
     """
-    in_parts = is_deep and not has_trees and FEW_ROWS < num_rows <= PART_ROWS
-    return FEW_ROWS if in_parts else num_rows
+    in_parts = is_deep and not has_trees and SPLIT_ROWS < num_rows <= PART_ROWS
+    return SPLIT_ROWS if in_parts else num_rows
 
 
 def partial_shapes(
@@ -35,6 +35,6 @@ def partial_shapes(
 
 
 def most_partial_bytes(num_heads: int, head_dim: int, num_positions: int) -> int:
-    """Bytes of both for FEW_ROWS rows in contexts of up to `num_positions`, the most that any step takes."""
-    shapes = partial_shapes(FEW_ROWS, num_heads, num_chunks(FEW_ROWS, num_positions), head_dim)
+    """Bytes of both for SPLIT_ROWS rows in contexts of up to `num_positions`: the most of any step."""
+    shapes = partial_shapes(SPLIT_ROWS, num_heads, num_chunks(SPLIT_ROWS, num_positions), head_dim)
     return FLOAT_BYTES * sum(map(prod, shapes))

@@ -9,7 +9,7 @@
 
 #include "cuda/gemm_weights.cuh"
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 constexpr int copy_bytes = 16;
 constexpr int chunks = group_size / copy_bytes;  // of a row of codes
@@ -248,4 +248,4 @@ struct Copier {
   }
 };
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

@@ -4,7 +4,7 @@
 
 #include "cuda/gemm_copies.cuh"
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 template <class T>
 struct Accumulators {
@@ -132,4 +132,4 @@ __device__ __forceinline__ void end_group(const Job& job, const Header& head, co
   }
 }
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

@@ -8,7 +8,7 @@
 
 extern __shared__ __align__(coldstream::swizzle_bytes) float4 dynamic_shared[];
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 template <class T, int nt>
 __device__ __forceinline__ void add_group(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
@@ -91,4 +91,4 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
   Copier<T, Job>(job, address).run();
 }
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

@@ -4,7 +4,7 @@
 
 #include "cuda/gemm_weights.cuh"
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 // The 32-bit word at an even byte offset of word-aligned shared memory; reads up to the end of the next word.
 __device__ __forceinline__ uint32_t load_word(const uint8_t* base, int offset) {
@@ -87,4 +87,4 @@ __device__ void unpack_stage(const uint8_t* stage, uint8_t* unpacked) {
   }
 }
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

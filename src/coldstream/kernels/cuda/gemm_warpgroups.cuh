@@ -6,7 +6,7 @@
 #include "cuda/gemm_sums.cuh"
 #include "cuda/gemm_unpack.cuh"
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 // A multiprocessor's registers, for 128 threads that copy and 256 that multiply.
 constexpr int copying_registers = 72, multiplying_registers = 216;
@@ -232,4 +232,4 @@ __device__ __forceinline__ void add_group_of_by_warpgroups(int count, const Frag
     add_group_by_warpgroups<T, 8>(at, stage, p);
 }
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

@@ -8,7 +8,7 @@
 
 #include "cuda/warpgroups.cuh"
 
-namespace coldstream::many {
+namespace coldstream::gemm {
 
 constexpr int group_size = 256;
 constexpr int code_pitch = group_size + 16;  // eight rows of 16 bytes fall into different banks
@@ -312,4 +312,4 @@ __device__ __forceinline__ void add_blocks(const Fragment& at, const uint8_t* st
   }
 }
 
-}  // namespace coldstream::many
+}  // namespace coldstream::gemm

@@ -14,11 +14,11 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, Quan
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, MAX_FEW_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, SKINNY_TYPES
 from coldstream.kernels.dequantize.cuda import dequantize_cuda
-from coldstream.kernels.linear.cuda import fits_few, linear_few_cuda, needs_block_rows
-from coldstream.kernels.linear.cuda_float_gemm import float_linear_many
-from coldstream.kernels.linear.cuda_gemm import linear_many
+from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
+from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
+from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
@@ -78,18 +78,18 @@ class CudaProducts(CudaLoader):
         """See `Ops`."""
         matrices = [self._multipliable(weight) for weight in weights]
         outs = tuple(self.empty(x.shape[0], weight.shape[0]) for weight in matrices)
-        if x.shape[0] <= MAX_FEW_ROWS or fits_few(matrices, x.values):
+        if x.shape[0] <= MAX_GEMV_ROWS or fits_skinny(matrices, x.values):
             block_rows = None
             if needs_block_rows(matrices, x.values):
                 (block_rows,) = self.quantised_for(x, (QuantType.Q8_0,))
-            self.launch(self._linear_few, x, block_rows, matrices, outs)
+            self.launch(self._linear_skinny, x, block_rows, matrices, outs)
             return outs
         rows = self.quantised_for(x, [weight.quant_type for weight in matrices])
         for codes, weight, out in zip(rows, matrices, outs, strict=True):
             if weight.quant_type in INTEGER_TYPES:
-                self.launch(linear_many, codes, weight, out)
+                self.launch(linear_gemm, codes, weight, out)
             else:
-                self.launch(float_linear_many, x.values, weight, out)
+                self.launch(float_linear_gemm, x.values, weight, out)
         return outs
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
@@ -99,18 +99,18 @@ class CudaProducts(CudaLoader):
         return out
 
     @staticmethod
-    def _linear_few(
+    def _linear_skinny(
         x: Activations,
         block_rows: QuantActivations | None,
         weights: Sequence[QuantTensor],
         outs: Sequence[torch.Tensor],
     ) -> None:
-        linear_few_cuda(weights, outs, activations=x.quantised, x=x.values, block_rows=block_rows)
+        linear_skinny_cuda(weights, outs, activations=x.quantised, x=x.values, block_rows=block_rows)
 
     def _multipliable(self, weight: CudaWeight) -> QuantTensor:
         """The weight itself, or its values as float32 if the products have no kernel for its type."""
         assert isinstance(weight, QuantTensor)
-        if weight.quant_type in FEW_TYPES:
+        if weight.quant_type in SKINNY_TYPES:
             return weight
         values = self.empty(*weight.shape)
         self.launch(dequantize_cuda, weight, values, self.code_table(weight.quant_type), None)

@@ -355,8 +355,8 @@ __device__ __forceinline__ void finish_tile(const float* partial, const MatrixSh
 
 // All units of the block, whose warps have `slices` each.
 template <Types types, int slices, int sets, typename Finish>
-__device__ __forceinline__ void multiply_tiles_few(const Work& work, const Ring& ring, Cursor ahead,
-                                                   TileRows x, float* partial, Finish&& finish) {
+__device__ __forceinline__ void multiply_tiles_skinny(const Work& work, const Ring& ring, Cursor ahead,
+                                                      TileRows x, float* partial, Finish&& finish) {
   x.first = tile_set() * slices * slice_rows;
   const MatrixShape& shape = work.shape;
   float p[slices][4] = {};

@@ -1,7 +1,7 @@
 """Kernels of a .cu file, ready to be launched on PyTorch's current stream.
 
-    program = CudaProgram(Path(__file__).with_name("few.cu"), ("linear_few<1>", "linear_few<2>"))
-    program.kernel("linear_few<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
+    program = CudaProgram(Path(__file__).with_name("skinny.cu"), ("linear_skinny<1>", "linear_skinny<2>"))
+    program.kernel("linear_skinny<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
 
 Loading a kernel needs its first use outside a graph capture; after that launches are captured like any other.
 Compiling takes up to a second each, so `note_kernels` finds out which ones are needed and `loading_kernels`

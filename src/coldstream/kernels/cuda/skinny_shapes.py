@@ -1,4 +1,4 @@
-"""How the kernels for few rows walk a weight matrix, and their shared memory.
+"""How GEMV and skinny kernels walk a weight matrix, and their shared memory.
 
 The numbers of `weight_ring.cuh` and its products that do not affect results: columns of a pass, weight rows
 of a unit, and their layout in the ring.
@@ -14,7 +14,7 @@ from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
 
-MAX_FEW_ROWS = 8  # up to which a warp takes all rows of activations, and a launch has the whole router
+MAX_GEMV_ROWS = 8  # up to which a warp takes all rows of activations, and a launch has the whole router
 MAX_PAIR_ROWS = 64  # in one launch of experts, where every pair of a row and an expert has its own blocks
 WARP_SIZE = 32
 COPY_BYTES = 16
@@ -26,7 +26,7 @@ PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
 PART_COLS, PART_UNIT_ROWS = 4 * GROUP_SIZE, 2 * TILE_ROWS
 PART_ROW_BYTES = PART_COLS + 16 + PART_COLS // GROUP_SIZE * (32 + 4)  # codes, sums or scales of 32, scales
-FEW_TYPES = INTEGER_TYPES | set(PASS_COLS)
+SKINNY_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
 BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in blocks of 32: codes, scales
@@ -68,7 +68,7 @@ class MatrixShape(ctypes.Structure):
 def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None = None) -> MatrixShape:
     """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once.
 
-    ValueError for a type outside FEW_TYPES, which must be dequantised first.
+    ValueError for a type outside SKINNY_TYPES, which must be dequantised first.
     """
     spread = natural_spread(quant_type, cols) if spread is None else spread
     unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
@@ -108,8 +108,8 @@ def _shape(
     pass_cols: int = INTEGER_PASS_COLS,
 ) -> MatrixShape:
     """All but the stride of the ring's rows."""
-    if quant_type not in FEW_TYPES:
-        raise ValueError(f"the kernels for a few rows do not read {quant_type.name}")
+    if quant_type not in SKINNY_TYPES:
+        raise ValueError(f"GEMV and skinny kernels do not read {quant_type.name}")
     row_bytes = quant_type.row_bytes(cols)
     pass_cols = PASS_COLS.get(quant_type, pass_cols)
     return MatrixShape(

@@ -10,9 +10,9 @@ from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import (
-    FEW_TYPES,
     GROUP_TYPES,
     MAX_PAIR_ROWS,
+    SKINNY_TYPES,
     SLACK_BYTES,
     MatrixShape,
     instance_for,
@@ -31,7 +31,7 @@ WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("gemv.cu"), tuple(instance_for(name, FEW_TYPES) for name in (GATE_UP, DOWN))
+    Path(__file__).with_name("gemv.cu"), tuple(instance_for(name, SKINNY_TYPES) for name in (GATE_UP, DOWN))
 )
 
 
@@ -91,7 +91,7 @@ class PairRows:
             raise ValueError(f"rows of {tokens} tokens, {ranks} ranks and {width} values do not fit")
 
 
-def experts_few_cuda(
+def experts_gemv_cuda(
     weights: ExpertMatrices,
     topk_ids: DeviceArray,
     hidden: PairRows,
@@ -122,7 +122,7 @@ def launch_gate_up(
     activations: QuantActivations | None,
     x: DeviceArray | None,
 ) -> None:
-    """The first launch of `experts_few_cuda`, without its checks."""
+    """The first launch of `experts_gemv_cuda`, without its checks."""
     gate_up = gate_up_of(weights)
     shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
     groups = -(-weights.gate.cols // GROUP_SIZE)

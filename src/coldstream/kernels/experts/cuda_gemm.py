@@ -78,7 +78,7 @@ def max_tiles(num_pairs: int, num_experts: int) -> int:
 
 
 def instance(tiling: Tiling, gated: bool) -> str:
-    return f"experts_many<{tiling.name}, {str(gated).lower()}>"
+    return f"experts_gemm<{tiling.name}, {str(gated).lower()}>"
 
 
 ALL_TILINGS = tuple(
@@ -136,7 +136,7 @@ def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens
     )
 
 
-def experts_gate_up_many(
+def experts_gate_up_gemm(
     x: QuantActivations,
     tables: ExpertTables,
     tiling: Tiling,
@@ -153,7 +153,7 @@ def experts_gate_up_many(
     launch_experts(PROGRAM, tiling, True, job, groups)
 
 
-def experts_product_many(
+def experts_product_gemm(
     x: QuantActivations,
     addresses: DeviceArray,
     tiling: Tiling,
@@ -182,7 +182,7 @@ def gate_up_job(
     groups: Groups,
     out: DeviceArray,
 ) -> ExpertsJob:
-    """The arguments of `experts_gate_up_many` as the kernel takes them."""
+    """The arguments of `experts_gate_up_gemm` as the kernel takes them."""
     return _job(x, tables.gate, tables.up, tiling, ffn_size, hidden_size, groups, groups.tokens, None, out)
 
 
@@ -197,7 +197,7 @@ def product_job(
     *,
     by_token: bool,
 ) -> ExpertsJob:
-    """The arguments of `experts_product_many` as the kernel takes them."""
+    """The arguments of `experts_product_gemm` as the kernel takes them."""
     x_rows, out_rows = (groups.tokens, None) if by_token else (None, groups.pairs)
     return _job(x, addresses, None, tiling, num_rows, num_values, groups, x_rows, out_rows, out)
 

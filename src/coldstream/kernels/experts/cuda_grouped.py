@@ -1,6 +1,6 @@
 """The FFNs of experts for up to 32 tokens, an expert's pairs together, in CUDA C++: two launches.
 
-`experts_few_cuda` computes the same pair by pair.
+`experts_gemv_cuda` computes the same pair by pair.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def experts_grouped_cuda(
     x: DeviceArray | None = None,
     item_rows: int = ITEM_ROWS,
 ) -> None:
-    """As `experts_few_cuda`, for T ≤ MAX_GROUPED_ROWS and weights of integer types.
+    """As `experts_gemv_cuda`, for T ≤ MAX_GROUPED_ROWS and weights of integer types.
 
     Pairs of an expert read it together, up to `item_rows` of them.
     """

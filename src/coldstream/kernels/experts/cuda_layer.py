@@ -8,9 +8,9 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.gemm_tiles import Tiling
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES
-from coldstream.kernels.experts import cuda as experts_few
-from coldstream.kernels.experts import cuda_gemm as experts_many
+from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
+from coldstream.kernels.experts import cuda as experts_gemv
+from coldstream.kernels.experts import cuda_gemm as experts_gemm
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES
@@ -33,40 +33,40 @@ def is_one_launch(weights: ExpertWeights, readable: Collection[QuantType]) -> bo
     return are_alike and all(quant_type in readable for quant_type in types)
 
 
-def all_experts_few(
+def all_experts_gemv(
     x: Activations,
     ids: torch.Tensor,
     weights: ExpertWeights,
-    hidden: experts_few.PairRows,
-    outs: experts_few.PairRows,
+    hidden: experts_gemv.PairRows,
+    outs: experts_gemv.PairRows,
 ) -> None:
-    """`experts_few_cuda` with a layer's weights; the shared expert only if `outs.shared` is given."""
+    """`experts_gemv_cuda` with a layer's weights; the shared expert only if `outs.shared` is given."""
     matrices = _matrices(weights, has_shared=outs.shared is not None)
-    experts_few.experts_few_cuda(matrices, ids, hidden, outs, activations=x.quantised, x=x.values)
+    experts_gemv.experts_gemv_cuda(matrices, ids, hidden, outs, activations=x.quantised, x=x.values)
 
 
 def all_experts_grouped(
     x: Activations,
     chosen: experts_grouped.ChosenIds,
     weights: ExpertWeights,
-    hidden: experts_few.PairRows,
-    outs: experts_few.PairRows,
+    hidden: experts_gemv.PairRows,
+    outs: experts_gemv.PairRows,
 ) -> None:
-    """`all_experts_few` with `experts_grouped_cuda`."""
+    """`all_experts_gemv` with `experts_grouped_cuda`."""
     matrices = _matrices(weights, has_shared=outs.shared is not None)
     experts_grouped.experts_grouped_cuda(matrices, chosen, hidden, outs, activations=x.quantised, x=x.values)
 
 
-def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_few.ExpertMatrices:
+def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_gemv.ExpertMatrices:
     shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
-    return experts_few.ExpertMatrices(weights.gate, weights.up, weights.down, shared if has_shared else None)
+    return experts_gemv.ExpertMatrices(weights.gate, weights.up, weights.down, shared if has_shared else None)
 
 
-def gate_up_many(
+def gate_up_gemm(
     x: Sequence[QuantActivations],
     ids: torch.Tensor,
     stacks: Stacks,
-    groups: experts_many.Groups,
+    groups: experts_gemm.Groups,
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Gate and up of the routed experts that have addresses, of integer types.
@@ -77,40 +77,40 @@ def gate_up_many(
     """
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
-    tables = experts_many.ExpertTables(gate.addresses, up.addresses, down.addresses)
+    tables = experts_gemm.ExpertTables(gate.addresses, up.addresses, down.addresses)
     first, second, _ = _tilings(ids.numel(), stacks)
-    experts_many.plan_tiles(ids.numel(), tables, groups, tile_tokens(ids.numel(), stacks))
+    experts_gemm.plan_tiles(ids.numel(), tables, groups, tile_tokens(ids.numel(), stacks))
     if len(outs) == 1:
-        experts_many.experts_gate_up_many(x[0], tables, first, ffn_size, hidden_size, groups, outs[0])
+        experts_gemm.experts_gate_up_gemm(x[0], tables, first, ffn_size, hidden_size, groups, outs[0])
         return
     for rows, stack, tiling, out in zip(x, (gate, up), (first, second), outs, strict=True):
-        experts_many.experts_product_many(
+        experts_gemm.experts_product_gemm(
             rows, stack.addresses, tiling, ffn_size, hidden_size, groups, out, by_token=True
         )
 
 
-def down_many(
+def down_gemm(
     hidden: QuantActivations,
     ids: torch.Tensor,
     stacks: Stacks,
-    groups: experts_many.Groups,
+    groups: experts_gemm.Groups,
     routed: torch.Tensor,
 ) -> None:
     """The down products of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
     tiling, down = _tilings(ids.numel(), stacks)[-1], stacks[-1]
-    experts_many.experts_product_many(
+    experts_gemm.experts_product_gemm(
         hidden, down.addresses, tiling, down.rows, down.cols, groups, routed, by_token=False
     )
 
 
 def tile_tokens(num_pairs: int, stacks: Stacks) -> int:
-    """The pairs of an expert that the kernels for many rows take together."""
+    """The pairs of an expert that GEMM kernels take together."""
     return min(tiling.tokens for tiling in _tilings(num_pairs, stacks))
 
 
 def _tilings(num_pairs: int, stacks: Sequence[ExpertTable]) -> tuple[Tiling, ...]:
     types = [stack.quant_type for stack in stacks]
-    return experts_many.choose_tilings(num_pairs, len(stacks[0].addresses), *types)
+    return experts_gemm.choose_tilings(num_pairs, len(stacks[0].addresses), *types)
 
 
 def experts_of_values(
@@ -121,7 +121,7 @@ def experts_of_values(
     addresses: Sequence[torch.Tensor],
     there: torch.Tensor,
     places: torch.Tensor,
-    hidden: experts_few.PairRows,
+    hidden: experts_gemv.PairRows,
     routed: torch.Tensor,
 ) -> None:
     """The routed experts ids [1, K] of one token, with float32 `values` for types without a product kernel.
@@ -132,7 +132,7 @@ def experts_of_values(
     tables = []
     for stack, matrices, found in zip(stacks, values, addresses, strict=True):
         quant_type = stack.quant_type
-        if quant_type in FEW_TYPES:
+        if quant_type in SKINNY_TYPES:
             torch.index_select(stack.addresses, 0, ids[0], out=found)
         else:
             first, step = matrices.data_ptr(), matrices[0].nbytes
@@ -142,7 +142,7 @@ def experts_of_values(
             quant_type = QuantType.F32
         tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
     torch.arange(ranks, out=places[0])
-    weights = experts_few.ExpertMatrices(tables[0], tables[1], tables[2], shared=None)
-    experts_few.experts_few_cuda(
-        weights, places, hidden, experts_few.PairRows(routed, None), activations=x.quantised, x=x.values
+    weights = experts_gemv.ExpertMatrices(tables[0], tables[1], tables[2], shared=None)
+    experts_gemv.experts_gemv_cuda(
+        weights, places, hidden, experts_gemv.PairRows(routed, None), activations=x.quantised, x=x.values
     )

@@ -3,7 +3,7 @@
 #include "cuda/gemm_tiles.cuh"
 
 using namespace coldstream;
-using namespace coldstream::many;
+using namespace coldstream::gemm;
 
 // gated: rows 16i … 16i + 7 of a tile are gate's and the next eight up's, so that one thread has both of a
 // pair.
@@ -59,6 +59,6 @@ struct ExpertsJob {
 
 template <class T, bool gated>
 __global__ void __launch_bounds__(T::threads, T::blocks)
-    experts_many(const __grid_constant__ ExpertsJob<gated> job) {
+    experts_gemm(const __grid_constant__ ExpertsJob<gated> job) {
   multiply_tiles<T>(job);
 }

@@ -15,18 +15,18 @@ from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
-from coldstream.kernels.cuda.skinny_shapes import FEW_TYPES, MAX_FEW_ROWS, MAX_PAIR_ROWS
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, MAX_PAIR_ROWS, SKINNY_TYPES
 from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
 from coldstream.kernels.experts.cuda_gemm import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
-    all_experts_few,
+    all_experts_gemv,
     all_experts_grouped,
-    down_many,
+    down_gemm,
     experts_of_values,
-    gate_up_many,
+    gate_up_gemm,
     is_one_launch,
     stacks_of,
 )
@@ -37,31 +37,31 @@ from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_
 from coldstream.kernels.ops import ExpertWeights, FfnWeights, RouterWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_few_cuda
+from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 # Up to so many tokens each pair is computed on its own, up to `MAX_GROUPED_ROWS` pairs of an expert read it
-# together in the launches for few, and beyond they are sorted for the tensor cores.
+# together in the same launches, and beyond they are sorted for the tensor cores.
 MAX_PAIRWISE_ROWS = 8
 
 
 class Form(Enum):
     """Which kernels compute routed experts."""
 
-    FEW = auto()  # a few tokens in a launch, each pair on its own
+    GEMV = auto()  # a few tokens in a launch, each pair on its own
     GROUPED = auto()  # the same, pairs of an expert together
-    MANY = auto()  # tensor cores, pairs of an expert together
+    GEMM = auto()  # tensor cores, pairs of an expert together
     FLOATS = auto()  # for types without a product kernel: token by token, over dequantised experts
 
     @classmethod
     def of(cls, tokens: int, stacks: Stacks) -> "Form":
         """The form for so many tokens."""
         types = [stack.quant_type for stack in stacks]
-        if not FEW_TYPES.issuperset(types):
+        if not SKINNY_TYPES.issuperset(types):
             return cls.FLOATS
         if tokens <= MAX_PAIRWISE_ROWS or not INTEGER_TYPES.issuperset(types):
-            return cls.FEW
-        return cls.GROUPED if tokens <= MAX_GROUPED_ROWS else cls.MANY
+            return cls.GEMV
+        return cls.GROUPED if tokens <= MAX_GROUPED_ROWS else cls.GEMM
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Pairs:
     ids: torch.Tensor
     routed: torch.Tensor
     form: Form
-    grouped: _Grouped | None  # of MANY
+    grouped: _Grouped | None  # of GEMM
 
     @property
     def places(self) -> slice:
@@ -101,7 +101,7 @@ class MoeKernels:
         """Whether `route` is a single launch, which may also look `ahead`."""
         assert shared_gate is None or isinstance(shared_gate, QuantTensor)
         is_float = shared_gate is None or shared_gate.quant_type == QuantType.F32
-        return num_rows <= MAX_FEW_ROWS and is_float
+        return num_rows <= MAX_GEMV_ROWS and is_float
 
     def route(
         self,
@@ -132,7 +132,7 @@ class MoeKernels:
         buffers = RouterBuffers(ids, topk_weights, out, logits, arrivals)
         behind = sharing if num_rows > 1 else None  # for a launch behind the router's
         device.launch(
-            router_few_cuda, x.values, as_floats(gate), shared_weight, buffers,
+            router_gemv_cuda, x.values, as_floats(gate), shared_weight, buffers,
             begin_of(behind) if behind else sharing, ahead, x.before,
         )  # fmt: skip
         if behind:
@@ -148,10 +148,10 @@ class MoeKernels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
         form = Form.of(len(ids), stacks_of(weights))
-        types = {Form.FEW: FEW_TYPES, Form.GROUPED: INTEGER_TYPES}.get(form)
+        types = {Form.GEMV: SKINNY_TYPES, Form.GROUPED: INTEGER_TYPES}.get(form)
         if types is not None and len(ids) <= MAX_PAIR_ROWS and is_one_launch(weights, types):
             routed, shared = self.device.empty(*ids.shape, x.shape[1]), self.device.empty(*x.shape)
-            self._few(Pairs(x, ids, routed, form, None), weights, shared)
+            self._in_one_launch(Pairs(x, ids, routed, form, None), weights, shared)
             return routed, shared
         outputs = self.shared(x, weights)
         pairs = self.pairs(x, ids, weights)
@@ -167,11 +167,11 @@ class MoeKernels:
         return shared
 
     def pairs(self, x: Activations, ids: torch.Tensor, weights: ExpertWeights) -> Pairs:
-        """Memory for the routed experts of a layer; for MANY, queues the grouping of pairs by expert."""
+        """Memory for the routed experts of a layer; for GEMM, queues the grouping of pairs by expert."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
         form = Form.of(len(ids), stacks)
-        if form is not Form.MANY:
+        if form is not Form.GEMM:
             return Pairs(x, ids, routed, form, None)
         gate, up, down = stacks
         num_pairs, num_experts = ids.numel(), len(gate.addresses)
@@ -190,22 +190,22 @@ class MoeKernels:
         return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
 
     def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
-        """Computes the pairs whose experts have an address in `weights`; for MANY, all lie in `places`."""
+        """Computes the pairs whose experts have an address in `weights`; for GEMM, all lie in `places`."""
         if pairs.grouped is not None:
-            self._many(pairs.grouped, pairs, stacks_of(weights), places)
+            self._gemm(pairs.grouped, pairs, stacks_of(weights), places)
         elif pairs.form is Form.FLOATS:
             self._as_floats(pairs.x, pairs.ids, stacks_of(weights), pairs.routed)
         elif pairs.form is Form.GROUPED:
-            self._few(pairs, weights, None)
+            self._in_one_launch(pairs, weights, None)
         else:
             for first in range(0, len(pairs.ids), MAX_PAIR_ROWS):
                 part = slice(first, min(first + MAX_PAIR_ROWS, len(pairs.ids)))
                 rows = pairs.x.rows(first, part.stop - first)
-                self._few(
+                self._in_one_launch(
                     replace(pairs, x=rows, ids=pairs.ids[part], routed=pairs.routed[part]), weights, None
                 )
 
-    def _few(self, pairs: Pairs, weights: ExpertWeights, shared: torch.Tensor | None) -> None:
+    def _in_one_launch(self, pairs: Pairs, weights: ExpertWeights, shared: torch.Tensor | None) -> None:
         """For at most MAX_PAIR_ROWS tokens; with the shared expert if `shared` is given."""
         ids, outs = pairs.ids, PairRows(pairs.routed, shared)
         hidden = PairRows(
@@ -216,11 +216,11 @@ class MoeKernels:
             chosen = ChosenIds(ids, len(weights.gate.addresses))
             self.device.launch(all_experts_grouped, pairs.x, chosen, weights, hidden, outs)
         else:
-            self.device.launch(all_experts_few, pairs.x, ids, weights, hidden, outs)
+            self.device.launch(all_experts_gemv, pairs.x, ids, weights, hidden, outs)
 
-    def _many(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
+    def _gemm(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
         launch, products, hidden = self.device.launch, grouped.products, grouped.hidden
-        launch(gate_up_many, grouped.inputs, pairs.ids, stacks, grouped.groups, products)
+        launch(gate_up_gemm, grouped.inputs, pairs.ids, stacks, grouped.groups, products)
         # Other experts' places in between keep their values, or are overwritten when those are computed.
         part = hidden.rows(places.start, places.stop - places.start)
         if len(products) == 1:
@@ -228,7 +228,7 @@ class MoeKernels:
         else:
             gate, up = (product[places] for product in products)
             launch(swiglu_cuda, gate, up, part.values, part.quantised)
-        launch(down_many, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)
+        launch(down_gemm, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)
 
     def _as_floats(
         self, x: Activations, ids: torch.Tensor, stacks: Sequence[ExpertTable], routed: torch.Tensor
@@ -244,7 +244,7 @@ class MoeKernels:
         for token in range(1 if device.planning else tokens):
             part = slice(token, token + 1)
             for stack, code, matrices in zip(stacks, codes, values, strict=True):
-                if stack.quant_type not in FEW_TYPES:
+                if stack.quant_type not in SKINNY_TYPES:
                     source = stack.quant_type, stack.addresses, ids[token]
                     device.launch(dequantize_matrices_cuda, *source, matrices, code)
             device.launch(

@@ -10,10 +10,10 @@ from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import (
-    FEW_TYPES,
     GROUP_TYPES,
-    MAX_FEW_ROWS,
+    MAX_GEMV_ROWS,
     PASS_COLS,
+    SKINNY_TYPES,
     MatrixShape,
     instance_for,
 )
@@ -34,7 +34,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_MATRICES = 8
 MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
-ONE, ROWS, FEW = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_few"
+ONE, ROWS, SKINNY = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_skinny"
 PARTS = "coldstream::linear_parts"
 INSTANCES = {
     walk: tuple((slices // count, count) for slices, count in sets.items()) for walk, sets in SETS.items()
@@ -42,13 +42,13 @@ INSTANCES = {
 PROGRAM = CudaProgram(
     Path(__file__).with_name("skinny.cu"),
     (
-        *(instance_for(kernel, FEW_TYPES) for kernel in (ONE, ROWS)),
-        *(instance_for(FEW, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.TILES]),
+        *(instance_for(kernel, SKINNY_TYPES) for kernel in (ONE, ROWS)),
+        *(instance_for(SKINNY, SKINNY_TYPES, *numbers) for numbers in INSTANCES[Walk.TILES]),
     ),
 )
 PARTS_PROGRAM = CudaProgram(
     Path(__file__).with_name("parts.cu"),
-    tuple(instance_for(PARTS, FEW_TYPES, *numbers) for numbers in INSTANCES[Walk.PARTS]),
+    tuple(instance_for(PARTS, SKINNY_TYPES, *numbers) for numbers in INSTANCES[Walk.PARTS]),
     is_slow=True,
 )
 
@@ -69,8 +69,8 @@ class BlockRows(ctypes.Structure): ...
 class LinearInputs(ctypes.Structure): ...
 
 
-def fits_few(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
-    """Whether `linear_few_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
+def fits_skinny(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
+    """Whether `linear_skinny_cuda` is the best kernel for the float32 x [T, K], or its codes, times weights.
 
     The choice is the same on every device, as plans are made without one.
     """
@@ -82,11 +82,11 @@ def fits_few(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
         return False
     if has_floats and num_rows * cols > MAX_FLOAT_VALUES:
         return False
-    return num_rows <= MAX_FEW_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
+    return num_rows <= MAX_GEMV_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
 
 
 def needs_block_rows(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
-    """Whether `linear_few_cuda` needs x quantised for blocks of 32; the same on every device."""
+    """Whether `linear_skinny_cuda` needs x quantised for blocks of 32; the same on every device."""
     has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
     return has_blocks and Walk.of(_sizes(weights), len(x)) is Walk.PARTS
 
@@ -105,7 +105,7 @@ def _groups(weights: Sequence[QuantTensor]) -> int:
     return -(-weights[0].shape[1] // GROUP_SIZE) if has_codes else 0
 
 
-def linear_few_cuda(
+def linear_skinny_cuda(
     weights: Sequence[QuantTensor],
     outs: Sequence[DeviceArray],
     *,
@@ -120,7 +120,7 @@ def linear_few_cuda(
     kernel quantises for blocks of 32; where `needs_block_rows`, they need `block_rows`, x so quantised. A
     weight's bytes are contiguous and aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2. Rows of x
     and outs may have any stride, but rows of x are aligned to 16 bytes for blocks of 32 and, like those of
-    the weight, for floats with more than MAX_FEW_ROWS. ValueError for other types (dequantise them first)
+    the weight, for floats with more than MAX_GEMV_ROWS. ValueError for other types (dequantise them first)
     and shapes that do not fit.
     """
     num_rows = outs[0].shape[0]
@@ -197,7 +197,7 @@ def _launch(
             rows = BlockRows(q=block_rows.q.data_ptr(), scales=block_rows.scales.data_ptr())
         arguments.append(rows)
     elif layout.walk is Walk.TILES:
-        kernel = PROGRAM.kernel(instance_for(FEW, types, layout.slices // sets, sets))
+        kernel = PROGRAM.kernel(instance_for(SKINNY, types, layout.slices // sets, sets))
     else:
         kernel = PROGRAM.kernel(instance_for(ONE if layout.walk is Walk.ONE else ROWS, types))
     kernel.launch(
@@ -228,7 +228,7 @@ def _check(
             raise ValueError(f"{weight.quant_type.name} weights need activations of the other kind")
         if x is not None and weight.quant_type in BLOCK_TYPES and not has_aligned_rows(x):
             raise ValueError(f"{weight.quant_type.name} weights need rows of activations on 16 bytes")
-        if x is not None and num_rows > MAX_FEW_ROWS and not has_aligned_floats(weight, x):
+        if x is not None and num_rows > MAX_GEMV_ROWS and not has_aligned_floats(weight, x):
             raise ValueError(f"{weight.quant_type.name} weights and {num_rows} rows need rows on 16 bytes")
         if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
             raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")

@@ -1,4 +1,4 @@
-"""Products of float weights with many rows."""
+"""GEMM with float weights."""
 
 import ctypes
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class FloatTiling:
 
     def instance(self, quant_type: QuantType) -> str:
         arguments = f"{NAMES[quant_type]}, {self.thread_tokens}, {self.thread_rows}, {self.depth}"
-        return f"float_many<FloatTiling<{arguments}>>"
+        return f"float_gemm<FloatTiling<{arguments}>>"
 
     def grid(self, num_tokens: int, num_rows: int) -> tuple[int, int, int]:
         return (-(-num_rows // (4 * self.thread_rows)), -(-num_tokens // (8 * self.thread_tokens)), 1)
@@ -47,7 +47,7 @@ PROGRAM = CudaProgram(
 class FloatJob(ctypes.Structure): ...
 
 
-def float_linear_many(x: DeviceArray, weight: QuantTensor, out: DeviceArray) -> None:
+def float_linear_gemm(x: DeviceArray, weight: QuantTensor, out: DeviceArray) -> None:
     """Write float32 x [T, K] times an F32, F16 or BF16 weight [N, K] to float32 `out` [T, N]: one launch.
 
     x and out have unit stride along the last dimension, the weight's rows are adjacent. Any T; efficient from

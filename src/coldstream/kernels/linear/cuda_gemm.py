@@ -1,4 +1,4 @@
-"""Products of many rows on integer tensor cores."""
+"""GEMM on integer tensor cores."""
 
 import ctypes
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class LinearJob(ctypes.Structure): ...
 
 
 def instance(tiling: Tiling) -> str:
-    return f"linear_many<{tiling.name}>"
+    return f"linear_gemm<{tiling.name}>"
 
 
 PROGRAM = CudaProgram(
@@ -45,7 +45,7 @@ PROGRAM = CudaProgram(
 )
 
 
-def linear_many(x: QuantActivations, weight: QuantTensor, out: DeviceArray) -> None:
+def linear_gemm(x: QuantActivations, weight: QuantTensor, out: DeviceArray) -> None:
     """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
 
     x is padded to whole groups of 256 and has the scales that the type reads (`activation_scale_size`);
@@ -63,7 +63,7 @@ def launch_linear(
     weight: QuantTensor,
     out: DeviceArray,
 ) -> None:
-    """`linear_many` with a given tiling."""
+    """`linear_gemm` with a given tiling."""
     num_rows, num_values = weight.shape
     num_tokens, num_groups = len(x.q), x.q.shape[1] // GROUP_SIZE
     if num_groups != -(-num_values // GROUP_SIZE) or tuple(out.shape) != (num_tokens, num_rows):

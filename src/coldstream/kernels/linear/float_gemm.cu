@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_stage(const typename T::Stage& from, int cou
 }
 
 template <class T>
-__global__ void __launch_bounds__(threads, 1) float_many(const __grid_constant__ FloatJob job) {
+__global__ void __launch_bounds__(threads, 1) float_gemm(const __grid_constant__ FloatJob job) {
   __shared__ typename T::Stage stages[2];
   const int first_row = blockIdx.x * T::tile_rows, first_token = blockIdx.y * T::tile_tokens;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;

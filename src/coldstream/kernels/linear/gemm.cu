@@ -2,7 +2,7 @@
 #include "cuda/gemm_tiles.cuh"
 
 using namespace coldstream;
-using namespace coldstream::many;
+using namespace coldstream::gemm;
 
 struct LinearJob {
   Activations x;
@@ -36,6 +36,6 @@ struct LinearJob {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::threads, T::blocks) linear_many(const __grid_constant__ LinearJob job) {
+__global__ void __launch_bounds__(T::threads, T::blocks) linear_gemm(const __grid_constant__ LinearJob job) {
   multiply_tiles<T>(job);
 }

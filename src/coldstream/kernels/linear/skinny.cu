@@ -65,8 +65,8 @@ constexpr int tile_blocks(int slices, int sets) {
 // the rings of float matrices with up to eight rows.
 template <Types types, int slices, int sets>
 __global__ void __launch_bounds__((sets * tile_threads), tile_blocks(slices, sets))
-    linear_few(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
-               int stage_bytes, int value_stage_bytes, int stages) {
+    linear_skinny(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all,
+                  int stage_bytes, int value_stage_bytes, int stages) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__((sets * tile_threads), tile_blocks(slices, set
   } else {
     copy_tile_rows(rows, x.q, x.scales, x.sums);
   }
-  multiply_tiles_few<types, slices, sets>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
+  multiply_tiles_skinny<types, slices, sets>(work, ring, ahead, rows, partial, [&](int row, int t, float y) {
     if (row < matrix.shape.num_rows && t < x.num_rows) matrix.store(all.first_row() + t, row, y);
   });
 }

@@ -1,4 +1,4 @@
-"""The router in CUDA C++: products and choice in one launch for few tokens, the choice alone for many."""
+"""The router in CUDA C++: GEMV and choice in one launch, or the choice alone behind a GEMM."""
 
 import ctypes
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
     (
         *(
-            f"router_few<{aligned}, {n}, {norms}>"
+            f"router_gemv<{aligned}, {n}, {norms}>"
             for aligned, norms in (("true", "false"), ("false", "false"), ("true", "true"))
             for n in EXPERTS_PER_LANE
         ),
@@ -135,7 +135,7 @@ class RouterBuffers:
     arrivals: DeviceArray  # int32 [1]
 
 
-def router_few_cuda(
+def router_gemv_cuda(
     x: DeviceArray,
     weight: DeviceArray,
     shared_weight: DeviceArray | None,
@@ -184,7 +184,7 @@ def router_few_cuda(
     norming = _Norming() if norm is None else norm.argument(x)
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
-    instance = f"router_few<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
+    instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
     PROGRAM.kernel(instance).launch(
         (-(-(num_rows + 1) // shares.num_rows), 1, 1),
         THREADS,

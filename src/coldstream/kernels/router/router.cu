@@ -149,9 +149,9 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
 // pairs of a single token out. With `norms`, x is written here, and x_stride is its columns.
 template <bool aligned, int per_lane, bool norms>
 __global__ void __launch_bounds__(block_threads)
-    router_few(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
-               const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
-               const __grid_constant__ Norming norming) {
+    router_gemv(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
+                const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
+                const __grid_constant__ Norming norming) {
   release_next_grid();
   if (blockIdx.x == 0) bring_slots_near(sharing, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;

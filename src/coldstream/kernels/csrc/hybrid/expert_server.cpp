@@ -56,8 +56,8 @@ int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& 
   next.num_experts = gate.num_matrices;
   next.pool = std::move(pool);
   next.pool_layer = pool_layer;
-  next.few.push_back(std::make_unique<FewExpertsOp>(kernels_, args));
-  next.many.push_back(std::make_unique<RoutedExpertsOp>(kernels_, std::move(args), box_.capacity));
+  next.decode.push_back(std::make_unique<DecodeExpertsOp>(kernels_, args));
+  next.prefill.push_back(std::make_unique<RoutedExpertsOp>(kernels_, std::move(args), box_.capacity));
   std::lock_guard lock(layers_lock_);
   if (layers_.size() == layer_mask - 1) throw std::invalid_argument("a mailbox has no word for more layers");
   layers_.push_back(std::move(next));
@@ -142,9 +142,9 @@ int64_t ExpertServer::num_pairs(int rows) const {
 }
 
 void ExpertServer::compute(const Layer& of, int rows) {
-  // A kernel for few rows reads the expert again for each few_max_rows of them.
-  const bool reads_once = of.num_experts > 1 || rows <= few_max_rows;
-  threads_->run(reads_once && num_pairs(rows) <= FewExpertsOp::max_pairs ? of.few : of.many, rows);
+  // A kernel for few rows reads the expert again for each gemv_max_rows of them.
+  const bool reads_once = of.num_experts > 1 || rows <= gemv_max_rows;
+  threads_->run(reads_once && num_pairs(rows) <= DecodeExpertsOp::max_pairs ? of.decode : of.prefill, rows);
 }
 
 void ExpertServer::compute_pooled(const Layer& of, int rows) {

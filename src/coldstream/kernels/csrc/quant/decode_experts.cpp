@@ -22,7 +22,7 @@ class LastRows {
 
   // out[r] = rows of `w` times x[r].
   void multiply(const WeightRows& w, const float* const* x, float* const* out, int count, std::byte* memory) {
-    ActivationRow q[few_max_rows] = {};
+    ActivationRow q[gemv_max_rows] = {};
     for (int r = 0; r < count; r++) {
       std::byte* at = memory_ + static_cast<size_t>(r) * row_bytes_;
       if (sources_[r] != x[r]) {
@@ -41,34 +41,34 @@ class LastRows {
   const int64_t cols_;
   std::byte* const memory_;
   const size_t row_bytes_;
-  const float* sources_[few_max_rows] = {};
+  const float* sources_[gemv_max_rows] = {};
 };
 
 }  // namespace
 
-FewExpertsOp::FewExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args)
+DecodeExpertsOp::DecodeExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args)
     : kernels_(kernels), args_(std::move(args)) {
   x_forms_.add(args_.gate.type);
   x_forms_.add(args_.up.type);
   h_forms_.add(args_.down.type);
 }
 
-size_t FewExpertsOp::row_bytes() const {
+size_t DecodeExpertsOp::row_bytes() const {
   return std::max(x_forms_.row_bytes(args_.gate.num_cols), h_forms_.row_bytes(args_.down.num_cols));
 }
 
-size_t FewExpertsOp::scratch_bytes() const {
+size_t DecodeExpertsOp::scratch_bytes() const {
   const int64_t cols = std::max(args_.gate.num_cols, args_.down.num_cols);
-  return few_max_rows * (row_bytes() + 2 * max_slice * sizeof(float)) + multiply_bytes(kernels_, cols);
+  return gemv_max_rows * (row_bytes() + 2 * max_slice * sizeof(float)) + multiply_bytes(kernels_, cols);
 }
 
-size_t FewExpertsOp::shared_bytes() const {
+size_t DecodeExpertsOp::shared_bytes() const {
   return static_cast<size_t>(max_pairs * args_.gate.num_rows) * sizeof(float);
 }
 
-void FewExpertsOp::run(int stage, int rows, Worker& w) { stage == 0 ? gate_up(rows, w) : down(rows, w); }
+void DecodeExpertsOp::run(int stage, int rows, Worker& w) { stage == 0 ? gate_up(rows, w) : down(rows, w); }
 
-FewExpertsOp::Work FewExpertsOp::list_work(int rows, Worker& w) const {
+DecodeExpertsOp::Work DecodeExpertsOp::list_work(int rows, Worker& w) const {
   Work found;
   found.num_jobs = 0;
   int count = 0;
@@ -89,7 +89,7 @@ FewExpertsOp::Work FewExpertsOp::list_work(int rows, Worker& w) const {
   for (int i = 0; i < count; i++) {
     Job* last = found.num_jobs == 0 ? nullptr : &found.jobs[found.num_jobs - 1];
     if (last != nullptr && found.pairs[i].expert == found.pairs[last->first].expert &&
-        last->count < few_max_rows) {
+        last->count < gemv_max_rows) {
       last->count++;
     } else {
       found.jobs[found.num_jobs++] = {i, 1};
@@ -101,7 +101,7 @@ FewExpertsOp::Work FewExpertsOp::list_work(int rows, Worker& w) const {
 // Calls run_slice(job, begin, end) for the slices of `num_rows` weight rows of every job: about one slice per
 // worker for few jobs, two for more.
 template <typename F>
-void FewExpertsOp::for_each_slice(int num_jobs, int64_t num_rows, Worker& w, F&& run_slice) const {
+void DecodeExpertsOp::for_each_slice(int num_jobs, int64_t num_rows, Worker& w, F&& run_slice) const {
   const int64_t num_shares = w.count * (num_jobs <= 2 ? 1 : 2);
   const int64_t share = ceil_div(num_jobs * num_rows, num_shares * slice_multiple) * slice_multiple;
   const int64_t slice = std::clamp<int64_t>(share, 2 * slice_multiple, max_slice);
@@ -112,22 +112,22 @@ void FewExpertsOp::for_each_slice(int num_jobs, int64_t num_rows, Worker& w, F&&
   }
 }
 
-void FewExpertsOp::gate_up(int rows, Worker& w) const {
+void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
   const Work found = list_work(rows, w);
   const int64_t size = args_.gate.num_rows;
-  auto* values = reinterpret_cast<float*>(w.memory->data() + few_max_rows * row_bytes());
-  auto* memory = reinterpret_cast<std::byte*>(values + 2 * few_max_rows * max_slice);
+  auto* values = reinterpret_cast<float*>(w.memory->data() + gemv_max_rows * row_bytes());
+  auto* memory = reinterpret_cast<std::byte*>(values + 2 * gemv_max_rows * max_slice);
   auto* hidden = reinterpret_cast<float*>(w.shared->data());
   LastRows last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data(), row_bytes());
   for_each_slice(found.num_jobs, size, w, [&](int64_t i, int64_t begin, int64_t end) {
     const Job& next = found.jobs[i];
     const Pair* pairs = found.pairs + next.first;
-    const float* x[few_max_rows];
-    float *gate[few_max_rows], *up[few_max_rows];
+    const float* x[gemv_max_rows];
+    float *gate[gemv_max_rows], *up[gemv_max_rows];
     for (int r = 0; r < next.count; r++) {
       x[r] = args_.x.row(pairs[r].row);
       gate[r] = values + r * max_slice;
-      up[r] = values + (few_max_rows + r) * max_slice;
+      up[r] = values + (gemv_max_rows + r) * max_slice;
     }
     last.multiply(slice_of(args_.gate, pairs->expert, begin, end), x, gate, next.count, memory);
     last.multiply(slice_of(args_.up, pairs->expert, begin, end), x, up, next.count, memory);
@@ -137,17 +137,17 @@ void FewExpertsOp::gate_up(int rows, Worker& w) const {
   });
 }
 
-void FewExpertsOp::down(int rows, Worker& w) const {
+void DecodeExpertsOp::down(int rows, Worker& w) const {
   const Work found = list_work(rows, w);
   const int64_t cols = args_.down.num_cols;
-  auto* memory = w.memory->data() + few_max_rows * (row_bytes() + 2 * max_slice * sizeof(float));
+  auto* memory = w.memory->data() + gemv_max_rows * (row_bytes() + 2 * max_slice * sizeof(float));
   const auto* hidden = reinterpret_cast<const float*>(w.shared->data());
   LastRows last(kernels_, h_forms_, cols, w.memory->data(), row_bytes());
   for_each_slice(found.num_jobs, args_.down.num_rows, w, [&](int64_t i, int64_t begin, int64_t end) {
     const Job& next = found.jobs[i];
     const Pair* pairs = found.pairs + next.first;
-    const float* h[few_max_rows];
-    float* out[few_max_rows];
+    const float* h[gemv_max_rows];
+    float* out[gemv_max_rows];
     for (int r = 0; r < next.count; r++) {
       h[r] = hidden + (next.first + r) * cols;
       out[r] =

@@ -6,12 +6,12 @@
 
 namespace coldstream {
 
-class FewExpertsOp : public Op {
+class DecodeExpertsOp : public Op {
  public:
   // At most this many pairs of row and rank are computed here, whatever the number of rows.
   static constexpr int max_pairs = 32;
 
-  FewExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args);
+  DecodeExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args);
   const char* name() const override { return "routed_experts"; }
   int num_stages() const override { return 2; }
   size_t scratch_bytes() const override;
@@ -22,7 +22,7 @@ class FewExpertsOp : public Op {
   struct Pair {
     int32_t row, rank, expert;
   };
-  // Pairs of one expert, at most few_max_rows, which read its weights together.
+  // Pairs of one expert, at most gemv_max_rows, which read its weights together.
   struct Job {
     int32_t first, count;
   };

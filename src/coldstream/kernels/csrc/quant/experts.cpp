@@ -190,7 +190,7 @@ template <typename F>
 void RoutedExpertsOp::for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const {
   const int64_t total = at<Groups>(w, layout_.groups)->num_jobs * num_rows;
   // Jobs of several rows are not equally long: no task may be a large share of all.
-  ShrinkingSlices slices(total, w.count, rows > few_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
+  ShrinkingSlices slices(total, w.count, rows > gemv_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
     for (int64_t first = next.begin, end; first < next.end; first = end) {
       const int64_t begin = first % num_rows,

@@ -31,7 +31,7 @@ static inline void store_half_panel(const Accumulators& p, int num_lanes, int i,
   }
 }
 
-// The part of a kernel for `many_of_type` that does not depend on how it multiplies.
+// The part of a kernel for `gemm_of_type` that does not depend on how it multiplies.
 struct Kernel512 {
   static void store(const Accumulators& p, int num_lanes, int num_rows, float* const* out, int64_t n) {
     for (int i = 0; i < num_rows; i += 16) store_half_panel(p, num_lanes, i, num_rows - i, out, n + i);

@@ -209,16 +209,16 @@ struct Kernel32 : Kernel512 {
   }
 };
 
-void many(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
   dispatch_integer(w.type, [&]<QuantType Q>() {
     if constexpr (Format512<Q>::super_block) {
       const TileConfig<64> config;
       _tile_loadconfig(&config);
-      many_of_type<Q, KernelK<Q>>(w, x, num_tiles, out, memory);
+      gemm_of_type<Q, KernelK<Q>>(w, x, num_tiles, out, memory);
     } else {
       const TileConfig<32> config;
       _tile_loadconfig(&config);
-      many_of_type<Q, Kernel32<Q>>(w, x, num_tiles, out, memory);
+      gemm_of_type<Q, Kernel32<Q>>(w, x, num_tiles, out, memory);
     }
     _tile_release();
   });
@@ -228,10 +228,10 @@ void many(const WeightRows& w, const ActivationTile* x, int num_tiles, float* co
 
 constinit const QuantKernels quant_kernels_amx = {
     .quantize_row = quantize_row_avx512,
-    .few = few_avx512,
-    .many = many,
-    .many_bytes = std::max(panel_memory<PanelK>(), panel_memory<Panel32>()),
-    .many_min_rows = 8,
+    .gemv = gemv_avx512,
+    .gemm = gemm,
+    .gemm_bytes = std::max(panel_memory<PanelK>(), panel_memory<Panel32>()),
+    .gemm_min_rows = 8,
     .pack = pack_avx512,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,

@@ -251,19 +251,19 @@ struct KernelAvx2 {
   }
 };
 
-void many(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
   dispatch_integer(w.type,
-                   [&]<QuantType Q>() { many_of_type<Q, KernelAvx2<Q>>(w, x, num_tiles, out, memory); });
+                   [&]<QuantType Q>() { gemm_of_type<Q, KernelAvx2<Q>>(w, x, num_tiles, out, memory); });
 }
 
 }  // namespace
 
 constinit const QuantKernels quant_kernels_avx2 = {
     .quantize_row = quantize_row_avx2,
-    .few = few_avx2,
-    .many = many,
-    .many_bytes = panel_memory<PanelAvx2>(),
-    .many_min_rows = 6,
+    .gemv = gemv_avx2,
+    .gemm = gemm,
+    .gemm_bytes = panel_memory<PanelAvx2>(),
+    .gemm_min_rows = 6,
     .pack = pack_avx2,
     .float_product = float_product_avx2,
     .dequantize_row = dequantize_row_avx2,

@@ -170,19 +170,19 @@ struct KernelVnni : Kernel512 {
   }
 };
 
-void many(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
   dispatch_integer(w.type,
-                   [&]<QuantType Q>() { many_of_type<Q, KernelVnni<Q>>(w, x, num_tiles, out, memory); });
+                   [&]<QuantType Q>() { gemm_of_type<Q, KernelVnni<Q>>(w, x, num_tiles, out, memory); });
 }
 
 }  // namespace
 
 constinit const QuantKernels quant_kernels_avx512 = {
     .quantize_row = quantize_row_avx512,
-    .few = few_avx512,
-    .many = many,
-    .many_bytes = panel_memory<PanelVnni>(),
-    .many_min_rows = 7,
+    .gemv = gemv_avx512,
+    .gemm = gemm,
+    .gemm_bytes = panel_memory<PanelVnni>(),
+    .gemm_min_rows = 7,
     .pack = pack_avx512,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,

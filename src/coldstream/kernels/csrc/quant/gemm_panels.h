@@ -39,7 +39,7 @@ static inline int present_rows(float* const* out, int num_rows) {
 // `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n + rows
 // - 1.
 template <QuantType Q, typename Kernel>
-void many_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
+void gemm_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                   std::byte* memory) {
   using Format = IntegerFormat<Q>;
   using Block = typename Format::Block;
@@ -80,7 +80,7 @@ void many_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, f
 
 template <typename Panel>
 constexpr size_t panel_memory() {
-  return sizeof(Panel) + many_max_tiles * sizeof(Accumulators);
+  return sizeof(Panel) + gemm_max_tiles * sizeof(Accumulators);
 }
 
 }  // namespace coldstream

@@ -45,7 +45,7 @@ struct SpreadScales {
 };
 
 template <QuantType Q>
-struct KernelFew {
+struct KernelGemv {
   using Format = Format256<Q>;
   // With more rows, or if their number is not known, a block's codes and scales go through memory.
   static constexpr int most_fixed_rows = 4;
@@ -118,8 +118,8 @@ struct KernelFew {
 
 }  // namespace
 
-void few_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<KernelFew<Q>>(w, x, num_rows, out); });
+void gemv_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { gemv_of_type<KernelGemv<Q>>(w, x, num_rows, out); });
 }
 
 }  // namespace coldstream

@@ -5,6 +5,6 @@
 
 namespace coldstream {
 
-void few_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
+void gemv_avx2(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
 
 }  // namespace coldstream

@@ -52,7 +52,7 @@ __m256i sum_factors(const SpreadScales<Q>& scales) {
 }
 
 template <QuantType Q>
-struct KernelFew {
+struct KernelGemv {
   using Format = Format512<Q>;
   static constexpr int most_fixed_rows = 1;
 
@@ -126,8 +126,8 @@ struct KernelFew {
 
 }  // namespace
 
-void few_avx512(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<KernelFew<Q>>(w, x, num_rows, out); });
+void gemv_avx512(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { gemv_of_type<KernelGemv<Q>>(w, x, num_rows, out); });
 }
 
 }  // namespace coldstream

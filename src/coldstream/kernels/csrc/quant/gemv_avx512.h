@@ -7,6 +7,6 @@
 
 namespace coldstream {
 
-void few_avx512(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
+void gemv_avx512(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
 
 }  // namespace coldstream

@@ -23,7 +23,7 @@ enum class Eight { of_a_row, of_rows };
 
 // The activation rows that there is room for.
 template <int rows>
-inline constexpr int capacity_of = rows != 0 ? rows : few_max_rows;
+inline constexpr int capacity_of = rows != 0 ? rows : gemv_max_rows;
 
 // The hardware does not prefetch across page boundaries.
 static inline void prefetch_weights(const void* block, size_t bytes) {
@@ -82,7 +82,7 @@ inline __attribute__((always_inline)) void multiply_whole_rows(const WeightRows&
 }
 
 template <typename Kernel, int rows>
-void few_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+void gemv_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   if constexpr (rows != 0) num_rows = rows;
   int64_t n = 0;
   if (w.cols / group_elements % 8 != 0) {
@@ -120,7 +120,7 @@ inline __attribute__((always_inline)) void add_last_blocks(const WeightRows& w, 
 }
 
 template <typename Kernel, int rows>
-void few_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+void gemv_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   using Block = typename Kernel::Format::Block;
   if constexpr (rows != 0) num_rows = rows;
   const int64_t num_blocks = w.cols / block_elements;
@@ -139,23 +139,23 @@ void few_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, fl
 }
 
 template <typename Kernel, int rows>
-void few_of_rows(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+void gemv_of_rows(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   if constexpr (Kernel::Format::super_block) {
-    few_of_super_blocks<Kernel, rows>(w, x, num_rows, out);
+    gemv_of_super_blocks<Kernel, rows>(w, x, num_rows, out);
   } else {
-    few_of_blocks<Kernel, rows>(w, x, num_rows, out);
+    gemv_of_blocks<Kernel, rows>(w, x, num_rows, out);
   }
 }
 
 // With the number of activation rows known to the compiler if it is at most kernel::most_fixed_rows.
 template <typename Kernel, int rows = 1>
-void few_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+void gemv_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   if constexpr (rows > Kernel::most_fixed_rows) {
-    few_of_rows<Kernel, 0>(w, x, num_rows, out);
+    gemv_of_rows<Kernel, 0>(w, x, num_rows, out);
   } else if (num_rows == rows) {
-    few_of_rows<Kernel, rows>(w, x, rows, out);
+    gemv_of_rows<Kernel, rows>(w, x, rows, out);
   } else {
-    few_of_type<Kernel, rows + 1>(w, x, num_rows, out);
+    gemv_of_type<Kernel, rows + 1>(w, x, num_rows, out);
   }
 }
 

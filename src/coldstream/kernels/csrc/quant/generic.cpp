@@ -81,12 +81,12 @@ void add_block(const typename Format::Block& b, const ActivationRow* x, int64_t 
 }
 
 template <QuantType Q>
-void few_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+void gemv_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   using Format = IntegerFormat<Q>;
   const int64_t num_blocks = w.cols / (Format::super_block ? 256 : 32);
   for (int64_t n = 0; n < w.count; n++) {
     const auto* blocks = reinterpret_cast<const typename Format::Block*>(w.data + n * w.row_bytes);
-    float p[few_max_rows][8] = {};
+    float p[gemv_max_rows][8] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
       if constexpr (Format::super_block) {
         add_super_block<Format>(blocks[b], x, b, num_rows, p);
@@ -98,8 +98,8 @@ void few_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, floa
   }
 }
 
-void few(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  dispatch_integer(w.type, [&]<QuantType Q>() { few_of_type<Q>(w, x, num_rows, out); });
+void gemv(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  dispatch_integer(w.type, [&]<QuantType Q>() { gemv_of_type<Q>(w, x, num_rows, out); });
 }
 
 void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
@@ -121,10 +121,10 @@ void swiglu(const float* gate, const float* up, int64_t count, float* out) {
 
 constinit const QuantKernels quant_kernels_generic = {
     .quantize_row = quantize_row,
-    .few = few,
-    .many = nullptr,
-    .many_bytes = 0,
-    .many_min_rows = 0,
+    .gemv = gemv,
+    .gemm = nullptr,
+    .gemm_bytes = 0,
+    .gemm_min_rows = 0,
     .pack = nullptr,
     .float_product = float_product,
     .dequantize_row = dequantize_row_generic,

@@ -25,24 +25,24 @@ inline WeightRows slice_of(const Weight& w, int64_t matrix, int64_t begin, int64
   return {w.type, w.row(matrix, begin), w.row_bytes, end - begin, w.num_cols};
 }
 
-// The most activation rows that the `few` kernels take in one call; `many` takes up to `many_max_tiles`
+// The most activation rows that the `gemv` kernels take in one call; `gemm` takes up to `gemm_max_tiles`
 // tiles.
-inline constexpr int few_max_rows = 8;
-inline constexpr int many_max_tiles = 8;
+inline constexpr int gemv_max_rows = 8;
+inline constexpr int gemm_max_tiles = 8;
 
 struct QuantKernels {
   void (*quantize_row)(const float* x, int64_t cols, ActivationRow out);  // in the form of `out`
 
   // out[t][n] = product of weight row n with activation row t, of an integer type, whose form the activations
   // have; reads the blocks of `w` and nothing beyond them.
-  void (*few)(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
+  void (*gemv)(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out);
 
   // The same for tiles of 16 rows, x[tile][group]; `out` has 16 pointers per tile, null for rows that are
-  // padding. Null if the tier has nothing better than `few`. `memory` is 64-byte aligned, `many_bytes` long.
-  void (*many)(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
+  // padding. Null if the tier has nothing better than `gemv`. `memory` is 64-byte aligned, `gemm_bytes` long.
+  void (*gemm)(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                std::byte* memory);
-  size_t many_bytes;
-  int many_min_rows;  // from this many rows on `many` is faster
+  size_t gemm_bytes;
+  int gemm_min_rows;  // from this many rows on `gemm` is faster
   // Rows of activations (num_rows <= 16, all of the first one's form) to one tile per group; missing rows
   // become zeros.
   void (*pack)(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);

@@ -102,7 +102,7 @@ void LinearOp::multiply_slices(int rows, Worker& w) const {
     memory += rows * row_bytes;
   }
   const int64_t total = ceil_div(rows, pass_rows) * total_rows_;
-  ShrinkingSlices slices(total, w.count, tiled ? 32 : 8, rows > few_max_rows ? max_slice : total);
+  ShrinkingSlices slices(total, w.count, tiled ? 32 : 8, rows > gemv_max_rows ? max_slice : total);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take()))
     multiply_range(next.begin, next.end, rows, quantized, memory, w);
 }

@@ -25,9 +25,9 @@ void multiply_float(const QuantKernels& k, const WeightRows& w, const ProductRow
         k.dequantize_row(w.type, w.data + (n + i) * w.row_bytes, w.cols, memory + i * w.cols);
       }
     }
-    for (int t = 0; t < rows.count; t += few_max_rows) {
-      float* out[few_max_rows];
-      const int num_rows = std::min(few_max_rows, rows.count - t);
+    for (int t = 0; t < rows.count; t += gemv_max_rows) {
+      float* out[gemv_max_rows];
+      const int num_rows = std::min(gemv_max_rows, rows.count - t);
       for (int i = 0; i < num_rows; i++) out[i] = rows.out[t + i] + n;
       k.float_product(values, stride, count, w.cols, rows.x + t, num_rows, out);
     }
@@ -37,17 +37,17 @@ void multiply_float(const QuantKernels& k, const WeightRows& w, const ProductRow
 }  // namespace
 
 size_t multiply_bytes(const QuantKernels& k, int64_t cols) {
-  return std::max(static_cast<size_t>(float_rows * cols) * sizeof(float), k.many_bytes);
+  return std::max(static_cast<size_t>(float_rows * cols) * sizeof(float), k.gemm_bytes);
 }
 
 void multiply(const QuantKernels& k, const WeightRows& w, const ProductRows& rows, std::byte* memory) {
   if (!quant_is_integer(w.type)) {
     multiply_float(k, w, rows, reinterpret_cast<float*>(memory));
   } else if (rows.tiles != nullptr) {
-    k.many(w, rows.tiles, (rows.count + tile_rows - 1) / tile_rows, rows.out, memory);
+    k.gemm(w, rows.tiles, (rows.count + tile_rows - 1) / tile_rows, rows.out, memory);
   } else {
-    for (int t = 0; t < rows.count; t += few_max_rows) {
-      k.few(w, rows.q + t, std::min(few_max_rows, rows.count - t), rows.out + t);
+    for (int t = 0; t < rows.count; t += gemv_max_rows) {
+      k.gemv(w, rows.q + t, std::min(gemv_max_rows, rows.count - t), rows.out + t);
     }
   }
 }

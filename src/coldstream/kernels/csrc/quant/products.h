@@ -14,10 +14,10 @@ size_t multiply_bytes(const QuantKernels& k, int64_t cols);
 
 // Whether a batch of this many rows is better packed into tiles.
 inline bool prefers_tiles(const QuantKernels& k, int64_t num_rows) {
-  return k.many != nullptr && num_rows >= k.many_min_rows;
+  return k.gemm != nullptr && num_rows >= k.gemm_min_rows;
 }
 
-inline constexpr int64_t pass_rows = int64_t{many_max_tiles} * tile_rows;
+inline constexpr int64_t pass_rows = int64_t{gemm_max_tiles} * tile_rows;
 
 // Sources and outputs of the rows of a product. A source that no weight needs may be null.
 struct ProductRows {
