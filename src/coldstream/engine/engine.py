@@ -215,7 +215,9 @@ class Engine:
         counts = self._rows_of_all()
         if not counts:
             return
-        is_chunk = len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
+        is_chunk = not math.isinf(self._target_s) and (
+            len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
+        )
         trees = self._trees(counts)
         launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:

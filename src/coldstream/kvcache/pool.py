@@ -24,7 +24,7 @@ class BlockPool:
 
     def check(self, count: int) -> None:
         """Raises OutOfMemoryError if fewer than `count` blocks are free."""
-        if count > self.num_free:
+        if count > len(self._free):
             raise OutOfMemoryError(
                 f"{count} more {self._what} are needed and {self.num_free} of {self.num_blocks} are free: "
                 f"{self._advice}"

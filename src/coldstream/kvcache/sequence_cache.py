@@ -217,9 +217,9 @@ class SequenceCache:
         for demand in demands:
             sequence = demand.sequence
             self._own_last_block(sequence)
-            sequence.blocks += self.blocks.take(
-                num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
-            )
+            missing = num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
+            if missing:
+                sequence.blocks += self.blocks.take(missing)
             if sequence.state is None:
                 (sequence.state,) = self.states.take(1)
                 self.tensors.reset(sequence.state)
@@ -325,6 +325,11 @@ class SequenceCache:
 
     def check_room(self, demands: Collection[Demand]) -> None:
         """Raises OutOfMemoryError if there is no room for what `reserve` would take."""
+        if all(
+            each.num_rows == 1 and each.parents is None and self.owns_next_row(each.sequence)
+            for each in demands
+        ):
+            return  # as for most tokens
         need = self.need_of(demands)
         self.blocks.check(need.num_blocks)
         self.states.check(need.num_states)
