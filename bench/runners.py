@@ -15,11 +15,11 @@ from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
 from coldstream.models.expert_stacks import disk_tier
 from coldstream.models.footprint import model_sizes, nextn_bytes, routed_model
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
+from coldstream.models.runner_capacity import NO_DRAFTS, DraftMemory
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
@@ -59,7 +59,7 @@ def open_cpu_runner(
     """
     file, spec = open_model_file(path)
     try:
-        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftRoom(aux_layers=aux_layers))
+        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftMemory(aux_layers=aux_layers))
         needs = ram_needs(file, spec, shape, cache_size)
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(
@@ -115,7 +115,7 @@ def resident_plan(
     spec: ModelSpec,
     context_length: int,
     kv_type: str = "i16",
-    draft: DraftRoom = NO_DRAFTS,
+    draft: DraftMemory = NO_DRAFTS,
 ) -> RunPlan:
     """All experts on the GPU, for one sequence, in prefill steps as the product chooses for what is free.
 

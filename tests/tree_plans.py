@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench.runners import partial_plan, resident_plan
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
-from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
+from coldstream.models.runner_capacity import NO_DRAFTS, DraftMemory
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan
 
@@ -16,7 +16,7 @@ def plan_with_trees(
     context_length: int,
     size: CacheSize,
     share: float | None,
-    draft: DraftRoom = NO_DRAFTS,
+    draft: DraftMemory = NO_DRAFTS,
     spec_type: str = "none",
 ) -> RunPlan:
     """share: of the experts that are in slots; None: all are on the device. size: of caches with trees."""

@@ -27,8 +27,8 @@ from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda.dflash import CudaDflashSequence
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.draft_room import DraftRoom
 from coldstream.models.footprint import model_sizes
+from coldstream.models.runner_capacity import DraftMemory
 from coldstream.planning.gpu_memory import GpuMemory
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
@@ -65,7 +65,7 @@ def random_drafter(folder: Path, second: bool) -> DflashFile:
 def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, second: bool) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     plan = replace(plan, tree_budget=BUDGET)
     with (
         LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain,
@@ -120,7 +120,7 @@ def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(
     answers = {tuple(prompt): each.token_ids for prompt, each in zip(prompts, expected, strict=True)}
     size = CacheSize.of(9, CONTEXT, num_trees=1)  # both answers leave prefixes
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, size, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, size, None, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     with (
         CudaRunner.load(file, spec, plan, cache_size=size, aux_layers=AUX_LAYERS) as runner,
         random_drafter(tmp_path / "drafter", second) as draft,
@@ -150,7 +150,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(
     """In a few fused steps at a time, and plainly while another one is there."""
     monkeypatch.setattr(fused_steps, "MOST_TOKENS", 4)
     file, spec = open_model_file(tiny)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, None, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     with (
         open_runner(tiny, share=None, has_mtp=False) as plain,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
@@ -170,7 +170,7 @@ def test_the_plan_counts_the_drafter_and_what_is_kept_for_it(is_estimated: bool)
     with GGUFFile.open(demo_model_path()) as file:
         spec = open_model_file(demo_model_path())[1]
         sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-        room = DraftRoom(SIZE.num_tree_rows)
+        room = DraftMemory(SIZE.num_tree_rows)
         counts = None if is_estimated else {}
         without, beside = (
             fixed_part_on_gpu(file, GpuMemory(spec, sizes, 0, counts, CONTEXT, "i16", 1, each), 2**33)

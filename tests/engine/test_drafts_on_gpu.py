@@ -21,7 +21,7 @@ from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.runner_capacity import DraftMemory
 from hash_runner import opened_with
 from tree_plans import plan_with_trees
 
@@ -82,7 +82,7 @@ def open_runner(path: Path, *, share: float | None, has_mtp: bool) -> CudaRunner
     """With room for trees. share: of the experts that are in slots; None: all are on the device."""
     file, spec = open_model_file(path)
     spec_type = "mtp" if has_mtp else "none"
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(has_mtp=has_mtp), spec_type)
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(has_mtp=has_mtp), spec_type)
     return CudaRunner.load(file, spec, plan, cache_size=SIZE)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from test_cost import FIXED, GIB, H200
 
 from bench.full_size_forecast import FULL_SIZES
-from coldstream.placement.ceilings import decode_ceiling
 from coldstream.placement.cost import (
     DISK_WAIT_S,
     decode_seconds,
@@ -17,7 +16,7 @@ from coldstream.placement.cost import (
     prefill_seconds,
     split_misses,
 )
-from coldstream.placement.forecast import Known, forecast, rates_used
+from coldstream.placement.forecast import Known, decode_ceiling, forecast, rates_used
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import plan_placement
 from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool

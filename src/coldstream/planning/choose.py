@@ -15,7 +15,7 @@ from coldstream.errors import ConfigError, ModelFormatError, OutOfMemoryError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.cache import context_bytes, kv_token_bytes
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.runner_capacity import DraftMemory
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.layer_plan import plan_layers
@@ -251,7 +251,7 @@ class _Chooser:
             config.ctx_size,
             kv_type,
             _contexts(config),
-            self._draft_room(config),
+            self._draft_memory(config),
             config.attention_window,
         )
 
@@ -265,16 +265,16 @@ class _Chooser:
             config.ctx_size,
             config.cache_type_k,
             _contexts(config),
-            self._draft_room(config),
+            self._draft_memory(config),
             config.attention_window,
         )
         mapped, in_slots = self.facts.ram_parts(shape)
         needs = RamNeeds(self.facts.model.mapped, mapped, self.facts.model.in_slots, in_slots)
         return needs.with_prompt_cache(self.prompt_cache_bytes)
 
-    def _draft_room(self, config: EngineConfig) -> DraftRoom:
+    def _draft_memory(self, config: EngineConfig) -> DraftMemory:
         num_contexts = _contexts(config)
-        room = DraftRoom(tree_rows_of(config, num_contexts), has_mtp=config.spec_type == "mtp")
+        room = DraftMemory(tree_rows_of(config, num_contexts), has_mtp=config.spec_type == "mtp")
         if config.spec_type != "dflash":
             return room
         drafter = self.facts.drafter

@@ -13,7 +13,7 @@ from coldstream.models.cpu import dflash as cpu_dflash
 from coldstream.models.dflash.convert import converted, folder_of
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_gpu, check_target, tensor_shapes
-from coldstream.models.draft_room import DRAFT_VALUE_BYTES
+from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress

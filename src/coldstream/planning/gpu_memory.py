@@ -14,8 +14,7 @@ from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.cuda.capacity import GRAPH_BYTES, RESERVE_BYTES
-from coldstream.models.draft_room import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftRoom
-from coldstream.models.runner_capacity import RunnerCapacity
+from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftMemory, RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
@@ -40,7 +39,7 @@ class GpuMemory:
     ctx_size: int
     kv_type: str
     num_contexts: int = 1
-    draft: DraftRoom = NO_DRAFTS
+    draft: DraftMemory = NO_DRAFTS
     attention_window: int | None = None
 
     def fixed_part(self, budget: int) -> FixedPart:

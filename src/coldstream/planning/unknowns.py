@@ -6,8 +6,7 @@ before a choice asks for it. Each kind is a record, the key under which `Facts` 
 
 from dataclasses import dataclass
 
-from coldstream.models.draft_room import NO_DRAFTS, DraftRoom
-from coldstream.models.runner_capacity import RunnerCapacity
+from coldstream.models.runner_capacity import NO_DRAFTS, DraftMemory, RunnerCapacity
 from coldstream.placement.plan import FixedPart
 
 # Of a runner on the CPU with experts mapped, and with some in slots; the latter is None for a dense model.
@@ -32,7 +31,7 @@ class RamShape:
     ctx_size: int
     kv_type: str
     num_contexts: int = 1
-    draft: DraftRoom = NO_DRAFTS
+    draft: DraftMemory = NO_DRAFTS
     attention_window: int | None = None
 
 

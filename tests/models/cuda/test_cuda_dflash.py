@@ -27,7 +27,7 @@ from coldstream.models.cuda.dflash import CudaDflash, CudaDflashSequence, RowSpa
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import DraftLattice, check_gpu
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.runner_capacity import DraftMemory
 from dflash_cases import (
     ALL_SLIDING,
     ANCHOR,
@@ -131,7 +131,7 @@ def opened_drafter(
     """share: of the target's experts that are in slots; None: all are on the device."""
     tensors = {name: rounded(value) for name, value in random_tensors(spec_of(values)).items()}
     file, spec = open_model_file(target)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=AUX_LAYERS), "dflash")
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     with (
         DflashFile.open(write_converted(folder, values, tensors)) as drafter,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,

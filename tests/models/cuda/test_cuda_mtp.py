@@ -23,7 +23,7 @@ from coldstream.models.cuda import mtp_block
 from coldstream.models.cuda.mtp import CudaMtpSequence
 from coldstream.models.cuda.mtp_block import BRANCHING
 from coldstream.models.cuda.runner import CudaRunner
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.runner_capacity import DraftMemory
 from host_device import HostDevice
 from host_gpu import gpu_on
 from tree_plans import plan_with_trees
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 def open_gpu(path: Path, share: float | None = None) -> OneSequence:
     """share: of the experts that are in slots; None: all are on the device."""
     file, spec = open_model_file(path)
-    plan = plan_with_trees(file, spec, CONTEXT, TREES, share, DraftRoom(has_mtp=True), "mtp")
+    plan = plan_with_trees(file, spec, CONTEXT, TREES, share, DraftMemory(has_mtp=True), "mtp")
     return OneSequence(CudaRunner.load(file, spec, plan, cache_size=TREES))
 
 

@@ -17,11 +17,10 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda import memory_plan
-from coldstream.models.cuda.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded
-from coldstream.models.cuda.memory_plan import kernels_of
+from coldstream.models.cuda.memory_plan import distinct_layers, distinct_mixers, kernels_of
 from coldstream.models.loader import Block
 
 RESIDENT = Limits(CacheSize.of(2, 1024, 1), 1024, "i16")

@@ -13,7 +13,7 @@ from builders import Dims, write_gguf
 from coldstream.errors import UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda.runner import CudaRunner
-from coldstream.models.draft_room import DraftRoom
+from coldstream.models.runner_capacity import DraftMemory
 from tree_plans import plan_with_trees
 
 CONTEXT = 192
@@ -31,7 +31,7 @@ def tiny(tmp_path: Path) -> Path:
 def open_keeping(path: Path, share: float | None, aux_layers: tuple[int, ...] = AUX_LAYERS) -> CudaRunner:
     """With room for trees."""
     file, spec = open_model_file(path)
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftRoom(aux_layers=aux_layers))
+    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(aux_layers=aux_layers))
     return CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=aux_layers)
 
 

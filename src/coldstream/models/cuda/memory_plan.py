@@ -1,11 +1,17 @@
 """The memory of a model on one GPU, and the kernels of its steps, found before anything is copied.
 
-A model is loaded and its forward pass runs over tensors without memory (`kernels/cuda/memory.py`).
+A model is loaded and its forward pass runs over tensors without memory (`kernels/cuda/memory.py`). A layer's
+launches follow from the types and shapes of its weights, never from their values. A model repeats a few
+combinations of those, so that only the first layer of each kind is run.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from itertools import product
+from typing import Any
+
+import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -20,11 +26,12 @@ from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
 from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
+from coldstream.layers.moe import MoeWeights
 from coldstream.models.cuda.capacity import GRAPH_BYTES, HEAD_ROWS, RESERVE_BYTES
-from coldstream.models.cuda.distinct_layers import distinct_layers, distinct_mixers
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, StepShape
 from coldstream.models.cuda.limits import MAX_GRAPH_ROWS, Limits, padded_rows
 from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.loader import Block
 from coldstream.models.spec.model_spec import ModelSpec
 
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
@@ -166,3 +173,43 @@ def check_types(tensors: Mapping[str, TensorInfo]) -> None:
                 f"{name} is {gate.quant_type.name} and {up.name} {up.quant_type.name}: no GPU kernels "
                 "multiply by integers and by floats together; use --device cpu"
             )
+
+
+def distinct_layers(blocks: Sequence[Block], distance: int = 0) -> tuple[int, ...]:
+    """The first layer of each kind, in order.
+
+    distance: how many layers ahead missing experts are guessed, 0 if none are; a layer without another one so
+    far behind it guesses nothing.
+    """
+    first: dict[Hashable, int] = {}
+    behind = 0  # layers behind this one that may miss an expert
+    for layer in reversed(range(len(blocks))):
+        block = blocks[layer]
+        first[_kind(block), min(behind, distance)] = layer
+        behind += isinstance(block.ffn, MoeWeights) and bool(block.ffn.experts.gate.is_partial)
+    return tuple(sorted(first.values()))
+
+
+def distinct_mixers(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """The first layer with a mixer of each kind, in order."""
+    first: dict[Hashable, int] = {}
+    for layer, block in enumerate(blocks):
+        first.setdefault(_kind(block.mixer), layer)
+    return tuple(first.values())
+
+
+def _kind(value: Any) -> Hashable:
+    """Types and shapes of everything in `value`, without addresses and contents."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    kind: Any = type(value)
+    if (names := _fields_of(kind)) is not None:
+        return kind, tuple(_kind(getattr(value, name)) for name in names)
+    plain: Hashable = value
+    return plain
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """Names of the fields; None if it is no dataclass, which takes long to find out of an enumeration."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

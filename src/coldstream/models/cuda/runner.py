@@ -11,10 +11,13 @@ import torch
 
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
+from coldstream.experts.dense_layers import PartialLayers
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefill import StreamCounters
+from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
@@ -23,13 +26,13 @@ from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.experts.executor import ExecutorFactory
-from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import AcceptedPath, WholeOrCleared
-from coldstream.models.cuda.capacity import HEAD_ROWS
+from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
@@ -38,12 +41,14 @@ from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda.memory_plan import check_supported, check_types, kernels_of, plan_memory
 from coldstream.models.cuda.mtp import CudaMtp
-from coldstream.models.cuda.partial_model import PartialModel, partial_model
 from coldstream.models.dflash.file import DflashFile
+from coldstream.models.expert_stacks import expert_stacks, placed_stacks
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
+
+PartialModel = PartialExperts | PartialLayers  # the work around steps of a GPU that lacks a part
 
 
 class CudaRunner(ModelRunner):
@@ -82,7 +87,7 @@ class CudaRunner(ModelRunner):
         try:
             with device_errors():
                 if limits.expert_bytes is not None:
-                    self._partial = partial_model(plan, file, spec)
+                    self._partial = _partial_model(plan, file, spec)
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
                     self._load(executor, progress)
@@ -395,3 +400,30 @@ class CudaRunner(ModelRunner):
             count += len(part)
         self._ended()
         return self._host_logits[:count].numpy().copy()
+
+
+def _partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialModel:
+    """The part of `plan` that is not on the GPU. Begins to map the file, beside what comes next.
+
+    Raises MemoryError.
+    """
+    mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size, plan.shared_rows)
+    model: PartialModel
+    if spec.is_moe:
+        model = PartialExperts(mailbox, plan, _ram_pool(plan, file, spec))
+    else:
+        model = PartialLayers(mailbox, plan)
+    stacks = (info for layer in placed_stacks(file, spec) for info in layer)
+    model.host.map_ahead(file, {info.shard for info in stacks})
+    return model
+
+
+def _ram_pool(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> RamPool | None:
+    """The pool of `plan`, empty; None if it has none. Raises MemoryError."""
+    if plan.pool is None:
+        return None
+    sizes = plan.pool.expert_bytes
+    missing = [stacks for stacks, size in zip(expert_stacks(file, spec), sizes, strict=True) if size]
+    pooled = PooledStacks(file, missing)
+    assert pooled.expert_bytes == tuple(filter(None, sizes)), "a plan has the sizes of its slots"
+    return RamPool(pooled, plan.pool.slots, spec.num_experts_per_tok)
