@@ -139,7 +139,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def _with_tools_as_text(turns: Sequence[Message]) -> Iterator[Message]:
-    names: dict[str, Any] = {}  # of functions, by the ids of their calls
+    names: dict[str, Any] = {}  # names of functions by the ids of their calls
     for turn in turns:
         if turn["role"] == "tool":
             name = turn.get("name") or names.get(str(turn.get("tool_call_id"))) or "a tool"

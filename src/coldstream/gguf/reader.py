@@ -174,7 +174,7 @@ class OpenFile:
         self._watch = watch
         self._watched = watch.add(descriptor)
         self._samples: bytes | None = None  # a digest
-        self._status = status  # the last one that was compared
+        self._status = status  # the status that was compared last
         self._was_named = True
         self._is_rewritten = False
 

@@ -296,7 +296,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
-        self.literals: dict[str, TracedText] = {}  # the template's, by their text
+        self.literals: dict[str, TracedText] = {}  # literals of the template by their text
         self.filters |= {"tojson": tojson, "join": traced_join, "safe": safe}
         self.globals |= {
             "raise_exception": raise_exception,

@@ -25,7 +25,7 @@ class WriteWatch:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
-        self._heard: dict[int, int] = {}  # by watch: what happened since it was asked for
+        self._heard: dict[int, int] = {}  # by watch: the events since the last question
         self._descriptor = -1
         with suppress(AttributeError):  # a system without inotify
             self._descriptor = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -97,7 +97,7 @@ class ReplicasClient:
         self._reason = ""  # why the model is not known yet
         self._present: set[str] = set()
         self._num_gone = 0
-        self._heard_at = time.monotonic()  # of any replica
+        self._heard_at = time.monotonic()  # when a replica answered last
         self._finding = asyncio.get_running_loop().create_task(self._find_model(), name="model")
 
     def close(self) -> None:

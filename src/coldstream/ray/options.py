@@ -28,11 +28,11 @@ _NOT_HERE: Final[Mapping[str, str]] = {
 class ServiceOptions:
     """Checked on creation: ConfigError names the setting and its range."""
 
-    name: str  # of the model, as clients ask for it
+    name: str  # the model's name for clients
     config: EngineConfig  # of each replica
     replicas: int = 2
-    cpus: float = 1.0  # that Ray sets aside for a replica; `config.threads` says how many it uses
-    gpus: float = 0.0  # the same of GPUs: a replica sees no other
+    cpus: float = 1.0  # CPUs that Ray reserves for a replica; `config.threads` says how many it uses
+    gpus: float = 0.0  # GPUs that Ray reserves for a replica, which sees no other
     limits: EngineLimits = field(default_factory=EngineLimits)  # of each replica
     tiers: CacheTiers = field(default_factory=CacheTiers)  # of each replica
     settings: ServerSettings = field(default_factory=ServerSettings)  # without keys and host

@@ -14,7 +14,7 @@ from typing import Final
 from coldstream.errors import ConfigError, shown
 
 BLOCK_TOKENS: Final = 32
-MAX_BLOCKS: Final = 1 << 16  # remembered of each replica: two million tokens, in about 10 MB
+MAX_BLOCKS: Final = 1 << 16  # blocks that are remembered of a replica: two million tokens in about 10 MB
 MAX_LEAD: Final = 8  # requests that a replica may serve beyond those of the idlest, for the sake of a prefix
 _KEY_BYTES: Final = 8
 
@@ -73,7 +73,7 @@ class PrefixRoutes:
         self._max_lead = max_lead
         self._lock = threading.Lock()
         self._replicas: dict[str, _RoutedReplica] = {}
-        self._routes: dict[int, str] = {}  # of requests that have not ended
+        self._routes: dict[int, str] = {}  # routes of requests that have not ended
         self._num_choices = 0
 
     def choose(self, request_id: int, keys: Sequence[int], replicas: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ class EngineReplica:
         self._opened.grammars.prepare()
         tiers = open_tiers(options.tiers, self._opened)
         self._client = LocalClient(self._opened, options.name, options.limits, tiers)
-        self._live: LiveState | None = None  # as reported last
+        self._live: LiveState | None = None  # the state that was reported last
 
     async def submit(
         self, payload: bytes, fingerprint: str, remaining_s: float | None, route: None

@@ -10,7 +10,7 @@ from typing import Final
 
 from coldstream.server.restarts import RestartPolicy
 
-_LOOKS: Final = 4  # within the limit
+_LOOKS: Final = 4  # looks within the limit
 _MAX_PAUSE_S: Final = 5.0
 _LEAST_SHARE: Final = 0.01  # share of a processor's time that counts as computing
 

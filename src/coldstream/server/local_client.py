@@ -44,11 +44,11 @@ class LocalClient:
         self._statistics = engine.statistics()
         self._moved_at = time.monotonic()
         self._fault: str | None = None
-        self._streams: dict[int, EventStream] = {}  # whose last event has not come; the loop's alone
+        self._streams: dict[int, EventStream] = {}  # streams without their last event; used by the loop alone
         self._condition = threading.Condition()
         self._work: deque[Callable[[Engine], None]] = deque()
         self._is_closing = self._has_ended = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the last request
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the last request
         self._thread = threading.Thread(target=self._run, args=(engine,), name="engine", daemon=True)
         self._thread.start()
 

@@ -16,14 +16,14 @@ class RestartPolicy:
 
     first_delay_s: float = 0.1
     max_delay_s: float = 10.0
-    max_deaths: int = 5  # in a row, without a token in between
+    max_deaths: int = 5  # deaths in a row without a token in between
     cool_down_s: float = 60.0
     # Without a sign of life while requests run, until the process is ended. No step takes that long, not even
     # one of a long prompt whose experts all come from a slow disk.
     hang_s: float = 600.0
     # The same for one that stands still: that neither computes nor reads, as it was stopped or waits forever.
     still_s: float = 60.0
-    on_change: bool = False  # start again when the model's file has changed, and serve what it is then
+    on_change: bool = False  # start again with the new file when the model's file has changed
 
     def __post_init__(self) -> None:
         for name in ("hang_s", "still_s"):

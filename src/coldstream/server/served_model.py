@@ -22,8 +22,8 @@ from coldstream.gguf.tokenizer import Tokenizer
 class EngineFacts:
     """What an open model says of itself, as plain values that cross processes."""
 
-    path: str  # of the file's first part
-    fingerprint: str  # of its headers, see `GGUFFile`
+    path: str  # path of the file's first part
+    fingerprint: str  # fingerprint of its headers, see `GGUFFile`
     architecture: str
     ctx_size: int
     tier: str  # of CPU kernels
@@ -33,9 +33,9 @@ class EngineFacts:
     spec_type: str  # what drafts tokens, or none
     cache_type: str  # of keys and values
     fast_tier: str  # the memory whose budget counts: vram or ram
-    budget_bytes: int  # of that memory
-    resident_experts: int  # that begin there
-    num_experts: int  # of all layers
+    budget_bytes: int  # budget of that memory
+    resident_experts: int  # experts that begin in that memory
+    num_experts: int  # experts of all layers
     prompt_cache_bytes: int  # of RAM for kept prefixes
     warnings: tuple[str, ...] = ()
     chat_template: str | None = None  # its source, if another one than the file's is used
@@ -70,7 +70,7 @@ class EngineFacts:
 class ServedModel:
     """A model as clients see it: its name, limits, and how its requests are read."""
 
-    name: str  # that clients ask for
+    name: str  # the model's name for clients
     created: int  # when it was opened first, in seconds since 1970
     facts: EngineFacts
     tokenizer: Tokenizer

@@ -31,14 +31,14 @@ CLOSE_S: Final = 5.0  # then for their connections
 class Service:
     """What is served, and how."""
 
-    name: str  # of the model, as clients ask for it
+    name: str  # the model's name for clients
     config: EngineConfig
     limits: EngineLimits
     settings: ServerSettings
     cache: PromptCache = NO_CACHE
     drain_s: float = DRAIN_S
     close_s: float = CLOSE_S
-    command: Sequence[str] = field(default=ENGINE_COMMAND)  # of the engine process
+    command: Sequence[str] = field(default=ENGINE_COMMAND)  # command of the engine process
 
 
 class Stop:

@@ -67,7 +67,7 @@ class _Running:
     counts: dict[int, asyncio.Future[LiveState]] = field(default_factory=dict)
     last_progress: float = 0.0
     last_counts: LiveState | None = None
-    hang: GenerationFault | None = None  # for which the process was ended
+    hang: GenerationFault | None = None  # why the process was ended
     is_ready: bool = False
 
     def silence_s(self) -> float:
@@ -115,7 +115,7 @@ class Supervisor:
         self._model: ServedModel | None = None
         self._running: _Running | None = None
         self._is_ready = False
-        self._changed: ModelChangedError | None = None  # for which no process is started any more
+        self._changed: ModelChangedError | None = None  # why no process is started any more
         self._num_tickets = 0
         self._task: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[ServedModel] | None = None
@@ -324,7 +324,7 @@ class Supervisor:
         self._running = running = _Running(child)
         watch = asyncio.create_task(self._end_if_hung(running))
         last: ColdstreamError | None = None
-        grace_s = 0.0  # for what was never ready, or says what is no message
+        grace_s = 0.0  # a process that was never ready, or sends no messages, gets no time
         try:
             child.send(Open(self._config, self._limits, self._cache))
             async for message in child.messages():

@@ -65,8 +65,8 @@ class Answers:
     def __init__(self, serving: Serving, submissions: Sequence[Submission]) -> None:
         self._serving = serving
         self._submissions = submissions
-        self._arrived = asyncio.Event()  # of any stream
-        self._streams: dict[int, EventStream] = {}  # by submission, those from which more may come
+        self._arrived = asyncio.Event()  # set when an event of any stream arrives
+        self._streams: dict[int, EventStream] = {}  # by submission: streams that may have more events
         self._peeked: tuple[int, Event] | None = None
         self._began = time.monotonic()
         self._last_at: dict[tuple[int, int], float] = {}

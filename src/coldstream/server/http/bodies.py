@@ -96,8 +96,8 @@ class Bodies:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0  # of bodies that are being read
-        self._large_bodies = anyio.CapacityLimiter(1)  # of large bodies, whose memory would add up
+        self._num_bytes = 0  # bytes of bodies that are being read
+        self._large_bodies = anyio.CapacityLimiter(1)  # one at a time, because their memory would add up
 
     async def read(self, request: Request, model: type[BaseModel]) -> BaseModel:
         """The body as `model`. Raises ProblemError, ClientDisconnect, and what `receive` raises."""
@@ -203,11 +203,11 @@ class _Size:
         self._strings = 0
         self._values = 1
         self._depth = 0
-        self._is_inside = False  # of a string
+        self._is_inside = False  # whether the slice begins inside a string
         self._blanks = 0
-        self._bytes = self._chars = 0  # of this string before the current slice
+        self._bytes = self._chars = 0  # bytes and characters of the string before this slice
         self._is_ascii = True
-        self._digits = b""  # at the end of the last slice
+        self._digits = b""  # digits at the end of the last slice
 
     def add(self, part: bytes) -> None:
         """Count a slice that neither begins nor ends between a backslash and what it escapes."""

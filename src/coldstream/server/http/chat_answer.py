@@ -27,8 +27,8 @@ Fields = dict[str, Any]
 class _ToolCall:
     id: str
     name: str
-    input: CustomInput | None  # of a custom tool; None: of a function
-    texts: list[str] = field(default_factory=list)  # of its arguments or input
+    input: CustomInput | None  # input of a custom tool; None: the call is of a function
+    texts: list[str] = field(default_factory=list)  # pieces of its arguments or input
 
     def shown(self, text: str, *, is_begun: bool = False) -> Fields:
         """The call with a text of its arguments or input; is_begun: as in all deltas but the first."""

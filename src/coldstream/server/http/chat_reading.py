@@ -40,9 +40,9 @@ class ChatPrompt:
     body: ChatRequest
     served: ServedModel
     request: EngineRequest
-    tools: Tools  # that the answer may call
+    tools: Tools  # tools that the answer may call
     is_thinking: bool  # whether the prompt ends inside a thought
-    _parsers: list[OutputParser] = field(default_factory=list)  # of the answers
+    _parsers: list[OutputParser] = field(default_factory=list)  # one parser for each answer
 
     @property
     def max_calls(self) -> int:

@@ -35,8 +35,8 @@ ANTHROPIC_PREFIX: Final = "/v1/messages"
 class FullContext:
     """The sizes of a prompt that is too long."""
 
-    num_tokens: int | None  # of the prompt; None: not known
-    is_exact: bool  # or the prompt has at least so many
+    num_tokens: int | None  # tokens of the prompt; None: not known
+    is_exact: bool  # otherwise the prompt has at least so many
     ctx_size: int
 
     @property

@@ -54,12 +54,12 @@ class ResponseItems:
         self._tools = tools
         self._logprobs_of = logprobs
         self._has_sealed_thoughts = has_sealed_thoughts
-        self._logprobs: list[Fields] = []  # of the open message
+        self._logprobs: list[Fields] = []  # log-probabilities of the open message
         self._unsent_logprobs: list[Fields] = []
         self._items: list[Fields] = []
-        self._text = ""  # of the open item
+        self._text = ""  # text of the open item
         self._is_open = False
-        self._input: CustomInput | None = None  # of the open call of a custom tool
+        self._input: CustomInput | None = None  # input of the open call of a custom tool
         self._held: _HeldCall | None = None
         self._truncated: set[int] = set()  # indices of calls that were cut off
         self.reasoning_tokens = 0

@@ -79,7 +79,7 @@ class OfferedTools:
         self.shown = [tool for tool in tools if _is_offered(tool)]
         self._by_name: dict[str, OfferedTool] = {}
         self._names: dict[_Identity, str] = {}
-        self._numbers: dict[str, int] = {}  # behind a name, of the last tool that wanted it
+        self._numbers: dict[str, int] = {}  # by name: the last number that made it unique
         reserved = {tool.name for tool in tools if tool.type in ("function", "custom") and tool.name}
         for tool in (*tools, *loaded):
             for namespace, member in _members(tool):

@@ -23,22 +23,22 @@ class ServerSettings:
     # Names that a Host header may have besides those of this machine; with any, or a loopback `host`, others
     # are refused, so that no page can reach the server under a name of its own.
     allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may call this server, beside its own
+    allowed_origins: tuple[str, ...] = ()  # web pages that may call this server, beside its own
     allow_unprotected: bool = False  # serve beyond loopback without a key
     max_body_bytes: int = 32 << 20
-    max_header_bytes: int = 16 << 10  # of all headers together
+    max_header_bytes: int = 16 << 10  # limit for all headers of a request
     max_headers: int = 100
-    max_n: int = 16  # answers to a prompt
-    max_prompts: int = 64  # of one completion request
-    keep_alive_s: float = 10.0  # between comments in a stream that has nothing else to say
-    slow_reader_s: float = 60.0  # that a client may leave what it was sent unread
-    slow_headers_s: float = 10.0  # for all headers of a request, from its connection or its first byte
-    slow_body_s: float = 10.0  # between two parts of a body
+    max_n: int = 16  # most answers to a prompt
+    max_prompts: int = 64  # most prompts of a completion request
+    keep_alive_s: float = 10.0  # seconds between comments in a stream without events
+    slow_reader_s: float = 60.0  # longest time that a client may leave data unread
+    slow_headers_s: float = 10.0  # longest time for a request's headers, from its connection or first byte
+    slow_body_s: float = 10.0  # longest time between two parts of a body
     # Of requests that give none themselves, see `chat_template.SETTINGS`.
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drop_volatile: bool = False  # leave out lines of system prompts that change, see `volatile_lines.py`
     restart_on_change: bool = False  # load a model's file anew that has changed while it was served
-    stall_s: float = 60.0  # without progress while requests wait, until the server calls itself unhealthy
+    stall_s: float = 60.0  # unhealthy after so long without progress while requests wait
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
 
     def __post_init__(self) -> None:

@@ -16,8 +16,8 @@ class VolatileLines:
     """Lines that are left out, with their ends."""
 
     name: str
-    agents: str  # that send them
-    what: str  # in words, for those who choose the option
+    agents: str  # which agents send them
+    what: str  # description for users of the option
     pattern: "re.Pattern[str]"
 
 

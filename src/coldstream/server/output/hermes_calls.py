@@ -34,7 +34,7 @@ class HermesCalls:
     openers = (_OPEN,)
 
     def __init__(self) -> None:
-        self._num_tried = 0  # characters of an undecided call before which no closing tag ends it
+        self._num_tried = 0  # leading characters of an undecided call without a closing tag
 
     def begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
         """See `CallFormat`. Without the closing tag a call ends with the answer."""

@@ -34,10 +34,10 @@ class FreeNames:
 class ObjectForm:
     """One way to write an object."""
 
-    properties: Mapping[str, Schemas] = field(default_factory=dict)  # in the order in which they are written
+    properties: Mapping[str, Schemas] = field(default_factory=dict)  # in the order of writing
     required: frozenset[str] = frozenset()
-    patterns: Mapping[str, Schemas] = field(default_factory=dict)  # that exclude each other
-    rest: Schemas | None = None  # of names that match no pattern; None: they are allowed, and not offered
+    patterns: Mapping[str, Schemas] = field(default_factory=dict)  # patterns exclude each other
+    rest: Schemas | None = None  # for names without a pattern; None: they are allowed, and not offered
     is_closed: bool = False  # whether there are no other names
     least: int = 0
     most: int | None = None

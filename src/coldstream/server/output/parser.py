@@ -27,7 +27,7 @@ THINK_END: Final = "</think>"
 
 
 class _TextPhase(Enum):
-    HEAD = auto()  # before anything but blanks
+    HEAD = auto()  # nothing but blanks has come
     THOUGHT = auto()
     TEXT = auto()
     CALL = auto()
@@ -58,14 +58,14 @@ class OutputParser:
         self._max_calls = max_calls
         self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
         self._new_id = new_id
-        self._text = ""  # that is undecided
+        self._text = ""  # text that is undecided
         self._phase = _TextPhase.HEAD if has_thoughts or is_thinking else _TextPhase.TEXT
         self._is_thinking = is_thinking
         self._blanks = _Blanks(keeps_first=not is_thinking)
-        self._readers: list[CallReader] = []  # of the call that is read, and of those that follow it
+        self._readers: list[CallReader] = []  # readers of the present call and of those that follow it
         self._num_calls = 0
-        self._read: list[str] = []  # of the call so far
-        self._is_close_due = False  # whether a call ended the thought, so that its closing tag may follow
+        self._read: list[str] = []  # texts of the call so far
+        self._is_close_due = False  # a call has ended the thought, whose closing tag may follow
         self._has_content = False
 
     @property

@@ -97,8 +97,8 @@ class _XmlReader:
         self._tools = tools
         self._declared = tools.parameters(name)
         self._keys: set[str] = set()
-        self._value: _Value | None = None  # that is being read
-        self._is_value_empty = True  # so far
+        self._value: _Value | None = None  # the value that is being read
+        self._is_value_empty = True  # whether the value is empty so far
         self._is_closed = False  # whether only the closing tag may follow
 
     def read(self, text: str, *, is_last: bool) -> Progress:
