@@ -177,6 +177,17 @@ def test_drafts_are_those_of_the_drafter_in_pytorch(
         both.check(6)
 
 
+def test_a_head_of_a_k_type_multiplies_the_states_of_this_draft(tmp_path: Path, device: str) -> None:
+    """Such a head reads codes with one scale for 256 values, which another launch writes."""
+    dims = Dims(layers=2, interval=2)
+    target = write_gguf(tmp_path / "k-type.gguf", "qwen35moe", dims=dims, quant="Q6_K")[0]
+    with pair(tmp_path / "drafter", target, CASES["full"]) as both:
+        rows = rounded(features(both.plain.spec, 40))
+        for part in (rows[:20], rows[20:]):
+            both.append(part)
+            both.check(6)
+
+
 @pytest.mark.parametrize("name", ["full", "second"])
 def test_rows_that_are_missing_are_not_seen(tmp_path: Path, target: Path, device: str, name: str) -> None:
     """Neither rows of tokens that it did not observe, nor what an earlier text left at their positions."""
