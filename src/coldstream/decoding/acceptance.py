@@ -10,8 +10,8 @@ The estimate for a node of conditional probability p, from hits h of trials t at
     (h + 8 r) / (t + 8)    with    r = (H + 8 p) / (T + 8),
 
 so that a new drafter is believed, and depths that are rarely reached follow the others. Evidence loses 1 /
-`memory` of its weight with every step with a draft, and a sixteenth of that with every other: an estimate
-that stopped all drafting returns to the drafter's own in some thousand steps, and is put to the test again.
+`memory` of its weight with every step with a draft, and a sixteenth of that with every other. So an estimate
+that stopped all drafting returns to the drafter's own in some thousand steps, and is tested again.
 
 All is a pure function of the calls so far. Memory is bounded: 14 ranges of probability at 17 depths a
 drafter.

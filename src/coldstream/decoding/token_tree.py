@@ -9,10 +9,10 @@ class TokenTree:
     """Nodes after a root, which is the last token of the sequence and not one of them.
 
     parents[i] is an earlier node, or −1 for the root. log_probs[i] is the drafter's log-probability of the
-    path from the root to node i, never above that of its parent; nodes are in descending order of it where
-    the drafter can say so, so that the first of them are the best smaller tree. No node has two children with
-    the same token. build_s: the seconds that putting it together took, besides asking what may follow; trees
-    are equal whatever it was.
+    path from the root to node i, never above that of its parent. Where the drafter can order them, nodes
+    descend in it, so that the first nodes are the best smaller tree. No node has two children with the same
+    token. build_s: the seconds that putting it together took, besides asking what may follow; trees are equal
+    whatever it was.
     """
 
     token_ids: tuple[int, ...] = ()

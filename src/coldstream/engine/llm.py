@@ -298,8 +298,9 @@ class LLM:
     def logits(self, token_ids: TokenIds) -> Logits:
         """Logits after each of `token_ids`, from an empty context: float32 [T, vocab].
 
-        Raises InvalidRequestError for an id out of range or more ids than the context holds, OutOfMemoryError
-        if the result wouldn't fit, or if unfinished requests leave no room in the context memory.
+        Raises InvalidRequestError for an id out of range or more ids than the context holds. Raises
+        OutOfMemoryError if the result wouldn't fit, or if unfinished requests leave no room in the context
+        memory.
         """
         self._engine.check()
         ids = self._reader.checked_ids(token_ids, "token_ids", self._opened.ctx_size)

@@ -66,7 +66,7 @@ def of_length(least: int, most: int | None) -> str:
 def whole_match(pattern: str) -> str:
     """An expression that matches a text, all of it, exactly if a pattern of a JSON schema occurs in it.
 
-    Raises ValueError for a pattern that cannot be held: its syntax is wrong, it looks ahead or back, or it
+    Raises ValueError for a pattern that cannot be held. Its syntax is wrong, it looks ahead or back, or it
     has `^` or `$` at another place than around the whole or one of its alternatives.
     """
     if len(pattern) > MAX_PATTERN_CHARS:

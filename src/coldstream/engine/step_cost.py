@@ -88,7 +88,7 @@ class StepCost:
     def prompt_rows_together(self, num_last: int, wanted: Sequence[int], most: int, target_s: float) -> int:
         """How many rows several prompts have in a step while nothing decodes yet: `most`, or less or more.
 
-        num_last: prompts whose last row is in the step; they wait for their first token, so the others get
+        num_last: prompts whose last row is in the step. They wait for their first token, so the others get
         what keeps the step to a sixth of the target. Otherwise the shortest prompt is done, with some rows of
         the others, if that takes at most half as long as a whole step: they lose little.
         """
@@ -102,9 +102,9 @@ class StepCost:
         return shortest if _expected_s(known, shortest) <= _expected_s(known, whole) / 2 else most
 
     def prompt_rows_alone(self, target_s: float) -> int:
-        """How many rows of prompts a step without decoding ones takes: few, so that a prompt that comes
-        meanwhile waits little, but not so few that a row costs much more or the step gets much shorter than
-        the target. More is paid for a step that keeps to the target, the more the less it falls short of it.
+        """Rows of a step of prompts alone. They are few, so that a prompt that comes meanwhile waits little.
+        But a row must not cost much more, nor the step get much shorter than the target. More is paid for a
+        step that keeps to the target, the more the less it falls short of it.
 
         All, as long as it is not known what they cost; then fewer are tried, a range at a time. What seemed
         expensive is tried again once it is stale, because it may have been measured in a bad moment.

@@ -10,9 +10,10 @@ its source, the special tokens of the file, or a message's role, which is one of
 need a character that the caller gave and that counts as written, and there is none: text from the caller
 (contents, reasoning, names, arguments, keys, tools, settings) enters as given, what is computed from given
 text alone stays given whatever the operation, and text of both origins keeps them character by character or
-becomes given altogether. So it doesn't matter where a token's pieces lie, what joins, splits, trims, replaces
-or re-cases them, whether they were printed as JSON or as a list, or that a template's `<|im_` stands before a
-message's `end|>`. Numbers and dates that a template prints count as given too.
+becomes given altogether. So it doesn't matter where a token's pieces lie, or what joins, splits, trims,
+replaces or re-cases them. Nor does it matter whether they were printed as JSON or as a list, or that a
+template's `<|im_` stands before a message's `end|>`. Numbers and dates that a template prints count as given
+too.
 
 Nothing is hidden from the template: it sees the very messages, and takes the decisions that it would take
 anywhere. So the text of a prompt equals that of other implementations, forged tokens included, and the ids

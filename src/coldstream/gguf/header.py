@@ -1,9 +1,10 @@
 """Parses and checks the header of one GGUF file (version 2 or 3): metadata and the tensor table.
 
 Unit of work: one shard. Nothing here reads weights or knows architectures. What is returned has been checked
-in full: keys and tensor names are unique, every tensor has a known type, a shape whose rows are whole blocks,
-and lies inside the file, aligned, directly behind the tensor before it. A value of metadata that cannot be
-decoded is kept as its error, which is raised when something reads the key. Layout: the GGUF specification.
+in full. Keys and tensor names are unique. Every tensor has a known type and a shape whose rows are whole
+blocks. It lies inside the file, aligned, directly behind the tensor before it. A value of metadata that
+cannot be decoded is kept as its error, which is raised when something reads the key. Layout: the GGUF
+specification.
 """
 
 import hashlib

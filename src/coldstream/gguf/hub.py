@@ -164,8 +164,8 @@ def pull(
 
     Cached files are read and checked against the hub's digests; damaged or missing ones are downloaded, and
     parts of earlier attempts are continued. `notice` is called with what was found and done. Raises
-    `ModelNotFoundError` when the hub has no such model, `DownloadError` when it can't be reached, refuses, or
-    delivers something else than it lists, `StorageError` when the disk is full.
+    `ModelNotFoundError` when the hub has no such model, and `StorageError` when the disk is full. Raises
+    `DownloadError` when the hub can't be reached, refuses, or delivers something else than it lists.
     """
     hub_name = HubName.parse(name)
     if hub_name is None:

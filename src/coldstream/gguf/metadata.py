@@ -1,7 +1,7 @@
 """The metadata of a model file: keys and values, and typed access with explanatory errors.
 
-Knows the file and the byte offset of each value, so that code that interprets a key (a hyper-parameter, a
-part of the tokenizer) reports a bad value as precisely as the parser.
+Knows the file and the byte offset of each value. So code that interprets a key, such as a hyper-parameter,
+reports a bad value as precisely as the parser.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,8 @@ class Metadata(Mapping[str, Value]):
     """Key → value, in file order. Arrays of numbers or bools are read-only 1-D numpy arrays.
 
     `offsets` gives the byte offset of each value in `path`; both serve error messages only. The typed getters
-    raise InconsistentError when a key is missing and has no default, is of another type, is not finite or is
-    too small, and LimitError when it is too large. Reading a value that could not be decoded raises
+    raise InconsistentError when a key is missing without a default, is of another type, is not finite or is
+    too small. They raise LimitError when it is too large. Reading a value that could not be decoded raises
     InconsistentError, too.
     """
 

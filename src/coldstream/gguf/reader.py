@@ -12,8 +12,8 @@ directories. Every other part must lie in one of them, which in a hub cache is `
 
 `OpenFile` detects whether bytes may have changed since a file was opened. It asks for the file's status alone
 as long as this stays the same, which is cheap enough for every token. It misses writes that leave no trace in
-the times: through an older mapping, or within one tick of the clock, and changes that a network file system
-has not reported yet.
+the times, through an older mapping or within one tick of the clock. It also misses changes that a network
+file system has not reported yet.
 """
 
 import hashlib
@@ -295,9 +295,9 @@ class GGUFFile:
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Opens the model at `path`, which may be any part of a split one (the others must lie beside it).
 
-        Raises ModelNotFoundError when a file is absent or unreadable, and a subclass of ModelFormatError when
-        it is not a regular file or its header is not valid in every respect. OutOfMemoryError where this user
-        may open no further file.
+        Raises ModelNotFoundError when a file is absent or unreadable. Raises a subclass of ModelFormatError
+        when it is not a regular file or its header is not valid in every respect. OutOfMemoryError where this
+        user may open no further file.
         """
         path = Path(path)
         with ExitStack() as cleanup:

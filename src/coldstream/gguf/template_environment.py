@@ -1,11 +1,10 @@
 """Where a chat template is rendered: Jinja as Hugging Face sets it up, which also notes who wrote each
 character.
 
-A rendered prompt is plain text, in which a template's `<|im_end|>` and a user's look the same. So the text
-that comes from a template's source carries, beside its characters, an origin for each of them (`TracedText`);
-all other text is plain `str` and counts as given by the caller. A `TracedText` *is* its text: comparisons,
-searches, lengths, hashes and JSON see nothing but the characters, so that a template decides as it would
-without.
+A rendered prompt is plain text, in which a template's `<|im_end|>` and a user's look the same. So the text of
+a template's source carries an origin for each of its characters (`TracedText`); all other text is plain `str`
+and counts as given by the caller. A `TracedText` *is* its text: comparisons, searches, lengths, hashes and
+JSON see nothing but the characters, so that a template decides as it would without.
 
 What keeps origins: concatenation (`+`, `~`, output, macros, blocks), `join`, slices, loops over characters,
 splitting, trimming, `replace`, `format`, repetition and changes of case. Every other operation returns plain

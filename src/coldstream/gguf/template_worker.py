@@ -1,10 +1,10 @@
 """The process that runs a model file's chat template: a script, started by `template_process.py`.
 
-A template is a program by the author of the file. It runs here, where there is nothing to take: no
-model, no request but its own, no environment. Four walls stand one behind the other: Jinja's immutable
-sandbox, in which no attribute leads out of the data; an audit hook, which fails whatever got out at its first
-file, socket, import or command; no file descriptor to be had beyond the three pipes; and limits on memory and
-on processor time per rendering, after which the kernel ends the process.
+A template is a program by the author of the file. It runs here, where there is nothing to take: no model, no
+request but its own, no environment. Four walls stand one behind the other. In Jinja's immutable sandbox no
+attribute leads out of the data. An audit hook fails whatever got out at its first file, socket, import or
+command. There is no file descriptor beyond the three pipes. Beyond limits on memory and on processor time per
+rendering the kernel ends the process.
 
 Protocol: one JSON object per line on standard input, one back on standard output. The first, which has no
 answer, is `{"paths", "memory_bytes", "cpu_s"}`, the second `{"source"}`, all others `{"variables", "own",

@@ -1,7 +1,7 @@
 """Text ↔ token ids, from the metadata of a GGUF file.
 
-Byte-level BPE by the `tokenizers` library: added tokens are split off first, the rest is split by the
-family's regular expression, each piece is turned into bytes and merged by rank. Unit of work: one prompt.
+Byte-level BPE by the `tokenizers` library. Added tokens are split off first. The rest is split by the
+family's regular expression, and each piece is turned into bytes and merged by rank. Unit of work: one prompt.
 
 llama.cpp is the oracle, id for id. Two choices follow from it:
 - No Unicode normalisation. The Hugging Face files of this family apply NFC first; llama.cpp does not, and

@@ -3,10 +3,10 @@
 Unit of work: one metadata mapping → one `Vocabulary`. Knows no regular expression and no text: `tokenizer.py`
 encodes with it, `chat_template.py` reads the control tokens from it.
 
-A contradictory vocabulary is refused whole instead of repaired: an array of the wrong kind or length, an id
-out of range, a token named twice, a byte that has no token. What nothing depends on is only warned of. Source
-of the key names and of the token kinds: the GGUF specification; of the end-token names: llama.cpp's list,
-reduced to what the supported families hold.
+A contradictory vocabulary is refused, not repaired. Contradictions are an array of the wrong kind or length,
+an id out of range, a token named twice, and a byte without a token. What nothing depends on is only warned
+of. Source of the key names and of the token kinds: the GGUF specification; of the end-token names:
+llama.cpp's list, reduced to what the supported families hold.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -42,9 +42,9 @@ _U64: Final = Struct("<Q")
 class HeaderBytes:
     """Reads values one after another from an open file of `size` bytes; `position` is the next one's offset.
 
-    Every method names the field it reads, for the message when it cannot: TruncatedError when the file ends
-    first, LimitError when the value is beyond anything sensible, UnreadableError for text that is not UTF-8
-    or holds NUL. After an UnreadableError `position` is behind the value, so that reading can go on.
+    Every method names the field that it reads, for its errors. TruncatedError: the file ends first.
+    LimitError: the value is beyond anything sensible. UnreadableError: text that is not UTF-8 or holds NUL.
+    After an UnreadableError `position` is behind the value, so that reading can go on.
     """
 
     def __init__(self, descriptor: int, size: int, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Hears from the kernel what happens to open files: whether bytes are written, or attributes change.
 
-It uses inotify, which Linux has. Elsewhere, where the user has no instance left, and on network file systems
-for what other machines do, it hears nothing, and its users must find out by other means.
+It uses inotify, which Linux has. It hears nothing on other systems, where the user has no instance left, and
+of what other machines do on network file systems. Its users must find out by other means.
 """
 
 import ctypes

@@ -69,8 +69,8 @@ def choose(
 
     Follows the plan that `config` names, or its budgets, or else free memory. prompt_cache_bytes: of RAM,
     within its budget, for kept prefixes of prompts; those of a named plan are its own. Raises ConfigError for
-    settings that the model cannot have, pinned or weighted layers that do not exist, prefetched experts that
-    were asked for and have no place, and a named plan for another device, context or file.
+    settings that the model cannot have, for pinned or weighted layers that do not exist, and for prefetched
+    experts without a place. Also for a named plan of another device, context or file.
     """
     _check_layers(options, facts.model.spec.num_layers)
     try:

@@ -1,9 +1,8 @@
 """Drafts what followed the last tokens where they occurred before: for text that repeats itself.
 
 Of the context's last n tokens the longest run that occurred before counts, for n from `max_n` down to
-`min_n`, and of its occurrences the `most_matches` latest. What followed them, as far as they agree, is a tree
-of continuations: of N occurrences that agree with a path of d − 1 tokens, a token that follows c of them has
-the probability
+`min_n`, and of its occurrences the `most_matches` latest. What followed them is a tree of continuations. Of N
+occurrences that agree with a path of d − 1 tokens, a token that follows c of them has the probability
 
     c / (N + 10 / (n + d − 1)²),
 
@@ -12,13 +11,13 @@ leaves the rest for what was never seen. Of equal tokens the one that followed l
 occurrence that ends shortly before the context's end goes on with the path itself, so a loop is continued
 without end.
 
-The defaults, on our sources, pages and notes split into words of at most six letters, with drafts of 8 nodes:
-runs of 1 to 4 gave 1.60 to 1.93 tokens a step, with the model's own; of 2 to 4 or 2 to 6 only 1.38 to 1.69;
-runs beyond 4 changed nothing. The probabilities above were within 0.1 of the accepted shares over their whole
-range; without the square, those of short runs were twice too high.
+The defaults were measured on our sources, pages and notes, split into words of at most six letters, with
+drafts of 8 nodes. Runs of 1 to 4 gave 1.60 to 1.93 tokens a step, with the model's own. Runs of 2 to 4 or 2
+to 6 gave only 1.38 to 1.69, and runs beyond 4 changed nothing. The probabilities above were within 0.1 of the
+accepted shares over their whole range; without the square, those of short runs were twice too high.
 
-Memory: at most 170 bytes a computed token for every n, so 0.7 KB with the defaults (0.2 GB at 262,144
-tokens), next to 20 KB of keys and values in the smallest of our models.
+Memory: at most 170 bytes a computed token for every n. That is 0.7 KB with the defaults (0.2 GB at 262,144
+tokens), beside 20 KB of keys and values in the smallest of our models.
 """
 
 from collections.abc import Sequence

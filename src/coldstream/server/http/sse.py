@@ -30,8 +30,8 @@ def sse(value: Any, event: str | None = None) -> bytes:
 
 
 class StreamedAnswer(EventSourceResponse):
-    """Sends `events`, and calls `close` however that ends: at its end, by a client that goes away, or by one
-    that leaves what it was sent unread for `slow_reader_s`.
+    """Sends `events`, and calls `close` however that ends. It ends by itself, by a client that goes away, or
+    by one that leaves data unread for `slow_reader_s`.
     """
 
     def __init__(

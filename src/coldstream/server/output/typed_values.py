@@ -11,7 +11,7 @@ meant, and the first reading that the schema allows is the value:
 
 So a schema that allows strings only makes `5` a string, and any other one that allows a number makes it 5.
 What fits nothing stays as the model wrote it, as JSON of a type that the schema names or as JSON at all,
-otherwise as a string: a value is never lost, and the client's own validation says what is wrong with it.
+otherwise as a string. A value is never lost, and the client's own validation says what is wrong with it.
 """
 
 import json

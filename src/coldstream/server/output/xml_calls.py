@@ -10,10 +10,10 @@
 
 Values are not escaped: strings stand there as they are, everything else as JSON. One line break on either
 side of a value belongs to the tags. As a value may hold any of these tags, `</parameter>` ends one only
-before the next parameter, the end of the call or the next call. Models leave out tags, so these end a value,
-too: a line that opens a parameter which the tool declares and the call does not have yet, and the closing
-tags of the call before another call or the end of the answer. `<tool_call>` may be missing. A parameter
-whose tag has no name is left out.
+before the next parameter, the end of the call or the next call. Models leave out tags, so two other things
+end a value. One is a line that opens a parameter which the tool declares and the call does not have yet. The
+other is the closing tags of the call, before another call or the end of the answer. `<tool_call>` may be
+missing. A parameter whose tag has no name is left out.
 
 Strings are emitted while they are written, other values when they are complete.
 """
