@@ -21,8 +21,10 @@ class AllocateZeros(Protocol):
 
 @dataclass(frozen=True)
 class ExpertIds:
-    """Of one step, int32: used [layers, MAX_MAILBOX_ROWS, K], that routers chose, and guessed [layers,
-    MAX_GEMV_ROWS, K], that earlier layers guessed for them. Rows that the step did not have are undefined.
+    """The experts of one step, int32. Rows that the step did not have are undefined.
+
+    used: [layers, MAX_MAILBOX_ROWS, K], chosen by routers. guessed: [layers, MAX_GEMV_ROWS, K], guessed at by
+    earlier layers.
     """
 
     used: Array
@@ -39,8 +41,9 @@ class ChosenExperts:
         self.used, self.guessed = self._parts(self._memory.values)
 
     def copy(self) -> ExpertIds:
-        """Queues a copy for the host; its arrays are written when the device has come there, and stay until
-        the second call after this one.
+        """Queues a copy for the host. Its arrays are complete when the device has reached the copy.
+
+        They stay until the second call after this one.
         """
         return ExpertIds(*self._parts(self._memory.copy()))
 

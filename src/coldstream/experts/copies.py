@@ -1,8 +1,8 @@
 """Copies of experts into the device's memory, on a stream of their own.
 
-From a mapping that is registered with the device, the copy engine works alone, and from a pool of experts in
-RAM too. Where the system refuses to register the mapping, and for experts that are on the disk, threads first
-read the file into page-locked buffers, which limits the rate.
+The copy engine alone copies from a mapping that is registered with the device, and from a pool in RAM. The
+system may refuse to register a mapping, and experts may be on the disk. Then threads first read the file into
+page-locked buffers, which limits the rate.
 """
 
 import os
@@ -27,7 +27,7 @@ READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Arrival:
-    """The event behind the last copy of a group, and the time from the first copy to there."""
+    """The event behind the last copy of a group, and what its duration is measured from."""
 
     event: torch.cuda.Event
     begun: torch.cuda.Event | float  # event on the copies' stream, or seconds of reading the file
@@ -67,7 +67,7 @@ class Transfer:
         torch.cuda.current_stream().wait_event(self._result().event)
 
     def finish(self) -> None:
-        """Returns when the transfer writes no more, whether it failed or not."""
+        """Returns when the transfer writes no more, even if it failed."""
         with suppress(ColdstreamError):
             self._result().event.synchronize()
 

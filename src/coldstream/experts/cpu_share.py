@@ -20,7 +20,8 @@ FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was me
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
     """The experts that are `missing` (bool [experts]) and have tokens, by int counts [experts].
 
-    In descending order of tokens with the CPU, which computes the last ones; otherwise in file order.
+    With the CPU, experts of the most tokens come first, as the CPU computes the last ones. Otherwise they are
+    in file order.
     """
     wanted = np.flatnonzero(missing & (counts > 0))
     if with_cpu:
@@ -31,8 +32,8 @@ def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
 def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int]:
     """The experts that are `missing`, in the order in which to copy them before the layer's router has run.
 
-    last_counts: int [experts], tokens of the step before. With the CPU only half of those that had any, as
-    the CPU computes the others.
+    last_counts: int [experts], tokens of the step before. With the CPU, only half of the experts that had
+    any: the CPU computes the others.
     """
     likely = bus_order(last_counts, missing, with_cpu)
     if with_cpu and likely:
@@ -43,7 +44,7 @@ def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int
 class CpuShare:
     """How many experts of a layer the CPU computes, so that it ends when the last of the others has arrived.
 
-    Estimated from measured rates: of the bus, and of the CPU in steps of about as many rows, as the time of
+    The estimate is from measured rates of the bus, and of the CPU in steps of about as many rows: the time of
     an expert grows with its rows.
     """
 
@@ -86,10 +87,10 @@ class Lookahead:
 
 
 def layers_of_cpu(num_missing: int, rows: int, times: MissTimes) -> frozenset[int]:
-    """The numbers of those that the CPU computes in a step of `rows` rows, among 0 … num_missing − 1.
+    """Which of the missing layers 0 … num_missing − 1 the CPU computes in a step of `rows` rows.
 
-    As many as let the CPU and the bus end together, evenly between the others, so that one side works while
-    the other's layer is awaited. None of more than MAX_MAILBOX_ROWS rows, which a mailbox does not take.
+    Their number lets the CPU and the bus end together. They lie evenly between the others, so that the bus
+    works while the CPU's layer is awaited. None for more than MAX_MAILBOX_ROWS rows, which no mailbox takes.
     """
     if rows > MAX_MAILBOX_ROWS or num_missing == 0:
         return frozenset()

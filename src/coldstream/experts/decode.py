@@ -1,9 +1,14 @@
 """Experts of decode steps: the device shares pairs out, and the GPU and the CPU compute them together.
 
-The router's launch, or one behind it, writes where each chosen expert is read, once for all its rows
-(`kernels/experts/partition.cuh`): in a slot, in the ring, into which experts are prefetched or, for several
-rows, copied once they are chosen, in the mapped file over the bus, or by the CPU. The whole step can be
-captured in a graph.
+The router's launch, or one behind it, decides where each chosen expert is computed, for all its rows
+(`kernels/experts/partition.cuh`). There are four places:
+
+- a slot;
+- the ring, into which the expert was prefetched, or is staged for several rows;
+- the mapped file, which the GPU reads over the bus;
+- the CPU.
+
+The whole step can be captured in a graph.
 """
 
 from dataclasses import replace
@@ -32,10 +37,10 @@ from coldstream.kernels.router.cuda import Ahead
 class DecodeExperts:
     """Steps of at most `max_rows` rows, as many as the mailbox has.
 
-    times: int32 [NUM_WORDS] on the device, see `sharing_of`; stamps: int64 [layers, WORDS], see
-    `kernels/experts/stamps.py`; chosen: what a step's routers choose. Without `ring` nothing is prefetched.
-    staging: uint8 on the device, free for other uses between two steps, for the experts of a layer that are
-    copied over the bus; the CPU computes those for which it has no place.
+    times: int32 [NUM_WORDS] on the device, see `sharing_of`. stamps: int64 [layers, WORDS], see
+    `kernels/experts/stamps.py`. chosen: what a step's routers choose. ring: None if nothing is prefetched.
+    staging: uint8 on the device, for the experts of a layer that are copied over the bus. The CPU computes
+    experts for which it has no place. Between two steps it is free for other uses.
     """
 
     def __init__(
@@ -61,14 +66,14 @@ class DecodeExperts:
     def number_layers(self) -> None:
         """Call once, after `PartialTables.number`.
 
-        If the device cannot read experts over the bus, the CPU computes all that are missing, and steps are
-        no longer than those of decoding.
+        If the device cannot read experts over the bus, the CPU computes all missing ones. Steps have no more
+        rows than a mailbox takes then.
         """
         if not self._tables.is_readable:
             self.max_rows = min(self.max_rows, MAX_MAILBOX_ROWS)
 
     def guesses(self, num_rows: int) -> bool:
-        """Whether a step of so many rows guesses at later layers' experts."""
+        """Whether a step of `num_rows` rows guesses at later layers' experts."""
         has_ring = self._ring is not None and self._tables.is_readable
         shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
         return has_ring and num_rows <= MAX_GEMV_ROWS and len(shapes) == 1
@@ -83,7 +88,7 @@ class DecodeExperts:
             self._device.empty(tokens, ranks, dtype=torch.int32),
             self.stamps[layer] if is_one_launch else None,
         )
-        # A single row's router shares its pairs out itself, and nothing is copied before they are computed.
+        # The router of a single row shares its pairs out itself, and stages nothing.
         staging = self._staging_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
         used = self.chosen.used[layer] if tokens <= MAX_MAILBOX_ROWS else None
         shared_out = partial(
@@ -105,7 +110,7 @@ class DecodeExperts:
         return replace(routing, places=places)
 
     def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
-        """Places for the experts of a layer that so many pairs may want."""
+        """Places for the experts that `num_pairs` pairs of a layer may want."""
         most = min(num_pairs, len(stacks[0].addresses))
         chosen = self._device.empty(1 + most, dtype=torch.int32)
         return Staging(chosen, ExpertPlaces.of(self._staging, stacks, most))
@@ -121,7 +126,7 @@ class DecodeExperts:
         )
 
     def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
-        """Queues prefetches for layer `later` beside the layers before it, which do not wait for them."""
+        """Queues prefetches for layer `later`. The layers before it run beside them and do not wait."""
         stacks, guesses = self._tables.layers[later], self.chosen.guessed[later, :tokens]
         if self._beside is None:
             self._device.launch(ring.fetch, later, guesses, stacks)
@@ -138,7 +143,7 @@ class DecodeExperts:
         self._has_forked = False
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """Queues the pairs that have an address; the CPU computes the others meanwhile."""
+        """Queues the pairs whose experts have an address. The CPU computes the others meanwhile."""
         places: Partition = routing.places
         gate, up, down = (
             replace(stack, addresses=addresses)

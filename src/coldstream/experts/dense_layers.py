@@ -1,8 +1,8 @@
 """Feed-forward networks of a dense model on a GPU that does not hold all of them.
 
-The plan says which layers lack theirs, so nothing is guessed. In each step the CPU computes some of them
-where they are mapped, and a stream of its own copies the others over the bus into a ring, each while the
-layers before it are computed. Both are part of the step, and of its graph.
+The plan says which layers lack theirs, so nothing is guessed. In each step the CPU computes some of the
+missing FFNs where they are mapped. A stream of its own copies the others over the bus into a ring, each while
+the layers before it are computed. Both are part of the step, and of its graph.
 """
 
 from collections import deque
@@ -45,8 +45,8 @@ class _MissingLayer:
 class LayerExecutor(ResidentExecutor):
     """A `ModelExecutor` over weights on the device, a ring of `ring_bytes`, the mapped file and the CPU.
 
-    whole_layers: those with their FFN on the device. Call `number_layers` before the first step, and set
-    `times` to those of the plan. `host` is None over a `MemoryPlan`.
+    whole_layers: layers whose FFN is on the device. Call `number_layers` before the first step, and set
+    `times` to the plan's. `host` is None over a `MemoryPlan`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class LayerExecutor(ResidentExecutor):
         self._beside: torch.cuda.Stream | None = None
         if not self._device.planning:
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # Of the running step: whether it has begun, the layers that are still to be copied, and those whose
-        # copy was queued, in order, each with its place and the event behind it.
+        # The running step: whether it has begun; the layers that are still to be copied; and the layers whose
+        # copy was queued, each with its place and the event behind the copy.
         self._has_begun = False
         self._to_copy: deque[int] = deque()
         self._copied: deque[tuple[int, int, torch.cuda.Event | None]] = deque()
@@ -105,7 +105,7 @@ class LayerExecutor(ResidentExecutor):
             raise ValueError(f"an FFN of {self._place_bytes} bytes, a ring of {self._ring.numel()}")
 
     def _page_locked(self, stack: ExpertTable) -> int:
-        """The address of page-locked bytes of a matrix: where it is mapped, or of a copy."""
+        """The address of page-locked bytes of a matrix: the mapping, or a copy."""
         if self._host is None or stack.mapped:
             return stack.source
         self._pinned.append(torch.empty(stack.matrix_bytes, dtype=torch.uint8, pin_memory=True))
@@ -129,7 +129,7 @@ class LayerExecutor(ResidentExecutor):
         return self._by_cpu(number, x)
 
     def _planned(self, number: int, x: Activations) -> torch.Tensor | ExpertOutputs:
-        """Counts and notes both ways, either of which a step may take."""
+        """Counts memory and notes kernels of both ways that a step may take."""
         self._copied.append((number, 0, None))
         out = self._from_ring(number, x)
         return self._by_cpu(number, x) if x.shape[0] <= MAX_MAILBOX_ROWS else out
@@ -147,7 +147,7 @@ class LayerExecutor(ResidentExecutor):
             self._copy_next(self._beside, place)
 
     def _copy_next(self, beside: torch.cuda.Stream, place: int) -> None:
-        """Queues the copy of the next layer to a place that is free once `beside` comes there."""
+        """Queues the copy of the next layer to `place`, which is free when `beside` reaches the copy."""
         if not self._to_copy:
             return
         number = self._to_copy.popleft()
@@ -162,12 +162,12 @@ class LayerExecutor(ResidentExecutor):
         self._copied.append((number, place, _recorded(beside)))
 
     def _offsets(self, stacks: Stacks, place: int) -> tuple[int, ...]:
-        """Of each matrix in the ring."""
+        """Where each matrix begins in the ring."""
         sizes = [_aligned(stack.matrix_bytes) for stack in stacks]
         return tuple(place * self._place_bytes + sum(sizes[:matrix]) for matrix in range(MATRICES))
 
     def _from_ring(self, number: int, x: Activations) -> torch.Tensor:
-        """Queues the products of a layer with its bytes in the ring, and a copy to its place behind them."""
+        """Queues the products of a layer over its bytes in the ring, and behind them the next copy there."""
         _, place, arrived = self._copied.popleft()
         stacks = self._missing[number].stacks
         matrices = [
@@ -196,7 +196,7 @@ class LayerExecutor(ResidentExecutor):
             self._device.empty(rows, 1, x.shape[1]),
             None,
             Routing(self._ids[:rows], self._weights[:rows], None),
-            # Constant: the sum reads it before the launch that writes it again is known to have ended.
+            # `_weights` is constant: the sum may read it while the next layer's launch runs.
             RowsElsewhere(self._cpu_ids[:rows], box.out[:rows], box.done),
         )
 
@@ -216,7 +216,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _bytes_of(stacks: Stacks) -> int:
-    """Of a layer in the ring."""
+    """Bytes of a layer in the ring."""
     return sum(_aligned(stack.matrix_bytes) for stack in stacks)
 
 
@@ -227,7 +227,7 @@ def _aligned(num_bytes: int) -> int:
 class PartialLayers:
     """The work around each step of a `LayerExecutor`. No layer moves between two steps.
 
-    mailbox: has one rank, as a layer is like the only expert of every row.
+    mailbox: has one rank, as a layer is the only expert of every row.
     """
 
     shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the CPU computes layers

@@ -1,8 +1,8 @@
 """Computes the routed experts of a model on a GPU that does not hold all of them.
 
-Each (token, expert) pair is computed in one place (a slot, the ring, the mapped file over the bus, the CPU),
-each place writes the rows of its pairs, and the sum over ranks reads each row there. In a decode step the
-device shares pairs out (`decode.py`), in a prefill the host does (`prefill.py`).
+Each (token, expert) pair is computed in one place: a slot, the ring, the mapped file over the bus, or the
+CPU. Each place writes the rows of its pairs, and the sum over ranks reads each row there. In a decode step
+the device shares pairs out (`decode.py`). In a prefill step the host does (`prefill.py`).
 """
 
 from collections.abc import Collection, Iterable
@@ -31,9 +31,8 @@ class PartialExecutor(WithWholeFfns):
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
-    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Long prompts use all of the
-    ring, decode steps its begin for prefetched experts and the rest for experts that are copied when
-    they have been chosen.
+    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Prefill steps use all of the
+    ring. Decode steps use its beginning for prefetched experts, and the rest for staged ones.
     """
 
     def __init__(

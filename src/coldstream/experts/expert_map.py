@@ -45,7 +45,7 @@ class ExpertUses:
 class ExpertMap:
     """A picture of all experts whose uses are known, small enough to be sent every second.
 
-    uses: base64 of uint8 [layers, experts], 255 for an expert that every recent decode step used. resident:
+    uses: base64 of uint8 [layers, experts]; 255: an expert that every recent decode step used. resident:
     base64 of as many bytes, 1 for an expert in fast memory, the rest 0; None: all of them are. Layers whose
     experts always lie in fast memory may be left out.
     """

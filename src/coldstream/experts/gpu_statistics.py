@@ -24,11 +24,16 @@ PARTS = ("other", "router", "resident", "bus", "wait", "combine")
 class StepTimes:
     """Seconds of `steps` steps, by the GPU's clock, for each layer that may miss an expert.
 
-    other: since the end of the layer before (0 for the first): attention or DeltaNet, and whole layers;
-    router: until all pairs are shared out; resident, bus: until the GPU has computed its pairs, counted as
-    bus if any was read over it; wait: then until the CPU has answered; combine: the sum of experts and the
-    norm after it. With several rows, wait and combine are the first row's. bus_steps: steps with pairs read
-    over the bus; bus_pairs: the number of such pairs.
+    The parts of a layer follow each other:
+
+    - other: attention or DeltaNet, and whole layers before it; 0 for the first layer
+    - router: until all pairs are shared out
+    - resident, bus: until the GPU has computed its pairs; bus if it read any over the bus
+    - wait: until the CPU has answered
+    - combine: the sum of experts and the norm after it
+
+    With several rows, wait and combine are the first row's. bus_steps: steps with pairs read over the bus.
+    bus_pairs: the number of such pairs.
     """
 
     steps: int
@@ -96,11 +101,12 @@ def _seconds(nanoseconds: Array) -> tuple[float, ...]:
 class GpuExpertStatistics:
     """Since the model was opened, by layer that may miss an expert.
 
-    hits, misses: uses by decoded tokens; whole_steps: decoding steps that missed no expert of the layer;
+    hits, misses: uses by decoded tokens. whole_steps: decode steps that missed no expert of the layer.
     copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs that the CPU computed for
-    cpu_requests, in cpu_s seconds, beside the GPU. prompt_streamed: experts of long prompts copied over the
-    bus; prompt_unused: those of them that no token chose, copied before their router had run; prompt_on_cpu:
-    those that the CPU computed. step_times: of decoded tokens. prefetch: None if nothing is prefetched.
+    cpu_requests, in cpu_s seconds, beside the GPU. prompt_streamed: experts of prefill steps copied over the
+    bus. prompt_unused: streamed experts that no token chose; their copy began before their router had run.
+    prompt_on_cpu: experts of prefill steps that the CPU computed. step_times: of decoded tokens. prefetch:
+    None if nothing is prefetched.
     """
 
     num_slots: int

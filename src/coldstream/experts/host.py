@@ -25,9 +25,9 @@ from coldstream.kernels.experts.table import ExpertTable
 class HostExperts:
     """The experts of one model, and threads that compute them when a mailbox asks.
 
-    `mailbox` serves the rows of a captured decode step, whose requests the GPU makes; `bulk` serves up to
-    `max_rows` rows of a prompt, whose requests the host makes. wanted_ids: int32 [chunk_size, K], the expert
-    ids of a prompt's step. pool: None if the file is mapped.
+    `mailbox` is for decode steps, in which the GPU asks. `bulk` is for up to `max_rows` rows of a prefill, in
+    which the host asks. wanted_ids: int32 [chunk_size, K], the expert ids of a prefill step. pool: None if
+    the file is mapped.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HostExperts:
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
     def map_ahead(self, file: GGUFFile, shards: Collection[int]) -> None:
-        """Begins on a thread what `map_weight` does first for `shards` of a file, which it then waits for."""
+        """Begins to map and register `shards` of a file on a thread. `map_weight` waits for it."""
         if self.pool is not None:
             return
         pool = ThreadPoolExecutor(1)
@@ -56,8 +56,10 @@ class HostExperts:
         pool.shutdown(wait=False)  # the thread ends with its work
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int, int]:
-        """A stack of experts, the address at which it is mapped, and that for the device, 0 if the device
-        cannot read it. With a pool, what is mapped is never read: its addresses name places in the file.
+        """A stack of experts, the address at which it is mapped, and its address for the device.
+
+        The last one is 0 if the device cannot read it. With a pool the mapping is never read: its addresses
+        name places in the file.
         """
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
@@ -83,7 +85,7 @@ class HostExperts:
         raise ValueError(f"no model file is mapped at {address:#x}")
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> int:
-        """Adds the next layer's gate, up and down; its number in requests."""
+        """Adds the next layer's gate, up and down. Returns its number in requests."""
         gate, up, down = (stack.host for stack in stacks)
         pool = None
         if self.pool is not None:
@@ -94,7 +96,7 @@ class HostExperts:
         return layer
 
     def hold(self, layer: int, experts: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
-        """Those of `experts` that are in a pool, which stay there until `release`: addresses by matrix."""
+        """Keeps those of `experts` that are in a pool there until `release`. Their addresses, by matrix."""
         if self.pool is None:
             return {}
         found = {expert: self.pool.hold(layer, expert) for expert in experts}
@@ -126,7 +128,7 @@ class HostExperts:
         """Ends the threads and unregisters the file. The device must no longer read from it."""
         self.server.end()
         self.bulk_server.end()
-        # What was begun and never asked for is waited for, as it locks memory that is about to be unmapped.
+        # A registration that was begun locks memory that is about to be unmapped: wait for it.
         begun = [each.result() for each in self._begun.values() if each.exception() is None]
         self._begun.clear()
         for registered in (*self._registered.values(), *begun):

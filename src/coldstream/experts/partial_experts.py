@@ -34,7 +34,7 @@ STEPS_BEFORE_GROWTH = 256
 
 @dataclass(frozen=True)
 class SlotShares:
-    """Slots, the experts that are loaded first, and the expected uses."""
+    """Slots, experts that are loaded first, and expected uses, of the layers that may miss an expert."""
 
     layer_bytes: list[int]  # bytes of an expert, by layer
     num_slots: dict[int, int]  # by bytes of an expert
@@ -44,7 +44,10 @@ class SlotShares:
 
 
 def slot_shares(plan: RunPlan) -> SlotShares:
-    """From `plan`, which must be for a GPU."""
+    """The part of `plan`, a plan for a GPU, about layers whose experts are kept in slots.
+
+    Experts of pinned layers are ordinary weights. The other layers are numbered from 0.
+    """
     placement = plan.placement
     layers = [layer for layer in range(placement.model.num_layers) if layer not in placement.pinned_layers]
     counts: Counter[int] = Counter()
@@ -66,7 +69,7 @@ def slot_shares(plan: RunPlan) -> SlotShares:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step that may run; ids: of the experts of its rows, None if nothing is learnt from them."""
+    """A step that may be running. ids: its experts, by row; None if the policy learns nothing from them."""
 
     ids: ExpertIds | None
     guesses: bool
@@ -82,7 +85,7 @@ class PartialExperts:
     def __init__(self, mailbox: Mailbox, plan: RunPlan, pool: RamPool | None = None) -> None:
         self._plan = plan
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
-        # A mailbox has at least one row, which is fewer than any step has that would use this one.
+        # A mailbox has at least one row. Steps that could use this one have more.
         bulk = Mailbox.create(ranks, hidden_size, max(1, plan.max_cpu_rows))
         self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size, pool)
         self._executor: PartialExecutor | None = None
@@ -103,9 +106,9 @@ class PartialExperts:
             self._guesses = GuessCounter(executor.decode.chosen.num_layers, executor.prefetch.distance)
 
     def fill(self, policy: Policy | None = None, progress: Progress | None = None) -> None:
-        """Allocates the slots of the plan on the device, and fills them and the pool, once warm-up steps ran.
+        """Allocates the plan's slots on the device, and fills them and the pool. Call after warm-up steps.
 
-        policy: None for the product's own. progress: see `RamPool.load`. Raises DeviceError,
+        policy: None for the default. progress: see `RamPool.load`. Raises DeviceError,
         torch.OutOfMemoryError, ModelChangedError.
         """
         executor, plan = self._executor, self._plan
@@ -127,7 +130,7 @@ class PartialExperts:
         slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
         pool = self.host.pool
         if pool is not None:
-            pool.empty()  # of what the warm-up steps used
+            pool.empty()  # of experts that the warm-up steps used
         self._residency = ExpertResidency(layers, cache, slots, pool)
         self._residency.load(shares.residents)
         if pool is not None and plan.pool is not None:
@@ -161,7 +164,7 @@ class PartialExperts:
         return ExpertMap.of(layers, self._residency.cache.uses, self._residency.resident)
 
     def statistics(self) -> GpuExpertStatistics | None:
-        """Counts and times since the model was opened; None before `fill`. Waits for a running step."""
+        """Counts and times since the model was opened. None before `fill`. Waits for a running step."""
         executor = self._executor
         if self._residency is None or self._stream is None or executor is None:
             return None
@@ -182,14 +185,14 @@ class PartialExperts:
     def _prefetch_statistics(self, executor: PartialExecutor) -> PrefetchStatistics | None:
         if executor.prefetch is None or self._guesses is None:
             return None
-        # Layers whose experts are all there come after those that may miss one.
+        # Layers that may miss an expert come first.
         layer_bytes = [expert_bytes(stacks) for stacks in executor.tables.layers]
         layer_bytes += [0] * (len(executor.prefetch.tallies) - len(layer_bytes))
         return PrefetchStatistics.of(self._guesses, executor.prefetch.tallies.cpu().numpy(), layer_bytes)
 
     @staticmethod
     def _step_times(executor: PartialExecutor) -> StepTimes:
-        """Times of decode steps; counting begins anew after a step that failed."""
+        """Times of decode steps. Counting starts again after a step that failed."""
         stamps = executor.decode.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
@@ -203,7 +206,7 @@ class PartialExperts:
 
     @property
     def shared_rows(self) -> int:
-        """Most rows of a step whose experts the device shares out; once an executor is attached."""
+        """Most rows of a step whose experts the device shares out. Only once an executor is attached."""
         assert self._executor is not None, "steps are those of an executor"
         return self._executor.decode.max_rows
 
@@ -242,7 +245,7 @@ class PartialExperts:
             self._in_flight[-1] = replace(self._in_flight[-1], ids=None)
 
     def _prepare(self) -> None:
-        """What is done for the next step while one runs, and the one before has ended."""
+        """Prepares the next step, while one runs and the one before has ended."""
         self._is_due = False
         for step in self._ended:
             if self._guesses is not None and step.guesses and step.ids is not None:
@@ -256,7 +259,7 @@ class PartialExperts:
             self._grow_in_time(self._residency)
 
     def _order_pool(self, residency: ExpertResidency) -> None:
-        """Says which experts in RAM the next ones from the disk replace."""
+        """Orders the experts in RAM by which the next ones from the disk replace first."""
         if self.host.pool is not None:
             self.host.pool.order(residency.cache.scores, residency.resident.reshape(-1))
 
@@ -266,7 +269,7 @@ class PartialExperts:
         return 0 if self._residency is None else self._residency.shrink()
 
     def _grow_in_time(self, residency: ExpertResidency) -> None:
-        """Allocates freed slots again once twice their memory is free, as other programs may need some."""
+        """Allocates freed slots again once twice their memory is free: other programs may need some."""
         if self._steps_until_growth == 0:
             return
         self._steps_until_growth -= 1

@@ -16,8 +16,8 @@ from coldstream.kernels.ops import ExpertWeights
 class PartialTables:
     """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
-    `layers` has the tables of each layer that may miss an expert and `routers` its router's weight, in the
-    model's order, without `whole_layers`, and numbered as by `slot_shares`. `host` is None over a
+    `layers` has the tables of each layer that may miss an expert, and `routers` its router's weight. They are
+    in the model's order without `whole_layers`, as `slot_shares` numbers them. `host` is None over a
     `MemoryPlan`.
     """
 

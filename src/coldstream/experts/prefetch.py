@@ -23,7 +23,8 @@ LAYERS_AHEAD: Final = 2
 class Prefetching:
     """How many layers ahead experts are guessed, and how many of a layer are fetched at most.
 
-    Places for them take no more than `cap_bytes`. Creation raises ValueError for numbers out of range.
+    Places for fetched experts take no more than `cap_bytes`. Creation raises ValueError for numbers out of
+    range.
     """
 
     distance: int
@@ -38,7 +39,7 @@ class Prefetching:
 
     @classmethod
     def planned(cls, distance: int, experts: int, cap_bytes: int) -> Self | None:
-        """That of a plan with these numbers; None if it fetches no experts ahead."""
+        """The prefetching of a plan with these numbers. None if the plan fetches no experts."""
         return cls(distance, experts, cap_bytes) if experts else None
 
     @property
@@ -62,10 +63,10 @@ class Prefetching:
 class PrefetchStatistics:
     """Since the model was opened, by layer that may miss an expert.
 
-    guessed: guesses made; right: those that the layer's router then chose. fetched: experts copied
-    completely; used: those of them that their step used; given_up: experts whose copy had not ended when
-    their layer was shared out. wasted_bytes: of experts fetched and not used; given_up_bytes: full size of
-    those given up, more than was copied of them.
+    guessed: guesses made. right: guesses that the layer's router then chose. fetched: experts copied
+    completely. used: fetched experts that their step used. given_up: experts whose copy had not ended when
+    their layer was shared out. wasted_bytes: of experts fetched and not used. given_up_bytes: the full size
+    of experts given up, which is more than was copied.
     """
 
     guessed: tuple[int, ...]
@@ -87,7 +88,7 @@ class PrefetchStatistics:
 
     @property
     def recall(self) -> float:
-        """Share of uses that were guessed; a guess names as many experts as a router. 0 before the first."""
+        """Share of uses that were guessed. A guess names as many experts as a router. 0 before the first."""
         return sum(self.right) / max(1, sum(self.guessed))
 
 

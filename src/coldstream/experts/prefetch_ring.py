@@ -1,14 +1,14 @@
 """Prefetching: experts copied over the bus before their layer's router has run, from a guess at its choice.
 
 The launch of a layer's router also applies the router of a later layer to the same input (`router/cuda.py`).
-The experts that this guess names and no slot holds are copied into a ring of places, on a fork of the
-step's graph, while the layers between are computed. When the later layer's pairs are shared out, an expert in
-a place is used like one in a slot; one whose copy has not ended is computed elsewhere, and the copy is given
-up. So a step neither waits for a guess nor has other bits because of it.
+This guess names experts. Those without a slot are copied into a ring of places, on a fork of the step's
+graph, while the layers between are computed. When the later layer's pairs are shared out, an expert in a
+place is used like one in a slot. An expert whose copy has not ended is computed elsewhere, and its copy is
+given up. So a step neither waits for a guess nor gets other bits because of it.
 
-Each place has a key that names its expert. The keys of a layer's places are cleared when the layer `distance`
-before it is shared out, and set after that by copies that ended. They stay valid until the layer's experts
-have been computed, as its places are not filled again before.
+Each place has a key that names its expert. A layer's keys are cleared when the layer `distance` before it is
+shared out. Copies that end set them. They stay valid until the layer's experts have been computed, because
+its places are not filled again before that.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from coldstream.kernels.experts.table import ExpertTable
 class PrefetchRing:
     """Places for prefetched experts of the next layers, and their keys.
 
-    data: uint8 on the device, at most `prefetching.cap_bytes` of it used, free for other uses between two
-    steps. num_layers: at least those that may miss an expert. tallies: int32 [layers, TALLIES].
+    data: uint8 on the device, of which at most `prefetching.cap_bytes` are used. It is free for other uses
+    between two steps. num_layers: at least those that may miss an expert. tallies: int32 [layers, TALLIES].
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PrefetchRing:
         )
 
     def prefetched(self, layer: int, stacks: Sequence[ExpertTable]) -> Prefetched:
-        """The places of `layer`; none for the first `distance` layers, which have no guess.
+        """The places of `layer`. The first `distance` layers have none, as nothing guesses at them.
 
         ValueError if an expert is larger than a place.
         """
@@ -72,7 +72,7 @@ class PrefetchRing:
         )
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
-        """For the kernel that shares out `layer`; is_guessing: whether it also guesses at a later layer."""
+        """For the kernel that shares out `layer`. is_guessing: whether it also guesses at a later layer."""
         emptied = self._part(layer + self.distance)[0].data_ptr() if is_guessing else None
         return PrefetchNotes(
             emptied=emptied,

@@ -1,9 +1,11 @@
-"""The experts of a long prompt: copied through a ring in the device's memory, some computed by the CPU.
+"""The experts of a prefill step. Missing ones are copied through a staging ring, or computed by the CPU.
 
-A layer's experts go over the bus in groups. A group is computed once it has arrived; its buffer is reused
-after that. When the router has run, the host knows which tokens chose which experts: those of most tokens go
-over the bus and those of fewest to the CPU, so that both end together. While layer l ends and the mixer of
-l + 1 runs, the first groups of l + 1 are already being copied.
+A layer's missing experts go over the bus in groups, each into a buffer of the ring. A group is computed once
+it has arrived. Its buffer is reused behind that.
+
+When the router has run, the host knows how many tokens chose each expert. Experts of the most tokens go over
+the bus, those of the fewest to the CPU, so that both end together. While layer l ends and the mixer of l + 1
+runs, the first groups of l + 1 are already being copied.
 """
 
 import time
@@ -32,7 +34,7 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsEl
 
 Array = np.ndarray[Any, Any]
 
-MAX_SHORT_ROWS = 1024
+MAX_SHORT_ROWS = 1024  # of a step whose launches cost more than what they compute
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class StagedGroup:
 
 
 class StreamCounters:
-    """Counts of the experts without a slot in steps of long prompts, by layer: int64 [layers] each.
+    """Counts of experts without a slot in prefill steps, by layer: int64 [layers] each.
 
-    wanted: chosen by any token of a step; streamed: copied over the bus; unused: those of the streamed that
-    no token chose; on_cpu: computed by the CPU.
+    wanted: chosen by any token of a step. streamed: copied over the bus. unused: streamed, and chosen by no
+    token. on_cpu: computed by the CPU.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -66,7 +68,7 @@ class _Group:
 
 
 class _Moving:
-    """A transfer that is not known to have ended, and those of its experts that it reads in a pool."""
+    """A transfer that is not known to have ended, and the experts that it reads in a pool."""
 
     def __init__(self, host: HostExperts, layer: int, held: Iterable[int], transfer: Transfer) -> None:
         self._host, self._layer, self._held = host, layer, tuple(held)
@@ -79,7 +81,7 @@ class _Moving:
         self._held = ()
 
 
-# Queues the work of groups. The slice, of the pairs sorted by expert, contains all pairs of the groups.
+# Queues the work of groups. The slice is of the pairs sorted by expert, and contains all pairs of the groups.
 Compute = Callable[[Sequence[StagedGroup], slice], None]
 
 
@@ -101,7 +103,7 @@ class ExpertStream:
         self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share = Lookahead(), CpuShare()
         self._layers: list[LayerShape] = []
-        self._wanted: list[Array] = []  # per layer, tokens of the last such step by expert
+        self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
         self.resident = np.zeros((0, 0), bool)
         self.counters = StreamCounters(0)
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -141,13 +143,13 @@ class ExpertStream:
         Raises ModelChangedError if an expert could not be read, GenerationFault if the CPU did not answer in
         time.
         """
-        self.settle()  # nothing moves any more: what a pool keeps in place for copies is free again
+        self.settle()  # experts that a pool kept in place for copies are free again
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
 
     def settle(self) -> None:
-        """Waits for all copies into the ring, also those of a failed step; then it may be used otherwise."""
+        """Waits for all copies into the ring, also of a failed step. Then the ring is free for others."""
         for moving in self._moving:
             moving.finish()
 
@@ -224,7 +226,7 @@ class ExpertStream:
     ) -> None:
         """Has groups copied and computed, first those that `_begin_ahead` began.
 
-        is_short: launches then cost more than they compute, so the last groups share one launch.
+        is_short: whether the step is short. Its last groups share one launch.
         """
         groups = deque(self._groups_of(layer, experts))
         ends = np.cumsum(counts)
@@ -309,7 +311,7 @@ class ExpertStream:
 
 @dataclass(frozen=True)
 class _LayerWork:
-    """A layer's pairs, and tables int64 [experts] for the addresses of a group that has arrived."""
+    """A layer's pairs and weights, and tables int64 [experts] for the addresses of staged experts."""
 
     pairs: Pairs
     weights: ExpertWeights
@@ -317,7 +319,7 @@ class _LayerWork:
 
 
 class PrefillExperts:
-    """Steps of any number of rows. `stream` is None over a `MemoryPlan`, without a `host`."""
+    """Prefill steps, of any number of rows. `stream` is None over a `MemoryPlan`, without a `host`."""
 
     def __init__(
         self, kernels: MoeKernels, tables: PartialTables, host: HostExperts | None, ring: torch.Tensor

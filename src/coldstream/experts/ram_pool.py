@@ -1,9 +1,9 @@
 """RamPool: experts in page-locked RAM under a budget, beside a GPU's slots; all others are on the disk.
 
-The CPU's threads read what the GPU asks them for into the pool and compute it there
-(`kernels/csrc/hybrid/expert_server.h`). This module is the GPU's side: it keeps an expert where it is while
-a copy reads it, and says between steps which slots are overwritten first. Those are the ones of experts that
-the GPU holds by now, as their bytes are there twice, and then those of the lowest scores.
+The CPU's threads read the experts that the GPU asks for into the pool, and compute them there
+(`kernels/csrc/hybrid/expert_server.h`). This module keeps an expert in place while a copy to the GPU reads
+it. Between steps it says which slots are overwritten first: those of experts that the GPU holds by now, whose
+bytes are there twice, and then those of the lowest scores.
 
 Layers are numbered as by `partial_experts.py:slot_shares`.
 """
@@ -31,7 +31,7 @@ class RamPool:
     def __init__(self, stacks: PooledStacks, num_slots: dict[int, int], num_experts_per_tok: int) -> None:
         self.stacks = stacks
         fewest = min(num_slots.values())
-        # Never so many that none could be kept in place.
+        # So few that some experts can be kept in place.
         num_staging = max(1, min(2 * num_experts_per_tok, fewest - num_experts_per_tok))
         assert fewest > num_staging, "a plan has room for more than one expert"
         stacks.allocate(num_slots, num_staging)
@@ -47,7 +47,7 @@ class RamPool:
         return self.stacks.weight(info)
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
-        """Adds the next layer's gate, up and down, whose `host` weights are of `weight`, or rows of those."""
+        """Adds the next layer's gate, up and down. Their `host` weights are from `weight`, or rows of it."""
         layer = len(self._matrices)
         parts = [
             (part, self._sources[name])
@@ -75,16 +75,16 @@ class RamPool:
         self.stacks.pool.release(layer, expert)
 
     def empty(self) -> None:
-        """Forgets all experts, and locks the memory; between steps, once before it is filled."""
+        """Forgets all experts and locks the memory. Call once between steps, before the pool is filled."""
         self.stacks.pool.clear()
         self._before = DiskStatistics.of(self.stacks)
         # None: the system refuses. Copies from it are slower then, and nothing else changes.
         self._registered = RegisteredMemory.register(*self.stacks.pool.memory(), is_read_only=False)
 
     def brought(self, experts: Iterable[int]) -> Iterator[list[int]]:
-        """Reads experts, by ascending number, into the empty pool: as many at a time as may be held.
+        """Reads experts, by ascending number, into the empty pool, as many at a time as may be held.
 
-        Each time they are yielded, and leave the pool then. No step may run. Raises ModelChangedError.
+        Yields each portion, whose experts leave the pool then. No step may run. Raises ModelChangedError.
         """
         pool, num_experts = self.stacks.pool, self.stacks.num_experts
         for layer, numbers in groupby(experts, lambda number: number // num_experts):

@@ -1,7 +1,7 @@
 """The ring of device memory through which a prefill stages missing experts. Pure.
 
-The ring has buffers of equal size, used in cyclic order. A buffer holds a group of experts, matrix by
-matrix, so that experts adjacent in the file stay adjacent and one copy transfers a run of them.
+The ring has buffers of equal size, used in cyclic order. A buffer holds a group of experts, matrix by matrix.
+So experts that are adjacent in the file stay adjacent, and one copy transfers a run of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ NUM_PINNED_BUFFERS = 2  # page-locked, of a ring buffer each, for experts that a
 class StagingCopy(NamedTuple):
     """`size` bytes from the host address `source` to `offset` in the buffer.
 
-    is_held: whether they lie in a pool, instead of where the file is mapped.
+    is_held: whether the source lies in a pool, not where the file is mapped.
     """
 
     source: int
@@ -35,9 +35,7 @@ class StagingCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's experts on the host, by matrix: address of the first expert's, stride between experts,
-    bytes of one.
-    """
+    """A layer's experts on the host, by matrix: address of the first one, stride, and bytes of one."""
 
     sources: tuple[int, ...]
     steps: tuple[int, ...]
@@ -57,7 +55,7 @@ class LayerShape:
     ) -> Iterator[StagingCopy]:
         """The copies that transfer a group of experts in ascending order.
 
-        held: those of them that lie elsewhere than in the file: addresses by matrix.
+        held: addresses by matrix of experts that lie in a pool, not where the file is mapped.
         """
         places = [place for place, expert in enumerate(experts) if expert not in held]
         runs = list(adjacent_runs([experts[place] for place in places]))
@@ -101,7 +99,7 @@ def least_ring(expert_bytes: int) -> int:
 
 
 class StagingRing:
-    """Buffers in cyclic order: one is free once the kernel that reads its last group is launched."""
+    """Buffers in cyclic order. One is free once the kernel that reads its last group is launched."""
 
     def __init__(self, count: int) -> None:
         self.count = count

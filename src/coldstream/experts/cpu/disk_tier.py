@@ -1,13 +1,13 @@
 """DiskTier: experts in RAM under a budget, the others on the disk.
 
 A step reads missing experts into slots of the pool while it computes those that are there
-(`kernels/csrc/quant/expert_pool.h`). This module works between two steps: the policy observes what was used,
-and slots are ordered by score, so that the next step overwrites those of the lowest scores first. Admission
-needs no decision, as a step must read every expert that it uses: one that scores low is the first to be
-overwritten. The number of slots, and the experts loaded before the first step, are the plan's choice.
+(`kernels/csrc/quant/expert_pool.h`). This module works between two steps. The policy observes which experts
+were used, and orders the slots by score: the next step overwrites the lowest scores first. Admission needs no
+decision, as a step must read every expert that it uses. The plan chooses the number of slots, and the experts
+that are loaded before the first step.
 
-The unit of work is a step. Steps of prompts use every expert sooner or later: the policy does not observe
-them, and they overwrite only the first few slots in the order. Knows no ops and no model.
+The unit of work is a step. Prefill steps use every expert sooner or later: the policy does not observe them,
+and they overwrite only the first slots in the order. Knows no ops and no model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ from coldstream.placement.policies import DecayedFrequency, Policy
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
-DECODE_TOKENS: Final = 4  # a step of more is one of a prompt
+DECODE_TOKENS: Final = 4  # a step of more tokens counts as prefill
 
 
 @dataclass(frozen=True)
 class DiskStatistics:
-    """Since the model was opened. hits, misses: experts of a step's layers that were in RAM, or not."""
+    """Counts since the model was opened. hits, misses: experts of a step's layers in RAM, or not."""
 
     hits: int
     misses: int
@@ -43,7 +43,7 @@ class DiskStatistics:
 
     @classmethod
     def of(cls, stacks: PooledStacks) -> Self:
-        """Those of a pool."""
+        """The counts of a pool."""
         hits, misses, wait_s, bytes_read, retries = stacks.pool.count()
         return cls(
             hits=hits,
@@ -66,8 +66,8 @@ class DiskStatistics:
 class DiskTier:
     """The experts of an open file, and which of them are in RAM.
 
-    stacks: tensors [experts, rows, cols] of each layer. `allocate` once, perhaps `load`, then `begin_step`
-    and `end_step` around each run of a graph captured over `pool`.
+    stacks: tensors [experts, rows, cols] of each layer. Call `allocate` once, perhaps `load`, then
+    `begin_step` and `end_step` around each run of a graph captured over `pool`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DiskTier:
         self.pool.begin_step(self._is_prefill)
 
     def end_step(self) -> None:
-        """Call after the graph has run: has the policy observe it, and orders the slots."""
+        """Call after the graph has run. The policy observes the step, and slots are ordered."""
         if not self._is_prefill:
             used = self.pool.used()
             self._policy.observe(used)

@@ -1,6 +1,6 @@
 """The operations on the CPU for a model whose experts don't fit into memory.
 
-The stacks of routed experts are parts of a pool that reads them from the file as routers choose them; all
+The stacks of routed experts are parts of a pool. It reads experts from the file as routers choose them. All
 other operations, and all results, are those of `CpuOps`.
 """
 

@@ -1,7 +1,7 @@
 """PooledStacks: experts of an open file, for slots in RAM into which their bytes are read.
 
-Which experts are there, and when they are read, is decided in C++ (`kernels/csrc/quant/expert_pool.h`) by
-those who compute; this module names stacks and sizes, and orders the slots for overwriting.
+The threads that compute decide in C++ which experts are read, and when (`kernels/csrc/quant/expert_pool.h`).
+This module names stacks and sizes, and orders the slots for overwriting.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class PooledStacks:
         return _csrc.Weight.from_pool(self.pool, layer, part, int(info.quant_type), rows, cols)
 
     def allocate(self, num_slots: Mapping[int, int], num_staging: int) -> None:
-        """Allocates slots, `num_slots` by bytes of an expert; prompts reuse `num_staging`. MemoryError."""
+        """Allocates `num_slots` by bytes of an expert. Prefill reuses `num_staging` of them. MemoryError."""
         self.num_slots = tuple(num_slots[size] for size in self.pool.slot_bytes)
         self.pool.allocate(self.num_slots, num_staging)
 
@@ -69,7 +69,7 @@ class PooledStacks:
         return there.reshape(self.num_layers, self.num_experts)
 
     def order(self, worth: Array) -> None:
-        """Slots whose experts are worth least are overwritten first. worth: by number of the expert."""
+        """Has slots overwritten first whose experts are worth least. worth: by number of the expert."""
         for size_class in range(len(self.num_slots)):
             owners = self.pool.owners(size_class)
             in_use = np.flatnonzero(owners >= 0)

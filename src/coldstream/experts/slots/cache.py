@@ -45,8 +45,8 @@ class Copy(NamedTuple):
 class StepStart:
     """What has to be done where step `step` starts.
 
-    arrived, slots: int64 [n], the experts that may be read from this step on, and their slots; withdrawn:
-    int64 [m], those that may no longer be read; copies: to be queued now, each behind its `after_step`.
+    arrived, slots: int64 [n], experts that may be read from this step on, and their slots. withdrawn: int64
+    [m], experts that may no longer be read. copies: to be queued now, each behind its `after_step`.
     """
 
     step: int
@@ -59,8 +59,8 @@ class StepStart:
 class Counters:
     """Counts by layer, int64 [layers] each. Uses in steps that do not train are not counted.
 
-    hits, misses: uses of experts that the step could read, or not; whole_steps: steps that used experts of
-    the layer and missed none; copies, copied_bytes: begun; failed_copies: those of them that failed;
+    hits, misses: uses of experts that the step could read, or not. whole_steps: steps that used experts of
+    the layer and missed none. copies, copied_bytes: copies that began. failed_copies: copies that failed.
     evictions: experts withdrawn.
     """
 
@@ -83,8 +83,8 @@ class ExpertCache:
     """The slots, the experts in them, and the admissions that `policy` decides.
 
     layer_bytes: bytes of an expert, by layer. num_slots: by bytes of an expert; a size without an entry has
-    none. profile: expected uses per step, float [layers, experts], or None. max_bytes_per_step: limit on the
-    bytes in flight after a step's start, and so on those that begin there; None: no limit.
+    no slot. profile: expected uses per step, float [layers, experts], or None. max_bytes_per_step: limit on
+    the bytes in flight after a step's start, and so on copies that begin there. None: no limit.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ExpertCache:
 
     @property
     def scores(self) -> Array:
-        """What the policy expects of each expert, by number; changes with every step that it observes."""
+        """What the policy expects of each expert, by number. Changes with every step that it observes."""
         return self._policy.scores
 
     def load(self, experts: Iterable[int]) -> tuple[Copy, ...]:

@@ -29,7 +29,7 @@ def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
 
 @dataclass(frozen=True)
 class _QueuedCopies:
-    """Copies with one event behind all; begun: these, and those of which only a part could be queued."""
+    """Copies with one event behind all. begun: also copies of which only a part could be queued."""
 
     queued: tuple[Copy, ...]
     begun: tuple[Copy, ...]
@@ -40,7 +40,8 @@ class ExpertResidency:
     """Carries out the decisions of an `ExpertCache`, on PyTorch's current stream and a copy stream.
 
     layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. pool:
-    the experts that can be copied, which it keeps in place meanwhile; None: all can, from the mapped file.
+    holds the experts that can be copied, and keeps them in place meanwhile. None: all can be copied, from the
+    mapped file.
 
         residency.start_step()      # the tables are those of this step; launch it
         residency.ended(ids)        # of a step before, in order
@@ -61,7 +62,7 @@ class ExpertResidency:
         self._addresses = _ExpertAddresses(layers, slots)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: deque[_QueuedCopies] = deque()
-        # Where a step starts, a slot's expert arrives or is withdrawn: what replaces it is copied later.
+        # Where a step starts, a slot's expert arrives or is withdrawn. Its successor is copied later.
         self._writer = AddressWriter(MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
@@ -75,8 +76,9 @@ class ExpertResidency:
         return sum(self._slots.num_slots.values())
 
     def load(self, experts: Iterable[int]) -> None:
-        """Copies experts, by ascending number, into slots, and waits for it. A pool must be empty, and is so
-        again. Raises DeviceError, ModelChangedError.
+        """Copies experts, by ascending number, into slots, and waits for the copies.
+
+        A pool must be empty, and is empty again. Raises DeviceError, ModelChangedError.
         """
         # The current stream may still write to this memory for the tensor that owned it before.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -95,17 +97,19 @@ class ExpertResidency:
             self._running.append(self._next_step)
 
     def ended(self, ids: Array | None) -> None:
-        """Call when the next step in order has ended. ids: int32 [layers, rows, K], the experts that it used;
-        None if the policy does not learn from it.
+        """Call when the next step in order has ended.
+
+        ids: int32 [layers, rows, K], the experts that it used. None if the policy does not learn from it.
         """
         self._ended.append((self._running.popleft(), ids))
 
     def prepare(self) -> None:
         """Call once after each launch: does what takes time while the step runs.
 
-        Finishes steps that have ended, and prepares the next one: its tables are written behind the running
-        step, and copies into slots that this one may read wait for its end. Raises DeviceError for a copy
-        that failed twice, also one that `shrink` began, after all of that is done: further steps may follow.
+        Finishes steps that have ended, and prepares the next one. Its tables are written behind the running
+        step. Copies into slots that the running step may read wait for its end. Raises DeviceError for a copy
+        that failed twice, also one that `shrink` began. All the work is done then, and further steps may
+        follow.
         """
         try:
             self._finish_ended()
@@ -116,8 +120,8 @@ class ExpertResidency:
     def shrink(self) -> int:
         """Frees the memory of some slots, whose experts are then missing. Returns its bytes, or 0.
 
-        The device must be idle, and `ended` called for all steps but one that has begun and has not been
-        prepared for: it may go on or be repeated.
+        The device must be idle, and `ended` called for all steps but one. That one has begun, `prepare` was
+        not called after it, and it may go on or be repeated.
         """
         size = self._slots.largest
         if size is None:
@@ -158,7 +162,7 @@ class ExpertResidency:
             self.cache.finish_step(step, used, trains=ids is not None)
 
     def _begin_step(self) -> int:
-        """Starts the next step of the cache: queues its copies and table entries. Returns its number."""
+        """Starts the next step of the cache, with its copies and table entries. Returns its number."""
         self._note_copied()
         start = self.cache.start_step()
         if start.copies:
@@ -179,7 +183,7 @@ class ExpertResidency:
             self._release(copies.begun)
 
     def _release(self, copies: Iterable[Copy]) -> None:
-        """Gives the places of experts in the pool up, which are no longer read."""
+        """Lets the pool overwrite experts that are no longer read."""
         if self._pool is not None:
             for copy in copies:
                 self._pool.release(*divmod(copy.expert, self.num_experts))
@@ -203,7 +207,7 @@ class ExpertResidency:
         return np.flatnonzero(seen)
 
     def _begin(self, copies: tuple[Copy, ...]) -> None:
-        """Queues copies with one event behind all; keeps the error of a copy that failed twice."""
+        """Queues copies with one event behind all. Keeps the error of a copy that failed twice."""
         queued, begun = [], []
         for copy in copies:
             sources = self._sources_of(copy.expert)

@@ -28,8 +28,8 @@ def segment_slots(num_slots: int, slot_bytes: int, segment_bytes: int = SEGMENT_
 class SlotSegments:
     """Slots by the bytes of an expert, numbered from 0 in each size; the last segments are freed first.
 
-    num_slots: by size. allocate: returns uint8 [bytes] on the device; its exceptions are passed on, and
-    nothing stays allocated then.
+    num_slots: by size. allocate: returns uint8 [bytes] on the device. Its exceptions are passed on, with
+    nothing left allocated.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
     free ──acquire──▶ loading ──complete──▶ ready ──withdraw──▶ free
                          └───release───▶ free
 
-A slot has at most one owner. Its generation grows with every owner, so that an event of an earlier one is
+A slot has at most one owner. Its generation grows with every owner, so that an event of an earlier owner is
 recognised as stale. A slot is free as soon as it is withdrawn: the next copy into it waits for its last
-reader. The pool may shrink: slots above its size are never acquired again.
+reader. The pool may shrink. Slots above its size are never acquired again.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Slot:
 class SlotPool:
     """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first.
 
-    owners: int64 [most slots so far], the expert in each slot that is loading or ready; −1: none.
+    owners: int64 [most slots so far], the expert in each slot that is loading or ready. −1: none.
     """
 
     def __init__(self, slot_bytes: int, size: int) -> None:
