@@ -29,8 +29,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import ALL_BYTES
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import Gathered, Sources, count_in_ram, count_on_gpu, model_facts
-from coldstream.planning.gpu_memory import GpuMemory
-from coldstream.planning.ram_memory import RamNeeds
+from coldstream.planning.memory import GpuMemory, RamNeeds
 from coldstream.planning.unknowns import GpuShape, NotKnownError, RamShape
 from coldstream.planning.workers import with_workers
 

@@ -16,7 +16,7 @@ from coldstream import ConfigError
 from coldstream.cli.run import command as run_command
 from coldstream.cli.serve import command as serve_command
 from coldstream.engine import LLM, EngineConfig
-from coldstream.engine.own_parts import OwnParts
+from coldstream.engine.opened_model import OwnParts
 
 ROOT = Path(__file__).parent.parent
 

@@ -29,7 +29,7 @@ from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.footprint import model_sizes
 from coldstream.models.runner_capacity import DraftMemory
-from coldstream.planning.gpu_memory import GpuMemory
+from coldstream.planning.memory import GpuMemory
 from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
 from tree_plans import plan_with_trees

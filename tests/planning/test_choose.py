@@ -34,7 +34,7 @@ from coldstream.planning.choose import (
 from coldstream.planning.config import MAX_PARALLEL, EngineConfig
 from coldstream.planning.facts import Facts, ModelFacts, with_kv_type
 from coldstream.planning.gather import model_facts
-from coldstream.planning.gpu_memory import estimated
+from coldstream.planning.memory import estimated
 from coldstream.planning.unknowns import GpuShape, MachineRates, Missing, WorkspaceShape
 from specs import with_layers
 

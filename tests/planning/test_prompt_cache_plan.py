@@ -20,8 +20,8 @@ from coldstream.planning import advice as advice_module
 from coldstream.planning.choose import TooSmall
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import Sources, plan_model
+from coldstream.planning.memory import HOST_RESERVE_BYTES
 from coldstream.planning.planned import Planned
-from coldstream.planning.ram_memory import HOST_RESERVE_BYTES
 
 MIB = 2**20
 GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)

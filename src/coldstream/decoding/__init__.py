@@ -15,7 +15,6 @@ from coldstream.decoding.draft_sizes import FixedSizes, SizesByCost, TriedDraft
 from coldstream.decoding.drafters.drafter import Drafter
 from coldstream.decoding.logprobs import RankedLogprob
 from coldstream.decoding.picks import Pick, TreeWalk, begin_all_picks
-from coldstream.decoding.repetition import RepetitionWatch
 from coldstream.decoding.sampling import SEED_BITS, derived_seed, sample_token
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.decoding.speculation import (
@@ -27,7 +26,7 @@ from coldstream.decoding.speculation import (
     StepCosts,
     uses_between,
 )
-from coldstream.decoding.stop import StopMatcher
+from coldstream.decoding.stop import RepetitionWatch, StopMatcher
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_size import SizeReason
 

@@ -22,8 +22,7 @@ from coldstream.engine.answer import Request
 from coldstream.engine.engine import Engine
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.lists import ListProgress, generate_list
-from coldstream.engine.opened_model import OpenedModel, open_model
-from coldstream.engine.own_parts import OwnParts
+from coldstream.engine.opened_model import OpenedModel, OwnParts, open_model
 from coldstream.engine.prompts import (
     ChatOptions,
     Conversation,

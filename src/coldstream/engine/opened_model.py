@@ -1,6 +1,9 @@
-"""Opens the model of a configuration, with its tokenizer, template and plan."""
+"""Opens the model of a configuration, with its tokenizer, template and plan.
 
-from collections.abc import Mapping
+`OwnParts` are objects that a caller replaces, and that a configuration cannot hold.
+"""
+
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -9,7 +12,6 @@ from typing import Any
 from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.drafting import open_speculation
 from coldstream.engine.grammar import Grammars
-from coldstream.engine.own_parts import OwnParts
 from coldstream.errors import (
     ConfigError,
     InconsistentError,
@@ -18,6 +20,7 @@ from coldstream.errors import (
     OutOfMemoryError,
     TemplateError,
     host_memory_errors,
+    shown,
 )
 from coldstream.gguf.chat_template import FIELD as CHAT_TEMPLATE_KEY
 from coldstream.gguf.chat_template import ChatTemplate
@@ -26,10 +29,12 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
+from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.models.load_runner import load_runner
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
@@ -37,6 +42,33 @@ from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.machine import hardware_of, with_rates
 from coldstream.planning.planned import Planned
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The caller's parts, None for the product's. Creation raises ConfigError for objects of a wrong kind."""
+
+    policy: Policy | None = None  # for one model at a time, as it has state
+    executor: ExecutorFactory | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise ConfigError(f"policy must be an object of a subclass of Policy, not {shown(self.policy)}")
+        if self.executor is not None and not callable(self.executor):
+            raise ConfigError(
+                f"executor must be a function or class that makes one, not {shown(self.executor)}"
+            )
+
+    def check(self, device: str, layer_weights: Sequence[float]) -> None:
+        """Raises ConfigError for parts that a device, and a plan with these weights, would not use."""
+        if self.executor is not None and device == "cpu":
+            raise ConfigError("executor is for a GPU, and the device is the CPU: leave it out")
+        if self.policy is not None and layer_weights:
+            raise ConfigError(
+                "policy: the plan weighs layers, which the product's policy does: leave policy out, or make "
+                "the plan without --layer-weights"
+            )
+
 
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",

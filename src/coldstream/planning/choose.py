@@ -29,8 +29,7 @@ from coldstream.placement.plan import (
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import MAX_PARALLEL, EngineConfig
 from coldstream.planning.facts import Facts, with_kv_type
-from coldstream.planning.gpu_memory import GpuMemory, least_bytes
-from coldstream.planning.ram_memory import RamNeeds
+from coldstream.planning.memory import GpuMemory, RamNeeds, least_bytes
 from coldstream.planning.unknowns import Missing, NotKnownError, RamShape
 from coldstream.planning.workers import pool_of, with_places, with_workers
 

@@ -22,7 +22,7 @@ from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.facts import Facts, hit_curve, with_kv_type
-from coldstream.planning.ram_memory import HOST_RESERVE_BYTES, buffer_bytes
+from coldstream.planning.memory import HOST_RESERVE_BYTES, buffer_bytes
 from coldstream.planning.unknowns import WorkspaceShape
 
 

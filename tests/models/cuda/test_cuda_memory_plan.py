@@ -15,7 +15,7 @@ from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.memory_plan import count_memory, plan_memory
 from coldstream.models.read_spec import read_spec
-from coldstream.planning.gpu_memory import CHUNK_SIZES
+from coldstream.planning.memory import CHUNK_SIZES
 
 
 @pytest.mark.parametrize("chunk_size", [64, CHUNK_SIZES[0]])

@@ -1,8 +1,7 @@
 """Drafters, which propose tokens for the model to verify."""
 
 from coldstream.decoding.drafters.dflash import DflashDrafter
-from coldstream.decoding.drafters.drafter import Drafter
-from coldstream.decoding.drafters.fused_drafter import FusedDrafter, FusedRun
+from coldstream.decoding.drafters.drafter import Drafter, FusedDrafter, FusedRun
 from coldstream.decoding.drafters.mtp import MtpDrafter
 from coldstream.decoding.drafters.ngram import NgramDrafter
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coldstream.decoding.drafters.fused_drafter import FusedRun
+from coldstream.decoding.drafters.drafter import FusedRun
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import (
     NO_CANDIDATES,

@@ -20,7 +20,7 @@ from contextlib import closing
 from math import inf, isfinite, log
 from typing import Any, Protocol
 
-from coldstream.decoding.drafters.fused_drafter import FusedRun
+from coldstream.decoding.drafters.drafter import FusedRun
 from coldstream.decoding.token_tree import NO_DRAFT, TokenTree
 from coldstream.decoding.tree_builder import NO_CANDIDATES, Candidates, Path, build_tree
 from coldstream.errors import ColdstreamError, GenerationFault

@@ -16,9 +16,9 @@ from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.plan import FixedPart
 from coldstream.placement.sizes import ModelSizes
-from coldstream.planning import gpu_memory
+from coldstream.planning import memory as memory_module
 from coldstream.planning.gather import count_on_gpu
-from coldstream.planning.gpu_memory import CHUNK_SIZES, GpuMemory, is_modest
+from coldstream.planning.memory import CHUNK_SIZES, GpuMemory, is_modest
 from coldstream.planning.unknowns import GpuShape
 
 CTX = 512
@@ -133,13 +133,13 @@ def test_the_longest_modest_step_is_found_with_few_counts(
     write_gguf(path)
     spec, sizes = read(path)
     sizes = replace(sizes, expert_bytes=(2**30,) * 4)
-    estimated = gpu_memory.estimated
+    estimated = memory_module.estimated
 
     def shifted(*arguments: object) -> FixedPart:
         part = estimated(*arguments)  # type: ignore[arg-type]
         return replace(part, workspace=int(part.workspace * shift))
 
-    monkeypatch.setattr(gpu_memory, "estimated", shifted)
+    monkeypatch.setattr(memory_module, "estimated", shifted)
     scarce = memory(spec, sizes)._capacity(is_scarce=True)
     shapes = {size: GpuShape(scarce, size) for size in CHUNK_SIZES}
     with GGUFFile.open(path) as file:
