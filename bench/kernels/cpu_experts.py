@@ -2,9 +2,9 @@
 
     python -m bench.kernels.cpu_experts --threads 8,15 --rows 1,4,16,64 --out FILE
 
-The experts of the 35B-A3B shape, gate and up Q4_K of [512, 2048] and down Q6_K of [2048, 512], each with as
-many rows; a token chooses neighbours, so that it has eight of them. A line gives the time of an expert, the
-bytes of weights and the operations a second, and the rate at which the same threads read memory.
+The experts of the 35B-A3B shape, gate and up Q4_K of [512, 2048] and down Q6_K of [2048, 512], each with
+the rows asked for. A token chooses neighbours, so that it has eight of them. A line gives the time of an
+expert, the bytes of weights and the operations a second, and the rate at which the same threads read memory.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Every figure is the median over replays of a CUDA graph of many launches that follow each other as in a
 model: a launch may start while the one before it ends. Weights, and all rows of a prefill, rotate through
-more memory than the caches hold; the few rows of a decoded token stay in the cache, as their producer has
+more memory than the caches hold; those of a decoded token stay in the cache, as their producer has
 just written them.
 
     python -m bench.kernels.gpu_rows
@@ -97,7 +97,7 @@ def routers(rows: int, num_experts: int) -> dict[str, tuple[list[Launch], int]]:
     arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
     num_bytes = 4 * (num_experts + 1) * HIDDEN
 
-    def few() -> Launch:
+    def in_one_launch() -> Launch:
         x, shared = random(rows, HIDDEN), random(1, HIDDEN)
         weight = HIDDEN**-0.5 * random(num_experts, HIDDEN)
         return lambda: router_gemv_cuda(
@@ -107,7 +107,7 @@ def routers(rows: int, num_experts: int) -> dict[str, tuple[list[Launch], int]]:
     choose: list[Launch] = [lambda: router_choose_cuda(logits, ids, weights)]
     choice = {f"choice of {num_experts}": (choose, 4 * rows * num_experts)}
     if rows <= 8:
-        alone = [few() for _ in range(CACHE_BYTES // num_bytes + 1)]
+        alone = [in_one_launch() for _ in range(CACHE_BYTES // num_bytes + 1)]
         return choice | {
             f"router of {num_experts}": (alone, num_bytes),
             f"norm and router of {num_experts}": ([after_norm(router, rows) for router in alone], num_bytes),

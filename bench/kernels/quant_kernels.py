@@ -53,7 +53,7 @@ def measure(
 
 
 def shape_for(quant_type: QuantType, num_rows: int, cols: int) -> tuple[int, int]:
-    """Few rows stream their weights from memory; for many, a matrix of a layer's size is enough."""
+    """GEMV streams weights from memory; for GEMM, a matrix of a layer's size is enough."""
     if num_rows > 8:
         return 4096, cols
     return DECODE_BYTES // quant_type.row_bytes(cols), cols

@@ -3,7 +3,7 @@
     python -m bench.kernels.same_bits --out docs/results/gpu/same_bits.json
 
 For each type 2^20 random weight rows are multiplied by 1, 8, 16 and 64 rows of activations, which takes the
-GPU's kernels for few rows and for many; and stacks of experts, whose gate, up and down matrices have more
+GPU's GEMV, skinny and GEMM kernels; and stacks of experts, whose gate, up and down matrices have more
 rows than that together, compute whole FFNs. Needs the C++ extension and a GPU;
 exits with 1 if any bit differs.
 """

@@ -1,4 +1,4 @@
-"""Shared by tests of products of many rows on a GPU."""
+"""Shared by tests of GEMM on a GPU."""
 
 import torch
 

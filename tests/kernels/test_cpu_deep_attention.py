@@ -21,7 +21,7 @@ MOST_ROWS = 64
 COUNTS = (64, 9, 8, 2, 1)  # rows of a call, which ends with the last row
 SAMPLE = [0, 56, 63]  # the first of 64 rows, the first of 8, and the last
 SHALLOW = 40_000  # positions up to which two queries share a head of keys and values, beyond only one
-FEW_POSITIONS = 3000  # up to which all rows are compared with the definition, beyond only the sample
+SHALLOW_POSITIONS = 3000  # up to which all rows are compared with the definition, beyond only the sample
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_deep_rows_have_the_bits_of_the_definition(
     tiers: Runtimes, name: str, last: int, window: int | None
 ) -> None:
     case = deep_case(name, last, window)
-    compared = list(range(MOST_ROWS)) if min(last, window or last) < FEW_POSITIONS else SAMPLE
+    compared = list(range(MOST_ROWS)) if min(last, window or last) < SHALLOW_POSITIONS else SAMPLE
     expected, *places = expected_rows(case, compared)
     caches = deep_caches(case)
     outputs = []

@@ -71,7 +71,7 @@ def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count:
 
 
 @pytest.mark.parametrize("name", INTEGER_TYPES)
-def test_many_rows(runtimes: Runtimes, name: str) -> None:
+def test_prompts(runtimes: Runtimes, name: str) -> None:
     check(runtimes, make_case((0, 220, 64), cache_name=name, num_heads=8, num_kv_heads=1))
 
 
@@ -145,7 +145,7 @@ def test_windows(runtimes: Runtimes, name: str, window: int, rows: tuple[int, in
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("window", [20, 70, 300])
-def test_windows_of_many_rows_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:
+def test_windows_of_prompts_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:
     parts = (0, 240 + window, 24), (1, 5, 3)
     check(runtimes, make_case(*parts, cache_name=name, head_dim=32, num_heads=4, window=window))
 

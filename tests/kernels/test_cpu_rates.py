@@ -36,7 +36,7 @@ def test_rates_are_bytes_of_experts_by_the_time_of_the_best_run(monkeypatch: pyt
     monkeypatch.setattr(cpu_rates.time, "perf_counter", lambda: now[0])
     rates = measure_expert_rates(1, 40 * EXPERT_BYTES + 1)
     assert rates == pytest.approx([EXPERT_BYTES / rows for rows in EXPERT_ROWS])
-    assert max(requests) <= 40 * 8 + 16 * 64, "fewer experts where they have many rows"
+    assert max(requests) <= 40 * 8 + 16 * 64, "fewer experts where each has more rows"
     assert requests[0] == 40, "as many as there is memory for"
 
 

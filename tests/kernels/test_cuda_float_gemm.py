@@ -1,4 +1,4 @@
-"""Products of float weights with many rows on a GPU: the very bits of the exact reference."""
+"""GEMM of float weights on a GPU: the very bits of the exact reference."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Products of many rows on a GPU: the very bits of the exact reference."""
+"""GEMM on a GPU: the very bits of the exact reference."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -115,7 +115,7 @@ class Collecting(dict[int, int]):
 
 
 @pytest.fixture
-def few_to_collect() -> Iterator[None]:
+def little_to_collect() -> Iterator[None]:
     """The collector looks only through what the test makes, not through all that other tests have loaded."""
     gc.collect()
     gc.freeze()
@@ -125,7 +125,7 @@ def few_to_collect() -> Iterator[None]:
     gc.freeze()  # again what was loaded before the first test
 
 
-@pytest.mark.usefixtures("few_to_collect")
+@pytest.mark.usefixtures("little_to_collect")
 def test_tensors_may_die_while_memory_is_searched() -> None:
     memory = MemoryPlan()
     memory._workspace._free = Collecting()

@@ -208,7 +208,7 @@ def shaped_trees() -> list[list[Part]]:
 
 
 @pytest.fixture
-def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Instances that the host compiles in reasonable time."""
     heads = ("32, 4", "64, 2", "128, 8")
     decode = [f"delta_decode<{head}, {trees}>" for head in heads for trees in ("false", "true")]
@@ -219,7 +219,7 @@ def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2), (1, 2, 128, 8)])
 def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int]) -> None:
     @settings(max_examples=12)
@@ -230,7 +230,7 @@ def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int
     check_all()
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("parts", shaped_trees())
 def test_trees_of_every_shape(parts: list[Part], host: HostDevice) -> None:
     check(case_of((1, 2, 32, 4), parts), parts, seed=1)
@@ -265,7 +265,7 @@ def test_trees_need_a_place_for_their_inputs() -> None:
         cuda.delta_net_decode_cuda(operands, case.weights(), *case.states(), None, None, work)
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 def test_chains_are_left_to_another_launch() -> None:
     parts = [Part(3, 2), Part(2, 4, (-1, 0, 0, 1)), Part(1, 1), Part(-1, 1)]
     case = case_of((2, 4, 32, 4), parts)
@@ -296,7 +296,7 @@ def committed_path(state_id: int, count: int, places: list[int]) -> CommittedPat
     return CommittedPath(*map(ints, ([state_id], [count], [0], [0] * MAX_TREE_ROWS, places + fill, [0])))
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 9, MAX_TREE_ROWS])
 def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
     case = case_of((2, 4, 32, 4), [Part(1, max(count, 1))])
@@ -317,7 +317,7 @@ def test_a_commit_has_the_states_of_a_chain(count: int) -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("num_layers", [2, cuda.MOST_REPLAYED + 2])
 def test_a_commit_advances_every_layer_by_its_own_inputs(num_layers: int) -> None:
     case, path = case_of((2, 4, 32, 4), [Part(1, 2)]), committed_path(1, 2, [7, 3])

@@ -31,7 +31,7 @@ class GuardedGroups:
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
-    """Ids [T, K], some outside the experts, which have often few pairs and sometimes nearly all."""
+    """Ids [T, K], some outside the experts, which often have a pair or two and sometimes nearly all."""
     num_experts = draw(st.sampled_from([1, 2, 5, 33, 70]))
     tokens, ranks = draw(st.integers(1, 300)), draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

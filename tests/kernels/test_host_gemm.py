@@ -1,4 +1,4 @@
-"""Products of many rows: the GPU's kernels on the host against the exact reference, bit for bit.
+"""GEMM: the GPU's kernels on the host against the exact reference, bit for bit.
 
 The host has no products of four warps, so that tiles are those of devices without.
 """

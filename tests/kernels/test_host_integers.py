@@ -41,7 +41,7 @@ from host_device import HostDevice
 
 
 def is_deep(seed: int, limits: DeviceLimits) -> bool:
-    """Warpgroups take few rows that are deep."""
+    """Warpgroups take decode's rows that are deep."""
     return limits.has_warpgroups or seed % 2 == 1
 
 
@@ -131,7 +131,7 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     ("cache_name", "heads"), [("i16", (4, 2, 128)), ("i8", (12, 1, 128)), ("i16", (16, 2, 256))]
 )
 def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
-    """Merges of few rows, and of prompts, whose chunks are merged immediately."""
+    """Merges of decode's rows, and of prompts, whose chunks are merged immediately."""
 
     @settings(max_examples=3)
     @given(parts=some_parts(), window=st.sampled_from([None, None, 1, 60, 300]), seed=st.integers(0, 99))
@@ -139,7 +139,7 @@ def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tupl
         parts = [
             Part(70, 4),
             *(replace(part, parents=part.parents and line(part.num_rows)) for part in parts),
-        ]  # too many for the kernel of few
+        ]  # too many for the kernel of decode
         check(parts, cache_name, heads, window, seed, WITH_WARPGROUPS)
 
     check_all()
@@ -160,7 +160,7 @@ def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[
     check_all()
 
 
-MANY = (
+PROMPTS = (
     ([Part(250, 70)], None),
     ([Part(0, 40), Part(300, 30, tuple(range(-1, 29))), Part(700, 3)], None),
     ([Part(500, 66)], 100),
@@ -170,8 +170,8 @@ MANY = (
 @pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
-@pytest.mark.parametrize(("parts", "window"), MANY)
-def test_many_rows_have_the_bits_of_the_definition(
+@pytest.mark.parametrize(("parts", "window"), PROMPTS)
+def test_prompts_have_the_bits_of_the_definition(
     cache_name: str, parts: list[Part], window: int | None
 ) -> None:
     check_whole(parts, cache_name, (4, 2, 64), window, seed=3)
@@ -233,8 +233,8 @@ def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
-@pytest.mark.parametrize(("parts", "window"), MANY)
-def test_a_gpu_has_those_of_many_rows_too(
+@pytest.mark.parametrize(("parts", "window"), PROMPTS)
+def test_a_gpu_has_those_of_prompts_too(
     cache_name: str, heads: tuple[int, int, int], parts: list[Part], window: int | None
 ) -> None:
     check_whole(parts, cache_name, heads, window, 3, device_limits(), "cuda")

@@ -302,7 +302,7 @@ def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing:
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(("tokens", "is_streamed"), [(256, False), (512, True)])
-def test_an_expert_of_many_rows_takes_the_cpu_long(tokens: int, is_streamed: bool) -> None:
+def test_an_expert_that_most_rows_want_takes_the_cpu_long(tokens: int, is_streamed: bool) -> None:
     layer = replace(random_layer(3, 1.0, seed=1), times=MissTimes(500, (100,) * MAX_MAILBOX_ROWS))
     shared = Shared(layer, torch.ones(tokens, 1, dtype=torch.int32), torch.ones(tokens, 4))
     shared.share_out()
@@ -311,7 +311,9 @@ def test_an_expert_of_many_rows_takes_the_cpu_long(tokens: int, is_streamed: boo
 
 
 @pytest.mark.usefixtures("host")
-def test_many_rows_are_asked_for_by_a_launch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_a_mailbox_have_a_launch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One block would take long to send them."""
     tokens = MAX_MAILBOX_ROWS + 1
     layer = random_layer(8, 1.0, seed=1)
@@ -329,7 +331,7 @@ def test_many_rows_are_asked_for_by_a_launch_of_their_own(monkeypatch: pytest.Mo
     assert shared.box.x.eq(NOTHING_WRITTEN).all()
 
 
-def test_many_rows_need_an_array_for_arrivals() -> None:
+def test_rows_beyond_a_mailbox_need_an_array_for_arrivals() -> None:
     tokens = MAX_MAILBOX_ROWS + 1
     shared = Shared(
         random_layer(8, 1.0, seed=1), torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 4)

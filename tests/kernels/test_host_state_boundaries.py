@@ -19,7 +19,7 @@ MIN = MIN_FORK_ROWS
 
 
 @pytest.fixture
-def few_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Instances that the host compiles in reasonable time."""
     instances = [
         name
@@ -63,14 +63,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("chains", SHAPES)
 @pytest.mark.parametrize("heads", [(1, 2, 32, 4), (1, 1, 64, 8)])
 def test_prompts_leave_states_behind(heads: tuple[int, int, int, int], chains: list[Chain]) -> None:
     check(heads, chains)
 
 
-@pytest.mark.usefixtures("few_instances", "host")
+@pytest.mark.usefixtures("fast_instances", "host")
 def test_any_boundaries_have_the_bits_of_separate_steps() -> None:
     @settings(max_examples=15, deadline=None)
     @given(chains=some_chains(NUM_STATES))

@@ -292,10 +292,10 @@ def assertions(structures: Mapping[str, Layout], numbers: Mapping[str, float]) -
 def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     """CompileError with the assertions that do not hold."""
     opened = ("using namespace coldstream;", "using namespace coldstream::gemm;")
-    many = opened if "gemm" in file and "float" not in file else opened[:1]
+    namespaces = opened if "gemm" in file and "float" not in file else opened[:1]
     source = directory / "layouts.cu"
     source.write_text(
-        "\n".join([f'#include "{file}"', *many, *lines, "template <int> __global__ void none() {}"])
+        "\n".join([f'#include "{file}"', *namespaces, *lines, "template <int> __global__ void none() {}"])
     )
     _compile(source, "none<0>", "compute_90")
 

@@ -1,4 +1,4 @@
-"""How much shared memory the blocks of kernels for few rows take."""
+"""How much shared memory the blocks of GEMV and skinny kernels take."""
 
 import pytest
 

@@ -56,7 +56,7 @@ def test_cpu_and_bus_end_at_about_the_same_time() -> None:
     assert slow_cpu.num_streamed([10, 1, 1, 1]) == 1, "one read is for ten rows"
 
 
-def test_many_rows_of_an_expert_take_the_cpu_as_much_for_each() -> None:
+def test_rows_beyond_those_measured_take_the_cpu_as_much_for_each() -> None:
     times = MissTimes(100, tuple(range(10, 10 + MAX_MAILBOX_ROWS)))
     assert [times.cpu_time(rows) for rows in (1, 64, 65, 128, 512)] == [10, 73, 74, 146, 584]
     assert times.nanoseconds(0, [128, 1]) == 156

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.kernels.top_log_probs.cuda import (
-    FEW_RANKS,
     MAX_RANKS,
     PROGRAM,
+    SMALL_RANKS,
     top_log_probs_cuda,
     workspace_bytes,
 )
@@ -54,7 +54,7 @@ def test_the_kernel_compiles() -> None:
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("vocab", [4, 5, 31, 2047, 2048, 2049, 9001])
 def test_any_size(vocab: int) -> None:
-    for ranks in (1, 2, FEW_RANKS, FEW_RANKS + 1, MAX_RANKS):
+    for ranks in (1, 2, SMALL_RANKS, SMALL_RANKS + 1, MAX_RANKS):
         check(random_logits(ranks, 3, vocab), min(ranks, vocab), gap=ranks)
 
 

@@ -207,8 +207,8 @@ class CudaOps(CudaProducts):
             self.launch(delta_net_prefill_cuda, *operands, workspace)
         if rows.batch.has_trees or not rows.batch.has_prompts:
             count = arrival_count(self._max_rows, weights.num_key_heads, width)
-            few = delta_net.DecodeWorkspace(raw, self.zeroed("delta net", count))
-            self.launch(delta_net_decode_cuda, *operands, few, computes_chains=not rows.batch.has_prompts)
+            between = delta_net.DecodeWorkspace(raw, self.zeroed("delta net", count))
+            self.launch(delta_net_decode_cuda, *operands, between, computes_chains=not rows.batch.has_prompts)
         return out
 
     def commit_attention(

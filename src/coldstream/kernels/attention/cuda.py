@@ -130,7 +130,7 @@ class IntegerKernels:
 
     @staticmethod
     def num_chunks(num_rows: int, num_positions: int) -> int:
-        """Of the workspace, for contexts of up to `num_positions`: many rows have theirs merged at once."""
+        """Of the workspace, for contexts of up to `num_positions`: one in prefill, which merges at once."""
         return num_chunks(num_rows, num_positions)
 
     def prepare(

@@ -1,4 +1,4 @@
-// Attention over caches of an integer type, for many rows of any sequences, draft trees among them:
+// Attention over caches of an integer type, for prefill of any sequences, and for draft trees:
 // docs/arithmetic.md, Attention over integers.
 //
 // A block of threads takes some rows next to each other and a key/value head, and walks over their positions.

@@ -1,4 +1,4 @@
-// Attention over caches of an integer type, for few rows of chains of any sequences: docs/arithmetic.md,
+// Attention over caches of an integer type, for decode: rows of chains of any sequences: docs/arithmetic.md,
 // Attention over integers.
 //
 // A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one

@@ -1,4 +1,4 @@
-// The end of attention for few rows with any number of chunks: a row's chunks merged in ascending order,
+// The end of decode's attention with any number of chunks: a row's chunks merged in ascending order,
 // divided, rotated back, gated where there is a gate, and written as float32, as int8 or as both. A block of
 // threads takes 256 columns of a row, that is a group of activations; a thread takes one.
 #include "attention/merge.cuh"

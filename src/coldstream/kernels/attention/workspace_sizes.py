@@ -13,7 +13,7 @@ FLOAT_BYTES = 4
 
 
 def num_chunks(num_rows: int, num_positions: int) -> int:
-    """Of each row, for contexts of up to `num_positions`: many rows have theirs merged at once."""
+    """Of each row, for contexts of up to `num_positions`: one in prefill, which merges at once."""
     return -(-num_positions // BLOCK_POSITIONS) if num_rows <= SPLIT_ROWS else 1
 
 

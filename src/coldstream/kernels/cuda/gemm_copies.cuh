@@ -1,4 +1,4 @@
-// Tiles of the products of many rows, and the warps that copy their operands group by group, without a pause
+// Tiles of GEMM, and the warps that copy their operands group by group, without a pause
 // between tiles.
 //
 // K-types add a group to accumulator g mod 8. A tile takes its groups in the order in which the final tree

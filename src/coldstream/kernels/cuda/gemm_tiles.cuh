@@ -1,4 +1,4 @@
-// Products of many activation rows: blocks that stay on their multiprocessor and walk over tiles of the
+// GEMM: blocks that stay on their multiprocessor and walk over tiles of the
 // output. Some warps copy the next groups of 256 inputs, across the ends of tiles too, while the others
 // multiply; both sides meet at barriers in shared memory, so that no warp waits for all others.
 #pragma once

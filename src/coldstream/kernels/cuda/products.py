@@ -1,8 +1,8 @@
 """The common part of operations on a GPU: memory for results, launches, and products with dense weights.
 
 Activations between two operations exist in two forms, float32 and quantised with a scale for each 256; the
-kernel that computes them writes both. Products with weights in blocks of 32 need a scale for each 32: kernels
-for few rows quantise the floats themselves, and many rows are quantised by a launch before the product.
+kernel that computes them writes both. Products with weights in blocks of 32 need a scale for each 32: GEMV
+and most skinny kernels quantise the floats themselves, and a launch before a GEMM quantises its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class CudaProducts(CudaLoader):
         return Activations(empty((rows, cols), torch.float32), quantised)
 
     def quantised_for(self, x: Activations, types: Sequence[QuantType]) -> tuple[QuantActivations, ...]:
-        """x quantised for products of many rows with weights of `types`; queues it for blocks of 32."""
+        """x quantised for GEMM with weights of `types`; queues it for blocks of 32."""
         if BLOCK_TYPES.isdisjoint(types):
             return (x.quantised,) * len(types)
         by_block = activations_from(self.memory.workspace, x.shape[0], x.shape[1], BLOCK_SIZE)

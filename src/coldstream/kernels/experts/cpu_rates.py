@@ -60,7 +60,7 @@ def times_of_experts(
 def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     """Bytes of weights a second of experts that have 1, 2, 4, … rows each (`EXPERT_ROWS`).
 
-    num_bytes: memory that may be taken for weights. Longer, with fewer experts, where they have many rows.
+    num_bytes: memory that may be taken for weights. Longer, with fewer experts, where each has more rows.
     """
     runtime = _csrc.Runtime(num_threads)
     expert_bytes = 3 * _TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Chooses the experts of a layer's tokens, and computes them.
 
-    Both methods queue work on PyTorch's current stream. In a step of few rows this work is captured in a
+    Both methods queue work on PyTorch's current stream. In a step of decode this work is captured in a
     graph and replayed without a call. The weights of a layer are the same objects in every call.
     """
 

@@ -103,7 +103,7 @@ def streamed_experts(
     """Those of the `missing` experts that the bus reads in a step of several rows with these choices, no more
     than `most`; of one row, `by_misses` says how many of its first ones.
 
-    Of experts that equally many rows chose, those of the lowest numbers come first.
+    Of experts that the same number of rows chose, those of the lowest numbers come first.
     """
     rows = Counter(expert for row in topk_ids for expert in row)
     chosen = sorted(set(missing) & set(rows), key=lambda expert: (-rows[expert], expert))

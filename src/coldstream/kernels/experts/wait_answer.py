@@ -1,4 +1,4 @@
-"""Waits on the device for the CPU's experts before a kernel of many blocks: one launch.
+"""Waits on the device for the CPU's experts before a kernel whose blocks need them: one launch.
 
 If every block of that kernel polled the host's memory, this would take bus bandwidth from the copies of
 experts (docs/notes/streaming.md).

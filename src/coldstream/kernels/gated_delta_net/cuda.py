@@ -190,7 +190,7 @@ def delta_net_prefill_cuda(
     quantized: QuantActivations | None,
     workspace: PrefillWorkspace,
 ) -> None:
-    """As `delta_net_decode_cuda`, for chains of many rows: three launches. Rows of trees are left alone."""
+    """As `delta_net_decode_cuda`, for chains of prefill: three launches. Rows of trees are left alone."""
     layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
     num_spans = len(workspace.spans)

@@ -1,4 +1,4 @@
-// y = x W^T of float weights for many rows: sixteen accumulators per output, p[i mod 16] = fma(x_i, w_i, ·).
+// GEMM of float weights, y = x W^T: sixteen accumulators per output, p[i mod 16] = fma(x_i, w_i, ·).
 //
 // Sixteen neighbouring lanes share a tile of thread_tokens * thread_rows outputs; lane r owns the
 // accumulators of inputs i = r (mod 16), so that an output's sums stay in order and end in one tree over

@@ -1,4 +1,4 @@
-// y = x W^T for many rows of x.
+// GEMM: y = x W^T.
 #include "cuda/gemm_tiles.cuh"
 
 using namespace coldstream;

@@ -27,14 +27,14 @@ BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves
 SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
 MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
-# Limits as measured on Hopper by bench/kernels/gpu_few_variants.py, with shapes of 35B-A3B and the dense 27B.
+# Limits as bench/kernels/gpu_skinny_variants.py measured them on Hopper, with shapes of 35B-A3B and 27B.
 MAX_WARP_ROWS = 3  # up to which a warp multiplies one row after the other
 MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
 MAX_WHOLE_COLS = 8192
 MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few blocks
 # Two sets of warps gain more by unpacking these than by parts of the columns.
 QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
-# Beyond so many rows the kernel for many is faster with a matrix that has enough rows and columns for it.
+# Beyond so many rows GEMM is faster with a matrix that has enough rows and columns for it.
 MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
 FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
 FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
@@ -126,7 +126,7 @@ def slices_of(num_rows: int) -> int:
 
 
 def is_large(weight_rows: int, cols: int, num_rows: int) -> bool:
-    """Whether the kernel for many rows is faster with a matrix of an integer type."""
+    """Whether GEMM is faster with a matrix of an integer type."""
     return num_rows > MAX_LARGE_ROWS and min(weight_rows, cols) >= MIN_LARGE_SIDE
 
 

@@ -26,8 +26,8 @@ PROGRAM = CudaProgram(
         ),
     ),
 )
-FEW_ROWS = 132  # up to here each row has its own multiprocessor
-THREADS_FEW, THREADS_MANY = 512, 128
+ALONE_ROWS = 132  # up to here each row has its own multiprocessor
+THREADS_ALONE, THREADS_SHARING = 512, 128
 
 
 def rms_norm_cuda(
@@ -75,7 +75,7 @@ def rms_norm_pair_cuda(
     )
     PROGRAM.kernel(PAIR).launch(
         (2 * rows, 1, 1),
-        THREADS_FEW if 2 * rows <= FEW_ROWS else THREADS_MANY,
+        THREADS_ALONE if 2 * rows <= ALONE_ROWS else THREADS_SHARING,
         (x, y, Norm(weight=x_weight.data_ptr(), cols=cols, padded=cols, eps=eps), y_weight, outputs),
         shared_bytes=4 * cols,
         overlap=overlaps(rows),
@@ -158,7 +158,7 @@ def _launch(
     aligned = (cols | stride) % 4 == 0 and all(address % 16 == 0 for address in addresses)
     PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
-        THREADS_FEW if rows <= FEW_ROWS else THREADS_MANY,
+        THREADS_ALONE if rows <= ALONE_ROWS else THREADS_SHARING,
         (*args, Norm(weight=weight.data_ptr(), cols=cols, padded=padded, eps=eps), outputs),
         shared_bytes=4 * padded,
         overlap=overlaps(rows),

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device, the same as decoding's sampler, for many rows in one call.
+"""Chooses tokens on the device, the same as decoding's sampler, for all rows of a step in one call.
 
 Settings of all rows, and the tokens that penalties apply to, are copied to the device before, in one copy.
 """

@@ -14,7 +14,7 @@ PROGRAM = CudaProgram(
 )
 MAX_WARPS = 4
 WARP_SIZE = 32
-FEW_ROWS = 64  # up to here every group of a row may have its own multiprocessor
+ALONE_ROWS = 64  # up to here every group of a row may have its own multiprocessor
 
 
 def swiglu_cuda(
@@ -38,7 +38,7 @@ def swiglu_cuda(
     addresses = gate.data_ptr() | up.data_ptr() | (0 if out is None else out.data_ptr())
     aligned = addresses % 16 == 0 and (cols | gate.stride(0) | up.stride(0)) % 4 == 0
     groups = padded // GROUP_SIZE
-    warps = 1 if rows <= FEW_ROWS else min(MAX_WARPS, groups)
+    warps = 1 if rows <= ALONE_ROWS else min(MAX_WARPS, groups)
     codes = (None, None, None) if quantized is None else (quantized.q, quantized.scales, quantized.sums)
     scale_size = GROUP_SIZE if quantized is None else scale_size_of(quantized)
     PROGRAM.kernel(f"swiglu_rows<{str(aligned).lower()}, {scale_size}>").launch(

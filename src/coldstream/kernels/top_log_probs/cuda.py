@@ -8,26 +8,26 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.cuda import BLOCK_TOKENS, THREADS, Logits
 
-FEW_RANKS, MAX_RANKS = RANKS = (4, 16)  # the most of each instance
+SMALL_RANKS, MAX_RANKS = RANKS = (4, 16)  # the most of each instance
 PROGRAM = CudaProgram(
     Path(__file__).with_name("top_log_probs.cu"), tuple(f"top_log_probs<{most}>" for most in RANKS)
 )
 
 
-@declared_in("top_log_probs/top_log_probs.cu", f"TopPart<{FEW_RANKS}>")
-class _FewPart(ctypes.Structure): ...
+@declared_in("top_log_probs/top_log_probs.cu", f"TopPart<{SMALL_RANKS}>")
+class _SmallPart(ctypes.Structure): ...
 
 
 @declared_in("top_log_probs/top_log_probs.cu", f"TopPart<{MAX_RANKS}>")
-class _MostPart(ctypes.Structure): ...
+class _LargePart(ctypes.Structure): ...
 
 
-PARTS = {FEW_RANKS: _FewPart, MAX_RANKS: _MostPart}
+PARTS = {SMALL_RANKS: _SmallPart, MAX_RANKS: _LargePart}
 
 
 def most_ranks(ranks: int) -> int:
     """Of the instance that finds so many."""
-    return FEW_RANKS if ranks <= FEW_RANKS else MAX_RANKS
+    return SMALL_RANKS if ranks <= SMALL_RANKS else MAX_RANKS
 
 
 def num_parts(vocab: int) -> int:

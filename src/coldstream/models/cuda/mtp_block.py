@@ -15,13 +15,13 @@ from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, Rows, Weight
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.top_log_probs.cuda import FEW_RANKS
+from coldstream.kernels.top_log_probs.cuda import SMALL_RANKS
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Inputs, StepShape
 from coldstream.models.mtp.model import MtpModel
 
-BRANCHING: Final = FEW_RANKS  # candidates after a row
+BRANCHING: Final = SMALL_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
 MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
 # Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte

@@ -142,7 +142,7 @@ int64_t ExpertServer::num_pairs(int rows) const {
 }
 
 void ExpertServer::compute(const Layer& of, int rows) {
-  // A kernel for few rows reads the expert again for each gemv_max_rows of them.
+  // GEMV reads the expert again for each gemv_max_rows rows.
   const bool reads_once = of.num_experts > 1 || rows <= gemv_max_rows;
   threads_->run(reads_once && num_pairs(rows) <= DecodeExpertsOp::max_pairs ? of.decode : of.prefill, rows);
 }

@@ -79,7 +79,7 @@ class ExpertServer {
   std::mutex layers_lock_;
   using Ops = std::vector<std::unique_ptr<Op>>;
   struct Layer {
-    Ops decode, prefill;  // one op each, for experts in memory: of few pairs, and of any number
+    Ops decode, prefill;  // one op each, for experts in memory: up to max_pairs pairs, and any number
     Ops arriving;         // one op, for experts that are being read into `pool`
     std::shared_ptr<ExpertPool> pool;
     int pool_layer;

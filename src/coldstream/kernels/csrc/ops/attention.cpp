@@ -2,7 +2,7 @@
 // the caches; then tiles of tokens attend, reading the caches only, so that a token finds the same keys
 // whether its predecessors came with it or before it.
 //
-// Few rows: every chunk of positions is a task of its own, and a last stage merges them. Many rows: a task
+// Up to split_rows rows: every chunk of positions is a task, and a last stage merges them. Beyond: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
 //
 // A row of a draft tree sees the committed positions of its sequence and its own ancestors, which are not
@@ -18,7 +18,7 @@ namespace coldstream {
 namespace {
 
 constexpr int64_t rows_per_tile = 64;  // (token, query head) pairs that share the loads of a block
-constexpr int64_t split_rows = 8;      // up to this many rows, chunks are separate tasks
+constexpr int64_t split_rows = 8;      // most rows whose chunks are separate tasks
 constexpr int64_t heads_per_task = 8;
 
 // Consecutive tokens of one sequence, or some rows of a tree.

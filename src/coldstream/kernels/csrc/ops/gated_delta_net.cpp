@@ -169,11 +169,11 @@ class GatedDeltaNetOp : public Op {
 
   // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in
   // the order in which they lie there.
-  bool has_many_steps(const Worker& w) const { return num_steps_ >= steps_per_worker * w.count; }
+  bool has_long_tasks(const Worker& w) const { return num_steps_ >= steps_per_worker * w.count; }
 
   void convolve_heads(int rows, Worker& w) {
     const int64_t num_heads = a_.num_channels() / a_.head_size;
-    const int64_t num_apart = has_many_steps(w) ? num_steps_ : 0;  // the last runs, each a task
+    const int64_t num_apart = has_long_tasks(w) ? num_steps_ : 0;  // the last runs, each a task
     const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
     const int64_t heads =
         std::max<int64_t>(1, small_work / 8 / (num_rows * a_.head_size));  // of the others' tasks
@@ -276,7 +276,7 @@ class GatedDeltaNetOp : public Op {
     const int64_t num_long = num_runs_ - num_steps_,
                   long_tasks = num_long * blocks_per_run(kernels_.delta_columns);
     const int64_t step_blocks = blocks_per_run(kernels_.step_columns), total = num_steps_ * step_blocks;
-    const int64_t size = has_many_steps(w) ? step_blocks : 1;  // of a task
+    const int64_t size = has_long_tasks(w) ? step_blocks : 1;  // of a task
     for (int64_t task = w.take(); task < long_tasks + (total + size - 1) / size; task = w.take()) {
       if (task < long_tasks) {
         advance_block(rows, task, w);

@@ -25,7 +25,7 @@ inline ActivationForm form_of(QuantType type) {
   return is_block ? ActivationForm::by_block : ActivationForm::by_group;
 }
 
-// One row: the layout for few rows, and the first step to that for many.
+// One row: the layout for GEMV, and the first step to that for GEMM.
 struct ActivationRow {
   int8_t* q;      // [groups * 256]
   int16_t* sums;  // [groups * 16], over 16 consecutive q
@@ -84,7 +84,7 @@ class ActivationForms {
   bool needed_[2] = {false, false};
 };
 
-// One group of 16 rows with the row innermost: the layout for many rows. Lanes of a vector register, and
+// One group of 16 rows with the row innermost: the layout for GEMM. Lanes of a vector register, and
 // columns of a matrix tile, are rows.
 struct alignas(64) ActivationTile {
   int8_t q[64][tile_rows][4];  // four consecutive inputs of each row

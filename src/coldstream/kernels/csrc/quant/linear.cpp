@@ -11,7 +11,7 @@ namespace {
 
 // Up to this many inputs, each worker quantises for itself: cheaper than the barrier after a stage.
 constexpr int64_t private_quantize_elements = 8192;
-// Weight rows of a task where many rows of activations make it long.
+// Weight rows of a task of GEMM, whose rows of activations make it long.
 constexpr int64_t max_slice = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

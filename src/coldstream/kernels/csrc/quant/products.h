@@ -12,7 +12,7 @@ namespace coldstream {
 // Private memory that `multiply` needs for products over `cols` inputs, 64-byte aligned.
 size_t multiply_bytes(const QuantKernels& k, int64_t cols);
 
-// Whether a batch of this many rows is better packed into tiles.
+// Whether a batch of `num_rows` rows is better packed into tiles.
 inline bool prefers_tiles(const QuantKernels& k, int64_t num_rows) {
   return k.gemm != nullptr && num_rows >= k.gemm_min_rows;
 }

@@ -1,6 +1,6 @@
 """Times every variant of the decode kernels, and checks their bits against those of the older kernels.
 
-    python -m bench.kernels.gpu_few_variants [--only experts ...] [--rows 1 2 ...] [--quick] [--out FILE]
+    python -m bench.kernels.gpu_skinny_variants [--only experts ...] [--rows 1 2 ...] [--quick] [--out FILE]
 
 The constants that choose a kernel are set to every value in turn, so that their thresholds can be read off.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench import device
-from bench.kernels import gpu_few
+from bench.kernels import gpu_skinny
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.program import loading_kernels, note_kernels
 from coldstream.kernels.experts import cuda as pairwise
@@ -35,11 +35,11 @@ from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, RouterBuffers
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 HIDDEN, FFN, EXPERTS, TOP_K, LAUNCHES = (
-    gpu_few.HIDDEN,
-    gpu_few.FFN,
-    gpu_few.EXPERTS,
-    gpu_few.TOP_K,
-    gpu_few.LAUNCHES,
+    gpu_skinny.HIDDEN,
+    gpu_skinny.FFN,
+    gpu_skinny.EXPERTS,
+    gpu_skinny.TOP_K,
+    gpu_skinny.LAUNCHES,
 )
 Q4K, Q5K, Q6K, Q8, F32 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.F32
 ROWS = [1, 2, 4, 8, 9, 16, 24, 32, 64]
@@ -73,9 +73,9 @@ class ExpertLayer:
 
     def __init__(self, down_type: QuantType) -> None:
         shapes = [(Q4K, FFN, HIDDEN), (Q4K, FFN, HIDDEN), (down_type, HIDDEN, FFN)]
-        pairs = [gpu_few.table(*shape) for shape in shapes]
+        pairs = [gpu_skinny.table(*shape) for shape in shapes]
         self.tables, self.memory = [p[0] for p in pairs], [p[1] for p in pairs]
-        self.shared = [tuple(gpu_few.random_matrix(*shape) for shape in shapes) for _ in range(LAUNCHES)]
+        self.shared = [tuple(gpu_skinny.random_matrix(*shape) for shape in shapes) for _ in range(LAUNCHES)]
         self.layers = [ExpertMatrices(*self.tables, each) for each in self.shared]
         self.bytes = sum(kind.row_bytes(cols) * size for kind, size, cols in shapes)
 
@@ -99,7 +99,7 @@ class ExpertLayer:
             grouped.launch_grouped_gate_up(self.layers[i], chosen, hidden, codes, x, item_rows)
             grouped.launch_grouped_down(self.layers[i], chosen, hidden, outs, item_rows)
 
-        calls: dict[str, Call] = {"pairs": by_pairs, "many": self._many(rows, ids, x, codes, outs)}
+        calls: dict[str, Call] = {"pairs": by_pairs, "gemm": self._gemm(rows, ids, x, codes, outs)}
         if rows <= grouped.MAX_GROUPED_ROWS:
             for item_rows in (1, 2, 4, 8):
                 if item_rows <= rows:
@@ -113,7 +113,7 @@ class ExpertLayer:
         results = {name: lambda: [outs.routed, outs.shared] for name in calls if "gate_up" not in name}
         return calls, results, distinct
 
-    def _many(
+    def _gemm(
         self, rows: int, ids: list[torch.Tensor], x: torch.Tensor, codes: object, outs: PairRows
     ) -> Call:
         num_pairs = rows * TOP_K
@@ -182,9 +182,9 @@ def linear_variants(
     cols: int, matrices: list[tuple[QuantType, int]], rows: int
 ) -> tuple[dict[str, Call], list[torch.Tensor], int]:
     num_bytes = sum(kind.row_bytes(cols) * size for kind, size in matrices)
-    copies = max(1, min(LAUNCHES, -(-gpu_few.ROTATION_BYTES // num_bytes)))
+    copies = max(1, min(LAUNCHES, -(-gpu_skinny.ROTATION_BYTES // num_bytes)))
     weights: list[list[QuantTensor]] = [
-        [gpu_few.random_matrix(kind, size, cols) for kind, size in matrices] for _ in range(copies)
+        [gpu_skinny.random_matrix(kind, size, cols) for kind, size in matrices] for _ in range(copies)
     ]
     x = torch.randn(rows, cols, device=CUDA)
     codes, by_block = empty_activations(rows, cols, CUDA), empty_activations(rows, cols, CUDA, 32)
@@ -192,29 +192,29 @@ def linear_variants(
     quantize_cuda(x, by_block)
     outs = [torch.empty(rows, size, device=CUDA) for _, size in matrices]
 
-    def few(walk: Walk | None, sets: int | None, i: int) -> None:
+    def skinny(walk: Walk | None, sets: int | None, i: int) -> None:
         with forced(walk, sets):
             linear_skinny_cuda(weights[i % copies], outs, activations=codes, x=x, block_rows=by_block)
 
-    def many(i: int) -> None:
+    def gemm(i: int) -> None:
         for weight, out in zip(weights[i % copies], outs, strict=True):
             linear_gemm(by_block if weight.quant_type == Q8 else codes, weight, out)
 
     calls: dict[str, Call] = {}
     if rows == 1:
-        calls["one"] = functools.partial(few, Walk.ONE, None)
+        calls["one"] = functools.partial(skinny, Walk.ONE, None)
     else:
-        calls["tiles"] = functools.partial(few, Walk.TILES, 1)
+        calls["tiles"] = functools.partial(skinny, Walk.TILES, 1)
         if rows > 16:
-            calls["tiles, 2 sets"] = functools.partial(few, Walk.TILES, 2)
-            calls["parts, 2 sets"] = functools.partial(few, Walk.PARTS, 2)
+            calls["tiles, 2 sets"] = functools.partial(skinny, Walk.TILES, 2)
+            calls["parts, 2 sets"] = functools.partial(skinny, Walk.PARTS, 2)
         if rows <= 32:
-            calls["parts"] = functools.partial(few, Walk.PARTS, 1)
+            calls["parts"] = functools.partial(skinny, Walk.PARTS, 1)
         if rows <= 8:
-            calls["rows"] = functools.partial(few, Walk.ROWS, None)
-    calls["default"] = functools.partial(few, None, None)
+            calls["rows"] = functools.partial(skinny, Walk.ROWS, None)
+    calls["default"] = functools.partial(skinny, None, None)
     if rows > 4 and all(kind != F32 for kind, _ in matrices):
-        calls["many"] = many
+        calls["gemm"] = gemm
     return calls, outs, num_bytes
 
 

@@ -3,7 +3,7 @@
 Every figure is the median over replays of a CUDA graph of many launches; weights rotate through more memory
 than the caches hold. `TOPS` counts a multiplication and an addition as two.
 
-    python -m bench.kernels.gpu_many --rows 168,2048,8192
+    python -m bench.kernels.gpu_gemm --rows 168,2048,8192
 """
 
 import argparse

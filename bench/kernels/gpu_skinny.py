@@ -1,6 +1,6 @@
 """Times the CUDA C++ decode kernels at the shapes of Qwen3.6-35B-A3B, beside their byte floor.
 
-    python -m bench.kernels.gpu_few [--rows 1 2 4 8] [--kernels-from DIR] [--all-types] [--json]
+    python -m bench.kernels.gpu_skinny [--rows 1 2 4 8] [--kernels-from DIR] [--all-types] [--json]
 
 The ceiling comes first: what a copy between buffers of the device reaches. A case runs LAUNCHES times in one
 captured graph, each time on other weights, so that none is in the L2 cache when it is read; the time of one
@@ -136,7 +136,7 @@ def time_launch(launch: Callable[[int], None], num_bytes: int) -> float:
 
 
 class OtherSources:
-    """The kernels for few rows of another tree, in place of this one's while `used`."""
+    """The GEMV and skinny kernels of another tree, in place of this one's while `used`."""
 
     def __init__(self, kernels: Path) -> None:
         self._kernels = kernels
