@@ -33,9 +33,9 @@ def rows_of(columns: Any, tables: Any) -> tuple[Any, Rows]:
 class ChosenToken:
     """A token that the device has chosen, or will have before the step, and the host does not know yet.
 
-    index: among the device's results. If the token turns out to be one of `end_ids`, or there was none to
-    choose, the step leaves the row out: its logits mean nothing and its sequence stays as it was, which the
-    caller then tells the runner (`ModelRunner.take_back`).
+    index: among the device's results. The token may turn out to be one of `end_ids`, or there may be none to
+    choose. Then the step leaves the row out: its logits mean nothing, and the sequence's memory is as it was.
+    The caller has to call `ModelRunner.take_back`.
     """
 
     index: int
@@ -46,14 +46,15 @@ class ChosenToken:
 class Segment:
     """Rows of one sequence, one for each of `token_ids`.
 
-    Without parents they are a chain after the committed positions, and the step commits them. With parents
-    they are a draft tree: parents[i] is an earlier row of the segment, or −1 for the last committed position;
-    the rows stay pending until a commit. wanted: rows whose logits are wanted, by default the last of a
-    chain, all of a tree. A `ChosenToken` is a chain of one row.
+    Without parents the rows are a chain after the committed positions, and the step commits them. With
+    parents they are a draft tree, and stay pending until a commit. parents[i] is an earlier row of the
+    segment, or −1 for the last committed position. wanted: rows whose logits are wanted, by default the last
+    of a chain and all of a tree. A `ChosenToken` is a chain of one row.
 
-    forks: (rows, empty sequence) of a chain, ascending. After the step such a sequence holds the tokens up
-    to so many rows of the segment, and shares their blocks; only the slots of states change hands. The first
-    has MIN_FORK_ROWS rows before it, and a row comes after the last. If the step fails, they stay empty.
+    forks: (rows, empty sequence) of a chain, ascending. After the step such a sequence holds the tokens up to
+    so many rows of the segment. It shares their blocks, and only slots of states change hands. At least
+    MIN_FORK_ROWS rows come before the first fork, and a row after the last. If the step fails, forks stay
+    empty.
     """
 
     sequence: Sequence
@@ -90,7 +91,7 @@ class CheckedSegment:
     parents: tuple[int, ...] | None
     wanted: Array  # int64
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
-    chosen: ChosenToken | None = None  # what determines the only row's token, whose id here is 0
+    chosen: ChosenToken | None = None  # determines the only row's token; `token_ids` has 0 for it
     forks: Forks = ()
     demand: Demand = field(init=False)
     sequences: tuple[Sequence, ...] = field(init=False)  # all that a step with it changes
@@ -266,7 +267,7 @@ class BatchArrays:
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
             self._tables[number, : len(sequence.blocks)] = sequence.blocks
-            if count == 1 and sequence.pending is None:  # of a token, whose time counts
+            if count == 1 and sequence.pending is None:  # a decoded token: its time counts
                 length, token_id = sequence.length, segment.token_ids[0]
                 self.columns[:, start] = token_id, length, sequence.state, number, length, -1, -1
                 start += 1

@@ -1,7 +1,7 @@
 """The memory of a model between steps: keys and values per position, and the recurrent states.
 
 Keys and values are contiguous for each sequence, or in blocks of positions. They can be truncated to any
-earlier position by overwriting; a recurrent state describes only the sequence's present end.
+earlier position by overwriting. A recurrent state describes only the sequence's present end.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class CacheSize:
 
     @classmethod
     def of(cls, num_sequences: int, context_length: int, num_trees: int = 0) -> Self:
-        """For so many sequences of up to `context_length` positions each, `num_trees` of them with a tree."""
+        """For sequences of up to `context_length` positions each, `num_trees` of them with a tree."""
         num_blocks = num_sequences * num_blocks_of(context_length)
         return cls(num_blocks, num_sequences, num_trees * MAX_TREE_ROWS)
 
@@ -94,11 +94,13 @@ class CacheSize:
     ) -> Self:
         """For `num_contexts` sequences of up to `context_length` positions, or for more that share blocks.
 
-        Unless memory is scarce, there are as many states as blocks, up to MAX_SEQUENCES, beyond which a
-        further sequence hardly lowers the cost of a row. `is_scarce` says that the cache takes memory from
-        experts: all states but one then take at most a quarter of the bytes of keys and values, as a state of
-        a large model is as large as thousands of positions, and a single sequence needs only one. With
-        several contexts there are at least two states for each, as prefixes kept for later have them too.
+        Unless memory is scarce, there are as many states as blocks, up to MAX_SEQUENCES. Beyond that a
+        further sequence hardly lowers the cost of a row.
+
+        is_scarce: whether the cache takes memory from experts. A state of a large model is as large as
+        thousands of positions, and a single sequence needs only one. So all states but one then take at most
+        a quarter of the bytes of keys and values. With several contexts there are at least two states for
+        each, as kept prefixes have states too.
         """
         num_blocks = num_blocks_of(context_length)
         num_states = min(num_blocks, MAX_SEQUENCES)
@@ -190,7 +192,7 @@ class ModelCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of address space; keys and values that were never written take no memory."""
+        """Bytes of address space. Keys and values that were never written take no memory."""
         return sum(int(tensor.nbytes) for tensor in self.tensors())
 
     def reset(self, state_id: int) -> None:

@@ -1,7 +1,7 @@
 """Blocks and recurrent states of a `ModelCache` as bytes, on any device: for memory beside it, and for files.
 
-The bytes are those of the arrays, layer by layer, and only of positions that are committed: what else lies in
-a block may be another caller's.
+The bytes are those of the arrays, layer by layer, and only of committed positions: the rest of a block may be
+another caller's.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def _num_bytes(part: Array) -> int:
 
 
 def _read(parts: Iterator[Array]) -> memoryview:
-    """In one piece of memory, whose pages are touched but once: for large states that takes longest."""
+    """The bytes in one piece of memory. Its pages are touched once, which takes longest for large states."""
     arrays = list(parts)
     content, start = np.empty(sum(map(_num_bytes, arrays)), np.uint8), 0
     for part in arrays:

@@ -45,7 +45,7 @@ class BlockPool:
             self._counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes a reference from each of `blocks`; those without any are freed."""
+        """Removes a reference from each of `blocks`, and frees blocks without any."""
         assert all(self._counts[block] for block in blocks), "a free block has no reference to give up"
         for block in blocks:
             self._counts[block] -= 1

@@ -1,8 +1,8 @@
 """The sequences of a model: their committed positions, shared memory and pending draft trees.
 
-Blocks of keys and values and recurrent states have reference counts. A fork shares both with its origin; a
-sequence that writes to a shared one first copies it. Every method checks its arguments, and that there is
-room, before it changes anything.
+Blocks of keys and values, and recurrent states, have reference counts. A fork shares both with its origin. A
+sequence copies a shared block or state before it writes to it. Every method checks its arguments, and that
+there is room, before it changes anything.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from coldstream.kvcache.sequence import Checkpoint, Forks, PendingTree, Sequence
 
 @dataclass(frozen=True)
 class Demand:
-    """Rows that a step writes for a sequence; parents: of a draft tree, None for a chain.
+    """Rows that a step writes for a sequence. parents: of a draft tree; None for a chain.
 
     forks: empty sequences that are left behind within the rows, see `Segment`.
     """
@@ -73,7 +73,7 @@ class SequenceCache:
         )
 
     def close(self) -> None:
-        """Gives the memory of keys, values and states back; sequences can only be released afterwards."""
+        """Frees the memory of keys, values and states. Sequences can only be released afterwards."""
         self.__dict__.pop("tensors", None)
 
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
@@ -97,7 +97,7 @@ class SequenceCache:
         return Sequence(self)
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence with the same tokens, without checkpoints; nothing is copied."""
+        """A new sequence with the same tokens, without checkpoints. Nothing is copied."""
         self._check_settled(sequence)
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
         self.blocks.share(copy.blocks)
@@ -121,7 +121,7 @@ class SequenceCache:
     ) -> Sequence:
         """A new sequence with what `read_block`, from some block on, and `read_state` gave.
 
-        It shares the blocks before those with `base`, whose tokens there have to be the same. Raises
+        It shares the blocks before them with `base`, whose tokens there have to be the same. Raises
         OutOfMemoryError, and InvalidRequestError for bytes of other sizes, with nothing changed.
         """
         first = num_blocks_of(length) - len(blocks)
@@ -159,7 +159,7 @@ class SequenceCache:
         return Sequence(self, length, [*shared, *taken], state_id)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
-        """Keeps the recurrent state as it is now; nothing is copied."""
+        """Keeps the recurrent state as it is now. Nothing is copied."""
         self._check_settled(sequence)
         checkpoint = Checkpoint(sequence.length, sequence.state)
         self.states.share(_states_of(checkpoint.state))
@@ -167,7 +167,7 @@ class SequenceCache:
         return checkpoint
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Truncates the sequence to the checkpoint, which stays; later checkpoints are dropped.
+        """Truncates the sequence to the checkpoint, which stays. Later checkpoints are dropped.
 
         Raises InvalidRequestError for a checkpoint that the sequence does not have.
         """
@@ -212,7 +212,7 @@ class SequenceCache:
         """Gives every sequence, each named once, unshared memory for its rows.
 
         There has to be room (`check_room`). Rows of trees are pending afterwards. Until `append` each fork
-        has the state in whose slot the rows after it leave theirs; to clear a fork gives it back.
+        owns the slot in which the rows after it leave their state. To clear a fork frees that slot.
         """
         for demand in demands:
             sequence = demand.sequence
@@ -231,7 +231,7 @@ class SequenceCache:
                 sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
 
     def lengthen(self, sequence: Sequence, num_rows: int) -> bool:
-        """Gives the sequence blocks for so many rows after its positions; whether it had too few.
+        """Gives the sequence blocks for `num_rows` rows after its positions. True if it had too few.
 
         Raises OutOfMemoryError with nothing changed.
         """

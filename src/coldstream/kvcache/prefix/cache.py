@@ -3,10 +3,10 @@
 A prompt begins with a fork of the longest kept prefix. The blocks of keys and values are shared, and
 nothing is copied. Every token after it has the bits of a prompt computed from its start.
 
-A recurrent state describes one length only. So the cache says after which tokens of a prompt a state is to be
-left for `keep`: at boundaries that the caller knows, where it parts from prompts seen before, and often
-enough that little is computed twice. A model without such states begins with a part of what is kept. It needs
-one, and that lies before a prompt's last token.
+A recurrent state describes one length only. So the cache chooses checkpoints: lengths of a prompt at which
+`keep` is to be called. They are boundaries that the caller knows, the place where the prompt parts from
+earlier ones, and others between them, so that little is computed twice. A model without recurrent states can
+begin with any part of a kept prefix. Its prompts have one checkpoint, before the last token.
 
 Namespaces share nothing. When memory is needed, the prefix is evicted that costs least to compute again. That
 depends on its tokens beyond the nearest kept prefix, and on how often and how recently it was of use. Tiers
@@ -98,9 +98,9 @@ class Pin:
 
 
 MAX_REPLAY = 2048  # tokens of a known prefix that are computed again, if there are states enough
-MAX_PASSED = 4096  # prompts that are remembered without anything kept of them
+MAX_PASSED = 4096  # remembered prompts of which nothing is kept
 MAX_PASSED_TOKENS = 4 << 20
-MAX_CHECKPOINTS = 64  # of a prompt, if there is a tier that takes what has no room any more
+MAX_CHECKPOINTS = 64  # of a prompt, if a tier takes evicted prefixes
 HALF_LIFE = 64  # prompts after which a use counts half
 
 
@@ -126,7 +126,7 @@ class PrefixCache:
         self._tiers = PrefixTiers(sequences, tiers)
         with sequences.contents() as cache:
             self._is_recurrent = cache.is_recurrent
-        # One prompt leaves half of the states to others, unless what it pushes out goes to RAM.
+        # One prompt leaves half of the states to others, unless RAM takes what it evicts.
         share = min(max_states, max(1, max_states // 2))
         self._max_checkpoints = max(share, MAX_CHECKPOINTS) if max_states and self._tiers.is_fast else share
 
@@ -173,10 +173,10 @@ class PrefixCache:
     def keep(self, token_ids: TokenIds[int], sequence: Sequence, namespace: str = "") -> None:
         """Keeps all that a sequence holds, `sequence.length` of `token_ids`; the caller goes on with it.
 
-        Only for a sequence whose step has ended and after whose last token finite logits were seen or a token
-        was chosen: a NaN in a state would be in every later answer. The sequence shares its memory with the
-        kept prefix from then on, so its next step takes a state, and a block where it is within one. Nothing
-        is kept if all that is kept already is pinned. Raises InvalidRequestError as `ModelRunner.fork`, and
+        The sequence's step must have ended, and its last logits must be known to be finite: a NaN in a state
+        would be in every later answer. The sequence shares its memory with the kept prefix from then on. So
+        its next step takes a state, and a block where it is within one. Nothing is kept if all prefixes are
+        pinned. Raises InvalidRequestError as `ModelRunner.fork`, and
         for a sequence longer than `token_ids`, and DeviceError, with nothing kept.
         """
         if sequence.length > len(token_ids):
@@ -205,9 +205,9 @@ class PrefixCache:
         self._keeps += 1
 
     def make_room(self, num_blocks: int, num_states: int) -> bool:
-        """Lets prefixes go until so many blocks and states are free.
+        """Evicts prefixes until so many blocks and states are free.
 
-        False, with nothing changed, if they cannot be, as sequences in use or pins have the others.
+        False, with nothing changed, if sequences in use and pins have too much of the memory.
         """
         free = self._memory.free
         loose = [kept for kept in self._kept if not kept.num_pins]
@@ -222,11 +222,11 @@ class PrefixCache:
         return True
 
     def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
-        """Lets the kept prefix of exactly these tokens go, and one that a sequence of them is a part of,
-        unless it is pinned.
+        """Evicts the kept prefix of exactly these tokens, unless it is pinned.
 
-        So a sequence that began with it owns its memory alone, and can go on where there is no other. Tiers
-        get the prefix as if its memory had been needed.
+        Without recurrent states, also a kept prefix that begins with them. So a sequence that began with the
+        prefix owns its memory alone, and can go on where there is no other. Tiers take the prefix, as of any
+        eviction.
         """
         ids = _as_array(token_ids)
         for kept in self._tree.continuing(namespace, ids):
@@ -235,7 +235,7 @@ class PrefixCache:
                 self._evict(kept)
 
     def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
-        """Holds on to the longest kept prefix of `token_ids`; None if there is none."""
+        """Keeps the longest kept prefix of `token_ids` from eviction. None if there is none."""
         found, _ = self._tree.find(namespace, _as_array(token_ids))
         held = [node.entry for node in found if node.entry is not None]
         if not held:
@@ -244,23 +244,23 @@ class PrefixCache:
         return Pin(held[-1])
 
     def unpin(self, pin: Pin) -> None:
-        """Lets go of a pin; a second time, and after `clear`, does nothing."""
+        """Ends a pin. Does nothing a second time, and after `clear`."""
         kept = pin.take()
         if kept is not None and not kept.is_gone:
             kept.num_pins -= 1
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forgets all prefixes of a namespace, or of all; pins are void then."""
+        """Forgets all prefixes of a namespace, or of all namespaces. Their pins are void then."""
         for each in self._tree.namespaces if namespace is None else (namespace,):
             for kept in self._tree.remove(each):
                 self._drop(kept)
         self._tiers.clear(namespace)
 
     def save_one(self) -> bool:
-        """Gives the tiers that last a kept prefix that they lack: for idle moments.
+        """Gives the tiers that last a kept prefix that they lack. For idle moments.
 
-        Of those without a shorter one that they lack, which would make the work longer, the one of most
-        worth. False if there is none. Raises DeviceError.
+        A prefix comes after the shorter ones that it continues. Among the others the most valuable goes
+        first. False if there is none. Raises DeviceError.
         """
         unsaved = {kept for kept in self._kept if not kept.is_saved}
         if not self._tiers.has_lasting or not unsaved:
@@ -338,12 +338,12 @@ class PrefixCache:
         return float(kept.uses * 0.5 ** ((self._prompts - kept.last_use) / HALF_LIFE))
 
     def _worth(self, kept: Kept) -> float:
-        """Tokens to compute again for want of the prefix, by its uses."""
+        """The prefix's value: the tokens to compute again without it, times its uses."""
         ancestor = _ancestor(kept)
         return self._uses(kept) * (kept.node.length - (ancestor.node.length if ancestor else 0))
 
     def _evict_one(self, needs_blocks: bool = False, needs_states: bool = False) -> bool:
-        """Lets the loose prefix of least worth go, preferably one that frees what is needed."""
+        """Evicts the least valuable prefix without a pin, preferably one that frees what is needed."""
         loose = sorted((kept for kept in self._kept if not kept.num_pins), key=self._worth)
         if not loose:
             return False
@@ -372,9 +372,7 @@ class PrefixCache:
         return sequence
 
     def _restore(self, namespace: str, ids: Array, held: Kept | None, start: int) -> Kept | None:
-        """A prefix from a tier, kept from now on, that is longer than the `start` tokens held by a block at
-        least.
-        """
+        """A prefix from a tier, kept from now on. It must have a block more than the `start` tokens held."""
         length = self._tiers.longest(namespace, ids, len(ids) - 1) if self._max_states else 0
         if length < start + BLOCK_POSITIONS:
             return None
@@ -384,7 +382,7 @@ class PrefixCache:
             is_room = self.make_room(num_blocks_of(length) - start // BLOCK_POSITIONS, 1)
             if not is_room or (len(self._kept) >= self._max_states and not self._evict_one()):
                 return None
-            # What was let go for its room may have pushed it out of its tier.
+            # The eviction that made room may have pushed the prefix out of its tier.
             base = held.sequence if held else None
             sequence = self._tiers.restored(namespace, ids, start + BLOCK_POSITIONS, base)
         finally:
@@ -421,7 +419,7 @@ class PrefixCache:
 
 
 def _ancestor(kept: Kept) -> Kept | None:
-    """The longest kept prefix of a kept prefix."""
+    """The longest other prefix that `kept` continues and that is kept too."""
     above = (node.entry for node in kept.node.path if node is not kept.node)
     return next((entry for entry in above if entry is not None), None)
 
@@ -453,8 +451,12 @@ def choose_checkpoints(
     boundaries: ends of a system prompt, of tools, of messages.
 
     As far as the limit allows, no checkpoint is more than `max_replay` tokens behind the one before, and one
-    is at the end. If there are too many, the order is: the prefix that other prompts have; the part up to the
-    last boundary; the whole prompt; the part up to the first boundary; the other boundaries.
+    is at the end. If there are too many, these go first, in this order:
+
+    - the prefix that other prompts have
+    - the part up to the last boundary
+    - the whole prompt
+    - the part up to the first boundary
     """
     end = length - 1
     inside = sorted({each for each in boundaries if start < each <= end})

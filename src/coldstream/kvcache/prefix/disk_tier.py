@@ -59,10 +59,9 @@ class PrefixDisk:
     def __init__(self, folder: Path, identity: bytes, budget_bytes: int) -> None:
         """Opens the folder of a model in `folder`, made if there is none.
 
-        identity: says which model, types of cache and version wrote the bytes. Files of others that no
-        process uses have room only as far as the budget allows at this moment. Raises StorageError if the
-        folder cannot be used, is another user's or may be written to by others, or if another process uses
-        it.
+        identity: says which model, types of cache and version wrote the bytes. Other models' files that no
+        process uses stay as far as the budget allows at this moment. Raises StorageError if the folder cannot
+        be used, is another user's, may be written to by others, or is used by another process.
         """
         self._identity = sha256(identity)
         self._budget_bytes = budget_bytes
@@ -235,10 +234,10 @@ class PrefixDisk:
             self._remove(oldest)
 
     def _touch(self, files: Iterable[_File]) -> None:
-        """Notes that a prefix was used; the file of its first page last, so that it goes last."""
+        """Notes that a prefix was used. The file of its first page counts as used last, so it goes last."""
         for file in reversed(list(dict.fromkeys(files))):
             self._files.move_to_end(file.path)
-            # Times of their own, as a file system's clock may stand still between two files.
+            # Own times: a file system's clock may stand still between two files.
             self._last_use_ns = max(time.time_ns(), self._last_use_ns + 1)
             with suppress(OSError):
                 os.utime(file.path, ns=(self._last_use_ns, self._last_use_ns), follow_symlinks=False)

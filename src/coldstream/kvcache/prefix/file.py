@@ -46,7 +46,7 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class PageContent:
-    """A page with its bytes; those of the state are of an end."""
+    """A page with its bytes. Only the end of a prefix has bytes of a state."""
 
     page: Page
     content: Content
@@ -73,7 +73,7 @@ class PagePlace:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file says of itself. root: that of its pages' keys, which names the namespace."""
+    """What a file says of itself. root: of its pages' keys; names the namespace."""
 
     root: bytes
     places: tuple[PagePlace, ...]
@@ -178,7 +178,7 @@ def locked(folder: Path) -> int:
 def limit_others(own: Path, num_bytes: int) -> None:
     """Removes files in the folders beside `own` until they have at most so many bytes.
 
-    The folder used longest ago goes first; one that another process uses stays. What cannot be removed stays.
+    The folder used longest ago goes first. One that another process uses stays, and what cannot be removed.
     """
     folders = [each for each in own.parent.iterdir() if each != own and NAME.fullmatch(each.name)]
     found: list[tuple[int, Path, list[tuple[Path, int]]]] = []

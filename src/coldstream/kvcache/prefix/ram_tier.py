@@ -88,7 +88,7 @@ class PrefixRam:
         return PageKeys(self._digest(namespace.encode()), self._digest)
 
     def _touch(self, pages: list[Page]) -> None:
-        """Notes that a prefix was used; its first page last, so that it goes last."""
+        """Notes that a prefix was used. Its first page counts as used last, so that it goes last."""
         for page in reversed(pages):
             self._used.move_to_end(page.key)
 

@@ -24,7 +24,7 @@ class PrefixSource(Protocol):
     state_bytes: int
 
     def read_block(self, index: int) -> Content:
-        """Block number `index`; of the last, the positions of the prefix."""
+        """Block number `index`; of the last block only the prefix's positions."""
 
     def read_state(self) -> Content: ...
 
@@ -64,12 +64,12 @@ class PrefixTier(Protocol):
         """Tokens of the longest prefix of `ids` that it has, at most `limit`; 0 for none."""
 
     def load(self, namespace: str, ids: Array, limit: int, first_block: int) -> SavedPrefix | None:
-        """That prefix, from a block on; None if it turned out to be damaged, and is not found again."""
+        """The prefix that `longest` found, from a block on. None, now and later, if it is damaged."""
 
     def save(self, namespace: str, ids: Array, source: PrefixSource) -> bool:
-        """Takes a prefix, of which it reads what it lacks. False if it does not have it afterwards.
+        """Takes a prefix, and reads what it lacks of it. False if the tier does not have it afterwards.
 
-        What can't have room within the budget, whatever else went, pushes nothing out.
+        A prefix that is larger than the budget evicts nothing.
         """
 
     def clear(self, namespace: str | None) -> None:
@@ -141,7 +141,7 @@ class PrefixTiers:
         return None
 
     def take(self, namespace: str, ids: Array, sequence: Sequence) -> None:
-        """Gives the fastest tier a prefix that loses its memory; slower ones would hold steps up."""
+        """Gives the fastest tier an evicted prefix. Slower tiers would delay steps."""
         self._save(self._tiers[:1], namespace, ids, sequence)
 
     def save(self, namespace: str, ids: Array, sequence: Sequence) -> None:

@@ -1,8 +1,8 @@
 """A radix tree over token ids: the prompts that were seen, and what is kept of their prefixes.
 
 Unit of work: one path from the root of a namespace. A node is the end of a prefix. It has an entry, or it is
-where prompts part, or it is a leaf that only remembers that a prompt passed. The latter are bounded in number
-and tokens, and those used longest ago are forgotten first. Tokens are compared, never hashes of them. Knows
+where prompts part, or it is a leaf that only remembers a prompt. Such leaves are bounded in number and
+tokens, and those used longest ago are forgotten first. Tokens are compared, never hashes of them. Knows
 nothing of sequences.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Node(Generic[T]):
-    """The end of a prefix of `length` tokens, of which `tokens` are those after the parent's."""
+    """The end of a prefix of `length` tokens. `tokens` are those after the parent's."""
 
     tokens: Array  # int32; empty for a root only
     length: int
@@ -97,7 +97,7 @@ class PrefixTree(Generic[T]):
         return (each.entry for each in _below(node) if each.entry is not None)
 
     def remember(self, namespace: str, tokens: Array) -> None:
-        """Notes that a prompt passed; may forget those that passed longest ago."""
+        """Remembers a prompt. May forget those of longest ago."""
         found, matched = self.find(namespace, tokens)
         if matched < len(tokens):
             self.tidy(self.insert(namespace, tokens))
@@ -125,7 +125,7 @@ class PrefixTree(Generic[T]):
         node.entry = entry
 
     def tidy(self, node: Node[T]) -> None:
-        """Removes a node without an entry, unless prompts part there or it is worth remembering as passed."""
+        """Removes a node without an entry, unless prompts part there or it remembers a prompt."""
         if node.entry is not None or node.parent is None:
             return
         if not node.children:
