@@ -36,5 +36,27 @@ def _lines_of(result: dict[str, Any]) -> str:
     return table(header, rows) + "\n" + "\n".join(runs) + "\n"
 
 
+def commit_bits() -> str:
+    """A table for each commit whose bits were compared, and where they ran."""
+    files = sorted(RESULTS.glob("bits_*.json"))
+    if not files:
+        return "No run is recorded yet.\n"
+    return "\n".join(_bits_of(json.loads(file.read_text())) for file in files)
+
+
+def _bits_of(result: dict[str, Any]) -> str:
+    rows = [
+        [name, str(each["digests"]), ", ".join(each["different"]) or "none"]
+        for name, each in result["settings"].items()
+    ]
+    runs = dict.fromkeys(
+        f"- {each['machine']['gpu'] or each['machine']['cpu_name']}, commit {each['commit']}, "
+        f"{each['date']}: `{each['command']}`"
+        for each in result["settings"].values()
+    )
+    header = [f"beside {result['against']}", "digests", "different"]
+    return table(header, rows) + "\n" + "\n".join(runs) + "\n"
+
+
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
