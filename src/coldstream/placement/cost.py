@@ -1,8 +1,8 @@
 """The cost of a token in seconds, from bytes, measured rates and hit rates. Pure.
 
-A layer of decode has a part that every token takes (mixer, router, norms: bytes of GPU memory and launches),
-and experts: the GPU computes resident ones while the CPU computes others in RAM and the GPU reads more over
-the bus. Prefill copies cold experts while it computes; the CPU computes those with few tokens.
+A layer of decode has a fixed part (mixer, router, norms: bytes of GPU memory, and launches) and experts. The
+GPU computes resident experts. Meanwhile the CPU computes others in RAM, and the GPU reads more over the bus.
+Prefill copies cold experts while it computes, and the CPU computes those with the fewest tokens.
 
 The constants are the shares of measured rates that kernels reach, from docs/results/gpu on H200s, and the
 recall of guesses, from docs/results/guess_recall.json.
@@ -28,20 +28,20 @@ LAUNCH_S: Final = 3.1e-6  # fixed part of a short kernel in a captured graph
 LAYER_LAUNCHES: Final = 8.65
 EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
-VRAM_SHARE: Final = 0.7  # of a copy's rate, in products of one row
-KV_SHARE: Final = 0.45  # the same in attention of one row
-PREFILL_VRAM_SHARE: Final = 0.36  # the same in a prefill's products
-PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices
-FLOAT_SHARE: Final = 0.035  # attention, which computes in float32, against int8
-CPU_SHARE: Final = 0.85  # of the rate at which threads read
-MISSES_SHARE: Final = 0.6  # the same for what a GPU asks for: few experts of a layer, or a dense layer's FFN
-LAYER_PRODUCT_SHARE: Final = 0.3  # of what cores multiply, in an FFN that all of them share
+VRAM_SHARE: Final = 0.7  # of a copy's rate in GPU memory: products of one row
+KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
+PREFILL_VRAM_SHARE: Final = 0.36  # of a copy's rate in GPU memory: a prefill's products
+PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices: a prefill's products
+FLOAT_SHARE: Final = 0.035  # of the rate of large int8 matrices: attention, which computes in float32
+CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
+MISSES_SHARE: Final = 0.6  # of the rate at which threads read: what a GPU asks for in a layer
+LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
 DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
-BUS_SHARE: Final = 0.85  # kernels that read over the bus, against copies
-BUS_BESIDE_SHARE: Final = 0.72  # the same while the CPU computes
-STAGED_SHARE: Final = 0.9  # the same where a launch copies whole experts for several rows
+BUS_SHARE: Final = 0.85  # of a copy's rate over the bus: kernels that read over it
+BUS_BESIDE_SHARE: Final = 0.72  # of a copy's rate beside the CPU: kernels that read over the bus
+STAGED_SHARE: Final = 0.9  # of a copy's rate beside the CPU: launches that stage whole experts
 # Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
@@ -49,7 +49,8 @@ PRODUCT_OF_TILE_ROW: Final = 0.03
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
 GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a fork of the graph
-# Most tokens of a prefill step of which the CPU computes experts; of more, the GPU takes longer than the bus.
+# Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
+# bus.
 MAX_CPU_ROWS: Final = 2048
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts
 # (docs/notes/offloaded-experts.md).
@@ -83,9 +84,10 @@ def _shares_of_bus(most_misses: int, expert_bytes: int, rates: Rates) -> tuple[i
 
 
 def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> MissTimes:
-    """What a missing expert of so many bytes takes on either side, by which they share a step's.
+    """How long the CPU and the bus take for a missing expert. A step's missing experts are shared by these
+    times.
 
-    is_layer: whether it is the FFN of a dense layer, which the copy engine copies.
+    is_layer: whether the expert is the FFN of a dense layer, which the copy engine copies.
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
@@ -105,7 +107,7 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
 
 
 def _product_seconds(expert_bytes: int, rates: Rates) -> Array:
-    """The CPU's time for an expert of 1, 2, … MAX_MAILBOX_ROWS rows, float64; never less for more rows."""
+    """The CPU's time for an expert of 1, 2, … MAX_MAILBOX_ROWS rows, float64, ascending."""
     if not rates.expert_bytes_per_s:
         return _assumed_product_seconds(expert_bytes, rates.cpu_bytes_per_s)
     measured = expert_bytes / np.asarray(rates.expert_bytes_per_s)
@@ -166,7 +168,7 @@ def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds per token that prefetching up to PREFETCHED experts of a layer saves; may be negative.
 
-    Guessed experts arrive in time as far as the bus has room for them; experts that are missed nevertheless
+    Guessed experts arrive in time as far as the bus has room for them. Experts that are missed all the same
     share the bus with them.
     """
     if model.is_dense:
@@ -226,7 +228,7 @@ def decode_seconds_on_cpu(
     seconds += model.num_layers * CPU_LAYER_S
     for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
         num_bytes = model.num_experts_per_tok * size
-        # Missed experts are read while the others are computed, and computed after that.
+        # Missed experts are read while the others are computed. They are computed after that.
         missed = (1.0 - hit_rate) * num_bytes
         seconds += max(num_bytes / read, missed / rates.disk_bytes_per_s + missed / read)
         seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_WAIT_S
@@ -321,7 +323,7 @@ def _experts_seconds(
 
 
 def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
-    """Of the FFNs of a dense model: those on the GPU, then those that the CPU and the bus share."""
+    """Seconds of a dense model's FFNs: first on the GPU, then on the CPU and the bus."""
     held = [size for size, rate in zip(model.expert_bytes, hit_rates, strict=True) if rate]
     seconds = model.num_layers * EXPERT_LAUNCHES * LAUNCH_S
     seconds += sum(held) / (VRAM_SHARE * rates.vram_bytes_per_s)

@@ -31,7 +31,7 @@ class GpuHardware:
     copy_bytes_per_s: float | None = None  # within its memory, read and written together
     product_ops_per_s: float | None = None  # int8 multiplications and additions in large matrices
     link_bytes_per_s: float | None = None  # copies from page-locked RAM, alone
-    link_beside_read: float | None = None  # the same while all cores read RAM
+    link_beside_read: float | None = None  # copies from page-locked RAM while all cores read RAM
     read_beside_link: float | None = None  # what the cores read during copies
     handshake_s: float | None = None  # the GPU raises a flag, a CPU thread answers, the GPU goes on
     # Weights of experts that all cores multiply, for experts of EXPERT_ROWS rows each.
@@ -45,7 +45,7 @@ class Hardware:
     cpu_name: str
     cpu_flags: tuple[str, ...]  # as the kernel names them, sorted
     num_logical_cpus: int  # that this process may run on
-    num_physical_cores: int  # distinct cores among them, at most the CPU quota
+    num_physical_cores: int  # distinct cores of those CPUs, at most the CPU quota
     ram_total_bytes: int  # of the machine or the container, whichever is less
     ram_available_bytes: int
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured

@@ -1,8 +1,8 @@
 """A file of the measured rates of a machine, with their time.
 
-It has an entry for the CPU and one for the GPU, each bound to what its rates depend on, so that runs on the
-CPU leave the GPU's rates alone. An entry that is missing, damaged or of another machine counts as none: rates
-are measured again.
+It has an entry for the CPU and one for the GPU, so that runs on the CPU leave the GPU's rates alone. Each
+names what its rates depend on. If an entry is missing, damaged or of another machine, rates are measured
+again.
 """
 
 import json
@@ -69,8 +69,8 @@ def fastest_run(hardware: Hardware, path: Path | None) -> float:
 def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0) -> None:
     """Writes the measured rates at once: there is the old file or the whole new one. Raises StorageError.
 
-    Without a path nothing is kept. Without a GPU in `hardware`, the file's entry of one is kept. fastest_run:
-    how many times as fast as these rates explain the run was for which they were measured.
+    Without a path nothing is kept. Without a GPU in `hardware`, the file's entry of a GPU is kept.
+    fastest_run: the measured run's speed, divided by the speed that these rates explain.
     """
     if path is None:
         return
@@ -128,7 +128,7 @@ def _rates(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
-    """What the rates of an entry depend on; those of a GPU depend on the CPU too."""
+    """What the rates of an entry depend on. A GPU's rates depend on the CPU too."""
     machine: dict[str, Any] = {"cpu": hardware.cpu_name, "cores": hardware.num_physical_cores}
     if name == "gpu" and hardware.gpu:
         machine |= {"gpu": hardware.gpu.name, "driver": hardware.gpu.driver}

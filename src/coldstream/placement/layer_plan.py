@@ -1,8 +1,8 @@
 """plan_layers: which layers of a dense model begin in a GPU's memory with their FFN, and stay there. Pure.
 
-Every token reads every layer, so there is nothing to guess and nothing to evict: the FFN of a layer counts as
-its only expert, and layers are resident, *pinned*, or missing. Those that are missing lie evenly between the
-others, so that their bytes arrive while layers before them are computed.
+Every token reads every layer, so there is nothing to guess and nothing to evict. The FFN of a layer counts as
+its only expert. Layers are resident, *pinned*, or missing. Missing layers lie evenly between the others, so
+that their bytes arrive while the layers before them are computed.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def least_layers_budget(model: ModelSizes, fixed: FixedPart, options: PlanOption
 
 
 def _least_of_layers(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
-    """Bytes of the ring, and of the layers that have to be resident; of all if that is less."""
+    """Bytes of the ring and of the layers that must be resident, or of all layers if less."""
     pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
     first = sum(model.expert_bytes[layer] for layer in pinned)
     ring = RING_LAYERS * max(model.expert_bytes)
@@ -71,6 +71,6 @@ def _least_of_layers(model: ModelSizes, options: PlanOptions) -> tuple[int, int]
 
 
 def spread_order(count: int) -> Sequence[int]:
-    """0 … count − 1 in an order in which the first ones, however many, lie about evenly: by reversed bits."""
+    """0 … count − 1 by reversed bits: the first n of them lie about evenly, for every n."""
     width = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2))

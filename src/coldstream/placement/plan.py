@@ -1,7 +1,8 @@
 """PlacementPlan: the contents of fast memory, to the byte, and the experts that begin there. Pure.
 
-The fast memory is the GPU's ("vram"; everything else is computed by the CPU or read over the bus), or RAM
-under a budget ("ram"; the rest is on the disk). Knows sizes, uses and a budget, no tensors and no devices.
+The fast memory is the GPU's ("vram") or RAM under a budget ("ram"). Beside a GPU, the CPU computes everything
+else, or the GPU reads it over the bus. Beside RAM, the rest is on the disk. Knows sizes, uses and a budget,
+no tensors and no devices.
 """
 
 from collections import Counter
@@ -194,9 +195,9 @@ def plan_placement(
 ) -> PlacementPlan:
     """The placement of `model` in fast memory of `budget_bytes`.
 
-    uses: float [layers, experts], expected uses a step or counts; None: nothing is known. Experts are taken
-    by weighted uses per byte until no more fits; equal ones by rank in the layer, layer and id. If all fit
-    there is no ring. The same arguments give the same plan, and a larger budget never fewer resident bytes.
+    uses: float [layers, experts], expected uses a step or counts. None: nothing is known. Experts are taken
+    by weighted uses per byte until no more fit, and equal ones by rank in the layer, layer and id. If all fit
+    there is no ring. The same arguments give the same plan. A larger budget never gives fewer resident bytes.
     Raises BudgetTooSmallError if the budget is below `least_budget`.
     """
     options = options or PlanOptions()
@@ -254,7 +255,7 @@ def least_parts(fixed: FixedPart, ring: int, first: int, what: str = "experts") 
 
 
 def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
-    """Bytes of the smallest ring, and of the experts that have to be resident; of all if that is less."""
+    """Bytes of the smallest ring and of the experts that must be resident, or of all experts if less."""
     order = np.arange(model.num_layers * model.num_experts)
     pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
     layers = [number // model.num_experts for number in _first(order, pinned, options, model)]
@@ -264,8 +265,9 @@ def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int
 
 
 def _first(order: Array, pinned: Sequence[int], options: PlanOptions, model: ModelSizes) -> list[int]:
-    """The experts that have to be resident, of `order`: those of pinned layers, the best of each other
-    layer, and of each size that other layers have.
+    """The experts of `order` that must be resident.
+
+    They are the experts of pinned layers, and the best ones of each other layer and of each other size.
     """
     first = []
     for layer in range(model.num_layers):
@@ -282,12 +284,12 @@ def _first(order: Array, pinned: Sequence[int], options: PlanOptions, model: Mod
 
 
 def _smallest_ring(model: ModelSizes) -> int:
-    """Room for one token's experts of a layer while those of the next arrive."""
+    """Bytes for one token's experts of a layer, and for the next layer's, which arrive meanwhile."""
     return RING_LAYERS * model.num_experts_per_tok * max(model.expert_bytes)
 
 
 def _ring_bytes(model: ModelSizes, left: int) -> int:
-    """Bytes of the ring: those of two layers, but at most an eighth of `left`.
+    """Bytes of the ring: two layers, but at most an eighth of `left`.
 
     It is raised to _GOOD_RING_BYTES as far as half of `left` allows, and is at least `_smallest_ring`.
     """

@@ -44,8 +44,8 @@ def plan_to_json(plan: RunPlan) -> str:
 def plan_from_json(text: str, sizes: Collection[ModelSizes], name: Path = Path("plan")) -> RunPlan:
     """The plan that `text` describes. `name` is its name in errors.
 
-    sizes: of one model, for its experts in different memories. Raises a subclass of ModelFormatError for
-    text that is no JSON or no plan, and for a plan of another version or model or that contradicts itself.
+    sizes: of one model, for its experts in different memories. Raises a subclass of ModelFormatError for text
+    that is no JSON or no plan, and for a plan that contradicts itself or is of another version or model.
     """
     document = _document(text, name)
     routed = next(iter(sizes)).routed
@@ -187,7 +187,7 @@ def _pool(document: object) -> PoolPlan:
 
 
 def _are_of(sizes: Sequence[int], known: Sequence[int]) -> bool:
-    """Whether those of `sizes` that are not 0 are the `known` ones of their layers."""
+    """Whether each of `sizes` is 0 or the `known` one of its layer."""
     return all(size in (0, other) for size, other in zip(sizes, known, strict=True))
 
 

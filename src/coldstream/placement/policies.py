@@ -2,8 +2,8 @@
 
 The experts of all layers share one pool of slots, so an expert is a number, layer · num_experts + expert. The
 unit of work is a step, one token through all layers. A use is a hit if the expert was resident when the step
-began. After it a policy may admit missed experts, each into a free slot or in place of a resident expert that
-the step did not use, as experts of a step are the likeliest of the next.
+began. After the step a policy may admit missed experts. Each gets a free slot, or replaces a resident expert
+that the step did not use: a step's experts are the likeliest of the next step.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class Changes:
 
 
 class Policy(ABC):
-    """Keeps a score for each expert; missed experts of the highest replace residents of the lowest.
+    """Keeps a score for each expert. Missed experts of the highest scores replace residents of the lowest.
 
     Of equal scores the lower number is preferred. The same calls give the same changes. At most max_copies
     experts are admitted after a step; None: no limit.

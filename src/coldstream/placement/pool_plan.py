@@ -1,8 +1,8 @@
 """PoolPlan: experts in RAM under a budget beside a GPU's slots; the rest is on the disk. Pure.
 
-Where the whole file finds room in RAM beside a GPU it is mapped, and there is no such plan. The pool is for
-what the GPU does not hold: its slots begin with the most used of the other experts, and with an expert that
-is in both only where all others are there. Knows sizes, uses and a budget, no tensors and no devices.
+If RAM holds the whole file beside a GPU, the file is mapped and there is no such plan. The pool is for what
+the GPU does not hold. Its slots begin with the most used of the other experts. An expert of the GPU is there
+too only if all others are. Knows sizes, uses and a budget, no tensors and no devices.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from coldstream.placement.ranking import assumed_uses, ranked, take_fitting
 
 Array = np.ndarray[Any, Any]
 
-# Slots of each size, in experts of a token of a layer: those that a step reads into while it computes others,
-# and as many on their way to the GPU.
+# Slots of each size, in experts of a token of a layer: a step reads into some while it computes others, and
+# as many are on their way to the GPU.
 LEAST_TOKENS: Final = 3
 
 

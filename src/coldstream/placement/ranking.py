@@ -14,8 +14,9 @@ Array = np.ndarray[Any, Any]
 def assumed_uses(num_layers: int, num_experts: int) -> Array:
     """Uses for planning without a trace, float64 [layers, experts].
 
-    It is known that few experts make up most uses, but not which. So uses fall with the expert's number, the
-    same in all layers: each layer gets its share, a little more where experts are small.
+    A small part of the experts makes up most uses, but nobody knows which part. So uses fall with the
+    expert's number, the same in all layers. Each layer gets its share, and a little more where experts are
+    small.
     """
     return np.tile(1.0 / np.arange(1, num_experts + 1), (num_layers, 1))
 
@@ -46,8 +47,9 @@ def layers_to_pin(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def weights_by_layer(num_layers: int, weights: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """The weight of a use in each layer: from `weights`, where the last entry of a layer counts, or 1; empty
-    if it is 1 in all.
+    """The weight of a use in each layer, by default 1. Empty if it is 1 in all layers.
+
+    weights: the last entry of a layer counts.
     """
     named = dict(weights)
     by_layer = tuple(named.get(layer, 1.0) for layer in range(num_layers))

@@ -46,7 +46,7 @@ class Rates:
     link_beside_read: float  # the link while the CPU threads read
     vram_bytes_per_s: float  # what a copy in the GPU's memory reads and writes together
     product_ops_per_s: float  # int8 multiplications and additions of the GPU in large matrices
-    cpu_ops_per_s: float  # the same of all cores
+    cpu_ops_per_s: float  # int8 multiplications and additions of all cores
     cpu_bytes_per_s: float  # weights that all cores multiply by one row
     num_cores: int
     handshake_s: float  # the GPU raises a flag, a thread answers, the GPU goes on

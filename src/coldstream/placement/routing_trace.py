@@ -3,9 +3,14 @@
 A trace belongs to one model, known by its fingerprint. It feeds policies of residency offline and ranks
 experts for the start. Knows nothing of tensors or text.
 
-The file, little-endian: 8 bytes of magic with the version, `_HEADER`, the ids compressed by zlib in the
-order [step, layer, rank], one byte each up to 256 experts and two beyond, and a BLAKE2b-128 hash of all
-that is before it. Length and hash are checked before anything else is believed.
+The file is little-endian:
+
+- 8 bytes of magic with the version
+- `_HEADER`
+- the ids in the order [step, layer, rank], compressed by zlib; one byte each up to 256 experts, two beyond
+- a BLAKE2b-128 hash of everything before it
+
+Length and hash are checked before anything else is used.
 """
 
 import hashlib
@@ -96,8 +101,8 @@ class RoutingTrace:
     def load(cls, path: Path, model: RoutedModel) -> Self:
         """The trace of `model` in the file at `path`.
 
-        Raises ModelNotFoundError for a file that cannot be read, and for one that is not a whole, undamaged
-        trace of this very model a subclass of ModelFormatError.
+        Raises ModelNotFoundError for a file that cannot be read, and a subclass of ModelFormatError for a
+        trace that is damaged, incomplete or of another model.
         """
         content = _read(path)
         num_steps, payload = _open(path, content, model)

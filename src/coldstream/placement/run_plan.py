@@ -31,7 +31,7 @@ SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
-# Of a layer's experts. The bus reads half of those that a prompt wants; the CPU takes what has no place.
+# Share of a layer's experts. The bus reads half of the experts that a prompt wants; the CPU takes the others.
 _SHARE_WITH_PLACES: Final = 0.3
 
 
@@ -40,15 +40,15 @@ class RunPlan:
     """A placement, and how it is computed. Creation raises ValueError if it is contradictory."""
 
     placement: PlacementPlan
-    threads: int  # of the CPU for computing; 0: the GPU holds all experts
+    threads: int  # CPU threads that compute; 0: the GPU holds all experts
     # Expected uses a step of each expert, [layers][experts]; None: nothing is known.
     uses: tuple[tuple[float, ...], ...] | None = None
-    # What a missing expert takes, by which the bus and the CPU share; None: the GPU reads none over the bus.
+    # Times of a missing expert, by which bus and CPU share. None: the GPU reads none over the bus.
     miss_times: MissTimes | None = None
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
     prefetch_bytes: int = 0  # most of the ring that their places take; prefill uses all of it
-    layers_ahead: int = 0  # the number of layers from the router that guesses them to theirs
-    max_cpu_rows: int = 0  # most tokens of a prefill step of which the CPU computes missing experts
+    layers_ahead: int = 0  # layers between the router that guesses experts and their own
+    max_cpu_rows: int = 0  # most tokens of a prefill step in which the CPU computes missing experts
     copy_bytes_per_step: int = 0  # most bytes of experts that begin to be copied into slots beside a step
     attention_window: int | None = None  # positions that a token attends to, its own included; None: all
     spec_type: str = "none"  # what drafts tokens, of SPEC_TYPES
@@ -112,8 +112,9 @@ class RunPlan:
     def shared_rows(self) -> int:
         """Most rows of a step in which the GPU itself shares missing experts out.
 
-        In longer steps the host does, and copies experts group by group; so it is from MAX_MAILBOX_ROWS on
-        where the GPU reads none over the bus, or where the ring has too few places for a layer's experts.
+        In longer steps the host shares them out, and experts are copied group by group. The limit is
+        MAX_MAILBOX_ROWS where the GPU reads none over the bus, or where the ring has too few places for a
+        layer's experts.
         """
         placement = self.placement
         room = placement.ring_bytes - self.prefetch_bytes
@@ -130,8 +131,8 @@ class RunPlan:
     def loaded(self) -> tuple[tuple[int, ...], ...]:
         """Experts that are loaded into slots before the first step, by layer.
 
-        The residents; but in RAM without expected uses only those of pinned layers, as prompts fill free
-        slots with the experts that they use.
+        They are the residents. In RAM without expected uses they are only those of pinned layers: prompts
+        fill free slots with the experts that they use.
         """
         placement = self.placement
         if placement.tier == "vram" or self.uses is not None:
