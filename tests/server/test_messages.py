@@ -1,12 +1,12 @@
 """Messages between the processes: what is sent arrives equal, and bytes that are no message are refused."""
 
-import json
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,6 +149,11 @@ def test_a_delta_with_more_than_text_is_a_message_of_its_own(more: dict[str, Any
     assert list(joined([delta])) == [delta]
 
 
+def test_lone_surrogates_arrive_as_they_are() -> None:
+    delta = Delta(1, 0, Piece("a\ud800\udfff", (7,), stop_reason="\udc80"))
+    assert decode(encode(delta, FromEngine), FromEngine) == delta
+
+
 def test_log_probabilities_keep_their_order_and_may_be_infinite() -> None:
     ranked = {7: Logprob(-0.5, 1, "a"), 3: Logprob(-math.inf, 2, "b")}
     piece = Piece("a", (7,), (ranked,))
@@ -206,33 +211,48 @@ def test_random_bytes_are_no_message(data: bytes) -> None:
 
 
 def hostile(plain: Any) -> bytes:
-    return json.dumps(plain).encode()
+    return msgspec.msgpack.encode(plain)
+
+
+def read(data: bytes) -> Any:
+    """The arrays of a message."""
+    return msgspec.msgpack.decode(data)
+
+
+HEAD = hostile(["Cancel", 1])[:-1]
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        b"null",
-        b"[]",
-        b"3",
-        b'{"Cancel":[1',
-        b'{"Cancel":[1]} x',
+        hostile(None),
+        hostile([]),
+        hostile(3),
+        hostile(["Cancel", 1])[:-1],
+        hostile(["Cancel", 1]) + b"x",
         b"\xff\xfe",
-        b"[" * 200_000,
-        b'{"Cancel":[' + b"9" * 5000 + b"]}",
-        b'{"Cancel":[' + b"9" * 30 + b"]}",
-        hostile({"Cancel": []}),
-        hostile({"Cancel": [1, 2]}),
-        hostile({"Cancel": ["1"]}),
-        hostile({"Cancel": [True]}),
-        hostile({"Cancel": [1.0]}),
-        hostile({"Cancel": {"request_id": 1}}),
-        hostile({"Cancel": [1], "Count": [1]}),
-        hostile({"EngineStatistics": []}),
-        hostile({"os.system": ["true"]}),
-        hostile({"Died": [{"error": ["GenerationFault", "m"]}]}),  # of the other direction
-        hostile({"Open": [{"EngineConfig": []}, {"EngineLimits": []}]}),
+        b"\x91" * 200_000,  # arrays in arrays
+        HEAD + b"\x91" * 200_000,
+        HEAD + b"\xdd\xff\xff\xff\xff",  # an array of 4 billion values
+        HEAD + b"\xdf\xff\xff\xff\xff",  # a map
+        HEAD + b"\xc6\xff\xff\xff\xff",  # bytes
+        HEAD + b"\xc9\xff\xff\xff\xff\x01",  # an extension
+        hostile(["Cancel"]),
+        hostile(["Cancel", 1, 2]),
+        hostile(["Cancel", "1"]),
+        hostile(["Cancel", b"1"]),
+        hostile(["Cancel", True]),
+        hostile(["Cancel", 1.0]),
+        hostile(["Cancel", None]),
+        hostile(["Cancel", {"request_id": 1}]),
+        hostile({"type": "Cancel", "request_id": 1}),
+        hostile([["Cancel", 1], ["Count", 1]]),
+        hostile([b"Cancel", 1]),
+        hostile(["EngineStatistics"]),
+        hostile(["os.system", "true"]),
+        hostile(["Died", ["error", "GenerationFault", b"m"]]),  # of the other direction
+        hostile(["Open", ["EngineConfig"], ["EngineLimits"], ["PromptCache", 0, None]]),
     ],
 )
 def test_hostile_frames_are_refused(data: bytes) -> None:
@@ -241,28 +261,31 @@ def test_hostile_frames_are_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [["OSError", "m"], ["ProtocolError", "m"], ["GenerationFault"], ["x", 1], 3]
+    "error",
+    [["OSError", b"m"], ["ProtocolError", b"m"], ["GenerationFault"], ["GenerationFault", 1], ["x", b""]],
 )
 def test_only_errors_of_the_package_are_made(error: Any) -> None:
     with pytest.raises(ProtocolError):
-        decode(hostile({"Died": [{"error": error}]}), FromEngine)
+        decode(hostile(["Died", ["error", *error]]), FromEngine)
+    with pytest.raises(ProtocolError):
+        decode(hostile(["Died", error]), FromEngine)
 
 
 @given(SUBMISSIONS, st.data())
 def test_a_submission_with_any_value_of_another_kind_is_refused(
     message: Submission, data: st.DataObject
 ) -> None:
-    plain = json.loads(encode(message, ToEngine))
-    field = data.draw(st.integers(0, 6))
-    plain["Submission"][field] = data.draw(st.sampled_from([{"x": []}, [[]], [{}], {"map": 3}]))
+    plain = read(encode(message, ToEngine))
+    field = data.draw(st.integers(1, 8))
+    plain[field] = data.draw(st.sampled_from([{"x": []}, [[]], [{}], {"map": 3}]))
     with pytest.raises(ProtocolError):
         decode(hostile(plain), ToEngine)
 
 
 def test_what_a_setting_forbids_is_refused_on_arrival() -> None:
     request = Request(None, (1,), SamplingParams(), 0, 1, frozenset(), frozenset(), "t", 1)
-    plain = json.loads(encode(Submission(1, request), ToEngine))
-    plain["Submission"][1]["Request"][2]["SamplingParams"][0] = -5.0
+    plain = read(encode(Submission(1, request), ToEngine))
+    plain[2][3][1] = -5.0
     with pytest.raises(ProtocolError, match="temperature"):
         decode(hostile(plain), ToEngine)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _STDERR: Final = 2
 _SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget", "cache_type_v")
-_PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+_PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "msgspec")
 
 
 class _Serve(click.Command):

@@ -1,289 +1,233 @@
-"""Dataclasses as JSON and back, for messages between the server's processes. No pickle: nothing is executed.
+"""Dataclasses as MessagePack and back, for messages between the server's processes. Nothing is executed.
 
-What a value may be is said by the type hints of its dataclass, and checked when it is read. A dataclass
-becomes `{"Name": [fields in order]}`, a mapping `{"map": [[key, value], …]}`, a set `{"set": […]}`, an error
-of this package `{"error": [name, message]}`, a tuple or sequence an array. Numbers may be infinite, as
-log-probabilities are.
+The type hints of a dataclass say what a value may be, and each value is checked when it is read. Messages
+are written and read by msgspec (docs/notes/messages.md). For it each dataclass has a tagged struct: the array
+of its name and its fields in order. An error of this package is the array of `error`, its name and its
+message. A text is bytes, because it may hold lone surrogates, as JSON may.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import lru_cache
-from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec.structs import astuple
 
 from coldstream import errors
 from coldstream.errors import ColdstreamError
 
-MAX_DIGITS: Final = 20  # of a whole number; 64 bits have as many
-
-Encode = Callable[[Any], Any]
-Decode = Callable[[Any], Any]
+Convert = Callable[[Any], Any]
 
 
 class ProtocolError(ColdstreamError):
     """Bytes that are no message of this version. The connection that they came over is of no more use."""
 
 
-_ERRORS: Final = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, ColdstreamError)
-}
-_SCALARS: Final = (bool, int, float, str, NoneType)
-
-
 def encode(value: object, hint: Any) -> bytes:
-    """`value`, which must be of type `hint`, as JSON. Raises ProtocolError for what is not data."""
+    """`value`, which must be of type `hint`, as bytes. Raises ProtocolError for what is not data."""
     try:
-        plain = _encoder(hint)(value)
-        return _WRITER.encode(plain).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError, AttributeError) as error:
+        return _ENCODER.encode(_form(hint).write(value))
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProtocolError(f"{type(value).__name__} cannot be sent: {error}") from error
 
 
 def decode(data: bytes, hint: Any) -> Any:
     """A value of type `hint`. Raises ProtocolError for anything else."""
     try:
-        plain = _READER.decode(data.decode("utf-8", "surrogatepass"))
-        return _decoder(hint)(plain)
+        return _form(hint).read(_decoder(hint).decode(data))
     except ProtocolError:
         raise
-    except (ValueError, RecursionError, ColdstreamError, TypeError, LookupError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"no message: {error}") from error
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > MAX_DIGITS + 1:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+@dataclass(frozen=True)
+class _Form:
+    """How values of a type are written. python_types: theirs; wire_types: of what stands for them."""
+
+    wire: Any  # a type hint for msgspec
+    write: Convert
+    read: Convert
+    python_types: tuple[type, ...]
+    wire_types: tuple[type, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values stay as they are."""
+        return self.write is _same and self.read is _same
 
 
-# Made once: making one takes longer than a message with a token.
-_WRITER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_READER: Final = json.JSONDecoder(parse_int=_whole)
+class _Error(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="error"):
+    name: str
+    message: bytes
 
 
-def _as_it_is(value: Any) -> Any:
+class _Nothing:
+    """The wire type of what is no data, such as functions."""
+
+
+def _same(value: Any) -> Any:
     return value
-
-
-@lru_cache(maxsize=256)
-def _encoder(hint: Any) -> Encode:
-    """How values of a type become JSON; the runtime type decides between members of a union."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _SCALARS or origin is Literal:
-        return _as_it_is
-    if origin in (Union, UnionType):
-        return _union_encoder(arguments)
-    if origin in (tuple, Sequence) or origin is list:
-        return _sequence_encoder(arguments[0])
-    if origin is frozenset:
-        return lambda value: {"set": sorted(value)}
-    if origin in (Mapping, dict):
-        key, item = _encoder(arguments[0]), _encoder(arguments[1])
-        return lambda value: {"map": [[key(one), item(two)] for one, two in value.items()]}
-    if isinstance(hint, type) and issubclass(hint, ColdstreamError):
-        return _encoded_error
-    if is_dataclass(hint):
-        return _dataclass_encoder(cast(type, hint))
-    return _refuse
-
-
-def _sequence_encoder(item: Any) -> Encode:
-    one = _encoder(item)
-    return _as_it_is if one is _as_it_is else lambda value: [one(item) for item in value]
-
-
-def _dataclass_encoder(kind: type) -> Encode:
-    hints = get_type_hints(kind)
-    members = [(field.name, _encoder(hints[field.name])) for field in fields(kind)]
-
-    def encoded(value: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
-        return {kind.__name__: [encode(getattr(value, name)) for name, encode in members]}
-
-    return encoded
-
-
-def _union_encoder(members: Sequence[Any]) -> Encode:
-    classes: dict[Any, Encode] = {kind: _encoder(cast(type, kind)) for kind in members if is_dataclass(kind)}
-    others = [(_runtime_types(kind), _encoder(kind)) for kind in members if kind not in classes]
-
-    def encoded(value: Any) -> Any:
-        if (own := classes.get(type(value))) is not None:
-            return own(value)
-        for kinds, encode in others:
-            if isinstance(value, kinds):
-                return encode(value)
-        raise TypeError(f"a {type(value).__name__} where one of {len(members)} other types belongs")
-
-    return encoded
-
-
-def _runtime_types(hint: Any) -> tuple[type, ...]:
-    origin = get_origin(hint)
-    if origin is Literal:
-        return tuple({type(value) for value in get_args(hint)})
-    if origin in (Sequence, tuple, list):
-        return (tuple, list)
-    if origin is not None:
-        return (origin,) if origin is not Callable and isinstance(origin, type) else ()
-    return (hint,)
-
-
-def _encoded_error(error: ColdstreamError) -> Any:
-    """An error by its name; one of another module by that of its nearest ancestor in `errors`."""
-    known = next(kind for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind)
-    return {"error": [known.__name__, str(error)]}
 
 
 def _refuse(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is no data")
 
 
-@lru_cache(maxsize=256)
-def _decoder(hint: Any) -> Decode:
-    """How JSON becomes values of a type, each checked."""
+def _refuse_type(kind: type, value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} is no data")
+
+
+def _write_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _read_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_UNREADABLE: Final = (
+    *(msgspec.MsgspecError, ValueError, TypeError, LookupError, RecursionError),
+    ColdstreamError,  # of a dataclass that checks its values
+)
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_refuse)
+_ERRORS: Final = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ColdstreamError)
+}
+
+
+@cache
+def _decoder(hint: Any) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(_form(hint).wire, strict=True, dec_hook=_refuse_type)
+
+
+@cache
+def _form(hint: Any) -> _Form:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is float:
-        return _number
-    if hint in _SCALARS:
-        return _scalar_decoder(hint)
     if origin is Literal:
-        return _literal_decoder(arguments)
+        kinds = tuple({type(value) for value in arguments})
+        return _Form(hint, _same, _same, kinds, kinds)
     if origin in (Union, UnionType):
-        return _union_decoder(arguments)
-    if origin in (tuple, Sequence) or origin is list:
-        return _sequence_decoder(arguments)
+        return _union_form([_form(member) for member in arguments])
+    if origin is tuple and arguments[-1] is not ...:
+        return _tuple_form([_form(each) for each in arguments])
+    if origin in (tuple, Sequence, list):
+        return _collection_form(tuple, _form(arguments[0]), (tuple, list))
     if origin is frozenset:
-        item = _sequence_decoder((arguments[0], ...))
-        return lambda plain: frozenset(item(_only(plain, "set")))
+        return _collection_form(frozenset, _form(arguments[0]), (frozenset,))
     if origin in (Mapping, dict):
-        pair = _sequence_decoder(arguments)
-        return lambda plain: dict(map(pair, _listed(_only(plain, "map"))))
-    if isinstance(hint, type) and issubclass(hint, ColdstreamError):
-        return _decoded_error
+        return _mapping_form(_form(arguments[0]), _form(arguments[1]))
     if is_dataclass(hint):
-        return _dataclass_decoder(cast(type, hint))
-    return _refuse
+        return _class_form(hint)
+    return _scalar_form(hint)
 
 
-def _scalar_decoder(kind: type) -> Decode:
-    def decoded(plain: Any) -> Any:
-        if type(plain) is not kind:
-            raise TypeError(f"a {type(plain).__name__} where a {kind.__name__} belongs")
-        return plain
-
-    return decoded
-
-
-def _number(plain: Any) -> float:
-    if type(plain) is int:
-        return float(plain)
-    if type(plain) is not float:
-        raise TypeError(f"a {type(plain).__name__} where a number belongs")
-    return plain
-
-
-def _literal_decoder(values: Sequence[Any]) -> Decode:
-    def decoded(plain: Any) -> Any:
-        if not any(plain == value and type(plain) is type(value) for value in values):
-            raise ValueError(f"none of {', '.join(map(repr, values))}")
-        return plain
-
-    return decoded
-
-
-def _sequence_decoder(arguments: Sequence[Any]) -> Decode:
-    """Of `tuple[X, …]` and sequences, or of a tuple with a type for each place."""
-    if len(arguments) == 1 or arguments[-1] is ...:
-        kind = arguments[0]
-        one = _decoder(kind)
-        if kind is int:
-            return _whole_numbers
-        return lambda plain: tuple(map(one, _listed(plain)))
-    each = [_decoder(kind) for kind in arguments]
-
-    def decoded(plain: Any) -> Any:
-        items = _listed(plain)
-        if len(items) != len(each):
-            raise ValueError(f"{len(items)} values where {len(each)} belong")
-        return tuple(decode(item) for decode, item in zip(each, items, strict=True))
-
-    return decoded
-
-
-def _whole_numbers(plain: Any) -> tuple[int, ...]:
-    """A prompt may have a million."""
-    items = _listed(plain)
-    if not set(map(type, items)) <= {int}:
-        raise TypeError("other values where whole numbers belong")
-    return tuple(items)
-
-
-def _dataclass_decoder(kind: type) -> Decode:
-    hints = get_type_hints(kind)
-    decoders = [_decoder(hints[field.name]) for field in fields(kind)]
-
-    def decoded(plain: Any) -> Any:
-        values = _listed(_only(plain, kind.__name__))
-        if len(values) != len(decoders):
-            raise ValueError(f"{kind.__name__}: {len(values)} values where {len(decoders)} belong")
-        return kind(*[decode(value) for decode, value in zip(decoders, values, strict=True)])
-
-    return decoded
-
-
-def _union_decoder(members: Sequence[Any]) -> Decode:
-    tagged = {_tag(kind): _decoder(kind) for kind in members if _tag(kind)}
-    arrays = [_decoder(kind) for kind in members if get_origin(kind) in (Sequence, tuple, list)]
-    kinds = {kind: _decoder(kind) for kind in members if kind in _SCALARS}
-    literals = [_decoder(kind) for kind in members if get_origin(kind) is Literal]
-
-    def decoded(plain: Any) -> Any:
-        if isinstance(plain, dict):
-            (name,) = plain
-            return tagged[name](plain)
-        if isinstance(plain, list):
-            return arrays[0](plain)
-        if (scalar := kinds.get(type(plain))) is not None:
-            return scalar(plain)
-        if type(plain) is int and float in kinds:
-            return float(plain)
-        return literals[0](plain)
-
-    return decoded
-
-
-def _tag(hint: Any) -> str:
-    """The key of a type's object; empty if it is written otherwise."""
-    origin = get_origin(hint)
-    if origin in (Mapping, dict):
-        return "map"
-    if origin is frozenset:
-        return "set"
+def _scalar_form(hint: Any) -> _Form:
+    if hint is str:
+        return _Form(bytes, _write_text, _read_text, (str,), (bytes,))
+    if hint is float:
+        return _Form(float, _same, _same, (float, int), (float,))
+    if hint in (bool, int, type(None)):
+        return _Form(hint, _same, _same, (hint,), (hint,))
     if isinstance(hint, type) and issubclass(hint, ColdstreamError):
-        return "error"
-    return cast(type, hint).__name__ if is_dataclass(hint) else ""
+        return _Form(_Error, _write_error, _read_error, (ColdstreamError,), (_Error,))
+    return _Form(_Nothing, _refuse, _refuse, (), ())
 
 
-def _decoded_error(plain: Any) -> ColdstreamError:
-    name, message = _listed(_only(plain, "error"))
-    if not isinstance(message, str):
-        raise TypeError("an error without a message")
-    return _ERRORS[name](message)
+def _class_form(kind: Any) -> _Form:
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]
+    forms = [_form(hints[name]) for name in names]
+    members = [(name, form.wire) for name, form in zip(names, forms, strict=True)]
+    struct = msgspec.defstruct(
+        kind.__name__, members, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True
+    )
+    changed = [(place, form) for place, form in enumerate(forms) if not form.is_plain]
+    values_of = attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, n) for n in names]
+
+    def write(value: Any) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        values = list(values_of(value))
+        for place, form in changed:
+            values[place] = form.write(values[place])
+        return struct(*values)
+
+    def read(wire: Any) -> Any:
+        values = list(astuple(wire))
+        for place, form in changed:
+            values[place] = form.read(values[place])
+        return kind(*values)
+
+    return _Form(struct, write, read, (kind,), (struct,))
 
 
-def _only(plain: Any, name: str) -> Any:
-    if not isinstance(plain, dict) or plain.keys() != {name}:
-        raise ValueError(f"no {name}")
-    return plain[name]
+def _union_form(members: Sequence[_Form]) -> _Form:
+    """The type of a value decides between the members of a union."""
+    writers = {kind: form.write for form in members for kind in form.python_types}
+    readers = {kind: form.read for form in members for kind in form.wire_types}
+
+    def write(value: Any) -> Any:
+        found = writers.get(type(value)) or next(
+            (one for kind, one in writers.items() if isinstance(value, kind)), None
+        )
+        if found is None:
+            raise TypeError(f"a {type(value).__name__} where one of {len(members)} other types belongs")
+        return found(value)
+
+    def read(wire: Any) -> Any:
+        return readers[type(wire)](wire)
+
+    wire: Any = Union[tuple(form.wire for form in members)]  # noqa: UP007  # of a tuple
+    if all(form.is_plain for form in members):
+        return _Form(wire, _same, _same, tuple(writers), tuple(readers))
+    return _Form(wire, write, read, tuple(writers), tuple(readers))
 
 
-def _listed(plain: Any) -> list[Any]:
-    if not isinstance(plain, list):
-        raise TypeError(f"a {type(plain).__name__} where a list belongs")
-    return plain
+def _tuple_form(items: Sequence[_Form]) -> _Form:
+    def write(values: Any) -> Any:
+        return tuple([form.write(value) for form, value in zip(items, values, strict=True)])
+
+    def read(values: Any) -> Any:
+        return tuple([form.read(value) for form, value in zip(items, values, strict=True)])
+
+    wires = tuple(form.wire for form in items)
+    return _Form(tuple[wires], write, read, (tuple,), (tuple,))  # type: ignore[valid-type]
+
+
+def _collection_form(kind: type, item: _Form, python_types: tuple[type, ...]) -> _Form:
+    wire = frozenset[item.wire] if kind is frozenset else tuple[item.wire, ...]  # type: ignore[name-defined]
+    if item.is_plain:  # a prompt may have a million
+        return _Form(wire, _same, _same, python_types, (kind,))
+    return _Form(
+        wire,
+        lambda values: kind(map(item.write, values)),
+        lambda values: kind(map(item.read, values)),
+        python_types,
+        (kind,),
+    )
+
+
+def _mapping_form(key: _Form, item: _Form) -> _Form:
+    return _Form(
+        dict[key.wire, item.wire],  # type: ignore[name-defined]
+        lambda values: {key.write(one): item.write(two) for one, two in values.items()},
+        lambda values: {key.read(one): item.read(two) for one, two in values.items()},
+        (dict, Mapping),
+        (dict,),
+    )
+
+
+def _write_error(error: ColdstreamError) -> _Error:
+    """An error by its name; one of another module by that of its nearest ancestor in `errors`."""
+    known = next(kind for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind)
+    return _Error(known.__name__, _write_text(str(error)))
+
+
+def _read_error(wire: _Error) -> ColdstreamError:
+    return _ERRORS[wire.name](_read_text(wire.message))
