@@ -1,8 +1,8 @@
 """The forward pass of every model, driven by the specs of its layers.
 
-A block is x + mixer(norm(x)), then + FFN(norm): the mixer is full attention or a gated DeltaNet, the FFN a
-mixture of experts or dense. Written once over `Ops`. The forward pass calls nothing else and does no
-arithmetic of its own. So an implementation of `Ops` may record it and play it back.
+A block is x + mixer(norm(x)), then + FFN(norm). The mixer is full attention or a gated DeltaNet. The FFN is a
+mixture of experts, or dense. The forward pass is written once over `Ops`: it calls nothing else and does no
+arithmetic of its own. So an implementation of `Ops` may record it and replay it.
 
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
@@ -76,13 +76,13 @@ class CausalLM:
     ) -> Array:
         """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
 
-        on_layer is called with each layer and the residual stream after it, [T, E], whose memory is used
-        again once no one refers to it. Advances the states in `cache` that `rows` names. InvalidRequestError
+        on_layer is called with each layer and the residual stream after it, [T, E]. Its memory is used again
+        once nothing refers to it. Advances the states in `cache` that `rows` names. InvalidRequestError
         without rows.
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
-        # The embedding is in no variable here, which would keep its memory from being used again.
+        # No variable holds the embedding here: it would keep its memory from being used again.
         return self.through_blocks(
             self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer
         )

@@ -26,7 +26,7 @@ def num_parameters(tensors: Iterable[TensorInfo]) -> int:
 
 
 def active_parameters(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
-    """Values used for one token: those of its chosen experts, one row of the embedding, all others."""
+    """Values used for one token: its chosen experts, one row of the embedding, and all other weights."""
     return int(sum(_active_share(spec, info) * math.prod(info.shape) for info in tensors.values()))
 
 
@@ -41,12 +41,12 @@ def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of all weights but those of blocks for multi-token prediction."""
+    """Bytes of all weights outside blocks for multi-token prediction."""
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) > 0)
 
 
 def nextn_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of all weights of blocks for multi-token prediction, without those that they share."""
+    """Bytes of all weights of blocks for multi-token prediction, without shared ones."""
     blocks = ((_BLOCK.match(info.name), info.num_bytes) for info in tensors.values())
     return sum(size for block, size in blocks if block and int(block[1]) >= spec.num_layers)
 

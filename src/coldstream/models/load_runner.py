@@ -25,7 +25,7 @@ def load_runner(
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
-    tier: of a CPU's kernels. policy, executor: the caller's; None: the product's. progress: called with the
+    tier: of a CPU's kernels. policy, executor: the caller's; None: the defaults. progress: called with the
     name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
     drafter reads. Raises as the runners' `load`; the file stays open then.
     """

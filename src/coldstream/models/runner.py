@@ -1,6 +1,6 @@
 """A model on a device and its sequences: the part that all devices have in common.
 
-The unit of work is a step over a `Batch` of up to `chunk_size` rows; the head runs only on rows whose logits
+The unit of work is a step over a `Batch` of up to `chunk_size` rows. The head runs only on rows whose logits
 are wanted. Knows nothing of text, sampling or requests.
 """
 
@@ -42,8 +42,8 @@ class MtpBlock(Protocol):
 class ModelRunner(ABC):
     """One model, and sequences whose state its memory holds. The runner closes the file.
 
-    After an exception in the middle of a step or a commit its sequences are empty, never half-advanced. An
-    exception before anything has changed leaves them as they were.
+    After an exception in the middle of a step or a commit, the sequences concerned are empty, never
+    half-advanced. An exception before anything has changed leaves them as they were.
 
     A file that steps read is checked before anything is computed, and again before logits are returned. If it
     has changed, this call and all later ones raise ModelChangedError. So logits depend only on the bytes that
@@ -77,11 +77,11 @@ class ModelRunner(ABC):
         """
 
     def _hidden_of(self, rows: Array | slice) -> Any:
-        """What `hidden` returns for rows that the last step has; for runners that give hidden states."""
+        """What `hidden` returns, for rows that the last step has. Only of runners that give hidden states."""
         raise NotImplementedError
 
     def _features_of(self, rows: Array | slice) -> Any:
-        """What `features` returns for rows that the last step has; for runners with auxiliary layers."""
+        """What `features` returns, for rows that the last step has. Only of runners with auxiliary layers."""
         raise NotImplementedError
 
     @abstractmethod
@@ -122,7 +122,7 @@ class ModelRunner(ABC):
 
     @property
     def num_captured(self) -> int:
-        """CUDA graphs captured so far; 0 on a CPU. A step that captures one takes longer than later ones."""
+        """CUDA graphs captured so far, 0 on a CPU. A step that captures one takes longer than later ones."""
         return 0 if self._steps is None else self._steps.num_captured
 
     @property
@@ -156,10 +156,10 @@ class ModelRunner(ABC):
         return self._sequences.new()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence with the same tokens; shared memory is copied when one of them first writes to it.
+        """A new sequence with the same tokens. Shared memory is copied when either first writes to it.
 
-        Raises InvalidRequestError, as all methods with a sequence do, if it was released or is of another
-        runner, and if a tree is pending where none may be.
+        Raises InvalidRequestError, as all methods with a sequence do, if the sequence was released or is of
+        another runner, and if a tree is pending where none may be.
         """
         return self._sequences.fork(sequence)
 
@@ -168,12 +168,12 @@ class ModelRunner(ABC):
         self._sequences.release(sequence)
 
     def freed_by(self, sequences: Collection[Sequence]) -> CacheSize:
-        """What releasing these sequences together would free; they have no pending trees."""
+        """What releasing these sequences together would free. They have no pending trees."""
         return self._sequences.freed_by(sequences)
 
     @contextmanager
     def contents(self) -> Iterator[SequenceCache]:
-        """The memory of sequences, for their bytes to be read and written; a device's errors are typed."""
+        """Access to the memory of sequences, to read and write their bytes. A device's errors are typed."""
         with self._typed_errors():
             yield self._sequences
 
@@ -199,7 +199,7 @@ class ModelRunner(ABC):
         return self._sequences.checkpoint(sequence)
 
     def restore(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """Truncates the sequence to its checkpoint, which stays; those made after it are dropped."""
+        """Truncates the sequence to its checkpoint, which stays. Later checkpoints are dropped."""
         self._sequences.restore(sequence, checkpoint)
 
     def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
@@ -292,12 +292,12 @@ class ModelRunner(ABC):
         on_chunk: OnChunk | None = None,
         states: States | None = None,
     ) -> Any:
-        """Appends any number of tokens, at least one, in steps; the logits [vocab] after the last.
+        """Appends one or more tokens in steps. Returns the logits [vocab] after the last token.
 
         After each step on_chunk is called with the step's tokens and their states, then progress with (tokens
-        done, tokens in all). states: `hidden` (the default) or `features`. An exception that they raise, or
-        any error after the first step, leaves the sequence empty. Raises as `step`, and UnsupportedError for
-        an on_chunk without such states.
+        done, tokens in all). states: `hidden` (the default) or `features`. An exception of a callback, or any
+        error after the first step, leaves the sequence empty. Raises as `step`. Raises UnsupportedError for
+        an on_chunk if the runner has no such states.
         """
         states = states or self.hidden
         if on_chunk is not None:
@@ -378,7 +378,7 @@ class ModelRunner(ABC):
             self.file.check_unchanged()
 
     def close(self) -> None:
-        """Closes the file; the runner cannot be used afterwards."""
+        """Closes the file. The runner cannot be used afterwards."""
         self.file.close()
 
     def __enter__(self) -> Self:

@@ -26,12 +26,12 @@ def nothing_gathered(_: LayerSpec) -> Mapping[str, GatheredRows]:
 class Architecture:
     """One value of `general.architecture`. Tensors are named without `blk.N.`.
 
-    read_layers    the layers of all blocks, those for multi-token prediction last
-    block_tensors  (layer, hidden size) → the tensors of its block, without its norms and without those of
-                   multi-token prediction
-    gathered       layer → the matrices (named without `.weight`) that may be rows of other tensors; a tensor
-                   of the name itself goes before
-    ffn_norm       the norm before the feed-forward network, without `.weight`
+    - read_layers: the layers of all blocks; blocks for multi-token prediction come last.
+    - block_tensors: (layer, hidden size) → the tensors of its block, without its norms and without tensors of
+      multi-token prediction.
+    - gathered: layer → the matrices (named without `.weight`) that may be rows of other tensors. A tensor of
+      the name itself is preferred.
+    - ffn_norm: the norm before the feed-forward network, without `.weight`.
     """
 
     name: str

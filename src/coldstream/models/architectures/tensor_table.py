@@ -51,7 +51,7 @@ def block_tensors(spec: ModelSpec, block: int) -> tuple[Requirement, ...]:
 def validate_tensors(
     spec: ModelSpec, tensors: Mapping[str, TensorInfo], path: Path = Path("model")
 ) -> tuple[str, ...]:
-    """Checks that `tensors` are those that `spec` needs, and returns the names of others that were ignored.
+    """Checks that `tensors` has what `spec` needs, and returns the names of tensors that were ignored.
 
     Raises InconsistentError for a tensor that is missing or has another shape than expected, and
     UnsupportedError for one within a block whose meaning is unknown. They name `path`, the tensor, where it

@@ -54,7 +54,7 @@ class RowSpans:
         self._spans = [(max(begin, oldest), end) for begin, end in self._spans if end > oldest]
 
     def truncate(self, length: int) -> None:
-        """Forgets those from position `length` on."""
+        """Forgets the rows from position `length` on."""
         self._spans = [(begin, min(end, length)) for begin, end in self._spans if begin < length]
 
 
@@ -62,10 +62,11 @@ class DflashRings:
     """The committed rows of one sequence: keys and values of all layers. No memory before `make_room`.
 
     Each layer has a ring with the row at position p in place p modulo its capacity. It also has the positions
-    of what is there. Kernels compare them, and so need not know which rows are missing. A layer with a window
-    keeps as many rows as that, one without as many as there are.
+    of its rows. Kernels compare positions, so they need not know which rows are missing. A layer with a
+    window keeps the window's rows. A layer without one keeps all rows.
 
-    table: `CONTEXT_TYPE` entries by layer, uint8 on the device; another tensor whenever memory has changed.
+    table: `CONTEXT_TYPE` entries by layer, uint8 on the device. It is another tensor whenever memory has
+    changed.
     """
 
     def __init__(self, spec: DflashSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -342,7 +343,7 @@ class DflashFusedRows:
 
 @contextmanager
 def torch_errors(what: str) -> Iterator[None]:
-    """Raises coldstream's errors for those of PyTorch inside."""
+    """Inside, errors of PyTorch become coldstream's."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

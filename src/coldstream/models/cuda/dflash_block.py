@@ -1,8 +1,8 @@
 """The steps of a DFlash drafter on a GPU: rows of a context, and a block of rows with its candidates.
 
-What `models/cpu/dflash.py` computes, in bfloat16: products by PyTorch, the rest by kernels of
-`kernels/draft_block`, the embedding and the head by the target's. All of it is queued without the host, over
-memory that captured graphs know.
+It computes what `models/cpu/dflash.py` computes, in bfloat16. Products are PyTorch's, the embedding and the
+head are the target's, and kernels of `kernels/draft_block` do the rest. All of it is queued without the host,
+over memory that captured graphs know.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one sp
 
 
 def kernels_of(spec: DflashSpec) -> Noted:
-    """The kernels that its steps launch, beside those of the target."""
+    """The kernels that the drafter's steps launch, beside the target's."""
     rows = {(ROWS, instance) for instance in ROWS.instances}
     attention = {(ATTENTION, kernel.format(spec.head_dim)) for kernel in (ATTEND, MERGE)}
     return rows | attention | {(TOP, instance) for instance in TOP.instances}
@@ -74,7 +74,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """The weights of a layer: matrices [out, in], those that read the same rows as one; norms float32."""
+    """The weights of a layer: matrices [out, in], one for all that read the same rows; norms float32."""
 
     layer: DflashLayer
     qkv: torch.Tensor  # queries, keys, values
@@ -90,7 +90,7 @@ class LayerMatrices:
 
 @dataclass(frozen=True)
 class DflashMatrices:
-    """All weights of a drafter; as many bytes as the file's tensors have in these types."""
+    """All weights of a drafter. They take as many bytes as the file's tensors in these types."""
 
     fc: torch.Tensor
     hidden_norm: torch.Tensor

@@ -127,7 +127,7 @@ class CudaRunner(ModelRunner):
     def _ended(self, event: torch.cuda.Event | None = None, step: int | None = None) -> None:
         """Waits for the current stream. Sequences whose rows could not be computed become empty.
 
-        event: the last thing to wait for, behind step number `step`; what is queued after it goes on.
+        event: what to wait for, behind step number `step`. Work that is queued after it goes on.
         """
         (event or torch.cuda.current_stream()).synchronize()
         known, last = self._in_flight, self._num_steps if step is None else step
@@ -152,14 +152,12 @@ class CudaRunner(ModelRunner):
         aux_layers: tuple[int, ...] = (),
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
-        The runner then closes the file.
 
-        The plan's context bounds a sequence. cache_size bounds what all of them hold together. By default it
-        is the plan's, one context of positions.
+        The runner then closes the file. The plan's context bounds a sequence. cache_size bounds what all
+        sequences hold together. By default it is the plan's, one context of positions.
 
-        policy, executor: None for the product's. compiling is called with
-        (done, total) kernels, progress with (done, total) bytes. aux_layers: layers after which `features`
-        has the residual stream.
+        policy, executor: None for the defaults. compiling is called with (done, total) kernels, progress with
+        (done, total) bytes. aux_layers: layers after which `features` has the residual stream.
 
         Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
         is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
@@ -170,7 +168,7 @@ class CudaRunner(ModelRunner):
         return cls(file, spec, plan, limits, policy, executor, progress, compiling)
 
     def close(self) -> None:
-        """Frees the device's memory and closes the file; the runner cannot be used afterwards."""
+        """Frees the device's memory and closes the file. The runner cannot be used afterwards."""
         super().close()
         self._release()
 
@@ -204,7 +202,7 @@ class CudaRunner(ModelRunner):
 
     @property
     def threads(self) -> int:
-        """The thread that launches and those that compute experts."""
+        """The thread that launches, and the threads that compute experts."""
         return 1 + (self._partial.host.ops.threads if self._partial else 0)
 
     @property
@@ -271,7 +269,7 @@ class CudaRunner(ModelRunner):
             self._run(shape, segments, with_head=with_head)
 
     def _settle(self) -> None:
-        """Waits for all steps, and ends those that did not end yet. Raises as `_ended`."""
+        """Waits for all steps, and ends the ones that are in flight. Raises as `_ended`."""
         if self._in_flight:
             self._ended()
         else:

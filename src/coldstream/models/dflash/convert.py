@@ -2,8 +2,8 @@
 
 The bytes of all weights stay as they are: F32, F16 and BF16 are types of both formats. A drafter that is
 given as a folder is converted once, into the user's cache. The cache has a file for each folder, and beside
-it a record of what the file was made from. A file is used if the folder's files have the sizes and times of
-the record, and if nobody has written to the file since. Otherwise it is made anew.
+it a record of its sources. The file is used again if the sources have the recorded sizes and times, and if
+nobody has written to the file since. Otherwise it is made anew.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ _HF_LAYER_NAMES: Final = {
 
 
 def folder_of(path: Path) -> Path | None:
-    """The folder of a drafter that has to be converted, for which a file of it may stand; None for others."""
+    """The folder of a drafter that has to be converted; a file in it may be named. None for other paths."""
     if path.is_dir():
         return path
     return path.parent if path.name in (CONFIG_NAME, FILE_NAME, INDEX_NAME) else None
@@ -158,7 +158,7 @@ def _is_valid(record: Path, path: Path, source: list[list[Any]]) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Makes the folder of `path` if it is not there; other processes wait meanwhile. Raises StorageError."""
+    """Makes the folder of `path` if it is absent. Other processes wait meanwhile. Raises StorageError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -180,7 +180,7 @@ def _storage_advice() -> Iterator[None]:
 
 
 def _hf_names(spec: DflashSpec) -> dict[str, str]:
-    """Names of `tensor_shapes` by those of a safetensors file."""
+    """Names of `tensor_shapes` by the names in a safetensors file."""
     layers = {
         f"layers.{i}.{name}": f"blk.{i}.{canonical}"
         for i in range(spec.num_layers)

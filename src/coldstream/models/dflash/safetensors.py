@@ -1,8 +1,8 @@
 """Safetensors files of any origin: tensors of one file, or of several in a folder with an index.
 
 The library checks the structure of each file: tensors lie inside it, side by side, in sizes that suit their
-types. What it lets pass is checked here: names that appear twice, types that are no weights, and an index
-that says something else than the files. Weights are read by pread and never mapped.
+types. This module checks the rest: names that appear twice, types that are no weights, and an index that
+contradicts the files. Weights are read by pread and never mapped.
 """
 
 import json

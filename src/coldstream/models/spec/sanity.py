@@ -1,8 +1,8 @@
 """Checks of values: of small tensors, to find wrongly converted models before they run, and of logits.
 
 A wrong convention leaves shapes intact and makes fluent garbage. Two conventions show in the values
-themselves: norm weights are stored with the 1 added, and `ssm_a` is stored as −exp(A_log). The second is
-certain, the first a likelihood, so it only warns.
+themselves: norm weights are stored with the 1 added, and `ssm_a` is stored as −exp(A_log). The check of
+`ssm_a` is certain, and raises. The check of norms is a likelihood, and only warns.
 
 Weights of experts are not checked: there are too many, and a NaN among them shows in the logits of tokens
 that use them.
