@@ -143,6 +143,7 @@ def test_a_hub_that_sends_all_of_it_again_is_understood(server: HubServer, hub: 
     (blobs / f"{digest_of(LARGE)}.incomplete").write_bytes(LARGE[:1000])
     server.ignores_ranges = True
     assert pull(REPO, hub=hub).read_bytes() == LARGE
+    assert starts(server) == [1000], "what came is taken, and not asked for again"
     assert len(list(blobs.iterdir())) == 1
 
 
