@@ -2,9 +2,9 @@
 
 A committed row is the residual streams of the target after its auxiliary layers. It becomes one vector, of
 which every layer keeps keys and values. A draft computes a block of noise rows at the positions behind: the
-anchor, which is the newest token, and mask tokens. They attend to the context and to each other, and what a
-row gives through the target's head are the candidates at its position. Keys and values of noise rows are
-forgotten with the draft.
+anchor, which is the newest token, and mask tokens. They attend to the context and to each other. The target's
+head turns each row into the candidates at its position. Keys and values of noise rows are forgotten with the
+draft.
 
 Matrices stay as they are in the file and are multiplied by the engine's products; the rest is NumPy over the
 rows of a block. A target accepts only what it would have said itself, so nothing here changes a token.
@@ -226,9 +226,9 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
         """Drafts num_rows − 1 positions after the token `anchor`, which follows the committed rows.
 
-        num_rows: 2 … spec.block_size; a longer block is not a longer draft of a shorter one.
-        num_candidates: of every position, for a drafter of the first kind; the second has its own number.
-        Raises OutOfMemoryError, and ModelChangedError of the target.
+        num_rows: 2 … spec.block_size. A longer block also changes the tokens of a shorter one.
+        num_candidates: of every position, for a drafter of the first kind. The second kind has its own
+        number. Raises OutOfMemoryError, and ModelChangedError of the target.
         """
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         return self._model.lattice(self.hidden(anchor, num_rows)[1:], anchor, num_candidates)

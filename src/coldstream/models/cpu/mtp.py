@@ -28,8 +28,8 @@ BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are rig
 class CpuMtp:
     """The block of a file, and memory for its sequences.
 
-    ops: those that the trunk was loaded with, or others `CpuOps.beside` them. A sequence takes up to
-    context_length rows; cache_size is what all of them hold together.
+    ops: the trunk's, or others `CpuOps.beside` them. A sequence takes up to context_length rows. All of them
+    together hold up to cache_size.
     """
 
     chunk_size = 256  # rows of a run: activations stay small beside the trunk's
@@ -120,7 +120,7 @@ class CpuMtp:
 
 
 class MtpSequence:
-    """Rows of one sequence; it gives its memory back once it is truncated to none."""
+    """Rows of one sequence. It frees its memory when it is truncated to none."""
 
     def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
         self._block, self._sequence = block, sequence
@@ -160,9 +160,9 @@ class MtpSequence:
     def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
         """Candidates after the last row that was appended, then after the best of them, and so on.
 
-        At most num_steps times, while there is room, each computed when it is asked for; log-probabilities
-        are NaN if a logit is not finite. The rows in between are gone when the generator is closed or at its
-        end. Raises as `append`.
+        They come at most num_steps times, while there is room, and each is computed when it is asked for.
+        Log-probabilities are NaN if a logit is not finite. The rows in between are gone at the generator's
+        end, or when it is closed. Raises as `append`.
         """
         assert self.output is not None, "candidates follow rows that were appended"
         num_rows, output = self.length, self.output

@@ -30,7 +30,7 @@ from coldstream.placement.plan import FixedPart
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
-_HEAD_ROWS = 16  # of a call of the head; more, where memory is not scarce, as long as its logits are few
+_HEAD_ROWS = 16  # of a call of the head; more where memory is plentiful and logits take little of it
 _MOST_HEAD_ROWS, _HEAD_LOGITS = 64, 1 << 22
 
 
@@ -108,17 +108,19 @@ class CpuRunner(ModelRunner):
         cache_size: CacheSize | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> Self:
-        """Carries out `plan` on an open file: maps weights, allocates slots for experts and fills them,
-        captures the forward pass. The runner then closes the file.
+        """Carries out `plan` on an open file: maps weights, fills slots with experts, captures the forward
+        pass.
 
-        The plan's context bounds a sequence. cache_size bounds what all of them hold together. By default it
-        is the plan's, one context of positions. Memory is touched only as it fills. tier: of the kernels.
-        `policy`
-        says which experts stay in slots (default: `DecayedFrequency`). progress is called with (done, total)
-        while the file is read. aux_layers: layers after which `features` has the residual stream.
+        The runner then closes the file. The plan's context bounds a sequence. cache_size bounds what all
+        sequences hold together. By default it is the plan's, one context of positions. Memory is touched only
+        as it fills.
 
-        Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError
-        for a tier this machine lacks, OutOfMemoryError; the file stays open then.
+        tier: of the kernels. policy: says which experts stay in slots, by default `DecayedFrequency`.
+        progress is called with (done, total) while the file is read. aux_layers: layers after which
+        `features` has the residual stream.
+
+        Raises InconsistentError for weights that contradict the format's conventions, UnsupportedError for a
+        tier that this machine lacks, and OutOfMemoryError. The file stays open then.
         """
         fixed = plan.placement.fixed
         spec = spec.with_window(plan.attention_window)
@@ -148,10 +150,9 @@ class CpuRunner(ModelRunner):
         capacity: RunnerCapacity,
         disk: DiskTier | None = None,
     ) -> FixedPart:
-        """The RAM that the runner and what drafts for it would take beside experts, counted by a runner that
-        reads no weights.
+        """The RAM that the runner and its drafter would take beside experts. No weights are read.
 
-        disk: a tier for experts in slots; None: all of them are mapped. Raises UnsupportedError for a tier of
+        disk: a tier for experts in slots. None: all experts are mapped. Raises UnsupportedError for a tier of
         kernels that this machine lacks.
         """
         ops: CpuOps = UnreadRoutingCpuOps(threads, tier)
@@ -217,9 +218,9 @@ class CpuRunner(ModelRunner):
     def load_mtp(self, branching: int = BRANCHING) -> CpuMtp:
         """Loads the MTP block of the file, with as much room for sequences as this runner has.
 
-        branching: candidates after each row. The block has to be given up
-        before the runner is closed. Raises UnsupportedError if the file has no such block,
-        InconsistentError, ModelChangedError and OutOfMemoryError.
+        branching: candidates after each row. The block has to be given up before the runner is closed. Raises
+        UnsupportedError if the file has no such block, InconsistentError, ModelChangedError and
+        OutOfMemoryError.
         """
         mtp = self._mtp(CpuOps.beside(self._ops), branching)
         self.check_file()

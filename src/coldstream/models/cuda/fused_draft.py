@@ -76,7 +76,7 @@ class FusedRows(Protocol):
         """Takes memory for so many more rows. Raises OutOfMemoryError with nothing changed."""
 
     def lengthen(self, num_rows: int) -> bool:
-        """The same while fused steps run; whether `write_table` has to follow. Raises as `reserve`."""
+        """As `reserve`, while fused steps run. Returns whether `write_table` has to follow."""
 
     def write_table(self, table: Any) -> None:
         """Writes where the rows are, as the host's copy of the table of blocks has it."""
@@ -174,7 +174,7 @@ def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> 
 
 
 class CudaFusedRun:
-    """The fused steps of one text; see `CudaFusedSteps.start`. Implements decoding's `Rounds`."""
+    """The fused steps of one text; see `CudaFusedSteps.start`. Implements decoding's `FusedRun`."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class CudaFusedRun:
         self._in_flight.append((num_rows, results, ended))
 
     def take(self) -> FusedResult:
-        """Waits for the oldest fused step in flight; what came of it. Raises DeviceError."""
+        """Waits for the oldest fused step in flight. Returns its outcome. Raises DeviceError."""
         num_rows, results, ended = self._in_flight.pop(0)
         with device_errors():
             ended.synchronize()
@@ -229,10 +229,10 @@ class CudaFusedRun:
         return FusedResult(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
     def end(self) -> tuple[int, torch.Tensor | None]:
-        """Waits for all fused steps; then the sequences have what was kept.
+        """Waits for all fused steps. The sequences have the kept rows then.
 
-        Returns how many rows that are, and the model's hidden state [E] of the last one, if no step after it
-        has written over it.
+        Returns the number of these rows, and the model's hidden state [E] of the last one, unless a later
+        step has overwritten it.
         """
         while self._in_flight:
             self.take()

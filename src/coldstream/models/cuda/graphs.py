@@ -19,7 +19,7 @@ WithoutMemory = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A graph; its outputs are valid until the next step of any kind."""
+    """A graph. Its outputs are valid until the next step of any kind."""
 
     graph: torch.cuda.CUDAGraph
     outputs: Any
@@ -37,8 +37,8 @@ class CapturedStep:
 def without_collection() -> Iterator[None]:
     """No garbage is collected within.
 
-    It may hold page-locked tensors of a runner that was closed. PyTorch records an event when it frees one,
-    and if that becomes part of a graph, no page-locked memory can be allocated any more: "invalid argument".
+    Garbage may hold page-locked tensors of a closed runner. PyTorch records an event when it frees one. If
+    that event becomes part of a graph, page-locked memory can no longer be allocated: "invalid argument".
     """
     was_enabled = gc.isenabled()
     gc.disable()

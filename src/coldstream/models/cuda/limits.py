@@ -12,8 +12,8 @@ from coldstream.models.cuda.capacity import HEAD_ROWS
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.run_plan import RunPlan
 
-# Up to this size launching a step from Python takes longer than computing it, so that steps are captured.
-# Graphs exist for some sizes only; other steps are padded to the next one with rows of no sequence.
+# Steps up to this size are captured: to launch them from Python takes longer than to compute them.
+# Graphs exist for some sizes only. Other steps are padded to the next size with rows of no sequence.
 MAX_GRAPH_ROWS = 2048
 SIZES_PER_DOUBLING = 8
 SMALLEST_PADDED_ROWS = 17

@@ -66,7 +66,7 @@ class Loaded:
         own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
     ) -> Self:
-        """Loads into `memory`; over a `MemoryPlan` only small tensors are read, and `host` is None.
+        """Loads into `memory`. Over a `MemoryPlan` only small tensors are read, and `host` is None.
 
         own: as `CudaOps` takes it.
         """

@@ -27,8 +27,8 @@ class Sampler:
     """Device memory for choosing tokens, allocated by `zeros` of the model's operations.
 
     There is room for `num_rows` rows at once, and for penalties over one whole context or RECENT_OF_A_ROW
-    tokens of each row. A step that needs more is split into several launches. Results are kept for two calls,
-    so that one call and a step may read those of the call before.
+    tokens of each row. A step that needs more is split into several launches. Results are kept for two calls:
+    the next call and a step may read them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sampler:
         return replace(choice, before=tuple(tokens))
 
     def admit(self, segments: Collection[CheckedSegment], columns: torch.Tensor) -> None:
-        """Queues the writing of tokens that the host does not know into a step's inputs; see `admit_rows`."""
+        """Queues writing tokens that the host does not know into a step's inputs; see `admit_rows`."""
         admissions, row = [], 0
         for segment in segments:
             if segment.chosen is not None:
@@ -132,7 +132,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class CudaChoice:
-    """Tokens that the device chooses; implements decoding's `DeviceChoice`.
+    """Tokens that the device chooses. Implements decoding's `DeviceChoice`.
 
     wait: returns when the device has done what is queued up to the choice.
     """
@@ -164,7 +164,7 @@ class CudaChoice:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """The logits of one step, float32 [n, vocab]; implements decoding's `DeviceStep`."""
+    """The logits of one step, float32 [n, vocab]. Implements decoding's `DeviceStep`."""
 
     values: torch.Tensor
     sampler: Sampler
@@ -217,7 +217,7 @@ class StepLogits:
 
 @dataclass(frozen=True)
 class CudaLogits:
-    """float32 logits [vocab] after one row of a step; implements decoding's `DeviceLogits`."""
+    """float32 logits [vocab] after one row of a step. Implements decoding's `DeviceLogits`."""
 
     step: OnDevice
     row: int

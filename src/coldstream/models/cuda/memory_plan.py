@@ -103,7 +103,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
-    """The kernels that steps of any size launch, and those of choosing tokens."""
+    """The kernels that steps of any size launch, and the kernels that choose tokens."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
@@ -178,8 +178,8 @@ def check_types(tensors: Mapping[str, TensorInfo]) -> None:
 def distinct_layers(blocks: Sequence[Block], distance: int = 0) -> tuple[int, ...]:
     """The first layer of each kind, in order.
 
-    distance: how many layers ahead missing experts are guessed, 0 if none are; a layer without another one so
-    far behind it guesses nothing.
+    distance: how many layers ahead missing experts are guessed; 0 if none are. A layer guesses nothing if
+    there is no layer so far behind it.
     """
     first: dict[Hashable, int] = {}
     behind = 0  # layers behind this one that may miss an expert
@@ -211,5 +211,5 @@ def _kind(value: Any) -> Hashable:
 
 @cache
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Names of the fields; None if it is no dataclass, which takes long to find out of an enumeration."""
+    """Names of the fields; None if it is no dataclass. Cached: to ask an enumeration takes long."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

@@ -30,7 +30,7 @@ MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
 class CudaMtp:
     """The block of a runner, whose memory and captured steps it uses.
 
-    begin: called before each step of the block, which writes over the outputs of the runner's last step.
+    begin: called before each step of the block. A step overwrites the outputs of the runner's last step.
     make_room: as `CapturedSteps.run` has it.
     """
 
@@ -128,7 +128,7 @@ class CudaMtp:
 
 
 class CudaMtpSequence:
-    """Rows of one sequence; it gives its memory back once it is truncated to none."""
+    """Rows of one sequence. It frees its memory when it is truncated to none."""
 
     def __init__(self, block: CudaMtp, sequence: kvcache.Sequence) -> None:
         self._block, self._sequence = block, sequence
@@ -164,8 +164,8 @@ class CudaMtpSequence:
     def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
         """Candidates after the last row, then after the best of them, and so on; directly after `append`.
 
-        At most num_steps times, while there is room, all computed when the first is asked for;
-        log-probabilities are NaN if a logit is not finite. Raises as `append`.
+        They come at most num_steps times, while there is room. All are computed when the first is asked for.
+        Log-probabilities are NaN if a logit is not finite. Raises as `append`.
         """
         yield from self._block.draft(self._sequence, min(num_steps, 1 + self.room, MAX_CHAIN))
 

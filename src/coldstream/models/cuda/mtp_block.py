@@ -24,8 +24,8 @@ from coldstream.models.mtp.model import MtpModel
 BRANCHING: Final = SMALL_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
 MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
-# Candidates are among the first ids, as a head of 248,320 rows takes longer to read than the block. Byte
-# pairs were merged in the order of how often they occur, so that the first ids are those of most text.
+# Candidates are among the first ids: a head of 248,320 rows takes longer to read than the block. Byte pairs
+# were merged in the order of their frequency, so that the first ids make up most of any text.
 MAX_DRAFT_IDS = 2**16
 
 
@@ -81,7 +81,7 @@ class LoadedMtp:
             self.ops.finish_step()
 
     def follow(self, outputs: Activations, row: torch.Tensor) -> None:
-        """Makes a row of `outputs` the one that candidates follow; row: int32 [1], on the device."""
+        """Makes a row of `outputs` the one that candidates follow. row: int32 [1], on the device."""
         self.ops.launch(copy_rows_cuda, outputs, self.last, row)
 
     def run_head(self) -> None:
@@ -90,15 +90,16 @@ class LoadedMtp:
         self._run_head()
 
     def run_link(self, shape: StepShape) -> None:
-        """The likeliest of `candidates` as the token of the inputs' only row after `last`, which is replaced;
-        then as `run_head`.
+        """Runs one row after `last`, with the likeliest of `candidates` as its token. Then as `run_head`.
+
+        The row replaces `last`.
         """
         token_ids, rows = self.inputs.take(shape)
         token_ids.copy_(self.candidates[0, :1])
         self.compute_link(token_ids, rows)
 
     def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
-        """A row after `last`, which is replaced; then as `run_head`."""
+        """Runs a row after `last` and replaces it. Then as `run_head`."""
         self.ops.start_step(rows)
         try:
             found = self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors)

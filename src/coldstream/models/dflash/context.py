@@ -43,7 +43,7 @@ class ContextRows:
     def append(self, keys: Rows, values: Rows, positions: NDArray[np.int64]) -> None:
         """Rows [n, num_kv_heads, head_dim] behind the last one; positions: int64 [n], ascending."""
         if self._window is not None:
-            # Those before them are attended to by nothing behind the last one.
+            # Nothing behind the last row attends to earlier ones.
             first = max(0, len(positions) - self._window)
             keys, values, positions = keys[first:], values[first:], positions[first:]
         self._count = self._write(keys, values, positions)
@@ -65,7 +65,7 @@ class ContextRows:
         return self._keys[part], self._values[part], self._positions[part]
 
     def _write(self, keys: Rows, values: Rows, positions: NDArray[np.int64]) -> int:
-        """Puts rows behind the last one; where they end."""
+        """Puts rows behind the last one. Returns where they end."""
         if self._count + len(positions) > len(self._positions):
             self._make_room(len(positions))
         end = self._count + len(positions)
@@ -75,7 +75,7 @@ class ContextRows:
         return end
 
     def _make_room(self, count: int) -> None:
-        """Moves the rows to the front of other memory, of a window's rows only those that are needed."""
+        """Moves the rows to the front of other memory. Rows outside a window are dropped."""
         kept = self._count if self._window is None else min(self._count, self._window)
         capacity = max(FIRST_CONTEXT_ROWS, 2 * len(self._positions), kept + count)
         if self._window is not None:
@@ -115,10 +115,10 @@ def new_contexts(spec: DflashSpec) -> tuple[ContextRows, ...]:
 class CommittedRows(ABC, Generic[ContextT]):
     """The committed rows of one sequence.
 
-    `length` counts them. Some may be missing, which makes drafts worse. These are rows that the drafter did
-    not observe, rows that could not be computed, and rows that a window had dropped before the sequence
-    became shorter. The last few wait until there are `most_waiting` of them, or a draft. Arrays and tensors
-    are those of the subclass, and so are its errors.
+    `length` counts them. Some may be missing, which makes drafts worse: rows that the drafter did not
+    observe, rows that could not be computed, and rows that a window had dropped before the sequence became
+    shorter. The last rows wait until there are `most_waiting` of them, or a draft. The subclass chooses
+    arrays and errors.
     """
 
     def __init__(self, contexts: Sequence[ContextT], most_waiting: int) -> None:
@@ -153,8 +153,8 @@ class CommittedRows(ABC, Generic[ContextT]):
     def append(self, features: Any) -> None:
         """Appends rows: float32 features [n, spec.feature_size], which are copied.
 
-        Raises as the subclass computes, with those rows missing that were being computed. Values that are not
-        finite show in the drafts of whoever attends to them.
+        Raises the subclass's errors. The rows that were being computed are missing then. Values that are not
+        finite show in the drafts that attend to them.
         """
         for start in range(0, len(features), CHUNK_ROWS):
             part = self._copied(features[start : start + CHUNK_ROWS])
@@ -165,8 +165,9 @@ class CommittedRows(ABC, Generic[ContextT]):
                 self._compute_waiting()
 
     def truncate(self, length: int) -> None:
-        """The sequence now has `length` rows. Further ones than there were are missing, and so are those that
-        cannot be computed here.
+        """The sequence now has `length` rows.
+
+        Rows beyond the former length are missing, and rows that cannot be computed here.
         """
         known = self.length - self._num_waiting
         if known < length <= self.length:

@@ -69,8 +69,8 @@ class DflashLayer:
 def layers_of(windows: tuple[int | None, ...], is_causal: bool | None) -> tuple[DflashLayer, ...]:
     """The layers with these windows, all causal or none if the file says so.
 
-    Without a word in the file (None), layers with a window are causal and the others are not: so drafters
-    of that kind were trained.
+    If the file does not say (None), layers with a window are causal and the others are not: such drafters
+    were trained so.
     """
     return tuple(
         DflashLayer(window, window is not None if is_causal is None else is_causal) for window in windows
@@ -113,8 +113,8 @@ class DflashSpec:
     def rows_of_draft(self, num_nodes: int, most_rows: int) -> int:
         """Rows of a block that drafts so many tokens.
 
-        These are `most_rows`, as a shorter block drafts other tokens. Where no row sees those behind it, they
-        are no more than are needed.
+        These are `most_rows`, as a shorter block drafts other tokens. If no row sees later ones, they are as
+        many as are needed.
         """
         is_causal = all(layer.is_causal for layer in self.layers)
         return min(most_rows, 1 + num_nodes) if is_causal else most_rows
@@ -177,7 +177,7 @@ class DraftLattice:
 def visible_rows(
     layer: DflashLayer, queries: NDArray[np.int64], keys: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
-    """Which rows at positions `keys` [L] those at `queries` [B] attend to: [B, L]; None for all."""
+    """Which rows at positions `keys` [L] the rows at `queries` [B] attend to: [B, L]; None for all."""
     ahead = keys[None] - queries[:, None]
     if layer.window is None:
         return ahead <= 0 if layer.is_causal else None

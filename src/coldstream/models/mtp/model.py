@@ -5,7 +5,7 @@ token. It is a model of one layer, whose input is eh_proj · [norm(embedding); n
 normed output stands for the hidden state when it goes on from a token that it has predicted itself. Embedding
 and head are the trunk's unless the block has tables of its own.
 
-The unit of work is a row (token x_{p+1}, hidden state h_p); written over `Ops` like the trunk.
+The unit of work is a row (token x_{p+1}, hidden state h_p). It is written over `Ops`, like the trunk.
 """
 
 from dataclasses import dataclass, replace
