@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from coldstream.decoding.drafters.dflash import DflashDrafter, DraftContext
+from coldstream.decoding.drafters.dflash import DflashContext, DflashDrafter
 from dflash_cases import (
     ANCHOR,
     CASES,
@@ -45,7 +45,7 @@ def write_drafter(folder: Path, name: str) -> Path:
     return write_folder(folder, values, random_tensors(spec_of(values)), dtype=dtype)
 
 
-def proposed(context: DraftContext) -> list[dict[str, Any]]:
+def proposed(context: DflashContext) -> list[dict[str, Any]]:
     """The trees after each chunk of a text: token ids, parents and log-probabilities of nodes."""
     drafter, found, text = DflashDrafter(context), [], []
     rows = features(context.spec, sum(CHUNKS))

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from coldstream.decoding import Continuation, SamplingParams
 from coldstream.engine import CompletionOutput, OpenedModel, Piece
-from coldstream.engine.answer import Answer, Request, completion
+from coldstream.engine.answer import AnswerState, Request, completion
 from coldstream.engine.request_reader import RequestReader
 
 
 def plain_pieces(opened: OpenedModel, request: Request) -> Iterator[Piece]:
     """The pieces of one answer, computed in a sequence of its own from an empty state."""
     runner, ids = opened.runner, request.prompt_token_ids
-    answer = Answer(request, opened.tokenizer, runner.expert_uses, opened.grammars.constraint(request))
+    answer = AnswerState(request, opened.tokenizer, runner.expert_uses, opened.grammars.constraint(request))
     tokens = Continuation(ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens)
     sequence, new_ids = runner.new_sequence(), list(ids)
     try:

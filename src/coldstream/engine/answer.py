@@ -55,7 +55,7 @@ class Request:
         return [replace(self, seed=derived_seed(self.seed, index)) for index in range(self.params.n)]
 
 
-class Answer:
+class AnswerState:
     """The state of one answer: choice of tokens, pieces, text, counts and times since its creation."""
 
     def __init__(

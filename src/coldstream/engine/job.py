@@ -8,7 +8,7 @@ import numpy as np
 
 from coldstream import kvcache
 from coldstream.decoding import AnyLogits, Chosen, Continuation, DraftCounts, TokenChoice
-from coldstream.engine.answer import Answer, Request
+from coldstream.engine.answer import AnswerState, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
 from coldstream.engine.submission import Submission
@@ -43,7 +43,7 @@ class Job:
         self.num_reused = 0
         self.is_over = False
         self.drafts: DraftCounts | None = None  # None: no step could have had a draft
-        self._answer: Answer | None = None  # from its first step on
+        self._answer: AnswerState | None = None  # from its first step on
         self.tokens = Continuation(
             request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
         )
@@ -119,7 +119,7 @@ class Job:
         return self._answer is not None
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerState:
         assert self._answer is not None, "an answer begins with its first step"
         return self._answer
 
@@ -131,7 +131,7 @@ class Job:
         has_begun = self.has_begun
         if self._answer is None:
             constraint = opened.grammars.constraint(self.request)
-            self._answer = Answer(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
+            self._answer = AnswerState(self.request, opened.tokenizer, opened.runner.expert_uses, constraint)
             self.num_reused = min(prefix.length, self.num_prompt)
         self.sequence, self.shared = prefix.sequence, [prefix.length] if prefix.length else []
         positions = {*prefix.checkpoints, *self._wanted_checkpoints}

@@ -45,7 +45,7 @@ def decode(data: bytes, hint: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _WireForm:
     """How values of a type are written. python_types: theirs; wire_types: of what stands for them."""
 
     wire: Any  # a type hint for msgspec
@@ -107,11 +107,11 @@ def _decoder(hint: Any) -> "msgspec.msgpack.Decoder[Any]":
 
 
 @cache
-def _form(hint: Any) -> _Form:
+def _form(hint: Any) -> _WireForm:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         kinds = tuple({type(value) for value in arguments})
-        return _Form(hint, _same, _same, kinds, kinds)
+        return _WireForm(hint, _same, _same, kinds, kinds)
     if origin in (Union, UnionType):
         return _union_form([_form(member) for member in arguments])
     if origin is tuple and arguments[-1] is not ...:
@@ -127,19 +127,19 @@ def _form(hint: Any) -> _Form:
     return _scalar_form(hint)
 
 
-def _scalar_form(hint: Any) -> _Form:
+def _scalar_form(hint: Any) -> _WireForm:
     if hint is str:
-        return _Form(bytes, _write_text, _read_text, (str,), (bytes,))
+        return _WireForm(bytes, _write_text, _read_text, (str,), (bytes,))
     if hint is float:
-        return _Form(float, _same, _same, (float, int), (float,))
+        return _WireForm(float, _same, _same, (float, int), (float,))
     if hint in (bool, int, type(None)):
-        return _Form(hint, _same, _same, (hint,), (hint,))
+        return _WireForm(hint, _same, _same, (hint,), (hint,))
     if isinstance(hint, type) and issubclass(hint, ColdstreamError):
-        return _Form(_Error, _write_error, _read_error, (ColdstreamError,), (_Error,))
-    return _Form(_Nothing, _refuse, _refuse, (), ())
+        return _WireForm(_Error, _write_error, _read_error, (ColdstreamError,), (_Error,))
+    return _WireForm(_Nothing, _refuse, _refuse, (), ())
 
 
-def _class_form(kind: Any) -> _Form:
+def _class_form(kind: Any) -> _WireForm:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
     forms = [_form(hints[name]) for name in names]
@@ -164,10 +164,10 @@ def _class_form(kind: Any) -> _Form:
             values[place] = form.read(values[place])
         return kind(*values)
 
-    return _Form(struct, write, read, (kind,), (struct,))
+    return _WireForm(struct, write, read, (kind,), (struct,))
 
 
-def _union_form(members: Sequence[_Form]) -> _Form:
+def _union_form(members: Sequence[_WireForm]) -> _WireForm:
     """The type of a value decides between the members of a union."""
     writers = {kind: form.write for form in members for kind in form.python_types}
     readers = {kind: form.read for form in members for kind in form.wire_types}
@@ -185,11 +185,11 @@ def _union_form(members: Sequence[_Form]) -> _Form:
 
     wire: Any = Union[tuple(form.wire for form in members)]  # noqa: UP007  # of a tuple
     if all(form.is_plain for form in members):
-        return _Form(wire, _same, _same, tuple(writers), tuple(readers))
-    return _Form(wire, write, read, tuple(writers), tuple(readers))
+        return _WireForm(wire, _same, _same, tuple(writers), tuple(readers))
+    return _WireForm(wire, write, read, tuple(writers), tuple(readers))
 
 
-def _tuple_form(items: Sequence[_Form]) -> _Form:
+def _tuple_form(items: Sequence[_WireForm]) -> _WireForm:
     def write(values: Any) -> Any:
         return tuple([form.write(value) for form, value in zip(items, values, strict=True)])
 
@@ -197,14 +197,14 @@ def _tuple_form(items: Sequence[_Form]) -> _Form:
         return tuple([form.read(value) for form, value in zip(items, values, strict=True)])
 
     wires = tuple(form.wire for form in items)
-    return _Form(tuple[wires], write, read, (tuple,), (tuple,))  # type: ignore[valid-type]
+    return _WireForm(tuple[wires], write, read, (tuple,), (tuple,))  # type: ignore[valid-type]
 
 
-def _collection_form(kind: type, item: _Form, python_types: tuple[type, ...]) -> _Form:
+def _collection_form(kind: type, item: _WireForm, python_types: tuple[type, ...]) -> _WireForm:
     wire = frozenset[item.wire] if kind is frozenset else tuple[item.wire, ...]  # type: ignore[name-defined]
     if item.is_plain:  # a prompt may have a million
-        return _Form(wire, _same, _same, python_types, (kind,))
-    return _Form(
+        return _WireForm(wire, _same, _same, python_types, (kind,))
+    return _WireForm(
         wire,
         lambda values: kind(map(item.write, values)),
         lambda values: kind(map(item.read, values)),
@@ -213,8 +213,8 @@ def _collection_form(kind: type, item: _Form, python_types: tuple[type, ...]) ->
     )
 
 
-def _mapping_form(key: _Form, item: _Form) -> _Form:
-    return _Form(
+def _mapping_form(key: _WireForm, item: _WireForm) -> _WireForm:
+    return _WireForm(
         dict[key.wire, item.wire],  # type: ignore[name-defined]
         lambda values: {key.write(one): item.write(two) for one, two in values.items()},
         lambda values: {key.read(one): item.read(two) for one, two in values.items()},

@@ -29,7 +29,7 @@ from coldstream.kvcache import Sequence
 from coldstream.models.dflash.spec import DflashSpec, DraftLattice
 
 
-class DraftContext(Protocol):
+class DflashContext(Protocol):
     """The committed rows of one sequence; see `models.dflash.context.CommittedRows`."""
 
     @property
@@ -75,7 +75,7 @@ class DflashDrafter:
     name = "dflash"
     wants_hidden = False
 
-    def __init__(self, context: DraftContext, *, num_rows: int | None = None, branching: int = 8) -> None:
+    def __init__(self, context: DflashContext, *, num_rows: int | None = None, branching: int = 8) -> None:
         spec = context.spec
         num_rows = spec.block_size if num_rows is None else num_rows
         assert 2 <= num_rows <= spec.block_size, "a block has an anchor and masks, and is trained to a size"
@@ -135,7 +135,7 @@ class DflashDrafter:
         return self._context.has_fused_steps
 
     def begin_fused(self, context: Listed[int], sequence: Sequence, text: FusedText) -> FusedRun | None:
-        """Fused steps after `context`; see `propose` and `DraftContext`. `end_fused` follows unless None.
+        """Fused steps after `context`; see `propose` and `DflashContext`. `end_fused` follows unless None.
 
         Raises DeviceError if they cannot be begun, with `sequence` empty.
         """

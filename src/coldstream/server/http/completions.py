@@ -33,7 +33,7 @@ Fields = dict[str, Any]
 
 
 @dataclass
-class _CompletionChoice:
+class _RunningChoice:
     """One answer to one prompt."""
 
     index: int
@@ -81,7 +81,7 @@ class _RunningCompletion:
             self._fields["usage"] = None  # of all chunks but the last one, as OpenAI's documentation has it
         per_prompt = requests[0].params.n
         self.of_prompts = [
-            [_CompletionChoice(per_prompt * prompt + index, self._logprobs()) for index in range(per_prompt)]
+            [_RunningChoice(per_prompt * prompt + index, self._logprobs()) for index in range(per_prompt)]
             for prompt in range(len(requests))
         ]
 
