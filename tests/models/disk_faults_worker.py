@@ -2,8 +2,8 @@
 
 python disk_faults_worker.py MODEL RAM_BYTES REQUESTS
 
-Prints a line for each of the requests, all the same: the digest of their logits or the name of the error;
-then the number of reads that were tried again and whether they went past the page cache.
+All requests are the same. Prints a line for each: the digest of its logits, or the name of its error. Then it
+prints the number of reads that were tried again, and whether they went past the page cache.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 python step_memory_worker.py MODEL RAM_BYTES NUM_REPEATS
 
-A repeat is a prompt and nine tokens after it: ten steps. Prints KiB of anonymous memory in RAM and of data
-altogether, written or not, after a third of the repeats, after two and after all; the first are to warm up.
+A repeat is a prompt and nine tokens after it: ten steps. Prints KiB of anonymous memory in RAM, and of all
+data, written or not: after a third of the repeats, which warm up, after two thirds and after all.
 """
 
 import gc

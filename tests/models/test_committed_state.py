@@ -1,5 +1,6 @@
-"""What a sequence holds after a commit, to the last bit: keys, values, convolutions and recurrent states of
-plain decoding, whatever was drafted and however much of it was accepted.
+"""What a sequence holds after a commit: to the last bit what plain decoding leaves.
+
+That is true of keys, values, convolutions and recurrent states, whatever was drafted and accepted.
 """
 
 from collections.abc import Iterator
@@ -84,8 +85,9 @@ def decoded(runner: OneSequence, length: int, token_ids: list[int]) -> tuple[Hel
 def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding(
     runner: OneSequence, seed: int, length: int
 ) -> None:
-    """Each beginning of a path from the root alone to a leaf, of chains and of trees with forks; and
-    what the auxiliary layers put out, which drafters observe.
+    """Each beginning of a path, from the root alone to a leaf, of chains and of trees that fork.
+
+    So is the output of the auxiliary layers, which drafters observe.
     """
     random = Random(seed)
     tree = next(tree for tree in iter(lambda: random_tree(random), None) if 2 < len(tree.parents) < 24)
@@ -162,8 +164,9 @@ def test_trap_broken_rollback_shows_in_what_is_held(
 def test_trap_38_a_fork_starts_from_its_parents_state_and_convolution(
     runner: OneSequence, length: int, at: int
 ) -> None:
-    """Behind a line of six rows, of which the first `at` are its own; the convolutions reach back three rows,
-    so that they see rows of the sequence, of the shared line, and of the fork.
+    """A fork of five rows behind the first `at` rows of a line of six.
+
+    Convolutions reach back three rows: they see rows of the sequence, of the shared line, and of the fork.
     """
     line, fork = [9, 8, 7, 6, 5, 4], [3, 2, 1, 0, 11]
     parents = [-1, *range(5), at - 1, *range(6, 10)]

@@ -104,8 +104,9 @@ def direct(model: tuple[Path, int, str]) -> None:
 def test_after_a_short_read_direct_reads_go_on(
     model: tuple[Path, int, str], faulty_pread: Path, fault: str
 ) -> None:
-    """One that ends inside a page is completed by a plain read, and is no reason to give direct ones up; one
-    that ends with a page is read on directly.
+    """A read that ends inside a page is completed by a plain one, and direct reads go on.
+
+    One that ends with a page is continued directly.
     """
     path, budget, answer = model
     assert run(path, budget, 2, faulty_pread, fault) == [answer, answer, "0 True"]

@@ -205,8 +205,10 @@ def accepted_of(tree: TokenTree, following: list[int]) -> int:
 
 
 def test_sp09_a_tree_is_accepted_as_far_as_its_spine_and_further() -> None:
-    """At every place of a greedy text: the spine of a tree is the chain, so that as many of its nodes are
-    accepted, and of the tree no fewer. On any machine the sums are those that were recorded.
+    """At every place of a greedy text the spine of a tree is the chain.
+
+    So as many nodes of the spine are accepted, and of the tree no fewer. The sums are the recorded ones on
+    any machine.
     """
     with open_runner(demo_model_path()) as runner:
         prompt = Tokenizer.from_metadata(runner.file.metadata).encode(TEXT)

@@ -149,7 +149,7 @@ def check_supported(spec: ModelSpec) -> None:
         f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": (
             has_delta_net and spec.ssm_state_size not in HEAD_SIZES
         ),
-        f"a convolution of {spec.conv_kernel} taps: {TAPS.start} to {TAPS.stop - 1}": (
+        f"{spec.conv_kernel} convolution taps: {TAPS.start} to {TAPS.stop - 1}": (
             has_delta_net and spec.conv_kernel not in TAPS
         ),
         f"{spec.num_experts_per_tok} experts a token: at most {MAX_CHOSEN}": (
