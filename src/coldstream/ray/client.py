@@ -1,14 +1,14 @@
 """ReplicasClient: the `EngineClient` of all replicas together, over a handle of Ray Serve.
 
 A request belongs to one replica from its acceptance to its end. If that replica is lost before, another one
-is asked; afterwards the request ends with one error. The counts of the replicas are added up.
+is asked; afterwards the request ends with one error.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ray.exceptions import RayError
@@ -22,43 +22,12 @@ from coldstream.errors import ColdstreamError, InvalidRequestError, ModelChanged
 from coldstream.ray.messages import ReplicaState
 from coldstream.ray.prefix_router import Route
 from coldstream.ray.prefix_routes import PrefixRoutes, block_keys
+from coldstream.ray.totals import total_live
 from coldstream.server.client import Health, ServiceUnavailable
 from coldstream.server.codec import ProtocolError, decode, encode
 from coldstream.server.event_stream import EventStream
 from coldstream.server.messages import Accepted, Died, FromEngine, Refused
 from coldstream.server.served_model import ServedModel
-
-
-def total_statistics(each: Sequence[EngineStatistics]) -> EngineStatistics:
-    """The sums of all counts. What an engine does not count (None) counts as nothing beside one that does."""
-    statistics = _total(each)
-    assert isinstance(statistics, EngineStatistics)
-    return statistics
-
-
-def total_live(each: Sequence[LiveState]) -> LiveState:
-    """The sums of all counts, and the experts of the first engine that notes their uses: places of experts
-    have no sum.
-    """
-    maps = [live.experts for live in each if live.experts is not None]
-    return LiveState(total_statistics([live.statistics for live in each]), maps[0] if maps else None)
-
-
-def _total(values: Sequence[Any]) -> Any:
-    """The sum of numbers; of dataclasses and tuples by their places; the first of other values."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    first = values[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        sums = {each.name: _total([getattr(value, each.name) for value in values]) for each in fields(first)}
-        return type(first)(**sums)
-    if isinstance(first, tuple):
-        return tuple(_total(places) for places in zip(*values, strict=True))
-    if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return sum(values)
-    return first
-
 
 TRIES: Final = 3  # replicas that are asked to begin a request
 ROUTE_S: Final = 5.0  # for Ray to have a replica to ask

@@ -9,7 +9,7 @@ from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.kvcache.prefix.tiers import TierStatistics
-from coldstream.ray.client import total_live, total_statistics
+from coldstream.ray.totals import total_live, total_statistics
 
 counts = st.integers(0, 1 << 40)
 seconds = st.integers(0, 1 << 20).map(float)  # whole, so that the order of sums does not count
