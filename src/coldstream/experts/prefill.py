@@ -61,7 +61,7 @@ class StreamCounters:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _BegunGroup:
     experts: Sequence[int]
     buffer: int
     transfer: Transfer
@@ -99,7 +99,7 @@ class ExpertStream:
         self._ring = StagingRing(self._shape.count)
         self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
         self._copies: Copies | None = None
-        self._waiting: deque[_Group] = deque()  # begun and not computed, in the order of buffers
+        self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share = Lookahead(), CpuShare()
         self._layers: list[LayerShape] = []
@@ -254,11 +254,11 @@ class ExpertStream:
         held = self._host.hold(layer, experts)
         copies = list(self._layers[layer].copies(experts, held))
         transfer = self._copies.begin(copies, self._address(buffer), self._read[buffer])
-        self._waiting.append(_Group(experts, buffer, transfer))
+        self._waiting.append(_BegunGroup(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
 
     def _compute(
-        self, layer: int, groups: Sequence[_Group], counts: Array, ends: Array, compute: Compute
+        self, layer: int, groups: Sequence[_BegunGroup], counts: Array, ends: Array, compute: Compute
     ) -> None:
         """Queues the work of groups, and frees their buffers behind it."""
         shape = self._layers[layer]
@@ -277,7 +277,7 @@ class ExpertStream:
             self._read[group.buffer] = read
             self._ring.give_back(group.buffer)
 
-    def _staged(self, shape: LayerShape, group: _Group) -> StagedGroup:
+    def _staged(self, shape: LayerShape, group: _BegunGroup) -> StagedGroup:
         begin = self._address(group.buffer)
         first = tuple(begin + offset for offset in shape.offsets(len(group.experts)))
         return StagedGroup(group.experts, first, shape.sizes)

@@ -46,7 +46,7 @@ class _Convolution:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _DraftLayer:
     layer: DflashLayer
     weights: dict[str, Weight]
     norms: dict[str, Array]
@@ -91,11 +91,11 @@ class _Loader:
             base.reshape(*base.shape[:2], -1, spec.second.conv_group), self.matrix(f"{name}_proj")
         )
 
-    def layer(self, index: int, spec: DflashSpec) -> _Layer:
+    def layer(self, index: int, spec: DflashSpec) -> _DraftLayer:
         prefix = f"blk.{index}."
         matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
         norms = ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm")
-        return _Layer(
+        return _DraftLayer(
             spec.layers[index],
             {name: self.matrix(prefix + name) for name in matrices},
             {name: self.values(f"{prefix}{name}.weight") for name in norms},
@@ -143,7 +143,7 @@ class CpuDflash:
         cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
         return cos[:, None], sin[:, None]
 
-    def keys_values(self, x: Array, layer: _Layer, rotations: Rotations) -> tuple[Array, Array]:
+    def keys_values(self, x: Array, layer: _DraftLayer, rotations: Rotations) -> tuple[Array, Array]:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
         shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
         keys, values = self.ops.linear(x, (layer.weights["attn_k"], layer.weights["attn_v"]))
@@ -246,7 +246,7 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         return model.norm(x, model.output_norm)
 
     def _attention(
-        self, x: Array, layer: _Layer, rows: ContextRows, positions: Array, rotations: Rotations
+        self, x: Array, layer: _DraftLayer, rows: ContextRows, positions: Array, rotations: Rotations
     ) -> Array:
         """What attention adds to the residual stream x [B, E]."""
         model, spec, count = self._model, self.spec, len(x)
@@ -264,7 +264,7 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         result = model.product(mixed, layer.weights["attn_output"])
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 
-    def _feed_forward(self, x: Array, layer: _Layer) -> Array:
+    def _feed_forward(self, x: Array, layer: _DraftLayer) -> Array:
         """What the FFN adds to the residual stream x [B, E]."""
         model = self._model
         x = model.norm(x, layer.norms["ffn_norm"])

@@ -103,10 +103,10 @@ class DflashMatrices:
     @classmethod
     def read(cls, file: DflashFile, ops: CudaOps, device: torch.device) -> Self:
         """Copies them. Raises ModelChangedError if the file shrank, torch.OutOfMemoryError."""
-        return cls(**_Reader(file, ops, device).all())
+        return cls(**_MatrixReader(file, ops, device).all())
 
 
-class _Reader:
+class _MatrixReader:
     def __init__(self, file: DflashFile, ops: CudaOps, device: torch.device) -> None:
         self._file, self._ops, self._device, self._spec = file, ops, device, file.spec
 

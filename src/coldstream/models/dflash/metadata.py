@@ -85,7 +85,7 @@ def spec_of_metadata(keys: Metadata) -> DflashSpec:
     if name not in ARCHITECTURES:
         problem = f"{name!r:.60}, drafters are {', '.join(ARCHITECTURES)}: give a DFlash drafter"
         raise keys.error(UnsupportedError, "general.architecture", problem)
-    return _Reader(keys, name, ARCHITECTURES[name]).spec()
+    return _SpecReader(keys, name, ARCHITECTURES[name]).spec()
 
 
 def metadata_of(spec: DflashSpec) -> dict[str, MetaValue]:
@@ -152,7 +152,7 @@ def _rope_metadata(rope: DflashRope) -> dict[str, MetaValue]:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _SpecReader:
     keys: Metadata
     architecture: str
     convention: _Convention
