@@ -280,7 +280,7 @@ def test_there_are_about_as_many_sizes_as_graphs() -> None:
     [
         (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 32"),
         (DeltaNetSpec, {"state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
-        (DeltaNetSpec, {"conv_kernel": 9}, "9 taps: 2 to 8"),
+        (DeltaNetSpec, {"conv_kernel": 9}, "9 convolution taps: 2 to 8"),
         (MoeSpec, {"num_experts_per_tok": 17}, "17 experts a token: at most 16"),
         (MoeSpec, {"num_experts": 2048}, "2048 experts: at most 1024"),
     ],
