@@ -17,7 +17,7 @@ from bench.report.accuracy import activation_scales, agreement_by_architecture, 
 from bench.report.agents import agents
 from bench.report.bodies import bad_bodies
 from bench.report.cards import cards_decode, cards_prompts
-from bench.report.commits import commit_bits, versus_commits
+from bench.report.commits import commit_bits, house, versus_commits
 from bench.report.cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from bench.report.drafts import (
     cpu_drafts,
@@ -328,6 +328,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "programs": programs,
     "versus_commits": versus_commits,
     "commit_bits": commit_bits,
+    "house": house,
     "activation_scales": activation_scales,
     "side_by_side": side_by_side,
     "startup": startup,

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from bench.report.tables import RESULTS, table
+from bench.report.tables import RESULTS, load, table
 
 
 def versus_commits() -> str:
@@ -56,6 +56,25 @@ def _bits_of(result: dict[str, Any]) -> str:
     )
     header = [f"beside {result['against']}", "digests", "different"]
     return table(header, rows) + "\n" + "\n".join(runs) + "\n"
+
+
+def house() -> str:
+    """What rooms had at another commit, and have."""
+    result = load("house")
+    names = ("files", "python_lines", "native_lines", "classes", "protocols", "functions")
+
+    def pair(name: str, room: str) -> str:
+        before, after = (result[when].get(room, {}).get(name, 0) for when in ("before", "after"))
+        return f"{before:,} → {after:,}"
+
+    rooms = sorted(result["before"].keys() | result["after"].keys())
+    rows = [[room, *(pair(name, room) for name in names)] for room in rooms]
+    totals = [
+        [sum(room[name] for room in result[when].values()) for when in ("before", "after")] for name in names
+    ]
+    rows.append(["all", *(f"{before:,} → {after:,}" for before, after in totals)])
+    header = ["room", "files", "Python lines", "native lines", "classes", "protocols", "public functions"]
+    return table(header, rows) + f"\n{result['against']} → {result['commit']}: `{result['command']}`\n"
 
 
 def _median(values: list[float]) -> float:
