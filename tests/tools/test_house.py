@@ -8,7 +8,8 @@ from tools.house import room_sizes
 def test_a_room_has_its_files_lines_and_ideas(tmp_path: Path) -> None:
     (tmp_path / "a" / "deep").mkdir(parents=True)
     (tmp_path / "a" / "one.py").write_text("class A: ...\n\n\ndef f(): ...\ndef _g(): ...\n")
-    (tmp_path / "a" / "deep" / "two.py").write_text("class P(Protocol):\n    def m(self): ...\nclass B(A): ...\n")
+    two = "class P(Protocol):\n    def m(self): ...\nclass B(A): ...\n"
+    (tmp_path / "a" / "deep" / "two.py").write_text(two)
     (tmp_path / "a" / "deep" / "x.cuh").write_text("int a;\nint b;\n")
     (tmp_path / "a" / "_csrc.pyi").write_text("def made(): ...\n")
     (tmp_path / "a" / "notes.txt").write_text("no source\n")
