@@ -21,6 +21,7 @@ lint: install-test
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose --check
 
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
 # With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
