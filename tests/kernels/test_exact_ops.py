@@ -1,7 +1,7 @@
 """The C++ operations equal docs/arithmetic.md, written a second time in PyTorch, bit for bit."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,16 @@ from random_blocks import random_weight
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import DeltaNetWeights, RopeScaling, RopeSpec, Rows
+from coldstream.kernels.ops import (
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RopeScaling,
+    RopeSpec,
+    Rows,
+)
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.rope.scaling import Yarn, linear, yarn_magnitude
@@ -48,18 +57,36 @@ def as_arrays(value: Any) -> Any:
         *stack, rows, columns = value.shape
         data = value.blocks.numpy().reshape(-1)
         return _csrc.Weight.from_array(data, int(value.quant_type), rows, columns, *stack)
-    if isinstance(value, Rows | DeltaNetWeights):
+    if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{name: as_arrays(part) for name, part in vars(value).items()})
     return [as_arrays(part) for part in value] if isinstance(value, list) else value
 
 
+def copied(value: Any) -> Any:
+    """With copies of all tensors, also of those in records."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{name: copied(each) for name, each in vars(value).items()})
+
+
+def changeable(value: Any) -> list[Any]:
+    """Tensors or arrays that an operation might change, of records too."""
+    if is_dataclass(value):
+        return [each for field in vars(value).values() for each in changeable(field)]
+    return [value] if isinstance(value, torch.Tensor | np.ndarray) else []
+
+
 def assert_same_bits(exact: ReferenceOps, cpu: CpuOps, name: str, *arguments: Any, **options: Any) -> None:
     """Calls the operation `name` of both, on copies, and compares results and changed arguments."""
-    ours = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
-    theirs = [as_arrays(value.clone() if isinstance(value, torch.Tensor) else value) for value in arguments]
+    ours = [copied(value) for value in arguments]
+    theirs = [as_arrays(copied(value)) for value in arguments]
     results = getattr(exact, name)(*ours, **options), getattr(cpu, name)(*theirs, **options)
     pairs = list(zip(*((r if isinstance(r, tuple) else (r,)) for r in results), strict=True))
-    pairs += [(a, b) for a, b in zip(ours, theirs, strict=True) if isinstance(a, torch.Tensor)]
+    for one, other in zip(ours, theirs, strict=True):
+        if not isinstance(one, QuantTensor):
+            pairs += zip(changeable(one), changeable(other), strict=True)
     for a, b in pairs:
         # == takes −0 for 0: whether an empty lane was added decides the sign of a zero sum.
         np.testing.assert_array_equal(a.numpy(), b)
@@ -119,9 +146,8 @@ def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dt
     rows = rows_at(first, count, state_id=1)
     angles = exact.rope_angles(rows.positions, RopeSpec(16, 1e4))
     norms = [random(6, size), random(7, size)]
-    assert_same_bits(
-        exact, cpu, "attention", *inputs, *norms, EPS, angles, *caches, rows, output_gate=True, window=None
-    )
+    heads = AttentionHeads(*norms, EPS)
+    assert_same_bits(exact, cpu, "attention", AttentionInputs(*inputs, angles), heads, Caches(*caches), rows)
 
 
 @pytest.mark.parametrize("key_head_ids", [[0, 1, 0, 1], [0, 0, 1, 1]], ids=["tiled", "grouped"])
@@ -140,7 +166,8 @@ def test_gated_delta_net(exact: ReferenceOps, cpu: CpuOps, key_head_ids: list[in
     widths = (channels, value_heads * size, value_heads, value_heads)
     inputs = [random(5 + i, count, width) for i, width in enumerate(widths)]
     states = [random(9, 2, 3, channels), random(10, 2, value_heads, size, size)]
-    assert_same_bits(exact, cpu, "gated_delta_net", *inputs, weights, *states, rows_at(0, count, state_id=1))
+    projections = DeltaNetInputs(*inputs, rows_at(0, count, state_id=1))
+    assert_same_bits(exact, cpu, "gated_delta_net", projections, weights, *states)
 
 
 @pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
