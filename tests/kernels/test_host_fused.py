@@ -45,7 +45,8 @@ def cases(draw: st.DrawFn) -> Case:
     state = FusedState(
         draw(st.integers(1, 600)), draw(st.integers(1, 600)), draw(st.integers(0, 70)), draw(tokens)
     )
-    chosen = [(draw(tokens), draw(st.sampled_from([0] * 60 + [3, -1]))) for _ in range(num_rows)]
+    faulty_row, fault = draw(st.none() | st.integers(0, num_rows - 1)), draw(st.sampled_from([3, -1]))
+    chosen = [(draw(tokens), fault if row == faulty_row else 0) for row in range(num_rows)]
     draft = [token for token, _ in chosen[:-1]]
     for _ in range(draw(st.integers(0, 2)) if draft else 0):
         draft[draw(st.integers(0, num_rows - 2))] = draw(tokens)
