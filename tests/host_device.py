@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,8 @@ class HostDevice:
             digest.update(path.read_bytes())
         file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
         if not file.exists():
-            part = file.with_suffix(f".{os.getpid()}")
+            # Two threads may compile the same: each its own file, and the last one stays.
+            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             # Hidden, so that libraries do not share variables of inline functions.
             subprocess.run(["c++", *OPTIONS, "-fvisibility=hidden", *options, "-o", part], check=True)
             part.rename(file)
