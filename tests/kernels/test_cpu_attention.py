@@ -245,7 +245,11 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
     cache = torch.zeros(1, 5, 2, 16)
 
     def call(
-        k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, angles: torch.Tensor = angles
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        angles: torch.Tensor = angles,
+        q_norm: torch.Tensor = q_norm,
     ) -> None:
         _csrc.attention(
             fastest,
@@ -265,6 +269,9 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         call(cache, cache.half(), out)
     with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):
         call(cache.bfloat16(), cache.bfloat16(), out)
+    for wrong in (q_norm.double(), q_norm.view(1, -1)):
+        with pytest.raises(ValueError, match="q_norm has a wrong type or shape"):
+            call(cache, cache, out, q_norm=wrong)
     with pytest.raises(ValueError, match="v_cache must be"):
         call(cache, cache[:, :4], out)
     with pytest.raises(ValueError, match="k_cache must be contiguous"):
