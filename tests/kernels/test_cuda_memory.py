@@ -55,7 +55,6 @@ def test_workspace_comes_back_with_the_last_view() -> None:
     size = memory.workspace_bytes
     view = first[2:].reshape(-1).view(torch.int32)
     del first
-    gc.collect()
     memory.workspace((10, 100), torch.float32)
     assert memory.workspace_bytes == 2 * size
     del view
@@ -77,7 +76,6 @@ def test_what_outlives_its_step_takes_nothing_of_the_next() -> None:
     memory.start_step()
     everything = memory.workspace((peak,), torch.uint8)
     kept.clear()  # gives nothing back of what the new step has
-    gc.collect()
     other = memory.workspace((1,), torch.float32)
     assert memory.workspace_bytes == peak + ALIGNMENT, (everything.shape, other.shape)
 
@@ -110,22 +108,19 @@ class Collecting(dict[int, int]):
 
     def items(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
         for item in super().items():
-            gc.collect()
+            gc.collect(0)
             yield item
 
 
 @pytest.fixture
-def little_to_collect() -> Iterator[None]:
-    """The collector looks only through what the test makes, not through all that other tests have loaded."""
-    gc.collect()
-    gc.freeze()
+def young_cycles() -> Iterator[None]:
+    """No automatic collection makes a cycle older, so that `gc.collect(0)` finds each that the test makes."""
+    gc.disable()
     yield
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # again what was loaded before the first test
+    gc.enable()
 
 
-@pytest.mark.usefixtures("little_to_collect")
+@pytest.mark.usefixtures("young_cycles")
 def test_tensors_may_die_while_memory_is_searched() -> None:
     memory = MemoryPlan()
     memory._workspace._free = Collecting()
@@ -135,7 +130,7 @@ def test_tensors_may_die_while_memory_is_searched() -> None:
         Cycle(held.pop(step % 5))
         del held[step % 4]
     held.clear()
-    gc.collect()
+    gc.collect(0)
     size = memory.workspace_bytes
     everything = memory.workspace((size,), torch.uint8)
     assert memory.workspace_bytes == size, everything.shape
