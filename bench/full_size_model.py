@@ -2,10 +2,11 @@
 is as local as that of trained models, or of the dense Qwen3.6-27B, about 16 GB.
 
     python -m bench.full_size_model full.gguf
+    python -m bench.full_size_model full.gguf --mix UD-IQ3_S                   the types of another download
     python -m bench.full_size_model dense.gguf --shape 27B
     python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768      the same construction, smaller
 
-Types are those of the files that plain llama-quantize made: 301 tensors F32, 355 Q4_K, 30 Q5_K, 47 Q6_K.
+Types are those of published files: full_size_mixes.py has them by the names that people download.
 
 Only the embedding writes the first 256 channels of the residual stream: in matrices that add to the stream
 the rows of these channels have scale 0. So every layer reads them unchanged but for the norm's factor:
@@ -31,19 +32,12 @@ from pathlib import Path
 import numpy as np
 
 import gguf
-from bench.random_model import (
-    MERGES,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Shape,
-    add_metadata,
-    add_tokenizer,
-    byte_tokens,
-    random_blocks,
-)
+from bench.full_size_mixes import MIXES, PLAIN, Mix, mix_named
+from bench.level_blocks import level_blocks
+from bench.random_blocks import random_blocks
+from bench.random_model import MERGES, Shape, add_metadata, add_tokenizer, byte_tokens
+from coldstream.gguf.quant_types import QuantType
 
-F32 = gguf.GGMLQuantizationType.F32
 FULL_SHAPE = Shape(layers=40, experts=256, experts_per_token=8, vocab=248320, context=262144)
 DENSE_SHAPE = Shape(
     hidden=5120, layers=64, heads=24, kv_heads=4, value_heads=48, vocab=248320, context=262144,
@@ -51,8 +45,8 @@ DENSE_SHAPE = Shape(
 )  # fmt: skip
 SHAPES = {"35B-A3B": FULL_SHAPE, "27B": DENSE_SHAPE}
 
-BLOCK = 256  # elements of a K-quant block
-PROTECTED = 256  # channels that only the embedding writes: one block
+BLOCK = 256  # elements of a slice's unit: one block, or several of a type with smaller ones
+PROTECTED = 256  # channels that only the embedding writes: one unit
 CODE = 32  # of them the code, which routers read; the rest is the signature, which the head reads
 # The code of a token id is a sum of three parts with these shares of its variance, fitted to published hit
 # rates of LRU caches with routing_locality.py.
@@ -65,6 +59,7 @@ ROUTER_GAIN = 4.0
 POOL_BYTES = 48 << 20  # at least, and at least twice the largest matrix
 EMBEDDING_DEVIATION = 4.6  # of the protected channels too: levels 0 … 15 in steps of 1
 OUTPUT_GAIN = 0.5  # of matrices that add to the stream, so that the embedding stays a large part of it
+HEAD_STEP = 1 / 4  # between levels of the signature in the head
 HEAD_NOISE = 1.15 / 16  # of the head's other channels, low enough for the signature, 1.15, to win
 ROWS_PER_PIECE = 4096
 
@@ -77,43 +72,31 @@ class Tensor:
     """A tensor of the file, `dims` in numpy order, and the pieces that fill it."""
 
     name: str
-    qtype: gguf.GGMLQuantizationType
+    qtype: QuantType
     dims: tuple[int, ...]
     pieces: Callable[[], Iterator[Piece]]
 
     @property
     def num_bytes(self) -> int:
-        elements, size = gguf.GGML_QUANT_SIZES[self.qtype]
-        return int(np.prod(self.dims)) // elements * size
+        *rows, cols = self.dims
+        return int(np.prod(rows, initial=1)) * self.qtype.row_bytes(cols)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Random blocks, uint8 [blocks, block_bytes], and some of them with scale 0, whose weights are 0."""
+    """Random units, uint8 [units, bytes], and some whose weights are 0."""
 
     blocks: np.ndarray
     silent: np.ndarray
 
 
 def make_pool(
-    rng: np.random.Generator,
-    qtype: gguf.GGMLQuantizationType,
-    deviation: float,
-    num_silent: int,
-    num_blocks: int,
+    rng: np.random.Generator, qtype: QuantType, deviation: float, num_silent: int, num_blocks: int
 ) -> Pool:
-    """num_silent: blocks of scale 0; num_blocks: of the largest matrix."""
-    size = gguf.GGML_QUANT_SIZES[qtype][1]
+    """num_silent: units of weights 0; num_blocks: of the largest matrix."""
+    size = qtype.row_bytes(BLOCK)
     blocks = random_blocks(rng, qtype, max(POOL_BYTES // size, 2 * num_blocks), BLOCK, deviation)
-    silent = blocks[:num_silent].copy()
-    scale = slice(208, 210) if qtype == Q6_K else slice(0, 4)
-    silent[:, scale] = 0
-    return Pool(blocks, silent)
-
-
-def takes_more_bits(index: int, count: int) -> bool:
-    """llama-quantize's rule for tensors that it keeps in Q6_K: the outer eighths and every third between."""
-    return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+    return Pool(blocks, np.zeros((num_silent, size), np.uint8))
 
 
 def token_levels(rng: np.random.Generator, vocab: int) -> np.ndarray:
@@ -132,46 +115,26 @@ def token_levels(rng: np.random.Generator, vocab: int) -> np.ndarray:
     return levels
 
 
-def embedding_blocks(levels: np.ndarray) -> np.ndarray:
-    """Q4_K blocks uint8 [rows, 144] of the values level − 7.5."""
-    blocks = np.empty((len(levels), 144), np.uint8)
-    blocks[:, 0:2] = np.float16(1 / 32).reshape(1).view(np.uint8)
-    blocks[:, 2:4] = np.float16(7.5 / 32).reshape(1).view(np.uint8)
-    blocks[:, 4:12] = 32 | 2 << 6  # with the next four: all sub-blocks have scale and minimum 32
-    blocks[:, 12:16] = 0
-    low, high = levels.reshape(-1, 4, 2, 32).transpose(2, 0, 1, 3)
-    blocks[:, 16:] = (low | high << 4).reshape(-1, 128)
-    return blocks
-
-
-def head_blocks(levels: np.ndarray) -> np.ndarray:
-    """Q6_K blocks uint8 [rows, 210] of the values (level − 7.5) / 4, but 0 for the code."""
-    blocks = np.empty((len(levels), 210), np.uint8)
-    codes = (17 + 2 * levels).reshape(-1, 2, 128)  # the value is d · scale · (code − 32)
-    low, high = codes & 15, codes >> 4
-    blocks[:, :128] = (low[:, :, :64] | low[:, :, 64:] << 4).reshape(-1, 128)
-    quarters = high.reshape(-1, 2, 4, 32)
-    blocks[:, 128:192] = (
-        quarters[:, :, 0] | quarters[:, :, 1] << 2 | quarters[:, :, 2] << 4 | quarters[:, :, 3] << 6
-    ).reshape(-1, 64)
-    blocks[:, 192:208] = np.where(np.arange(16) < CODE // 16, 0, 32)
-    blocks[:, 208:210] = np.float16(1 / 256).reshape(1).view(np.uint8)
-    return blocks
-
-
 class FullSizeWriter:
     """Plans the tensors of a model of `shape`, then writes them with `threads` threads."""
 
     def __init__(
-        self, path: Path, shape: Shape, seed: int, threads: int, chat_template: str | None = None
+        self,
+        path: Path,
+        shape: Shape,
+        seed: int,
+        threads: int,
+        chat_template: str | None = None,
+        mix: Mix = PLAIN,
     ) -> None:
         self.path, self.shape, self.threads, self.chat_template = path, shape, threads, chat_template
+        self.mix = mix
         self.rng = np.random.default_rng(seed)
         self.levels = token_levels(self.rng, shape.vocab)
-        self.pools: dict[tuple[gguf.GGMLQuantizationType, float], Pool] = {}
+        self.pools: dict[tuple[QuantType, float], Pool] = {}
         self.tensors: list[Tensor] = []
 
-    def pool(self, qtype: gguf.GGMLQuantizationType, deviation: float) -> Pool:
+    def pool(self, qtype: QuantType, deviation: float) -> Pool:
         """The one pool of this type and deviation."""
         key = (qtype, deviation)
         if key not in self.pools:
@@ -186,20 +149,27 @@ class FullSizeWriter:
     def floats(self, name: str, values: np.ndarray) -> None:
         """A float32 tensor with these values."""
         values = values.astype(np.float32)
-        self.tensors.append(Tensor(name, F32, values.shape, lambda: iter([(0, lambda: [values])])))
+        self.tensors.append(Tensor(name, QuantType.F32, values.shape, lambda: iter([(0, lambda: [values])])))
 
-    def matrix(
-        self, name: str, qtype: gguf.GGMLQuantizationType, *dims: int, adds_to_stream: bool = False
-    ) -> None:
+    def type_of(self, name: str) -> QuantType:
+        """The mix's type of the matrix `name`."""
+        *block, name, _ = name.removeprefix("blk.").split(".")
+        return self.mix.type_of(name, int(block[0]) if block else 0, self.shape.layers)
+
+    def matrix(self, name: str, *dims: int, adds_to_stream: bool = False) -> None:
         """A matrix [rows, cols] or a stack; with `adds_to_stream`, rows of protected channels are 0."""
+        qtype = self.type_of(name)
         *stack, rows, cols = dims
+        if qtype == QuantType.F32:
+            self.floats(name, self.rng.standard_normal(dims) * cols**-0.5)
+            return
         pool = self.pool(qtype, cols**-0.5 * (OUTPUT_GAIN if adds_to_stream else 1))
         row_blocks = cols // BLOCK
         num_silent = PROTECTED * row_blocks if adds_to_stream else 0
         num_blocks = rows * row_blocks - num_silent
         count = int(np.prod(stack, initial=1))
         firsts = self.rng.choice(len(pool.blocks) - num_blocks, count, replace=False)
-        size = gguf.GGML_QUANT_SIZES[qtype][1]
+        size = qtype.row_bytes(BLOCK)
 
         def pieces() -> Iterator[Piece]:
             for index, first in enumerate(firsts):
@@ -208,25 +178,21 @@ class FullSizeWriter:
 
         self.tensors.append(Tensor(name, qtype, dims, pieces))
 
-    def table(
-        self,
-        name: str,
-        qtype: gguf.GGMLQuantizationType,
-        levels: np.ndarray,
-        first_blocks: Callable[[np.ndarray], np.ndarray],
-        deviation: float,
-    ) -> None:
-        """A table [vocab, hidden]: the first block of row t says `levels` [t], the others are random."""
-        dims = (self.shape.vocab, self.shape.hidden)
+    def table(self, name: str, levels: np.ndarray, step: float, deviation: float, num_zero: int = 0) -> None:
+        """A table [vocab, hidden]: the first unit of row t says `levels` [t], the others are random.
+
+        num_zero: values at the beginning of a row that are 0 instead.
+        """
+        qtype, dims = self.type_of(name), (self.shape.vocab, self.shape.hidden)
         pool, others = self.pool(qtype, deviation), self.shape.hidden // BLOCK - 1
-        size = gguf.GGML_QUANT_SIZES[qtype][1]
+        size = qtype.row_bytes(BLOCK)
         starts = range(0, dims[0], ROWS_PER_PIECE)
         firsts = self.rng.choice(len(pool.blocks) - ROWS_PER_PIECE * others, len(starts), replace=False)
 
         def rows(start: int, first: int) -> Buffers:
             part = levels[start : start + ROWS_PER_PIECE]
             blocks = np.empty((len(part), 1 + others, size), np.uint8)
-            blocks[:, 0] = first_blocks(part)
+            blocks[:, 0] = level_blocks(qtype, part, step, num_zero)
             blocks[:, 1:] = pool.blocks[first : first + len(part) * others].reshape(-1, others, size)
             return [blocks]
 
@@ -236,12 +202,12 @@ class FullSizeWriter:
 
         self.tensors.append(Tensor(name, qtype, dims, pieces))
 
-    def attention(self, name: str, v_type: gguf.GGMLQuantizationType) -> None:
+    def attention(self, name: str) -> None:
         s = self.shape
-        self.matrix(f"{name}.attn_q.weight", Q4_K, s.heads * s.head_dim * 2, s.hidden)
-        self.matrix(f"{name}.attn_k.weight", Q4_K, s.kv_heads * s.head_dim, s.hidden)
-        self.matrix(f"{name}.attn_v.weight", v_type, s.kv_heads * s.head_dim, s.hidden)
-        self.matrix(f"{name}.attn_output.weight", Q4_K, s.hidden, s.heads * s.head_dim, adds_to_stream=True)
+        self.matrix(f"{name}.attn_q.weight", s.heads * s.head_dim * 2, s.hidden)
+        self.matrix(f"{name}.attn_k.weight", s.kv_heads * s.head_dim, s.hidden)
+        self.matrix(f"{name}.attn_v.weight", s.kv_heads * s.head_dim, s.hidden)
+        self.matrix(f"{name}.attn_output.weight", s.hidden, s.heads * s.head_dim, adds_to_stream=True)
         self.floats(f"{name}.attn_q_norm.weight", np.ones(s.head_dim))
         self.floats(f"{name}.attn_k_norm.weight", np.ones(s.head_dim))
 
@@ -249,17 +215,17 @@ class FullSizeWriter:
         s, rng = self.shape, self.rng
         key_dim, value_dim = s.key_heads * s.state_dim, s.value_heads * s.state_dim
         conv_dim = 2 * key_dim + value_dim
-        self.matrix(f"{name}.attn_qkv.weight", Q5_K, conv_dim, s.hidden)
-        self.matrix(f"{name}.attn_gate.weight", Q4_K, value_dim, s.hidden)
-        self.matrix(f"{name}.ssm_alpha.weight", Q4_K, s.value_heads, s.hidden)
-        self.matrix(f"{name}.ssm_beta.weight", Q4_K, s.value_heads, s.hidden)
+        self.matrix(f"{name}.attn_qkv.weight", conv_dim, s.hidden)
+        self.matrix(f"{name}.attn_gate.weight", value_dim, s.hidden)
+        self.matrix(f"{name}.ssm_alpha.weight", s.value_heads, s.hidden)
+        self.matrix(f"{name}.ssm_beta.weight", s.value_heads, s.hidden)
         self.floats(f"{name}.ssm_a", -rng.uniform(0.1, 4, s.value_heads))
         self.floats(f"{name}.ssm_dt.bias", rng.uniform(-4, 1, s.value_heads))
         self.floats(f"{name}.ssm_conv1d.weight", rng.standard_normal((conv_dim, 4)) / 2)
         self.floats(f"{name}.ssm_norm.weight", np.ones(s.state_dim))
-        self.matrix(f"{name}.ssm_out.weight", Q4_K, s.hidden, value_dim, adds_to_stream=True)
+        self.matrix(f"{name}.ssm_out.weight", s.hidden, value_dim, adds_to_stream=True)
 
-    def experts(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+    def experts(self, name: str) -> None:
         s = self.shape
         router = np.zeros((s.experts, s.hidden))
         directions = self.rng.standard_normal((s.experts, CODE))
@@ -267,47 +233,46 @@ class FullSizeWriter:
         self.floats(f"{name}.ffn_gate_inp.weight", router)
         self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.rng.standard_normal(s.hidden) * s.hidden**-0.5)
         for suffix, stack in (("exps", (s.experts,)), ("shexp", ())):
-            self.matrix(f"{name}.ffn_gate_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
-            self.matrix(f"{name}.ffn_up_{suffix}.weight", Q4_K, *stack, s.expert_ffn, s.hidden)
+            self.matrix(f"{name}.ffn_gate_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
+            self.matrix(f"{name}.ffn_up_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
             down = f"{name}.ffn_down_{suffix}.weight"
-            self.matrix(down, down_type, *stack, s.hidden, s.expert_ffn, adds_to_stream=True)
+            self.matrix(down, *stack, s.hidden, s.expert_ffn, adds_to_stream=True)
 
-    def dense(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+    def dense(self, name: str) -> None:
         s = self.shape
-        self.matrix(f"{name}.ffn_gate.weight", Q4_K, s.dense_ffn, s.hidden)
-        self.matrix(f"{name}.ffn_up.weight", Q4_K, s.dense_ffn, s.hidden)
-        self.matrix(f"{name}.ffn_down.weight", down_type, s.hidden, s.dense_ffn, adds_to_stream=True)
+        self.matrix(f"{name}.ffn_gate.weight", s.dense_ffn, s.hidden)
+        self.matrix(f"{name}.ffn_up.weight", s.dense_ffn, s.hidden)
+        self.matrix(f"{name}.ffn_down.weight", s.hidden, s.dense_ffn, adds_to_stream=True)
 
     def plan(self) -> None:
         """All tensors."""
         s = self.shape
-        self.table("token_embd.weight", Q4_K, self.levels, embedding_blocks, EMBEDDING_DEVIATION)
+        self.table("token_embd.weight", self.levels, 1.0, EMBEDDING_DEVIATION)
         self.floats("output_norm.weight", np.ones(s.hidden))
-        self.table("output.weight", Q6_K, np.roll(self.levels, 1, axis=0), head_blocks, HEAD_NOISE)
+        self.table("output.weight", np.roll(self.levels, 1, axis=0), HEAD_STEP, HEAD_NOISE, CODE)
         for layer in range(s.layers):
             name = f"blk.{layer}"
             if (layer + 1) % 4 == 0:
-                # llama-quantize counts these by themselves, against the layers of both kinds.
-                self.attention(name, Q6_K if takes_more_bits(layer // 4, s.layers) else Q4_K)
+                self.attention(name)
             else:
                 self.delta_net(name)
-            self.rest_of_block(name, Q6_K if takes_more_bits(layer, s.layers) else Q4_K)
+            self.rest_of_block(name)
         if s.has_nextn:
             self.nextn(f"blk.{s.layers}")
 
-    def rest_of_block(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+    def rest_of_block(self, name: str) -> None:
         """Norms and FFN of a block."""
         self.floats(f"{name}.attn_norm.weight", np.ones(self.shape.hidden))
         self.floats(f"{name}.post_attention_norm.weight", np.ones(self.shape.hidden))
         ffn = self.dense if self.shape.dense_ffn else self.experts
-        ffn(name, down_type)
+        ffn(name)
 
     def nextn(self, name: str) -> None:
         """A block for multi-token prediction, whose predictions are random."""
         hidden = self.shape.hidden
-        self.attention(name, Q6_K)
-        self.rest_of_block(name, Q6_K)
-        self.matrix(f"{name}.nextn.eh_proj.weight", Q4_K, hidden, 2 * hidden)
+        self.attention(name)
+        self.rest_of_block(name)
+        self.matrix(f"{name}.nextn.eh_proj.weight", hidden, 2 * hidden)
         for norm in ("enorm", "hnorm", "shared_head_norm"):
             self.floats(f"{name}.nextn.{norm}.weight", np.ones(hidden))
 
@@ -315,7 +280,7 @@ class FullSizeWriter:
         """Everything before the data; returns where the data begins."""
         out = gguf.GGUFWriter(path, self.shape.architecture)
         size = "27B" if self.shape.dense_ffn else "35B-A3B"
-        add_metadata(out, self.shape, f"Qwen3.6-{size} shape, random weights")
+        add_metadata(out, self.shape, f"Qwen3.6-{size} shape, random weights", self.mix.file_type)
         tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)
@@ -323,11 +288,9 @@ class FullSizeWriter:
         if self.chat_template is not None:
             out.add_chat_template(self.chat_template)
         for tensor in self.tensors:
-            shape = gguf.quants.quant_shape_to_byte_shape(tensor.dims, tensor.qtype)
-            is_float = tensor.qtype == F32
-            dtype = np.dtype(np.float32 if is_float else np.uint8)
+            # A type beside float32 says that the dimensions are the tensor's, not those of its bytes.
             out.add_tensor_info(
-                tensor.name, tensor.dims if is_float else shape, dtype, tensor.num_bytes, tensor.qtype
+                tensor.name, tensor.dims, np.dtype(np.float32), tensor.num_bytes, tensor.qtype
             )
         out.write_header_to_file()
         out.write_kv_data_to_file()
@@ -378,6 +341,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="35B-A3B")
+    parser.add_argument("--mix", type=mix_named, default=PLAIN, help=", ".join(MIXES))
     parser.add_argument("--layers", type=int, help="instead of the shape's")
     parser.add_argument("--nextn", action="store_true", help="with a block for multi-token prediction")
     parser.add_argument("--chat-template", type=Path, help="to put into the file")
@@ -390,7 +354,7 @@ def main() -> int:
         shape, layers=options.layers or shape.layers, vocab=options.vocab, has_nextn=options.nextn
     )
     template = options.chat_template and options.chat_template.read_text()
-    writer = FullSizeWriter(options.path, shape, options.seed, options.threads, template)
+    writer = FullSizeWriter(options.path, shape, options.seed, options.threads, template, options.mix)
     seconds = writer.write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
     return 0

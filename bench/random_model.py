@@ -2,6 +2,8 @@
 cost.
 
     python -m bench.random_model cut.gguf    4 layers and 16 experts in the shape of Qwen3.6-35B-A3B: 220 MB
+    python -m bench.random_model cut.gguf --experts Q2_K                 the same with its experts in Q2_K
+    python -m bench.random_model small.gguf --small --weights Q2_K       a small model, every matrix in Q2_K
 
 Blocks are random bytes with scales chosen so that weights have a standard deviation near 1/sqrt(inputs):
 activations stay of order one and routing is spread over the experts. Layer kinds, tensor names and metadata
@@ -15,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import gguf
+from bench.random_blocks import random_blocks
+from coldstream.gguf.quant_types import QuantType
 
-Q4_K = gguf.GGMLQuantizationType.Q4_K
-Q5_K = gguf.GGMLQuantizationType.Q5_K
-Q6_K = gguf.GGMLQuantizationType.Q6_K
+Q4_K, Q6_K = QuantType.Q4_K, QuantType.Q6_K
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,13 @@ class Shape:
         return "qwen35" if self.dense_ffn else "qwen35moe"
 
 
-def random_blocks(
-    rng: np.random.Generator,
-    qtype: gguf.GGMLQuantizationType,
-    rows: int,
-    cols: int,
-    deviation: float | None = None,
-) -> np.ndarray:
-    """Random Q4_K, Q5_K or Q6_K rows [rows, row_bytes], uint8, of weights with a standard deviation near
-    `deviation`, which is 1/sqrt(cols) if not given."""
-    elements, size = gguf.GGML_QUANT_SIZES[qtype]
-    blocks = rng.integers(0, 256, (rows * cols // elements, size), dtype=np.uint8)
-    deviation = cols**-0.5 if deviation is None else deviation
-    if qtype in (Q4_K, Q5_K):
-        # value = d·sc·q − dmin·mn; E[sc] = E[mn] = 31.5, so dmin = E[q]·d centres the weights.
-        mean = 7.5 if qtype == Q4_K else 15.5
-        scale = deviation / 160 * 7.5 / mean
-        blocks[:, 0:2] = np.float16(scale).reshape(1).view(np.uint8)
-        blocks[:, 2:4] = np.float16(mean * scale).reshape(1).view(np.uint8)
-    elif qtype == Q6_K:
-        blocks[:, 192:208] = rng.integers(-64, 64, (len(blocks), 16), dtype=np.int8).view(np.uint8)
-        blocks[:, 208:210] = np.float16(deviation / 700).reshape(1).view(np.uint8)
-    else:
-        raise ValueError(f"no random blocks for {qtype.name}")
-    return blocks.reshape(rows, -1)
+SMALL_SHAPE = Shape(
+    hidden=512, layers=8, experts=32, expert_ffn=256, heads=8, head_dim=64, key_heads=4, value_heads=8,
+    state_dim=64, vocab=4096,
+)  # fmt: skip
 
 
-def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
+def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str, file_type: int = 15) -> None:
     """The model's numbers under their real keys."""
     out.add_name(name)
     experts = {
@@ -105,7 +87,7 @@ def add_metadata(out: gguf.GGUFWriter, shape: Shape, name: str) -> None:
     out.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     out.add_float32(f"{arch}.rope.freq_base", 1e7)
     out.add_array(f"{arch}.rope.dimension_sections", [11, 11, 10, 0])
-    out.add_file_type(15)
+    out.add_file_type(file_type)
     out.add_quantization_version(2)
 
 
@@ -133,15 +115,28 @@ def add_tokenizer(out: gguf.GGUFWriter, tokens: list[str], kinds: list[int], eos
 class RandomModelWriter:
     """Adds tensors of random content to a GGUF file of `shape`."""
 
-    def __init__(self, path: Path, shape: Shape, seed: int) -> None:
-        self.shape = shape
+    def __init__(
+        self,
+        path: Path,
+        shape: Shape,
+        seed: int,
+        *,
+        experts: QuantType | None = None,
+        weights: QuantType | None = None,
+    ) -> None:
+        """experts: the type of all routed experts. weights: that of all other matrices. None: as they are."""
+        self.shape, self.expert_type, self.weight_type = shape, experts, weights
         self.rng = np.random.default_rng(seed)
         self.out = gguf.GGUFWriter(path, shape.architecture)
 
-    def quantised(self, name: str, qtype: gguf.GGMLQuantizationType, *dims: int) -> None:
+    def quantised(self, name: str, qtype: QuantType, *dims: int) -> None:
+        """A matrix or a stack, in `qtype` unless the writer has another type for all of its kind."""
+        other = self.expert_type if "_exps." in name else self.weight_type
+        qtype = other or qtype
         *stack, rows, cols = dims
         blocks = random_blocks(self.rng, qtype, int(np.prod(stack, initial=1)) * rows, cols)
-        self.out.add_tensor(name, blocks.reshape(*stack, rows, -1), raw_dtype=qtype)
+        # The writer converts the shape of uint8 by its own table of types, which lacks some.
+        self.out.add_tensor(name, blocks.view(np.int8), raw_shape=dims, raw_dtype=qtype)
 
     def floats(self, name: str, values: np.ndarray) -> None:
         self.out.add_tensor(name, values.astype(np.float32))
@@ -179,7 +174,7 @@ class RandomModelWriter:
         self.floats(f"{name}.ssm_norm.weight", np.ones(s.state_dim))
         self.quantised(f"{name}.ssm_out.weight", Q4_K, s.hidden, value_dim)
 
-    def moe(self, name: str, down_type: gguf.GGMLQuantizationType) -> None:
+    def moe(self, name: str, down_type: QuantType) -> None:
         s = self.shape
         self.floats(f"{name}.ffn_gate_inp.weight", self.normal(s.experts, s.hidden))
         self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.normal(s.hidden))
@@ -212,12 +207,26 @@ class RandomModelWriter:
         self.out.close()
 
 
+def quant_type(name: str) -> QuantType:
+    """The type of that name. Raises argparse.ArgumentTypeError if there is none."""
+    try:
+        return QuantType[name]
+    except KeyError:
+        known = ", ".join(known.name for known in QuantType)
+        raise argparse.ArgumentTypeError(f"no weight type {name!r}: there are {known}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path)
+    parser.add_argument("--small", action="store_true", help="hidden size 512, 8 layers, 32 experts")
+    parser.add_argument("--experts", type=quant_type, metavar="TYPE", help="of routed experts")
+    parser.add_argument("--weights", type=quant_type, metavar="TYPE", help="of all matrices, experts too")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    RandomModelWriter(options.path, Shape(), options.seed).write()
+    experts = options.experts or options.weights
+    shape = SMALL_SHAPE if options.small else Shape()
+    RandomModelWriter(options.path, shape, options.seed, experts=experts, weights=options.weights).write()
     print(f"{options.path}: {options.path.stat().st_size / 1e6:.0f} MB")
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.random_model import Q4_K, Shape, random_blocks
+from bench.random_blocks import random_blocks
+from bench.random_model import Shape
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights
@@ -49,7 +50,7 @@ def make_layers(shape: Shape, device: str, keep: Callable[[torch.Tensor], torch.
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
 
     def blocks(rows: int, cols: int) -> torch.Tensor:
-        return torch.from_numpy(random_blocks(rng, Q4_K, rows, cols))
+        return torch.from_numpy(random_blocks(rng, QuantType.Q4_K, rows, cols))
 
     def normal(rows: int, deviation: float = 1.0) -> torch.Tensor:
         return deviation * torch.randn(rows, shape.hidden, generator=generator)

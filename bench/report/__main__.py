@@ -47,6 +47,7 @@ from bench.report.gpu import (
     guess_recall,
     same_bits,
 )
+from bench.report.mixes import mixes
 from bench.report.partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
 from bench.report.programs import programs
 from bench.report.residents import planned_residents
@@ -326,6 +327,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "key_sweep": key_sweep,
     "kv_types": kv_types,
     "programs": programs,
+    "mixes": mixes,
     "versus_commits": versus_commits,
     "commit_bits": commit_bits,
     "house": house,

@@ -1,5 +1,6 @@
 """The full-size benchmark file: its types are the real ones, its text walks, and no layer writes the code."""
 
+import argparse
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import gguf
 from bench.engine.gpu import WALK_TOKENS, check_walk
 from bench.engine.routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
+from bench.full_size_mixes import MIXES, PLAIN, Mix, Rule, UnknownTypeError, mix_named
 from bench.full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
 from bench.random_model import Shape
 from coldstream.engine import LLM
@@ -37,9 +39,9 @@ def values(tensor: gguf.ReaderTensor) -> np.ndarray:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def of_published_size(shape: Shape) -> tuple[Counter[str], int]:
+def of_published_size(shape: Shape, mix: Mix = PLAIN) -> tuple[Counter[str], int]:
     """Tensors by type, and their bytes with the whole vocabulary."""
-    writer = FullSizeWriter(Path("unwritten.gguf"), replace(shape, vocab=512), seed=0, threads=1)
+    writer = FullSizeWriter(Path("unwritten.gguf"), replace(shape, vocab=512), seed=0, threads=1, mix=mix)
     writer.plan()
     tables = {"token_embd.weight", "output.weight"}
     num_bytes = sum(
@@ -52,6 +54,58 @@ def test_types_and_size_are_those_of_published_files() -> None:
     counts, num_bytes = of_published_size(FULL_SHAPE)
     assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}
     assert round(num_bytes / 2**30, 1) == 19.7
+
+
+# Bytes of published files with the types' counts that come of their rules.
+MIX_SIZES = {
+    "UD-Q4_K_XL": (22.4e9, {"F32": 361, "Q4_K": 78, "Q5_K": 38, "Q6_K": 4, "Q8_0": 252}),
+    "UD-IQ3_S": (12.73 * 2**30, {"F32": 361, "IQ2_S": 80, "IQ3_S": 40, "Q6_K": 252}),
+}
+
+
+@pytest.mark.parametrize("name", MIX_SIZES)
+def test_mixes_have_the_size_of_published_files(name: str) -> None:
+    published, expected = MIX_SIZES[name]
+    counts, num_bytes = of_published_size(FULL_SHAPE, MIXES[name])
+    assert counts == expected
+    assert num_bytes == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("IQ4_XS", {"IQ4_XS": 421, "Q5_K": 10, "Q6_K": 1}),
+        ("Q2_K", {"Q2_K": 331, "Q3_K": 90, "Q4_K": 10, "Q6_K": 1}),
+        ("MXFP4", {"MXFP4": 120, "Q8_0": 312}),
+    ],
+)
+def test_plain_mixes_follow_the_rules_of_llama_quantize(name: str, expected: dict[str, int]) -> None:
+    counts, _ = of_published_size(FULL_SHAPE, MIXES[name])
+    assert counts == {"F32": 301, **expected}
+
+
+def test_a_mix_with_an_unknown_type_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = Mix("odd", 0, "nowhere", (Rule("ffn_*", "Q9_9"), Rule("*", "Q8_0")))
+    monkeypatch.setitem(MIXES, "odd", mix)
+    with pytest.raises(argparse.ArgumentTypeError, match="mix odd has tensors in Q9_9, which this version"):
+        mix_named("odd")
+    with pytest.raises(UnknownTypeError, match="mix odd has ffn_gate_inp in Q9_9"):
+        mix.type_of("ffn_gate_inp", 0, 4)
+    with pytest.raises(argparse.ArgumentTypeError, match="no mix 'Q4': there are Q4_K_M, UD-Q4_K_XL"):
+        mix_named("Q4")
+    assert mix_named("Q2_K") is MIXES["Q2_K"]
+
+
+@pytest.mark.parametrize("mix", [mix for mix in MIXES.values() if not mix.unknown_types and mix != PLAIN])
+def test_text_of_every_mix_walks_too(mix: Mix, tmp_path: Path) -> None:
+    path = tmp_path / "mix.gguf"
+    FullSizeWriter(path, SMALL, seed=3, threads=2, mix=mix).write()
+    with GGUFFile.open(path) as file:
+        assert file.metadata["general.file_type"] == mix.file_type
+        types = {name: tensor.quant_type for name, tensor in file.tensors.items() if "_exps." in name}
+    assert types["blk.1.ffn_up_exps.weight"] == mix.type_of("ffn_up_exps", 1, SMALL.layers)
+    with LLM(path, device="cpu", ctx_size=2 * WALK_TOKENS) as llm:
+        check_walk(llm)
 
 
 def test_the_dense_shape_has_the_tensors_and_size_of_published_files() -> None:
