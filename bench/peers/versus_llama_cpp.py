@@ -70,9 +70,7 @@ class Side:
         return count / float(self.ask(verb, count)["seconds"])
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()
 
 
 @dataclass(frozen=True)
