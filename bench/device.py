@@ -72,9 +72,20 @@ def measure_bandwidth(device: str, threads: int) -> float:
     return measure_copy_bandwidth()
 
 
+def gpu_memory_used() -> int | None:
+    """Bytes in use on the first GPU, by all processes and the driver; None where there is no GPU."""
+    said = _nvidia_smi("memory.used")
+    return int(said) * 2**20 if said else None
+
+
 def _driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _nvidia_smi("driver_version") or "unknown"
+
+
+def _nvidia_smi(property_name: str) -> str | None:
+    """What `nvidia-smi` says of the first GPU, without a unit; None if it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={property_name}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
+        return None

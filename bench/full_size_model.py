@@ -280,7 +280,8 @@ class FullSizeWriter:
         """Everything before the data; returns where the data begins."""
         out = gguf.GGUFWriter(path, self.shape.architecture)
         size = "27B" if self.shape.dense_ffn else "35B-A3B"
-        add_metadata(out, self.shape, f"Qwen3.6-{size} shape, random weights", self.mix.file_type)
+        name = f"Qwen3.6-{size} shape{'' if self.mix == PLAIN else f' in {self.mix.name}'}, random weights"
+        add_metadata(out, self.shape, name, self.mix.file_type)
         tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)

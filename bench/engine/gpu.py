@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.device import describe, measure_bandwidth
+from bench.full_size_mixes import PLAIN, Mix
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import ROOT, write_result
 from coldstream.engine import LLM, SamplingParams
@@ -112,11 +113,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_model(path: Path, layers: int, vocab: int, chat_template: str | None = None) -> None:
+def write_model(
+    path: Path, layers: int, vocab: int, chat_template: str | None = None, mix: Mix = PLAIN
+) -> None:
     """The model file, if it isn't there."""
     if not path.exists():
         shape = replace(FULL_SHAPE, layers=layers, vocab=vocab)
-        seconds = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), chat_template).write()
+        seconds = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), chat_template, mix).write()
         print(f"wrote {path.stat().st_size / 1e9:.1f} GB in {seconds:.1f} s", flush=True)
 
 

@@ -1,6 +1,7 @@
 """Speed of llama.cpp on the full-size model, at its best settings, by the layers with experts on the CPU.
 
     python -m bench.peers.gpu_peer full.gguf --llama FOLDER     the file is written first if it isn't there
+    python -m bench.peers.gpu_peer iq3.gguf --llama FOLDER --mix UD-IQ3_S       the same in other types
 
 FOLDER holds a build of llama.cpp as shared libraries: libllama, libggml and its backends. What is asked of it
 is what gpu.py, gpu_depth.py and gpu_hybrid.py ask of us: the same consecutive token ids, the logits after the
@@ -11,7 +12,8 @@ must be the next id, as these files make it.
 
 A model is loaded once per placement. Steps of some rows and decoding continue forks of one text that is
 filled once. `sequences` are steps of a token for each of several texts, each with its own memory: what bounds
-a server. The file is written anew after each placement.
+a server. The result is written anew after each placement. It says how much memory of the GPU was in use, so
+that a placement can be compared with a budget.
 """
 
 import argparse
@@ -25,14 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.device import describe
+from bench.device import describe, gpu_memory_used
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.engine.gpu_depth import CHUNK, UNTIMED_STEPS
 from bench.engine.gpu_hybrid import TEXT_STEP
+from bench.full_size_mixes import MIXES, PLAIN, Mix, mix_named
 from bench.full_size_model import FULL_SHAPE
 from bench.memory_limit import filled_memory
 from bench.peers.gpu_peer_library import Context, Model, library_at
 from bench.results import ROOT, write_result
+from coldstream.gguf.reader import GGUFFile
 from coldstream.planning.config import parse_size
 
 PARTS = ("prefill", "decode", "steps", "sequences")
@@ -218,7 +222,9 @@ def measure(model: Model, work: Work) -> dict[str, Any]:
         threads, rates = fastest_threads(context, work.threads)
         context.set_threads(threads)
         depths = fill(context, work)
+        used = gpu_memory_used()
     return {
+        "gpu_memory_used_bytes": used,
         "threads": threads,
         "threads_tok_s": rates,
         "depths": depths,
@@ -249,12 +255,13 @@ def work_of(options: argparse.Namespace, cpu_layers: int, num_layers: int) -> Wo
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything; see the module docstring."""
-    write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
+    write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab, mix=options.mix)
     library = library_at(options.llama)
     if options.device == "cuda":
         library.require_gpu()
     result: dict[str, Any] = {
         "command": command(options),
+        "model": model_name(options.model),
         "machine": describe(options.device),
         "llama_cpp": library.about(),
         "settings": {
@@ -285,8 +292,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "seconds": time.perf_counter() - start,
             }
         result["placements"].append(placement)
-        write_result(result, options.out, options.commit)
+        write_result(result, options.out or default_out(options.mix), options.commit)
     return result
+
+
+def model_name(path: Path) -> str:
+    """The name that a file gives itself, which has its mix."""
+    with GGUFFile.open(path) as file:
+        return str(file.metadata["general.name"])
+
+
+def default_out(mix: Mix) -> Path:
+    """The file of results of a mix."""
+    return ROOT / "docs" / "results" / "gpu" / ("peer.json" if mix == PLAIN else f"peer_{mix.name}.json")
 
 
 def placed(options: argparse.Namespace, cpu_layers: int) -> tuple[int, int]:
@@ -304,6 +322,8 @@ def command(options: argparse.Namespace) -> str:
     for name in LISTS:
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, getattr(options, name)))]
     words += ["--parts", ",".join(options.parts)]
+    if options.mix != PLAIN:
+        words += ["--mix", options.mix.name]
     if options.ram is not None:
         words += ["--ram", str(options.ram)]
     if options.whole_of is not None:
@@ -323,7 +343,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--llama", type=Path, required=True, help="a folder of shared libraries, or one")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "peer.json")
+    parser.add_argument("--mix", type=mix_named, default=PLAIN, help=", ".join(MIXES))
+    parser.add_argument("--out", type=Path, help="docs/results/gpu/peer.json, or of another mix by its name")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     for name, (default, what) in LISTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=numbers, default=default, help=what)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import xllamacpp
 
+from bench import device
+from bench.full_size_mixes import MIXES, PLAIN, Mix
 from bench.full_size_model import FullSizeWriter
 from bench.peers import gpu_peer
 from bench.peers.gpu_peer_library import (
@@ -107,8 +109,39 @@ def test_figures_are_of_texts_that_walk_alone(library: Library, path: Path) -> N
             gpu_peer.check_walk(context, [0])
 
 
+@pytest.mark.parametrize(
+    "mix", [mix for mix in MIXES.values() if not mix.unknown_types], ids=lambda m: m.name
+)
+def test_texts_of_every_mix_walk(library: Library, mix: Mix, tmp_path: Path) -> None:
+    path = tmp_path / "mix.gguf"
+    FullSizeWriter(path, SMALL, seed=3, threads=2, mix=mix).write()
+    with Model(library, path, 0, 2) as model, context_of(model, are_forks=False) as context:
+        for _ in range(3):
+            gpu_peer.extend(context, {0: 12, 1: 1})
+
+
+def test_the_result_of_a_mix_is_a_file_of_its_own() -> None:
+    assert gpu_peer.default_out(PLAIN).name == "peer.json"
+    assert gpu_peer.default_out(MIXES["UD-IQ3_S"]).name == "peer_UD-IQ3_S.json"
+    words = ["iq3.gguf", "--llama", "folder", "--mix", "UD-IQ3_S"]
+    assert gpu_peer.command(gpu_peer.arguments().parse_args(words)).endswith(" --mix UD-IQ3_S")
+    assert "--mix" not in gpu_peer.command(gpu_peer.arguments().parse_args(words[:3]))
+
+
+def test_memory_in_use_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert device.gpu_memory_used() is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nprint(7531 if 'memory.used' in sys.argv[1] else 'x')\n"
+    )
+    program.chmod(0o755)
+    assert device.gpu_memory_used() == 7531 * 2**20
+
+
 def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> None:
     assert result["commit"] == "c0ffee"
+    assert result["model"] == "Qwen3.6-35B-A3B shape, random weights"
     assert result["llama_cpp"].keys() == {"version", "ggml", "system"}
     shares = {each["cpu_expert_layers"]: each["resident_share"] for each in result["placements"]}
     assert shares == {0: 1.0, 2: 0.5, 4: 0.0}
