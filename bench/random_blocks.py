@@ -44,12 +44,13 @@ SCALES = {
     "IQ4_NL": Scale(0, 67.2),
     "IQ4_XS": Scale(0, 1243.0),
     "TQ1_0": Scale(52, 0.82),
-    "TQ2_0": Scale(64, 1.12),
+    "TQ2_0": Scale(64, 1.0),
     "Q2_0": Scale(0, 1.0),
 }
 IQ1_M_DEVIATION = 7.18  # for d = 1
 MXFP4_DEVIATION = 2.92  # for the exponent 127
-Q2_0_CODES = (0.4, 0.3, 0.2, 0.1)  # probabilities of −1, 0, 1 and 2: their mean is 0 and their variance 1
+TWO_BITS = {"Q2_0": slice(2, 18), "TQ2_0": slice(0, 64)}  # bytes of four codes that mean −1, 0, 1 and 2
+TWO_BITS_SHARES = (0.4, 0.3, 0.2, 0.1)  # of each: the mean is 0 and the variance 1
 
 
 def random_blocks(
@@ -76,9 +77,10 @@ def _fill(rng: np.random.Generator, qtype: QuantType, blocks: np.ndarray) -> Non
     """Draws the fields that are not uniform."""
     if qtype.name == "Q6_K":
         blocks[:, 192:208] = rng.integers(-64, 64, (len(blocks), 16), dtype=np.int8).view(np.uint8)
-    if qtype.name == "Q2_0":
-        codes = rng.choice(4, (len(blocks), 16, 4), p=Q2_0_CODES).astype(np.uint8)
-        blocks[:, 2:] = np.bitwise_or.reduce(codes << np.array([0, 2, 4, 6], np.uint8), axis=-1)
+    if qtype.name in TWO_BITS:
+        codes = blocks[:, TWO_BITS[qtype.name]]
+        drawn = rng.choice(4, (*codes.shape, 4), p=TWO_BITS_SHARES).astype(np.uint8)
+        codes[:] = np.bitwise_or.reduce(drawn << np.array([0, 2, 4, 6], np.uint8), axis=-1)
 
 
 def _set_scale(blocks: np.ndarray, scale: Scale, deviation: float) -> None:
