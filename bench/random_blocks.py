@@ -43,7 +43,6 @@ SCALES = {
     "IQ1_S": Scale(0, 7.23),
     "IQ4_NL": Scale(0, 67.2),
     "IQ4_XS": Scale(0, 1243.0),
-    "TQ1_0": Scale(52, 0.82),
     "TQ2_0": Scale(64, 1.0),
     "Q2_0": Scale(0, 1.0),
 }

@@ -1,7 +1,7 @@
 """What `coldstream plan` expects of each mix of the full-size file, beside what a run reaches.
 
     python -m bench.engine.plan_forecast --mix Q4_K_M Q2_K --device cpu --layers 4 --vocab 32768
-    python -m bench.engine.plan_forecast --mix UD-IQ3_S --device cuda --vram auto 8G 3G
+    python -m bench.engine.plan_forecast --mix UD-IQ3_S --device cuda --vram auto 8G --experts 3 0
 
 The file of a mix is written to `--folder`, measured with each budget, and removed. The plan that is measured
 is the one that is asked for its forecast; the machine's rates are measured anew before the first. Decoding
@@ -22,16 +22,18 @@ from typing import Any
 
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers
-from bench.engine.gpu_hybrid import GREEDY
+from bench.engine.gpu_hybrid import GIB, GREEDY, budget_with
 from bench.full_size_mixes import MIXES, Mix, mix_named
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import write_result
 from coldstream.engine import LLM
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
+from coldstream.kernels.cuda.device import find_gpu
 from coldstream.placement.forecast import forecast
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import plan_by_name
+from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planned import Planned
 
 PROMPT_TOKENS = 64  # of the text that is continued
@@ -120,7 +122,7 @@ def compared(plan: dict[str, float], run: dict[str, float]) -> dict[str, dict[st
 def measure_mix(path: Path, options: argparse.Namespace, work: Work, *, again: bool) -> list[dict[str, Any]]:
     """A row for each budget. again: whether the machine's rates are measured anew before the first."""
     rows = []
-    for number, budget in enumerate(options.vram):
+    for number, budget in enumerate(budgets_of(path, options, work)):
         config = EngineConfig(
             str(path), device=options.device, vram=budget, ctx_size=work.ctx_size, spec_type="none"
         )
@@ -136,6 +138,16 @@ def measure_mix(path: Path, options: argparse.Namespace, work: Work, *, again: b
         )
         print(line(path.stem, rows[-1]), file=sys.stderr, flush=True)
     return rows
+
+
+def budgets_of(path: Path, options: argparse.Namespace, work: Work) -> list[int | str]:
+    """Budgets of GPU memory: those that are named, and those with so many GiB of experts."""
+    budgets: list[int | str] = list(options.vram)
+    if options.experts:
+        hardware = measured_hardware(find_gpu())
+        wanted = [int(gib * GIB) for gib in options.experts]
+        budgets += [budget_with(path, hardware, work.ctx_size, 1, num_bytes) for num_bytes in wanted]
+    return budgets
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -176,6 +188,8 @@ def command(options: argparse.Namespace) -> str:
     words += ["--prompts", ",".join(map(str, options.prompts))]
     if options.device == "cuda":
         words += ["--vram", *options.vram]
+    if options.experts:
+        words += ["--experts", *(f"{gib:g}" for gib in options.experts)]
     return shlex.join(words)
 
 
@@ -187,6 +201,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mix", nargs="+", type=mix_named, default=known, help=", ".join(MIXES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--vram", nargs="+", default=["auto"], help="budgets of GPU memory")
+    parser.add_argument("--experts", nargs="+", type=float, default=[], help="budgets with GiB of experts")
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--prompts", type=numbers, default=[512, 2048], help="tokens")

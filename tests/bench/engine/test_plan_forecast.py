@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import numpy as np
 import pytest
 
 from bench.engine import plan_forecast
-from bench.engine.plan_forecast import compared
+from bench.engine.gpu_hybrid import GIB, budget_with
+from bench.engine.plan_forecast import Work, compared
 from bench.full_size_mixes import MIXES
 from bench.full_size_model import FullSizeWriter
 from coldstream.placement.forecast import forecast
+from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.planning import gather
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.planned import Planned
 from small_shape import SMALL
 
+GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
 WORDS = "--device cpu --prompts 168 --warm-tokens 4 --timed-tokens 6 --texts 2 --commit c0ffee"
 SIZE = ["--layers", str(SMALL.layers), "--vocab", str(SMALL.vocab)]
 
@@ -80,6 +85,22 @@ def test_a_run_of_another_text_is_no_figure(
     monkeypatch.setattr(plan_forecast, "FullSizeWriter", ByTwos)
     with pytest.raises(RuntimeError, match="left the walk"):
         run(tmp_path, monkeypatch, "--mix", "Q2_K")
+
+
+def test_budgets_of_experts_are_the_least_that_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "small.gguf"
+    FullSizeWriter(path, replace(SMALL, experts=128, expert_ffn=512), seed=3, threads=2).write()
+    monkeypatch.setattr(plan_forecast, "find_gpu", lambda: None)
+    monkeypatch.setattr(plan_forecast, "measured_hardware", lambda gpu: MACHINE)
+    words = ["--vram", "auto", "8G", "--experts", "0", "0.05", "--prompts", "128"]
+    options = plan_forecast.arguments().parse_args(words)
+    work = Work(options.prompts, 4, 6, 1)
+    found = plan_forecast.budgets_of(path, options, work)
+    assert found[:2] == ["auto", "8G"]
+    assert found[2:] == [budget_with(path, MACHINE, work.ctx_size, 1, int(gib * GIB)) for gib in (0, 0.05)]
+    assert "--vram auto 8G --experts 0 0.05" in plan_forecast.command(options)
 
 
 def test_what_is_near() -> None:
