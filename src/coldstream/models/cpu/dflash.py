@@ -11,7 +11,6 @@ rows of a block. A target accepts only what it would have said itself, so nothin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -22,45 +21,11 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Array, Weight
 from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import (
-    DflashLayer,
-    DflashSpec,
-    DraftLattice,
-    tensor_shapes,
-    visible_rows,
-)
+from coldstream.models.dflash.spec import DflashSpec, DraftLattice, tensor_shapes, visible_rows
+from coldstream.models.dflash.weights import DflashLayerWeights, DflashWeights, DynamicConvolution
 
 MOST_WAITING: Final = 16  # rows that wait for a draft, so that those between drafts are computed together
 Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    """A short causal convolution of noise rows, whose weights depend on the row.
-
-    The same row gives the weights before a sublayer and behind it.
-    """
-
-    base: Array  # [2, kernel, groups, group]
-    proj: Weight  # [2 · kernel · groups, E]
-
-
-@dataclass(frozen=True)
-class _DraftLayer:
-    layer: DflashLayer
-    weights: dict[str, Weight]
-    norms: dict[str, Array]
-    attn_conv: _Convolution | None
-    ffn_conv: _Convolution | None
-
-
-@dataclass(frozen=True)
-class _Selector:
-    """Scores of a candidate after the one before it, with codebooks that are gathered row by row."""
-
-    predecessor: Weight  # [V, rank]
-    successor: Weight  # [V, rank]
-    hidden: Weight  # [rank, E]
 
 
 def weight_bytes(file: DflashFile) -> int:
@@ -69,39 +34,6 @@ def weight_bytes(file: DflashFile) -> int:
         file.tensor(name).num_bytes if len(shape) == 2 else 4 * prod(shape)
         for name, shape in tensor_shapes(file.spec).items()
     )
-
-
-class _Loader:
-    """Reads tensors by their names in mainline GGUF."""
-
-    def __init__(self, file: DflashFile, ops: CpuOps) -> None:
-        self._file, self._ops = file, ops
-
-    def matrix(self, name: str) -> Weight:
-        return self._ops.load_weight(self._file.gguf, self._file.tensor(f"{name}.weight"))
-
-    def values(self, name: str) -> Array:
-        return self._ops.read_values(self._file.gguf, self._file.tensor(name))
-
-    def convolution(self, name: str, spec: DflashSpec) -> _Convolution | None:
-        if spec.second is None:
-            return None
-        base = self.values(f"{name}_base")
-        return _Convolution(
-            base.reshape(*base.shape[:2], -1, spec.second.conv_group), self.matrix(f"{name}_proj")
-        )
-
-    def layer(self, index: int, spec: DflashSpec) -> _DraftLayer:
-        prefix = f"blk.{index}."
-        matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        norms = ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm")
-        return _DraftLayer(
-            spec.layers[index],
-            {name: self.matrix(prefix + name) for name in matrices},
-            {name: self.values(f"{prefix}{name}.weight") for name in norms},
-            self.convolution(f"{prefix}attn_conv", spec),
-            self.convolution(f"{prefix}ffn_conv", spec),
-        )
 
 
 class CpuDflash:
@@ -115,15 +47,7 @@ class CpuDflash:
         """
         self.spec, self.ops = file.spec, ops
         self._token_embd, self._output = token_embd, output
-        loader = _Loader(file, ops)
-        self.fc = loader.matrix("fc")
-        self.hidden_norm = loader.values("enc.output_norm.weight")
-        self.output_norm = loader.values("output_norm.weight")
-        self.layers = tuple(loader.layer(index, self.spec) for index in range(self.spec.num_layers))
-        self.selector = None
-        if self.spec.second is not None:
-            parts = ("predecessor", "successor", "hidden")
-            self.selector = _Selector(*(loader.matrix(f"selector_{part}") for part in parts))
+        self.weights = DflashWeights.load(file, ops)
 
     def new_sequence(self) -> "CpuDflashSequence":
         """An empty sequence. It takes no memory before its first row."""
@@ -143,11 +67,11 @@ class CpuDflash:
         cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
         return cos[:, None], sin[:, None]
 
-    def keys_values(self, x: Array, layer: _DraftLayer, rotations: Rotations) -> tuple[Array, Array]:
+    def keys_values(self, x: Array, layer: DflashLayerWeights, rotations: Rotations) -> tuple[Array, Array]:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
         shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
-        keys, values = self.ops.linear(x, (layer.weights["attn_k"], layer.weights["attn_v"]))
-        keys = self.norm(keys.reshape(shape), layer.norms["attn_k_norm"])
+        keys, values = self.ops.linear(x, (layer.attn_k, layer.attn_v))
+        keys = self.norm(keys.reshape(shape), layer.attn_k_norm)
         return _rotated(keys, rotations), values.reshape(shape)
 
     def embed(self, token_ids: Sequence[int]) -> Array:
@@ -162,10 +86,10 @@ class CpuDflash:
     def lattice(self, hidden: Array, anchor: int, num_candidates: int) -> DraftLattice:
         """The candidates of rows [L, E] behind an anchor."""
         logits = self.product(hidden, self._output)
-        if self.spec.second is None or self.selector is None:
+        if self.spec.second is None or self.weights.selector is None:
             token_ids, log_probs = self.ops.top_log_probs(logits, num_candidates)
             return DraftLattice(token_ids.astype(np.int64), log_probs.astype(np.float64))
-        selector = self.selector
+        selector = self.weights.selector
         # Relative to all of the vocabulary, which the softmax over the candidates takes out again.
         token_ids, own = self.ops.top_log_probs(logits, self.spec.second.selector_top_k)
         before = np.concatenate((np.full_like(token_ids[:1], anchor), token_ids[:-1]))
@@ -178,19 +102,20 @@ class CpuDflash:
         log_probs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
         return DraftLattice(token_ids.astype(np.int64), log_probs)
 
-    def convolved(self, x: Array, dynamic: Array, conv: _Convolution, side: int) -> Array:
+    def convolved(self, x: Array, dynamic: Array, conv: DynamicConvolution, side: int) -> Array:
         """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own."""
-        num_rows, shape = len(x), conv.base.shape[2:]
-        grouped = x.reshape(num_rows, *shape)
-        weights = conv.base[side] + dynamic[:, side, :, :, None]  # [B, kernel, groups, group]
+        num_rows, _, kernel, groups = dynamic.shape
+        grouped = x.reshape(num_rows, groups, -1)
+        base = conv.base[side].reshape(kernel, groups, -1)
+        weights = base + dynamic[:, side, :, :, None]  # [B, kernel, groups, group]
         result = weights[:, 0] * grouped
-        for distance in range(1, min(num_rows, weights.shape[1])):
+        for distance in range(1, min(num_rows, kernel)):
             result[distance:] += weights[distance:, distance] * grouped[:-distance]
         return result.reshape(x.shape)
 
-    def dynamic(self, x: Array, conv: _Convolution) -> Array:
+    def dynamic(self, x: Array, conv: DynamicConvolution) -> Array:
         """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
-        return self.product(x, conv.proj).reshape(len(x), *conv.base.shape[:3])
+        return self.product(x, conv.proj).reshape(len(x), *conv.base.shape[:2], -1)
 
 
 class CpuDflashSequence(CommittedRows[ContextRows]):
@@ -217,9 +142,9 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
 
     def _compute(self, parts: list[Array], positions: Array) -> None:
         model = self._model
-        context = model.norm(model.product(self._joined(parts), model.fc), model.hidden_norm)
+        context = model.norm(model.product(self._joined(parts), model.weights.fc), model.weights.hidden_norm)
         rotations = model.rotations(positions)
-        for layer, rows in zip(model.layers, self._contexts, strict=True):
+        for layer, rows in zip(model.weights.layers, self._contexts, strict=True):
             rows.append(*model.keys_values(context, layer, rotations), positions)
 
     @host_memory_errors()
@@ -240,40 +165,40 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         x = model.embed([anchor, *[self.spec.mask_id] * (num_rows - 1)])
         positions = np.arange(self.length, self.length + num_rows)
         rotations = model.rotations(positions)
-        for layer, rows in zip(model.layers, self._contexts, strict=True):
+        for layer, rows in zip(model.weights.layers, self._contexts, strict=True):
             x = x + self._attention(x, layer, rows, positions, rotations)
             x = x + self._feed_forward(x, layer)
-        return model.norm(x, model.output_norm)
+        return model.norm(x, model.weights.output_norm)
 
     def _attention(
-        self, x: Array, layer: _DraftLayer, rows: ContextRows, positions: Array, rotations: Rotations
+        self, x: Array, layer: DflashLayerWeights, rows: ContextRows, positions: Array, rotations: Rotations
     ) -> Array:
         """What attention adds to the residual stream x [B, E]."""
         model, spec, count = self._model, self.spec, len(x)
-        x = model.norm(x, layer.norms["attn_norm"])
+        x = model.norm(x, layer.attn_norm)
         conv = layer.attn_conv
         dynamic = None if conv is None else model.dynamic(x, conv)
         if conv is not None and dynamic is not None:
             x = model.convolved(x, dynamic, conv, 0)
-        queries = model.product(x, layer.weights["attn_q"]).reshape(count, spec.num_heads, spec.head_dim)
-        queries = _rotated(model.norm(queries, layer.norms["attn_q_norm"]), rotations)
+        queries = model.product(x, layer.attn_q).reshape(count, spec.num_heads, spec.head_dim)
+        queries = _rotated(model.norm(queries, layer.attn_q_norm), rotations)
         window = layer.layer.window
         first = 0 if window is None else int(positions[0]) - window + 1
         keys, values, seen = rows.with_block(first, *model.keys_values(x, layer, rotations), positions)
         mixed = _attend(queries, keys, values, visible_rows(layer.layer, positions, seen))
-        result = model.product(mixed, layer.weights["attn_output"])
+        result = model.product(mixed, layer.attn_output)
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 
-    def _feed_forward(self, x: Array, layer: _DraftLayer) -> Array:
+    def _feed_forward(self, x: Array, layer: DflashLayerWeights) -> Array:
         """What the FFN adds to the residual stream x [B, E]."""
         model = self._model
-        x = model.norm(x, layer.norms["ffn_norm"])
+        x = model.norm(x, layer.ffn_norm)
         conv = layer.ffn_conv
         dynamic = None if conv is None else model.dynamic(x, conv)
         if conv is not None and dynamic is not None:
             x = model.convolved(x, dynamic, conv, 0)
-        gate, up = model.ops.linear(x, (layer.weights["ffn_gate"], layer.weights["ffn_up"]))
-        result = model.product(model.ops.swiglu(gate, up), layer.weights["ffn_down"])
+        gate, up = model.ops.linear(x, (layer.ffn_gate, layer.ffn_up))
+        result = model.product(model.ops.swiglu(gate, up), layer.ffn_down)
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 
 
