@@ -24,6 +24,7 @@ from coldstream.models.dflash.convert import convert
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import DflashSpec, tensor_shapes
 from dflash_reference import DflashModel
+from tensor_encoding import encode
 
 VOCAB, WIDTH = 50, 64
 ANCHOR = 3
@@ -260,6 +261,18 @@ def write_converted(folder: Path, values: dict[str, Any], tensors: dict[str, np.
     return path
 
 
+def types_of(spec: DflashSpec, name: str) -> dict[str, str]:
+    """A type for all matrices; for those whose rows are no whole blocks of it Q8_0 or F16."""
+    sizes = {
+        each: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[each]][0] for each in (name, "Q8_0", "F16")
+    }
+    matrices = {each: shape for each, shape in tensor_shapes(spec).items() if len(shape) == 2}
+    return {
+        each: next(kind for kind, size in sizes.items() if shape[1] % size == 0)
+        for each, shape in matrices.items()
+    }
+
+
 def as_in_gguf(spec: DflashSpec) -> DflashSpec:
     """The spec as a file with this metadata gives it."""
     return replace(spec, rms_norm_eps=float(np.float32(spec.rms_norm_eps)), num_target_layers=None)
@@ -278,9 +291,11 @@ def write_gguf_drafter(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata(spec, architecture) | (changes or {})).items():
         add_value(writer, key, value)
+    rng = np.random.default_rng(0)
     for name, value in tensors.items():
-        kind = gguf.GGMLQuantizationType[(types or {}).get(name, "F32")]
-        writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
+        kind = (types or {}).get(name, "F32")
+        raw_type = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, encode(value, kind, rng), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

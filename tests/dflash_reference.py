@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.draft_block import reference
-from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import (
@@ -284,15 +283,6 @@ def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:
     best, token_ids = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
     log_probs = best.double() - logits.double().logsumexp(dim=-1, keepdim=True)
     return DraftLattice(token_ids.cpu().numpy(), log_probs.cpu().numpy())
-
-
-def tables_of(runner: CpuRunner) -> tuple[Embed, Head]:
-    """The embedding and the head of a target on the CPU."""
-    ops, model = CpuOps.beside(runner._ops), runner._model
-    return (
-        lambda token_ids: ops.embed(model.token_embd, np.array(token_ids, np.int32)),
-        lambda hidden: ops.linear(np.ascontiguousarray(hidden, np.float32), (model.output,))[0],
-    )
 
 
 def read_tensors(file: DflashFile) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from cuda.bindings import driver
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.array import RawArray
+from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.graphs import CapturedStep
 from host_device import HostDevice
@@ -167,8 +168,9 @@ def gpu_on(device: HostDevice) -> Iterator[Stream]:
         patch.setattr(_csrc, "ExpertServer", servers.make)
         patch.setattr(device, "before_launch", servers.look)
         # Kernels are compiled when they are first launched.
-        patch.setattr(cuda_runner, "kernels_of", lambda *_: frozenset())
-        patch.setattr(cuda_runner, "loading_kernels", lambda *_: nullcontext())
+        for each in (cuda_runner, cuda_dflash):
+            patch.setattr(each, "kernels_of", lambda *_: frozenset())
+            patch.setattr(each, "loading_kernels", lambda *_: nullcontext())
         yield current
 
 

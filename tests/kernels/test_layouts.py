@@ -26,7 +26,7 @@ from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import gemm_tiles, skinny_shapes
 from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
 from coldstream.kernels.cuda.structs import declared_structs
-from coldstream.kernels.draft_block import HEAD_SIZES
+from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 from coldstream.kernels.draft_block import cuda as draft_block
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import cuda_gemm as experts_gemm
@@ -147,7 +147,11 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "group_threads": experts_gemm.GROUP_THREADS,
         "plan_threads": experts_gemm.PLAN_THREADS,
     },
-    "draft_block/rows.cu": {"block_threads": draft_block.THREADS, "warp_size": draft_block.WARP_SIZE},
+    "draft_block/rows.cu": {
+        "block_threads": draft_block.THREADS,
+        "warp_size": draft_block.WARP_SIZE,
+        "max_candidates": MAX_CANDIDATES,
+    },
     "draft_block/attend.cu": {
         "block_threads": draft_block.THREADS,
         "block_queries": draft_block.BLOCK_QUERIES,

@@ -5,7 +5,7 @@ from typing import Final
 
 from coldstream.kvcache.cache import CacheSize
 
-# Bytes of a key or value that a DFlash drafter keeps. On a GPU its features and weights are bfloat16 too.
+# Bytes of a key or value that a DFlash drafter keeps. On a GPU the features that it reads take as many.
 DRAFT_VALUE_BYTES: Final = {"cpu": 4, "cuda": 2}
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +11,7 @@ from coldstream.errors import ColdstreamError, ModelNotFoundError, StorageError
 from coldstream.models.cpu import dflash as cpu_dflash
 from coldstream.models.dflash.convert import converted, folder_of
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import check_gpu, check_target, tensor_shapes
+from coldstream.models.dflash.spec import check_gpu, check_target
 from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
@@ -20,9 +19,6 @@ from coldstream.planning.device_choice import OpenProgress
 from coldstream.planning.facts import DraftNeeds
 
 NOTHING_IS_DRAFTED: Final = "nothing is drafted: {}"
-# What PyTorch takes beside on a GPU: its libraries' workspaces, 32 MiB; rows between products, for a chunk of
-# a prompt some 30 MiB; and parts of attention (`cuda/dflash_block.py`).
-_CUDA_WORK_BYTES: Final = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,9 @@ def _needs(file: DflashFile, device: str) -> DraftNeeds:
     value_bytes = DRAFT_VALUE_BYTES[device]
     if device == "cpu":
         return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), value_bytes)
-    num_values = sum(prod(shape) for shape in tensor_shapes(file.spec).values())
-    return DraftNeeds(file.spec, _CUDA_WORK_BYTES + value_bytes * num_values, value_bytes)
+    from coldstream.models.cuda.dflash_block import BlockMemory  # only here, as it imports PyTorch
+
+    return DraftNeeds(file.spec, BlockMemory.of(file).total, value_bytes)
 
 
 def _open(config: EngineConfig, path: Path, target: ModelSpec, progress: OpenProgress | None) -> DflashFile:

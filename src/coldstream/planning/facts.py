@@ -76,7 +76,7 @@ class DraftNeeds:
     """What a drafter needs of a model and of its memory."""
 
     spec: DflashSpec
-    weight_bytes: int
+    weight_bytes: int  # on a GPU with the workspace of its steps
     value_bytes: int  # of a key or value
 
     @property

@@ -18,7 +18,8 @@ constexpr int eight = 8;  // values of 16 bytes
 extern __shared__ float4 dynamic_shared[];
 
 struct DraftAttention {
-  const Bfloat16Bits* qkv;       // [rows, heads + 2 · kv_heads, dim], normed and rotated
+  const float* queries;          // [rows, heads, dim], normed and rotated
+  const Bfloat16Bits* kv;        // [rows, 2 · kv_heads, dim]: keys, normed and rotated, and values
   const DraftContext* contexts;  // by layer
   const int* length;             // of the context, the position of the block's first row
   float* parts;                  // [splits, rows · heads, dim + 2]: numerators, denominator, maximum
@@ -27,7 +28,6 @@ struct DraftAttention {
   int is_causal;
 
   __device__ int group() const { return num_heads / num_kv_heads; }
-  __device__ int row_heads() const { return num_heads + 2 * num_kv_heads; }
 
   __device__ bool sees(int query, int key) const {  // positions
     const int ahead = key - query;
@@ -56,18 +56,16 @@ __device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_hea
                                              PartMemory<D>& m) {
   const int count = a.rows * a.group();
   const float scale = inverse_sqrt(float(D));
-  for (int i = threadIdx.x; i < block_queries * D / eight; i += block_threads) {
-    const int at = i / (D / eight), column = i % (D / eight) * eight, query = first + at;
-    uint4 loaded = {0u, 0u, 0u, 0u};
+  for (int i = threadIdx.x; i < block_queries * D / 4; i += block_threads) {
+    const int at = i / (D / 4), column = i % (D / 4) * 4, query = first + at;
+    float4 loaded = {0.0f, 0.0f, 0.0f, 0.0f};
     if (query < count) {
       const int row = query / a.group(), head = kv_head * a.group() + query % a.group();
-      loaded = *reinterpret_cast<const uint4*>(a.qkv + (int64_t(row) * a.row_heads() + head) * D + column);
+      loaded =
+          *reinterpret_cast<const float4*>(a.queries + (int64_t(row) * a.num_heads + head) * D + column);
     }
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    float* to = m.queries + at * D + column;
-#pragma unroll
-    for (int w = 0; w < 4; w++)
-      to[2 * w] = scale * low_half(words[w]), to[2 * w + 1] = scale * high_half(words[w]);
+    *reinterpret_cast<float4*>(m.queries + at * D + column) = {scale * loaded.x, scale * loaded.y,
+                                                               scale * loaded.z, scale * loaded.w};
   }
 }
 
@@ -81,8 +79,7 @@ __device__ __forceinline__ Place place_of(const DraftAttention& a, const DraftCo
                                           int position, int length, int end) {
   if (position >= end) return {nullptr, nullptr};
   if (position >= length) {
-    const Bfloat16Bits* key =
-        a.qkv + (int64_t(position - length) * a.row_heads() + a.num_heads + kv_head) * D;
+    const Bfloat16Bits* key = a.kv + (int64_t(position - length) * 2 * a.num_kv_heads + kv_head) * D;
     return {key, key + a.num_kv_heads * D};
   }
   const int place = position % context.capacity;
@@ -244,7 +241,7 @@ __global__ void __launch_bounds__(block_threads) attend_draft(const __grid_const
 
 // grid (rows · heads), 32 threads: the parts of a row's head as one, 0 for a row that sees nothing.
 template <int D>
-__global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int splits, Bfloat16Bits* out) {
+__global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int splits, float* out) {
   wait_for_previous_grid();
   release_next_grid();
   const int64_t stride = int64_t(gridDim.x) * (D + 2);
@@ -265,6 +262,6 @@ __global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int
 #pragma unroll
   for (int c = 0; c < D / warp_size; c++) {
     out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] =
-        to_bfloat16(total == 0.0f ? 0.0f : sums[c] / total);
+        total == 0.0f ? 0.0f : sums[c] / total;
   }
 }

@@ -1,11 +1,13 @@
-"""What a draft block computes between its products, in CUDA C++ over bfloat16 rows.
+"""What a draft block computes between its products, in CUDA C++ over float32 rows.
 
-Contexts are committed rows of one sequence by layer: `CONTEXT_TYPE` entries in the device's memory, each
-naming keys and values, bfloat16 [capacity, kv heads, head_dim], and int32 positions [capacity]. The row at
-position p lies at p modulo the capacity, with p in `positions`; a negative number there says that none does.
+Keys and values are kept as bfloat16. Contexts are committed rows of one sequence by layer: `CONTEXT_TYPE`
+entries in the device's memory. Each names keys and values, bfloat16 [capacity, kv heads, head_dim], and int32
+positions [capacity]. The row at position p lies at p modulo the capacity, with p in `positions`; a negative
+number there says that none does.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,13 +17,13 @@ import numpy as np
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.draft_block import HEAD_SIZES
+from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 
 ROWS = CudaProgram(
     Path(__file__).with_name("rows.cu"),
     (
-        *("draft_norm", "draft_convolve", "draft_swiglu"),
-        *("place_draft_rows", "place_committed_rows", "choose_draft_chain"),
+        *("draft_convolve", "place_draft_rows", "place_committed_rows"),
+        *("score_draft_pairs", "choose_draft_chain"),
     ),
 )
 ATTEND, MERGE = "attend_draft<{}>", "merge_draft<{}>"
@@ -42,24 +44,35 @@ class DraftContext(ctypes.Structure):
 CONTEXT_TYPE: Final = np.dtype(DraftContext)
 
 
-@declared_in("draft_block/rows.cu", "DraftConvolution")
-class Convolution(ctypes.Structure): ...
+@declared_in("draft_block/rows.cu")
+class DraftConvolution(ctypes.Structure): ...
 
 
-@declared_in("draft_block/rows.cu", "DraftRope")
-class Rope(ctypes.Structure): ...
+@declared_in("draft_block/rows.cu")
+class DraftRope(ctypes.Structure): ...
 
 
-@declared_in("draft_block/rows.cu", "DraftHeads")
-class Heads(ctypes.Structure): ...
+@declared_in("draft_block/rows.cu")
+class DraftHeads(ctypes.Structure): ...
 
 
-@declared_in("draft_block/rows.cu", "CommittedDraftRows")
-class CommittedRows(ctypes.Structure): ...
+@declared_in("draft_block/rows.cu")
+class PlacedDraftRows(ctypes.Structure): ...
 
 
-@declared_in("draft_block/attend.cu", "DraftAttention")
-class Attention(ctypes.Structure): ...
+@declared_in("draft_block/rows.cu")
+class CommittedDraftRows(ctypes.Structure): ...
+
+
+MAX_COMMITTED_LAYERS: Final = len(CommittedDraftRows().at)  # of a launch
+
+
+@declared_in("draft_block/rows.cu")
+class DraftPairs(ctypes.Structure): ...
+
+
+@declared_in("draft_block/attend.cu")
+class DraftAttention(ctypes.Structure): ...
 
 
 @dataclass(frozen=True)
@@ -74,51 +87,70 @@ class HeadShape:
     magnitude: float  # of cosines and sines
 
     @property
-    def row_size(self) -> int:
-        """Of queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.dim
+    def query_dim(self) -> int:
+        """Of all query heads."""
+        return self.num_heads * self.dim
 
-    def heads(self, query_weight: DeviceArray | None, key_weight: DeviceArray | None) -> Heads:
-        """With the weights of norms, float32 [dim]; None where the launch reads none."""
-        rope = Rope(turns=self.turns.data_ptr(), magnitude=self.magnitude)
-        return Heads(
-            query_weight=None if query_weight is None else query_weight.data_ptr(),
-            key_weight=None if key_weight is None else key_weight.data_ptr(),
+    @property
+    def kv_dim(self) -> int:
+        """Of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.dim
+
+    def argument(self) -> DraftHeads:
+        """As kernels take it."""
+        return DraftHeads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             dim=self.dim,
             eps=self.eps,
-            rope=rope,
+            rope=DraftRope(turns=self.turns.data_ptr(), magnitude=self.magnitude),
         )
 
 
-def norm_cuda(x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray) -> None:
-    """`reference.norm` of x [B, E] by float32 `weight` [E] into `out`.
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows of a block between the products of a layer and its attention.
 
-    ValueError if shapes disagree, or rows are not whole eights.
+    queries: float32 [B, query_dim]; kv: bfloat16 [B, 2 · kv_dim], keys and then values.
     """
-    rows, cols = x.shape
-    if out.shape != x.shape or weight.shape != (cols,) or cols % 8:
-        raise ValueError(f"a norm of rows {tuple(x.shape)} by {tuple(weight.shape)} into {tuple(out.shape)}")
-    ROWS.kernel("draft_norm").launch((rows, 1, 1), THREADS, (x, weight, out, cols, eps), overlap=True)
+
+    queries: DeviceArray
+    kv: DeviceArray
+
+    def fits(self, shape: HeadShape) -> bool:
+        """Whether these are rows of such heads."""
+        rows = len(self.queries)
+        return self.queries.shape == (rows, shape.query_dim) and self.kv.shape == (rows, 2 * shape.kv_dim)
 
 
-def convolve_cuda(
-    x: DeviceArray,
-    base: DeviceArray,
-    dynamic: DeviceArray,
-    added: DeviceArray | None,
-    out: DeviceArray,
-) -> None:
-    """`reference.convolve` of x [B, E] plus `added` [B, E] into `out`, which may be `added` and not x.
+@dataclass(frozen=True)
+class CommittedRowsOfLayer:
+    """float32 keys and values [n, kv_dim] of committed rows, and the weight [dim] of the norm of keys."""
+
+    keys: DeviceArray
+    values: DeviceArray
+    key_weight: DeviceArray
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What rows of a layer see; see `DflashLayer`."""
+
+    layer: int
+    window: int | None
+    is_causal: bool
+
+
+def convolve_cuda(x: DeviceArray, base: DeviceArray, dynamic: DeviceArray, out: DeviceArray) -> None:
+    """`reference.convolve` of float32 x [B, E] into `out` [B, E], which is not x.
 
     base: [kernel, E]; dynamic: [B, kernel, groups], whose rows may be apart. ValueError if shapes disagree.
     """
     (rows, cols), (kernel, groups) = x.shape, dynamic.shape[1:]
     is_fitting = base.shape == (kernel, cols) and len(dynamic) == rows and cols % groups == 0
-    if not is_fitting or out.shape != x.shape or (added is not None and added.shape != x.shape):
+    if not is_fitting or out.shape != x.shape:
         raise ValueError(f"rows {tuple(x.shape)}, weights {tuple(base.shape)} and {tuple(dynamic.shape)}")
-    weights = Convolution(
+    weights = DraftConvolution(
         base=base.data_ptr(),
         dynamic=dynamic.data_ptr(),
         kernel=kernel,
@@ -126,60 +158,73 @@ def convolve_cuda(
         dynamic_stride=dynamic.stride(0),
     )
     grid = (-(-cols // THREADS), rows, 1)
-    ROWS.kernel("draft_convolve").launch(grid, THREADS, (x, weights, added, out, cols), overlap=True)
-
-
-def swiglu_cuda(x: DeviceArray, out: DeviceArray) -> None:
-    """`reference.swiglu` of x [B, 2 · F] into `out` [B, F]. ValueError if shapes disagree."""
-    rows, size = out.shape
-    if x.shape != (rows, 2 * size):
-        raise ValueError(f"gates and ups {tuple(x.shape)} into {tuple(out.shape)}")
-    ROWS.kernel("draft_swiglu").launch((-(-size // THREADS), rows, 1), THREADS, (x, out, size), overlap=True)
+    ROWS.kernel("draft_convolve").launch(grid, THREADS, (x, weights, out, cols), overlap=True)
 
 
 def place_draft_rows_cuda(
-    qkv: DeviceArray, shape: HeadShape, weights: tuple[DeviceArray, DeviceArray], length: DeviceArray
+    rows: DraftRows,
+    keys: DeviceArray,
+    values: DeviceArray,
+    shape: HeadShape,
+    weights: tuple[DeviceArray, DeviceArray],
+    length: DeviceArray,
 ) -> None:
-    """Norms and rotates the queries and keys of rows qkv [B, row_size] in place.
+    """Norms and rotates queries in place, and keys; writes keys and values into `rows.kv`.
 
-    weights: of the norms of queries and keys. length: int32 [1] on the device, the position of the first row.
-    ValueError if shapes disagree.
+    keys, values: float32 [B, kv_dim]. weights: float32 [dim], of the norms of queries and keys. length: int32
+    [1] on the device, the position of the first row. ValueError if shapes disagree.
     """
-    if qkv.shape[1] != shape.row_size or any(each.shape != (shape.dim,) for each in weights):
-        raise ValueError(f"rows {tuple(qkv.shape)} of {shape.row_size} values of heads of {shape.dim}")
-    grid = (len(qkv), shape.num_heads + shape.num_kv_heads, 1)
-    args = (qkv, shape.heads(*weights), length)
+    kv_shape = (len(rows.queries), shape.kv_dim)
+    if not rows.fits(shape) or keys.shape != kv_shape or values.shape != kv_shape:
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of heads of {shape.dim}")
+    if any(each.shape != (shape.dim,) for each in weights):
+        raise ValueError(f"norms by {tuple(weights[0].shape)} and {tuple(weights[1].shape)} of {shape.dim}")
+    placed = PlacedDraftRows(
+        queries=rows.queries.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        kv=rows.kv.data_ptr(),
+        query_weight=weights[0].data_ptr(),
+        key_weight=weights[1].data_ptr(),
+    )
+    grid = (len(rows.queries), shape.num_heads + 2 * shape.num_kv_heads, 1)
+    args = (placed, shape.argument(), length)
     ROWS.kernel("place_draft_rows").launch(grid, WARP_SIZE, args, overlap=True)
 
 
 def place_committed_rows_cuda(
-    kv: DeviceArray,
+    layers: Sequence[CommittedRowsOfLayer],
     shape: HeadShape,
-    weights: DeviceArray,
     contexts: DeviceArray,
     first: DeviceArray | int,
     count: DeviceArray | None = None,
 ) -> None:
-    """Puts rows, with norm and rotation of their keys, into the contexts of all layers.
+    """Puts rows, with norm and rotation of their keys, into the contexts of MAX_COMMITTED_LAYERS at most.
 
-    kv: [layers, n, 2 · kv heads · dim], keys and then values; weights: float32 [layers, dim]; contexts: uint8
-    [layers · CONTEXT_TYPE.itemsize]. first: the position of the first row; count: how many there are, by
-    default all. Both may be int32 [1] on the device. ValueError if shapes disagree.
+    contexts: uint8, from the entry of the first of these layers on. first: the position of the first row;
+    count: how many there are, by default all. Both may be int32 [1] on the device. ValueError if shapes
+    disagree.
     """
-    layers, rows, size = kv.shape
-    is_fitting = size == 2 * shape.num_kv_heads * shape.dim and weights.shape == (layers, shape.dim)
-    if not is_fitting or contexts.numel() < layers * CONTEXT_TYPE.itemsize:
-        raise ValueError(f"rows {tuple(kv.shape)} by {tuple(weights.shape)}, heads of {shape.dim}")
-    committed = CommittedRows(
-        kv=kv.data_ptr(),
-        weights=weights.data_ptr(),
+    rows = len(layers[0].keys)
+    if len(layers) > MAX_COMMITTED_LAYERS or contexts.numel() < len(layers) * CONTEXT_TYPE.itemsize:
+        raise ValueError(f"{len(layers)} layers with contexts in {contexts.numel()} bytes")
+    committed = CommittedDraftRows(
         first=None if isinstance(first, int) else first.data_ptr(),
         count=None if count is None else count.data_ptr(),
         start=first if isinstance(first, int) else 0,
         rows=rows,
     )
-    grid = (rows, shape.num_kv_heads, layers)
-    args = (committed, shape.heads(None, None), contexts)
+    for entry, layer in zip(committed.at, layers, strict=False):
+        kv_shape = (rows, shape.kv_dim)
+        is_fitting = layer.keys.shape == layer.values.shape == kv_shape
+        if not is_fitting or layer.key_weight.shape != (shape.dim,):
+            raise ValueError(
+                f"rows {tuple(layer.keys.shape)} by {tuple(layer.key_weight.shape)}, heads of {shape.dim}"
+            )
+        entry.keys, entry.values = layer.keys.data_ptr(), layer.values.data_ptr()
+        entry.key_weight = layer.key_weight.data_ptr()
+    grid = (rows, shape.num_kv_heads, len(layers))
+    args = (committed, shape.argument(), contexts)
     ROWS.kernel("place_committed_rows").launch(grid, WARP_SIZE, args, overlap=True)
 
 
@@ -188,54 +233,81 @@ def num_splits(most_positions: int, dim: int) -> int:
     return min(MAX_SPLITS, -(-most_positions // _part_positions(dim)))
 
 
-def parts_size(rows: int, shape: HeadShape, splits: int) -> int:
-    """float32 values of all parts."""
-    return splits * rows * shape.num_heads * (shape.dim + 2)
+def parts_shape(rows: int, shape: HeadShape, splits: int) -> tuple[int, int, int]:
+    """Of float32 parts: numerators, denominator and maximum of each row's head in each split."""
+    return splits, rows * shape.num_heads, shape.dim + 2
 
 
 def attend_cuda(
-    qkv: DeviceArray,
+    rows: DraftRows,
     shape: HeadShape,
     contexts: DeviceArray,
-    layer: int,
+    view: LayerView,
     length: DeviceArray,
-    window: int | None,
-    is_causal: bool,
-    splits: int,
     parts: DeviceArray,
     out: DeviceArray,
 ) -> None:
-    """Attention of the block's rows qkv [B, row_size], placed before, into `out` [B, heads · dim].
+    """Attention of the block's rows, placed before, into float32 `out` [B, query_dim].
 
-    Of the context of `layer` they see what `DflashLayer` says. length: as `place_draft_rows_cuda` has it;
-    parts: float32 [`parts_size`]. ValueError if shapes disagree or there are no kernels for such heads.
+    They see what `view` says of its layer's context and of each other. length: as `place_draft_rows_cuda` has
+    it; parts: float32, see `parts_shape`. ValueError if shapes disagree or there are no kernels for such
+    heads.
     """
-    rows, dim = len(qkv), shape.dim
+    num_rows, dim, splits = len(rows.queries), shape.dim, len(parts)
     if dim not in HEAD_SIZES or shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"{shape.num_heads} heads of {dim} over {shape.num_kv_heads}")
-    if qkv.shape[1] != shape.row_size or out.shape != (rows, shape.num_heads * dim):
-        raise ValueError(f"attention of rows {tuple(qkv.shape)} into {tuple(out.shape)}")
-    if parts.numel() < parts_size(rows, shape, splits):
-        raise ValueError(f"{parts.numel()} values for parts of {rows} rows in {splits} splits")
-    attention = Attention(
-        qkv=qkv.data_ptr(),
+    if not rows.fits(shape) or out.shape != rows.queries.shape:
+        raise ValueError(f"attention of rows {tuple(rows.queries.shape)} into {tuple(out.shape)}")
+    if parts.shape != parts_shape(num_rows, shape, splits):
+        raise ValueError(f"parts {tuple(parts.shape)} of {num_rows} rows")
+    attention = DraftAttention(
+        queries=rows.queries.data_ptr(),
+        kv=rows.kv.data_ptr(),
         contexts=contexts.data_ptr(),
         length=length.data_ptr(),
         parts=parts.data_ptr(),
-        layer=layer,
-        rows=rows,
+        layer=view.layer,
+        rows=num_rows,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
-        window=window or 0,
-        is_causal=is_causal,
+        window=view.window or 0,
+        is_causal=view.is_causal,
     )
-    queries = rows * (shape.num_heads // shape.num_kv_heads)
+    queries = num_rows * (shape.num_heads // shape.num_kv_heads)
     grid = (splits, shape.num_kv_heads, -(-queries // BLOCK_QUERIES))
     ATTENTION.kernel(ATTEND.format(dim)).launch(
         grid, THREADS, (attention,), shared_bytes=_part_bytes(dim), overlap=True
     )
-    merged = (rows * shape.num_heads, 1, 1)
+    merged = (num_rows * shape.num_heads, 1, 1)
     ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, out), overlap=True)
+
+
+def score_pairs_cuda(
+    predecessors: DeviceArray,
+    projected: DeviceArray,
+    successors: DeviceArray,
+    own: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    """`reference.pair_log_probs` into float32 `out` [L, K, K]. All are float32.
+
+    predecessors, successors: [L, K, rank]; projected: [L, rank]; own: [L, K]. ValueError if shapes disagree.
+    """
+    positions, ranks, size = predecessors.shape
+    is_fitting = successors.shape == predecessors.shape and projected.shape == (positions, size)
+    if not is_fitting or own.shape != (positions, ranks) or out.shape != (positions, ranks, ranks):
+        raise ValueError(f"pairs of {tuple(predecessors.shape)} and {tuple(successors.shape)}")
+    if ranks > MAX_CANDIDATES:
+        raise ValueError(f"{ranks} candidates of a position, at most {MAX_CANDIDATES}")
+    pairs = DraftPairs(
+        predecessors=predecessors.data_ptr(),
+        projected=projected.data_ptr(),
+        successors=successors.data_ptr(),
+        own=own.data_ptr(),
+        ranks=ranks,
+        size=size,
+    )
+    ROWS.kernel("score_draft_pairs").launch((positions, ranks, 1), THREADS, (pairs, out), overlap=True)
 
 
 def choose_chain_cuda(token_ids: DeviceArray, log_probs: DeviceArray, chain: DeviceArray) -> None:

@@ -59,10 +59,16 @@ def convolve(x: torch.Tensor, base: torch.Tensor, dynamic: torch.Tensor) -> torc
     return result
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up of rows [gate, up], [B, 2 · F] → [B, F]."""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def pair_log_probs(
+    predecessors: torch.Tensor, projected: torch.Tensor, successors: torch.Tensor, own: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities of candidates after each one before, over the candidates: [L, K] → [L, K, K].
+
+    own: [L, K], of the candidates alone. predecessors: [L, K, rank], of those of the position before.
+    projected: [L, rank], of the rows' states. successors: [L, K, rank].
+    """
+    pairs = (predecessors * projected[:, None]) @ successors.transpose(1, 2)
+    return functional.log_softmax(own[:, None] + pairs, dim=-1)
 
 
 def likeliest_chain(token_ids: torch.Tensor, log_probs: torch.Tensor, length: int) -> list[int]:

@@ -5,86 +5,26 @@ using namespace coldstream;
 
 constexpr int block_threads = 256;
 
-constexpr int eight = 8;  // values of 16 bytes
-
-__device__ __forceinline__ void load_eight_values(const Bfloat16Bits* from, float (&v)[eight]) {
-  const uint4 loaded = *reinterpret_cast<const uint4*>(from);
-  const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-#pragma unroll
-  for (int w = 0; w < 4; w++) v[2 * w] = low_half(words[w]), v[2 * w + 1] = high_half(words[w]);
-}
-
-__device__ __forceinline__ void store_eight_values(Bfloat16Bits* to, const float (&v)[eight]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int w = 0; w < 4; w++) words[w] = to_bfloat16(v[2 * w]) | uint32_t(to_bfloat16(v[2 * w + 1])) << 16;
-  *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-}
-
-// grid (rows): y = x / rms(x) · weight, of rows of whole eights.
-__global__ void __launch_bounds__(block_threads)
-    draft_norm(const Bfloat16Bits* x, const float* weight, Bfloat16Bits* y, int cols, float eps) {
-  __shared__ float warp_sums[block_threads / warp_size];
-  wait_for_previous_grid();
-  release_next_grid();
-  const int64_t begin = int64_t(blockIdx.x) * cols;
-  float v[eight], sum = 0.0f;
-  for (int i = eight * threadIdx.x; i < cols; i += eight * block_threads) {
-    load_eight_values(x + begin + i, v);
-#pragma unroll
-    for (int j = 0; j < eight; j++) sum = __fmaf_rn(v[j], v[j], sum);
-  }
-  sum = sum_of_warp(sum);
-  if (threadIdx.x % warp_size == 0) warp_sums[threadIdx.x / warp_size] = sum;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < block_threads / warp_size; w++) total += warp_sums[w];
-  const float scale = inverse_sqrt(total / float(cols) + eps);
-  for (int i = eight * threadIdx.x; i < cols; i += eight * block_threads) {
-    load_eight_values(x + begin + i, v);
-#pragma unroll
-    for (int j = 0; j < eight; j++) v[j] = v[j] * scale * weight[i + j];
-    store_eight_values(y + begin + i, v);
-  }
-}
-
 struct DraftConvolution {
-  const Bfloat16Bits* base;     // [kernel, cols], of one side
-  const Bfloat16Bits* dynamic;  // [rows, dynamic_stride], of one side from [0] on: [kernel, cols / group]
+  const float* base;     // [kernel, cols], of one side
+  const float* dynamic;  // [rows, dynamic_stride], of one side from [0] on: [kernel, cols / group]
   int kernel, group, dynamic_stride;
 };
 
 // grid (ceil(cols / 256), rows): row r is the sum over d < kernel of (base + dynamic of row r) · x of row r −
-// d, and `added` of row r, where given.
+// d.
 __global__ void __launch_bounds__(block_threads)
-    draft_convolve(const Bfloat16Bits* x, const DraftConvolution conv, const Bfloat16Bits* added,
-                   Bfloat16Bits* y, int cols) {
+    draft_convolve(const float* x, const DraftConvolution conv, float* y, int cols) {
   wait_for_previous_grid();
   release_next_grid();
   const int row = blockIdx.y, col = blockIdx.x * block_threads + threadIdx.x, groups = cols / conv.group;
   if (col >= cols) return;
-  const Bfloat16Bits* dynamic = conv.dynamic + int64_t(row) * conv.dynamic_stride + col / conv.group;
+  const float* dynamic = conv.dynamic + int64_t(row) * conv.dynamic_stride + col / conv.group;
   float sum = 0.0f;
   for (int d = 0; d < conv.kernel && d <= row; d++) {
-    const float weight =
-        bfloat16_to_float(conv.base[d * cols + col]) + bfloat16_to_float(dynamic[d * groups]);
-    sum = __fmaf_rn(weight, bfloat16_to_float(x[int64_t(row - d) * cols + col]), sum);
+    sum = __fmaf_rn(conv.base[d * cols + col] + dynamic[d * groups], x[int64_t(row - d) * cols + col], sum);
   }
-  const int64_t at = int64_t(row) * cols + col;
-  y[at] = to_bfloat16(added != nullptr ? bfloat16_to_float(added[at]) + sum : sum);
-}
-
-// grid (ceil(size / 256), rows): y = silu(gate) · up of rows [gate, up].
-__global__ void __launch_bounds__(block_threads)
-    draft_swiglu(const Bfloat16Bits* x, Bfloat16Bits* y, int size) {
-  wait_for_previous_grid();
-  release_next_grid();
-  const int col = blockIdx.x * block_threads + threadIdx.x;
-  if (col >= size) return;
-  const Bfloat16Bits* row = x + int64_t(blockIdx.y) * 2 * size;
-  y[int64_t(blockIdx.y) * size + col] =
-      to_bfloat16(exact_swiglu(bfloat16_to_float(row[col]), bfloat16_to_float(row[size + col])));
+  y[int64_t(row) * cols + col] = sum;
 }
 
 struct DraftRope {
@@ -92,76 +32,145 @@ struct DraftRope {
   float magnitude;      // of cosines and sines
 };
 
+__device__ __forceinline__ void store(float* to, float value) { *to = value; }
+__device__ __forceinline__ void store(Bfloat16Bits* to, float value) { *to = to_bfloat16(value); }
+
 // A head of `dim` values, normed and rotated by its position, from and to where it may be the same; by a
 // warp.
-__device__ __forceinline__ void place_head(const Bfloat16Bits* from, Bfloat16Bits* to, const float* weight,
-                                           int dim, float eps, const DraftRope& rope, int position) {
+template <typename Value>
+__device__ __forceinline__ void place_head(const float* from, Value* to, const float* weight, int dim,
+                                           float eps, const DraftRope& rope, int position) {
   const int half = dim / 2;
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < dim; i += warp_size) {
-    const float v = bfloat16_to_float(from[i]);
-    sum = __fmaf_rn(v, v, sum);
-  }
+  for (int i = threadIdx.x; i < dim; i += warp_size) sum = __fmaf_rn(from[i], from[i], sum);
   const float scale = inverse_sqrt(sum_of_warp(sum) / float(dim) + eps);
   for (int i = threadIdx.x; i < half; i += warp_size) {
     double turns = double(position) * rope.turns[i];
     turns -= floor(turns);
     const float angle = float(turns) * 6.283185307179586f;
     const float cos = rope.magnitude * cosf(angle), sin = rope.magnitude * sinf(angle);
-    const float low = bfloat16_to_float(from[i]) * scale * weight[i];
-    const float high = bfloat16_to_float(from[half + i]) * scale * weight[half + i];
-    to[i] = to_bfloat16(low * cos - high * sin);
-    to[half + i] = to_bfloat16(high * cos + low * sin);
+    const float low = from[i] * scale * weight[i], high = from[half + i] * scale * weight[half + i];
+    store(to + i, low * cos - high * sin);
+    store(to + half + i, high * cos + low * sin);
   }
 }
 
 struct DraftHeads {
-  const float* query_weight;  // [dim], of norms
-  const float* key_weight;
   int num_heads, num_kv_heads, dim;
   float eps;
   DraftRope rope;
 };
 
-// grid (rows, query and key heads), 32 threads: norms and rotates the heads of rows [queries, keys, values],
-// the rows of the block, in place. length: of the context, the position of the first row.
+// Rows of the block by layer: what the products say, and where attention reads it.
+struct PlacedDraftRows {
+  float* queries;             // [rows, num_heads · dim], in place
+  const float* keys;          // [rows, num_kv_heads · dim]
+  const float* values;        // likewise
+  Bfloat16Bits* kv;           // [rows, 2 · num_kv_heads · dim]: keys and then values
+  const float* query_weight;  // [dim], of norms
+  const float* key_weight;
+};
+
+// grid (rows, heads of queries, keys and values), 32 threads: norms and rotates queries and keys, and rounds
+// keys and values. length: of the context, the position of the first row.
 __global__ void __launch_bounds__(warp_size)
-    place_draft_rows(Bfloat16Bits* qkv, const __grid_constant__ DraftHeads heads, const int* length) {
+    place_draft_rows(const __grid_constant__ PlacedDraftRows rows, const __grid_constant__ DraftHeads heads,
+                     const int* length) {
   wait_for_previous_grid();
   release_next_grid();
-  const int row = blockIdx.x, head = blockIdx.y, row_heads = heads.num_heads + 2 * heads.num_kv_heads;
-  Bfloat16Bits* at = qkv + (int64_t(row) * row_heads + head) * heads.dim;
-  const float* weight = head < heads.num_heads ? heads.query_weight : heads.key_weight;
-  place_head(at, at, weight, heads.dim, heads.eps, heads.rope, *length + row);
+  const int dim = heads.dim, kv_heads = heads.num_kv_heads, position = *length + blockIdx.x;
+  int head = blockIdx.y;
+  if (head < heads.num_heads) {
+    float* at = rows.queries + (int64_t(blockIdx.x) * heads.num_heads + head) * dim;
+    place_head(at, at, rows.query_weight, dim, heads.eps, heads.rope, position);
+    return;
+  }
+  head -= heads.num_heads;
+  Bfloat16Bits* to = rows.kv + (int64_t(blockIdx.x) * 2 * kv_heads + head) * dim;
+  if (head < kv_heads) {
+    const float* from = rows.keys + (int64_t(blockIdx.x) * kv_heads + head) * dim;
+    place_head(from, to, rows.key_weight, dim, heads.eps, heads.rope, position);
+    return;
+  }
+  const float* from = rows.values + (int64_t(blockIdx.x) * kv_heads + head - kv_heads) * dim;
+  for (int i = threadIdx.x; i < dim; i += warp_size) to[i] = to_bfloat16(from[i]);
 }
 
+constexpr int max_committed_layers = 4;  // of a launch
+
+struct CommittedDraftLayer {
+  const float* keys;  // [rows, num_kv_heads · dim]
+  const float* values;
+  const float* key_weight;  // [dim], of the norm of keys
+};
+
 struct CommittedDraftRows {
-  const Bfloat16Bits* kv;  // [layers, rows, 2 · num_kv_heads · dim], keys and then values
-  const float* weights;    // [layers, dim], of the norms of keys
+  CommittedDraftLayer at[max_committed_layers];
   const int* first;  // the position of the first row, and how many rows there are; null: `start` and all
   const int* count;
   int start, rows;
 };
 
 // grid (rows, key heads, layers), 32 threads: rows with the norm and rotation of their keys into the contexts
-// of all layers. Of more rows than a context holds, the last ones.
+// of these layers. Of more rows than a context holds, the last ones.
 __global__ void __launch_bounds__(warp_size)
     place_committed_rows(const __grid_constant__ CommittedDraftRows in,
                          const __grid_constant__ DraftHeads heads, const DraftContext* contexts) {
   wait_for_previous_grid();
   release_next_grid();
-  const int row = blockIdx.x, head = blockIdx.y, layer = blockIdx.z, dim = heads.dim;
-  const DraftContext context = contexts[layer];
+  const int row = blockIdx.x, head = blockIdx.y, dim = heads.dim;
+  const CommittedDraftLayer& layer = in.at[blockIdx.z];
+  const DraftContext context = contexts[blockIdx.z];
   const int count = in.count != nullptr ? *in.count : in.rows;
   if (row >= count || row + context.capacity < count) return;
   const int position = (in.first != nullptr ? *in.first : in.start) + row,
             place = position % context.capacity;
-  const Bfloat16Bits* keys = in.kv + ((int64_t(layer) * in.rows + row) * 2 * heads.num_kv_heads + head) * dim;
-  const Bfloat16Bits* values = keys + heads.num_kv_heads * dim;
+  const int64_t from = (int64_t(row) * heads.num_kv_heads + head) * dim;
   const int64_t to = (int64_t(place) * heads.num_kv_heads + head) * dim;
-  place_head(keys, context.keys + to, in.weights + layer * dim, dim, heads.eps, heads.rope, position);
-  for (int i = threadIdx.x; i < dim; i += warp_size) context.values[to + i] = values[i];
+  place_head(layer.keys + from, context.keys + to, layer.key_weight, dim, heads.eps, heads.rope, position);
+  for (int i = threadIdx.x; i < dim; i += warp_size) {
+    context.values[to + i] = to_bfloat16(layer.values[from + i]);
+  }
   if (head == 0 && threadIdx.x == 0) context.positions[place] = position;
+}
+
+constexpr int max_candidates = 16;  // of a position
+
+struct DraftPairs {
+  const float* predecessors;  // [positions, ranks, size], of the candidates of the position before
+  const float* projected;     // [positions, size]
+  const float* successors;    // [positions, ranks, size]
+  const float* own;           // [positions, ranks]: log-probabilities without what is before
+  int ranks, size;
+};
+
+// grid (positions, ranks): the log-probabilities of a position's candidates after one candidate before it,
+// over the candidates. `out` is [positions, ranks, ranks].
+__global__ void __launch_bounds__(block_threads)
+    score_draft_pairs(const __grid_constant__ DraftPairs in, float* out) {
+  __shared__ float scores[max_candidates];
+  wait_for_previous_grid();
+  release_next_grid();
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int64_t first = int64_t(blockIdx.x) * in.ranks, row = first + blockIdx.y;
+  const float* predecessor = in.predecessors + row * in.size;
+  const float* projected = in.projected + int64_t(blockIdx.x) * in.size;
+  for (int rank = warp; rank < in.ranks; rank += block_threads / warp_size) {
+    const float* successor = in.successors + (first + rank) * in.size;
+    float sum = 0.0f;
+    for (int i = lane; i < in.size; i += warp_size) {
+      sum = __fmaf_rn(predecessor[i] * projected[i], successor[i], sum);
+    }
+    sum = sum_of_warp(sum);
+    if (lane == 0) scores[rank] = in.own[first + rank] + sum;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  const bool is_there = lane < in.ranks;
+  const float score = is_there ? scores[lane] : 0.0f;
+  const float most = max_of_warp(is_there ? score : -1e30f);
+  const float total = sum_of_warp(is_there ? exact_exp(score - most) : 0.0f);
+  if (is_there) out[row * in.ranks + lane] = (score - most) - logf(total);
 }
 
 // One warp: the likeliest chain of so many tokens, of candidates [length, ranks] and their log-probabilities,

@@ -1,5 +1,5 @@
-// bfloat16 values of a draft block, computed as floats. Nothing that a text depends on is computed with them,
-// so sums have no written order.
+// Keys and values of a drafter, kept as bfloat16 and computed as floats. Nothing that a text depends on is
+// computed with them, so sums have no written order.
 #pragma once
 
 #include "cuda/common.cuh"

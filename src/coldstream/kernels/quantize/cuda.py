@@ -15,13 +15,13 @@ from coldstream.kernels.arithmetic.reference import (
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.quantize import COLS_MULTIPLE
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # contiguous, contents undefined
 
 INSTANCES = {size: f"coldstream::quantize<{size}>" for size in (GROUP_SIZE, BLOCK_SIZE)}
 PROGRAM = CudaProgram(Path(__file__).with_name("quantize.cu"), tuple(INSTANCES.values()))
 WARPS_PER_BLOCK = 4
-COLS_MULTIPLE = 32  # every integer type has blocks of 32 or 256
 
 
 def activations_from(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,19 @@ from numpy.typing import NDArray
 from coldstream import kvcache
 from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, choose_chain_cuda
 from coldstream.kernels.fused.cuda import FusedArrays, FusedKernels
 from coldstream.kernels.fused.reference import FusedText
-from coldstream.models.cuda.dflash_block import DflashBlock, DflashMatrices, kernels_of
+from coldstream.models.cuda.dflash_block import (
+    MOST_WAITING,
+    BlockMemory,
+    DflashBlock,
+    DraftTarget,
+    kernels_of,
+)
 from coldstream.models.cuda.features import FEATURE_TYPE, Features
 from coldstream.models.cuda.fused_draft import CudaFusedRun, CudaFusedSteps, FusedShape
 from coldstream.models.cuda.graphs import CapturedSteps
@@ -27,9 +34,6 @@ from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec, DraftLattice
 
 LENGTH, ROOT, NUM_PLACES = 0, 1, 2  # of what the host writes before a draft
-# Rows that wait for a draft, so that those between drafts are computed together: a row alone takes PyTorch
-# as long as dozens of them.
-MOST_WAITING: Final = 64
 
 
 class RowSpans:
@@ -152,10 +156,11 @@ class CudaDflash:
         self._loaded, self._steps = loaded, steps
         self._begin, self._make_room = begin, make_room
         self.device = loaded.hidden.values.device
+        target, sizes = DraftTarget.of(loaded), BlockMemory.of(file)
         with device_errors(), torch_errors("loading a drafter"):
-            with loading_kernels(kernels_of(file.spec)):
-                matrices = DflashMatrices.read(file, loaded.ops, self.device)
-            self.block = DflashBlock(loaded, matrices, file.spec)
+            with loading_kernels(kernels_of(file, target)):
+                memory = DeviceMemory(sizes.persistent, sizes.workspace)
+                self.block = DflashBlock.load(file, memory, target)
             places = torch.zeros(NUM_PLACES, dtype=torch.int32, device=self.device)
             self._staged, self._found = StagedRing(places), ReadBack(self.block.found)
         self._table: torch.Tensor | None = None  # of the contexts that the block reads

@@ -1,330 +1,304 @@
 """The steps of a DFlash drafter on a GPU: rows of a context, and a block of rows with its candidates.
 
-It computes what `models/cpu/dflash.py` computes, in bfloat16. Products are PyTorch's, the embedding and the
-head are the target's, and kernels of `kernels/draft_block` do the rest. All of it is queued without the host,
-over memory that captured graphs know.
+It computes what `models/cpu/dflash.py` computes, with the engine's products of matrices in the file's own
+types. The embedding and the head are the target's. Kernels of `kernels/draft_block` do what is particular to
+drafts, in float32; keys and values are bfloat16. All of it is queued without the host, over memory that is
+counted before and that captured graphs know.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, tau
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
-from torch.nn import functional
 
-from coldstream.kernels.cuda.program import Noted
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.loader import CudaWeight
+from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.draft_block import MAX_CANDIDATES
 from coldstream.kernels.draft_block.cuda import (
-    ATTEND,
-    ATTENTION,
     CONTEXT_TYPE,
-    MERGE,
+    MAX_COMMITTED_LAYERS,
     ROWS,
+    CommittedRowsOfLayer,
+    DraftRows,
     HeadShape,
+    LayerView,
     attend_cuda,
     convolve_cuda,
-    norm_cuda,
     num_splits,
-    parts_size,
+    parts_shape,
     place_committed_rows_cuda,
     place_draft_rows_cuda,
-    swiglu_cuda,
+    score_pairs_cuda,
 )
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.top_log_probs.cuda import PROGRAM as TOP
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 from coldstream.models.cuda.features import FEATURE_TYPE
 from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.memory_plan import row_counts
 from coldstream.models.cuda.mtp_block import MAX_DRAFT_IDS, first_rows
+from coldstream.models.dflash.context import CHUNK_ROWS
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import DflashLayer, DflashSpec
+from coldstream.models.dflash.spec import DflashSpec
+from coldstream.models.dflash.weights import (
+    DflashLayerWeights,
+    DflashWeights,
+    DynamicConvolution,
+    SelectorWeights,
+)
 
 MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
-
-
-def kernels_of(spec: DflashSpec) -> Noted:
-    """The kernels that the drafter's steps launch, beside the target's."""
-    rows = {(ROWS, instance) for instance in ROWS.instances}
-    attention = {(ATTENTION, kernel.format(spec.head_dim)) for kernel in (ATTEND, MERGE)}
-    return rows | attention | {(TOP, instance) for instance in TOP.instances}
+# Rows that wait for a draft, so that those between drafts are computed together: their products read the
+# weights once.
+MOST_WAITING: Final = 64
+MOST_APPENDED: Final = MOST_WAITING - 1 + CHUNK_ROWS
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """See `models/cpu/dflash.py`."""
+class DraftTarget:
+    """What drafts take of the model that they are for. Its operations are over its own workspace."""
 
-    base: torch.Tensor  # [2, kernel, E]
-    proj: torch.Tensor  # [2 · kernel · groups, E]
-
-    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
-        """The weights of normed rows x [B, E] by side and distance: [B, 2, kernel, groups]."""
-        return functional.linear(x, self.proj).view(len(x), 2, self.base.shape[1], -1)
-
-
-@dataclass(frozen=True)
-class Selector:
-    """See `models/cpu/dflash.py`."""
-
-    predecessor: torch.Tensor  # [V, rank]
-    successor: torch.Tensor  # [V, rank]
-    hidden: torch.Tensor  # [rank, E]
-
-
-@dataclass(frozen=True)
-class LayerMatrices:
-    """The weights of a layer: matrices [out, in], one for all that read the same rows; norms float32."""
-
-    layer: DflashLayer
-    qkv: torch.Tensor  # queries, keys, values
-    gate_up: torch.Tensor
-    head_norms: tuple[torch.Tensor, torch.Tensor]  # of queries and keys
-    output: torch.Tensor
-    down: torch.Tensor
-    attn_norm: torch.Tensor
-    ffn_norm: torch.Tensor
-    attn_conv: Convolution | None
-    ffn_conv: Convolution | None
-
-
-@dataclass(frozen=True)
-class DflashMatrices:
-    """All weights of a drafter. They take as many bytes as the file's tensors in these types."""
-
-    fc: torch.Tensor
-    hidden_norm: torch.Tensor
-    output_norm: torch.Tensor
-    context_kv: torch.Tensor  # [layers, 2 · kv_dim, E], a view of those of the layers
-    key_norms: torch.Tensor  # float32 [layers, head_dim]
-    layers: tuple[LayerMatrices, ...]
-    selector: Selector | None
+    ops: CudaOps
+    token_embd: CudaWeight
+    head: QuantTensor  # of the first tokens
 
     @classmethod
-    def read(cls, file: DflashFile, ops: CudaOps, device: torch.device) -> Self:
-        """Copies them. Raises ModelChangedError if the file shrank, torch.OutOfMemoryError."""
-        return cls(**_MatrixReader(file, ops, device).all())
+    def of(cls, loaded: Loaded) -> Self:
+        return cls(loaded.ops, loaded.model.token_embd, first_rows(loaded.model.output, MAX_DRAFT_IDS))
+
+    @classmethod
+    def planned(cls, spec: DflashSpec) -> Self:
+        """Without memory, where the model is not known: drafts take as much beside any."""
+        ops = CudaOps(MemoryPlan(), 1, spec.block_size)
+        shape = (spec.vocab_size, spec.hidden_size)
+        values = ops.memory.persistent(shape, torch.float32)
+        table = QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, shape)
+        return cls(ops, table, first_rows(table, MAX_DRAFT_IDS))
+
+    def without_memory(self) -> "DraftTarget":
+        """The same weights with operations that are only noted."""
+        ops = CudaOps(MemoryPlan(), 1, 1, notes_kernels=True)
+        return DraftTarget(ops, self.token_embd, self.head)
 
 
-class _MatrixReader:
-    def __init__(self, file: DflashFile, ops: CudaOps, device: torch.device) -> None:
-        self._file, self._ops, self._device, self._spec = file, ops, device, file.spec
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of a drafter's weights and of all that is alive between its steps, and of one step."""
 
-    def all(self) -> dict[str, Any]:
-        """The fields of `DflashMatrices`."""
-        spec = self._spec
-        qkv = self._empty(spec.num_layers, spec.query_dim + 2 * spec.kv_dim, spec.hidden_size)
-        gate_up = self._empty(spec.num_layers, 2 * spec.ffn_size, spec.hidden_size)
-        key_norms = self._empty(spec.num_layers, spec.head_dim, dtype=torch.float32)
-        layers = zip(qkv, gate_up, key_norms, strict=True)
-        selector = None
-        if spec.second is not None:
-            names = ("predecessor", "successor", "hidden")
-            selector = Selector(*(self._read(f"selector_{name}.weight") for name in names))
-        return {
-            "fc": self._read("fc.weight"),
-            "hidden_norm": self._read("enc.output_norm.weight"),
-            "output_norm": self._read("output_norm.weight"),
-            "context_kv": qkv[:, spec.query_dim :],
-            "key_norms": key_norms,
-            "layers": tuple(self._layer(index, *parts) for index, parts in enumerate(layers)),
-            "selector": selector,
-        }
+    persistent: int
+    workspace: int
 
-    def _layer(
-        self, index: int, qkv: torch.Tensor, gate_up: torch.Tensor, key_norm: torch.Tensor
-    ) -> LayerMatrices:
-        prefix = f"blk.{index}."
-        self._fill(qkv, [f"{prefix}{name}.weight" for name in ("attn_q", "attn_k", "attn_v")])
-        self._fill(gate_up, [f"{prefix}{name}.weight" for name in ("ffn_gate", "ffn_up")])
-        key_norm.copy_(self._values(f"{prefix}attn_k_norm.weight"))
-        return LayerMatrices(
-            layer=self._spec.layers[index],
-            qkv=qkv,
-            gate_up=gate_up,
-            head_norms=(self._read(f"{prefix}attn_q_norm.weight"), key_norm),
-            output=self._read(f"{prefix}attn_output.weight"),
-            down=self._read(f"{prefix}ffn_down.weight"),
-            attn_norm=self._read(f"{prefix}attn_norm.weight"),
-            ffn_norm=self._read(f"{prefix}ffn_norm.weight"),
-            attn_conv=self._convolution(f"{prefix}attn_conv"),
-            ffn_conv=self._convolution(f"{prefix}ffn_conv"),
-        )
+    @property
+    def total(self) -> int:
+        return self.persistent + self.workspace
 
-    def _convolution(self, name: str) -> Convolution | None:
-        if self._spec.second is None:
-            return None
-        return Convolution(self._read(f"{name}_base"), self._read(f"{name}_proj.weight"))
+    @classmethod
+    def of(cls, file: DflashFile) -> Self:
+        """Beside any model."""
+        memory = MemoryPlan()
+        DflashBlock.load(file, memory, DraftTarget.planned(file.spec)).run_all()
+        return cls(memory.persistent_bytes, memory.workspace_bytes)
 
-    def _fill(self, joined: torch.Tensor, names: Sequence[str]) -> None:
-        """Tensors of the file one behind the other."""
-        at = 0
-        for name in names:
-            part = self._values(name)
-            joined[at : at + len(part)].copy_(part)
-            at += len(part)
 
-    def _read(self, name: str) -> torch.Tensor:
-        values = self._values(name)
-        kept = torch.float32 if name.endswith("norm.weight") else FEATURE_TYPE
-        return self._empty(*values.shape, dtype=kept).copy_(values)
-
-    def _values(self, name: str) -> torch.Tensor:
-        """A tensor of the file as float32, on the CPU."""
-        return torch.from_numpy(self._ops.read_values(self._file.gguf, self._file.tensor(name)))
-
-    def _empty(self, *shape: int, dtype: torch.dtype = FEATURE_TYPE) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+def kernels_of(file: DflashFile, target: DraftTarget) -> Noted:
+    """The kernels that the drafter's steps launch, the target's among them."""
+    with note_kernels() as noted:
+        block = DflashBlock.load(file, MemoryPlan(), target.without_memory(), notes_kernels=True)
+        block.run_all()
+    return noted | {(ROWS, instance) for instance in ROWS.instances}
 
 
 class DflashBlock:
-    """The drafter of a loaded model, whose embedding, head and workspace it uses.
+    """The drafter beside a model.
 
     Rows of a block: the token `root`, at the position that `length` says, and mask tokens behind it.
+
+    found: int32, the candidates' ids and their log-probabilities as bits, in one piece that the host reads.
+    candidate_ids, log_probs: views of it, [block_size − 1, K] and that or, of the second kind, [.., K, K].
     """
 
-    def __init__(self, loaded: Loaded, matrices: DflashMatrices, spec: DflashSpec) -> None:
-        self.spec, self.matrices = spec, matrices
-        self._ops, self._memory = loaded.ops, loaded.memory
-        self._token_embd, self._head = loaded.model.token_embd, first_rows(loaded.model.output, MAX_DRAFT_IDS)
-        self._device = matrices.fc.device
-        turns = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim) / tau)
-        magnitude = spec.rope.magnitude
+    def __init__(self, spec: DflashSpec, weights: DflashWeights, ops: CudaOps, target: DraftTarget) -> None:
+        """ops: over the drafter's own memory."""
+        self.spec, self.weights = spec, weights
+        self._ops, self._target = ops, target
+        turns = ops.float_array(spec.rope.inverse_frequencies(spec.head_dim) / tau)
         self.heads = HeadShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.rms_norm_eps,
-            turns.to(self._device),
-            magnitude,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps, turns, spec.rope.magnitude
         )
-        self._make_memory()
-
-    def _make_memory(self) -> None:
-        spec, rows = self.spec, self.spec.block_size
-        self.contexts = torch.zeros(
-            spec.num_layers * CONTEXT_TYPE.itemsize, dtype=torch.uint8, device=self._device
-        )
-        self._ids = torch.full((rows,), spec.mask_id, dtype=torch.int32, device=self._device)
-        self._x, self._normed, self._mixed = (self._rows(spec.hidden_size) for _ in range(3))
-        self._qkv, self._attended = self._rows(self.heads.row_size), self._rows(spec.query_dim)
-        self._gate_up, self._gated = self._rows(2 * spec.ffn_size), self._rows(spec.ffn_size)
-        # Without a window a context may be of any length.
-        windows = [layer.window for layer in spec.layers]
-        longest = None if None in windows else max(window for window in windows if window) + rows
-        most_splits = max(1, MOST_PARTS // parts_size(rows, self.heads, 1))
-        self._splits = min(most_splits, num_splits(longest or 2**30, spec.head_dim))
-        size = parts_size(rows, self.heads, self._splits)
-        self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
+        self._num_splits = _num_splits(spec, self.heads)
+        self.contexts = ops.zeros((spec.num_layers * CONTEXT_TYPE.itemsize,), "uint8")
+        self._ids = ops.int_vector([spec.mask_id] * spec.block_size)
         ranks = MAX_CANDIDATES if spec.second is None else spec.second.selector_top_k
-        self.num_ranks = min(ranks, self._head.shape[0])
-        shape = (rows - 1, self.num_ranks)
+        self.num_ranks = min(ranks, target.head.shape[0])
+        shape = (spec.block_size - 1, self.num_ranks)
         scores = shape if spec.second is None else (*shape, self.num_ranks)
-        # Ids, and log-probabilities as their bits, in one piece that the host reads.
-        self.found = torch.zeros(prod(shape) + prod(scores), dtype=torch.int32, device=self._device)
-        self._own_log_probs = torch.empty(shape, dtype=torch.float32, device=self._device)
-        size = workspace_bytes(rows - 1, self._head.shape[0], self.num_ranks)
-        self._best = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._arrivals = torch.zeros(rows - 1, dtype=torch.int32, device=self._device)
+        # Before the ids of the first position is the root in its place, as often as there are ranks.
+        memory = ops.zeros((self.num_ranks + prod(shape) + prod(scores),), "int32")
+        self._root, self.found = memory[: self.num_ranks], memory[self.num_ranks :]
+        self._all_ids = memory[: self.num_ranks + prod(shape)]
         self.candidate_ids = self.found[: prod(shape)].view(shape)
         self.log_probs = self.found[prod(shape) :].view(torch.float32).view(scores)
+        self._arrivals = ops.zeros((spec.block_size - 1,), "int32")
 
-    def _rows(self, width: int) -> torch.Tensor:
-        return torch.empty((self.spec.block_size, width), dtype=FEATURE_TYPE, device=self._device)
+    @classmethod
+    def load(
+        cls, file: DflashFile, memory: Memory, target: DraftTarget, *, notes_kernels: bool = False
+    ) -> Self:
+        """Copies the weights into `memory`, as many bytes as they have in the file.
+
+        Over a `MemoryPlan` only small tensors are read. Raises ModelChangedError if the file shrank.
+        """
+        ops = CudaOps(memory, 1, file.spec.block_size, notes_kernels=notes_kernels)
+        weights = DflashWeights.load(file, ops)
+        for info in file.gguf.tensors.values():
+            ops.code_table(info.quant_type)  # while memory may be written from the host
+        if not ops.planning:
+            ops.finish_loading(None)
+        return cls(file.spec, weights, ops, target)
+
+    def run_all(self) -> None:
+        """Every step of any number of rows: to count memory and find kernels."""
+        spec, device = self.spec, self.contexts.device
+        length = torch.empty(1, dtype=torch.int32, device=device)
+        for num_rows in _counts(2, spec.block_size):
+            self.draft(num_rows, length, length)
+        for num_rows in _counts(1, MOST_APPENDED):
+            features = torch.empty((num_rows, spec.feature_size), dtype=FEATURE_TYPE, device=device)
+            self.append(features, self.contexts, length, length)
 
     def append(
         self, features: torch.Tensor, contexts: torch.Tensor, first: torch.Tensor | int,
         count: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Puts committed rows, features [n, feature_size], into contexts; see `place_committed_rows_cuda`."""
-        matrices = self.matrices
-        x = functional.linear(features, matrices.fc)
-        normed = torch.empty_like(x)
-        norm_cuda(x, matrices.hidden_norm, self.spec.rms_norm_eps, normed)
-        kv = torch.bmm(
-            normed.expand(self.spec.num_layers, *normed.shape), matrices.context_kv.transpose(1, 2)
-        )
-        place_committed_rows_cuda(kv, self.heads, matrices.key_norms, contexts, first, count)
+        ops, weights = self._ops, self.weights
+        ops.memory.start_step()
+        states = ops.activations(*features.shape)
+        states.values.copy_(features)
+        (hidden,) = ops.linear(self._quantised(states), (weights.fc,))
+        normed = ops.rms_norm(hidden, weights.hidden_norm, self.spec.rms_norm_eps)
+        for index in range(0, self.spec.num_layers, MAX_COMMITTED_LAYERS):
+            layers = weights.layers[index : index + MAX_COMMITTED_LAYERS]
+            rows = self._committed(normed, layers)
+            own = contexts[index * CONTEXT_TYPE.itemsize :]
+            ops.launch(place_committed_rows_cuda, rows, self.heads, own, first, count)
+
+    def _committed(
+        self, normed: Activations, layers: Sequence[DflashLayerWeights]
+    ) -> list[CommittedRowsOfLayer]:
+        """Keys and values of committed rows in these layers, by one product."""
+        matrices = [matrix for layer in layers for matrix in (layer.attn_k, layer.attn_v)]
+        outs = iter(self._ops.linear(normed, matrices))
+        return [CommittedRowsOfLayer(next(outs), next(outs), layer.attn_k_norm) for layer in layers]
 
     def draft(self, num_rows: int, root: torch.Tensor, length: torch.Tensor) -> None:
         """The candidates of num_rows − 1 positions after `root`, behind the rows of `contexts`.
 
         root, length: int32 [1] on the device. Writes the first positions of `candidate_ids` and `log_probs`.
         """
-        self._memory.start_step()
+        states = self.states(num_rows, root, length)
+        (logits,) = self._target.ops.linear(states, (self._target.head,))
+        selector, count = self.weights.selector, num_rows - 1
+        ids = self.candidate_ids[:count]
+        own = self.log_probs[:count] if selector is None else self._ops.empty(*ids.shape)
+        best = self._ops.empty(workspace_bytes(count, logits.shape[1], self.num_ranks), dtype=torch.uint8)
+        self._ops.launch(top_log_probs_cuda, logits, best, self._arrivals, ids, own)
+        if selector is not None:
+            self._root.copy_(root.expand(self.num_ranks))
+            self._score_pairs(selector, states, own)
+
+    def _score_pairs(self, selector: SelectorWeights, states: Activations, own: torch.Tensor) -> None:
+        """Writes `log_probs` of candidates that have `own` ones, after each candidate before."""
+        ops, (count, ranks) = self._ops, own.shape
+        (projected,) = ops.linear(states, (selector.hidden,))
+        before = self._all_ids[: count * ranks]
+        ids = self._all_ids[ranks : (count + 1) * ranks]
+        predecessors = ops.embed(selector.predecessor, before).view(count, ranks, -1)
+        successors = ops.embed(selector.successor, ids).view(count, ranks, -1)
+        ops.launch(score_pairs_cuda, predecessors, projected, successors, own, self.log_probs[:count])
+
+    def states(self, num_rows: int, root: torch.Tensor, length: torch.Tensor) -> Activations:
+        """What the head reads of the rows behind the root, [num_rows − 1, E], until the next step."""
+        ops, target, eps = self._ops, self._target, self.spec.rms_norm_eps
+        ops.memory.start_step()
+        target.ops.memory.start_step()
         self._ids[:1].copy_(root)
-        x = self._x[:num_rows]
-        x.copy_(self._ops.embed(self._token_embd, self._ids[:num_rows]))
-        for index, layer in enumerate(self.matrices.layers):
-            self._attention(index, layer, x, length)
-            self._feed_forward(layer, x)
-        self._norm(x, self.matrices.output_norm)
-        hidden = self._normed[1:num_rows]
-        states = self._ops.activations(*hidden.shape)
-        states.values.copy_(hidden)
-        self._ops.launch(quantize_cuda, states.values, states.quantised)
-        (logits,) = self._ops.linear(states, (self._head,))
-        self._find_candidates(hidden, logits, root)
+        x = target.ops.embed(target.token_embd, self._ids[:num_rows])
+        first, *others = self.weights.layers
+        normed = ops.rms_norm(x, first.attn_norm, eps)
+        for index, layer in enumerate(self.weights.layers):
+            update = self._attention(index, layer, normed, length)
+            x, normed = ops.add_norm(x, update, layer.ffn_norm, eps)
+            update = self._feed_forward(layer, normed)
+            if index < len(others):
+                x, normed = ops.add_norm(x, update, others[index].attn_norm, eps)
+        return ops.add_norm(x[1:], update[1:], self.weights.output_norm, eps)[1]
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = self._normed[: len(x)]
-        norm_cuda(x, weight, self.spec.rms_norm_eps, normed)
-        return normed
+    def _attention(
+        self, index: int, layer: DflashLayerWeights, normed: Activations, length: torch.Tensor
+    ) -> torch.Tensor:
+        """What attention adds to the residual stream, [B, E]."""
+        ops, heads, seen, num_rows = self._ops, self.heads, layer.layer, normed.shape[0]
+        x, dynamic = self._convolved(normed, layer.attn_conv)
+        queries, keys, values = ops.linear(x, (layer.attn_q, layer.attn_k, layer.attn_v))
+        rows = DraftRows(queries, ops.empty(num_rows, 2 * heads.kv_dim, dtype=torch.bfloat16))
+        weights = (layer.attn_q_norm, layer.attn_k_norm)
+        ops.launch(place_draft_rows_cuda, rows, keys, values, heads, weights, length)
+        parts = ops.empty(*parts_shape(num_rows, heads, self._num_splits))
+        view, out = LayerView(index, seen.window, seen.is_causal), ops.activations(num_rows, heads.query_dim)
+        ops.launch(attend_cuda, rows, heads, self.contexts, view, length, parts, out.values)
+        (update,) = ops.linear(self._quantised(out), (layer.attn_output,))
+        return self._convolve(update, layer.attn_conv, dynamic)
 
-    def _attention(self, index: int, layer: LayerMatrices, x: torch.Tensor, length: torch.Tensor) -> None:
-        """Adds what attention says to the residual stream x [B, E]."""
-        count, seen = len(x), layer.layer
-        qkv, attended = self._qkv[:count], self._attended[:count]
-        normed, dynamic = self._convolved(self._norm(x, layer.attn_norm), layer.attn_conv)
-        torch.mm(normed, layer.qkv.T, out=qkv)
-        place_draft_rows_cuda(qkv, self.heads, layer.head_norms, length)
-        attend_cuda(
-            qkv, self.heads, self.contexts, index, length, seen.window, seen.is_causal, self._splits,
-            self._parts, attended,
-        )  # fmt: skip
-        self._add(attended, layer.output, layer.attn_conv, dynamic, x)
-
-    def _feed_forward(self, layer: LayerMatrices, x: torch.Tensor) -> None:
-        """Adds what the FFN says to the residual stream x [B, E]."""
-        gate_up, gated = self._gate_up[: len(x)], self._gated[: len(x)]
-        normed, dynamic = self._convolved(self._norm(x, layer.ffn_norm), layer.ffn_conv)
-        torch.mm(normed, layer.gate_up.T, out=gate_up)
-        swiglu_cuda(gate_up, gated)
-        self._add(gated, layer.down, layer.ffn_conv, dynamic, x)
+    def _feed_forward(self, layer: DflashLayerWeights, normed: Activations) -> torch.Tensor:
+        """What the FFN adds to the residual stream, [B, E]."""
+        x, dynamic = self._convolved(normed, layer.ffn_conv)
+        gate, up = self._ops.linear(x, (layer.ffn_gate, layer.ffn_up))
+        (update,) = self._ops.linear(self._ops.swiglu(gate, up), (layer.ffn_down,))
+        return self._convolve(update, layer.ffn_conv, dynamic)
 
     def _convolved(
-        self, normed: torch.Tensor, conv: Convolution | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows before a sublayer, and the weights of both of its convolutions."""
+        self, normed: Activations, conv: DynamicConvolution | None
+    ) -> tuple[Activations, torch.Tensor | None]:
+        """Rows before a sublayer, and the weights of both of its convolutions, [B, 2, kernel, groups]."""
         if conv is None:
             return normed, None
-        dynamic, mixed = conv.dynamic(normed), self._mixed[: len(normed)]
-        convolve_cuda(normed, conv.base[0], dynamic[:, 0], None, mixed)
-        return mixed, dynamic
+        (weights,) = self._ops.linear(normed, (conv.proj,))
+        dynamic = weights.view(len(weights), *conv.base.shape[:2], -1)
+        out = self._ops.activations(*normed.shape)
+        self._ops.launch(convolve_cuda, normed.values, conv.base[0], dynamic[:, 0], out.values)
+        return self._quantised(out), dynamic
 
-    def _add(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        conv: Convolution | None,
-        dynamic: torch.Tensor | None,
-        x: torch.Tensor,
-    ) -> None:
-        """Adds the product of a sublayer's last rows to x."""
+    def _convolve(
+        self, update: torch.Tensor, conv: DynamicConvolution | None, dynamic: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rows behind a sublayer."""
         if conv is None or dynamic is None:
-            torch.addmm(x, rows, weight.T, out=x)
-            return
-        result = self._normed[: len(rows)]
-        torch.mm(rows, weight.T, out=result)
-        convolve_cuda(result, conv.base[1], dynamic[:, 1], x, x)
+            return update
+        out = self._ops.empty(*update.shape)
+        self._ops.launch(convolve_cuda, update, conv.base[1], dynamic[:, 1], out)
+        return out
 
-    def _find_candidates(self, hidden: torch.Tensor, logits: torch.Tensor, root: torch.Tensor) -> None:
-        count, selector, ids = len(hidden), self.matrices.selector, self.candidate_ids[: len(hidden)]
-        own = (self.log_probs if selector is None else self._own_log_probs)[:count]
-        self._ops.launch(top_log_probs_cuda, logits, self._best, self._arrivals, ids, own)
-        if selector is None:
-            return
-        before = torch.cat((root.expand(1, self.num_ranks), ids[:-1]))
-        projected = functional.linear(hidden, selector.hidden)[:, None]
-        pairs = (selector.predecessor[before] * projected) @ selector.successor[ids].transpose(1, 2)
-        self.log_probs[:count].copy_(functional.log_softmax(own[:, None] + pairs.float(), dim=-1))
+    def _quantised(self, states: Activations) -> Activations:
+        """The same, with codes of its values."""
+        self._ops.launch(quantize_cuda, states.values, states.quantised)
+        return states
+
+
+def _counts(least: int, most: int) -> list[int]:
+    """Of rows; see `row_counts`."""
+    return [*(count for count in row_counts(most) if least <= count < most), most]
+
+
+def _num_splits(spec: DflashSpec, heads: HeadShape) -> int:
+    """Parts of attention. Without a window a context may be of any length."""
+    windows = [layer.window for layer in spec.layers]
+    longest = None if None in windows else max(window for window in windows if window) + spec.block_size
+    most = max(1, MOST_PARTS // prod(parts_shape(spec.block_size, heads, 1)))
+    return min(most, num_splits(longest or 2**30, spec.head_dim))

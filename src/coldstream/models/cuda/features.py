@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from coldstream.kernels.cuda.memory import Memory
 
-FEATURE_TYPE: Final = torch.bfloat16  # in which drafters compute on a GPU
+FEATURE_TYPE: Final = torch.bfloat16  # half of the memory of float32
 
 
 @dataclass(frozen=True)

@@ -108,10 +108,8 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
-    # A kernel is launched for one range of row counts, so that these counts meet all of them.
-    sizes = {2**i for i in range(chunk_size.bit_length())} | {2**i + 1 for i in range(6)}
     with note_kernels() as noted:
-        for count in sorted(sizes):
+        for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
             hidden = loaded.step(shape)
             loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
@@ -125,6 +123,14 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
         (program, instance) for program in (SAMPLER, ADMISSION, FUSED) for instance in program.instances
     }
     return noted | chosen
+
+
+def row_counts(most_rows: int) -> list[int]:
+    """Rows of steps that launch every kernel which steps of up to `most_rows` launch, in order.
+
+    A kernel is launched for one range of row counts.
+    """
+    return sorted({2**i for i in range(most_rows.bit_length())} | {2**i + 1 for i in range(6)})
 
 
 def _shapes(count: int, has_trees: bool) -> Iterator[StepShape]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from coldstream.errors import ConfigError
 from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.quantize import COLS_MULTIPLE
 from coldstream.kernels.rope.scaling import Yarn
 from coldstream.models.spec.model_spec import ModelSpec
 
@@ -234,10 +235,10 @@ def check_gpu(spec: DflashSpec) -> None:
             f"the drafter selects of {spec.second.selector_top_k} tokens at a position, and GPUs of at most "
             f"{MAX_CANDIDATES}: use --device cpu, or draft in another way"
         )
-    if spec.hidden_size % 8 or spec.ffn_size % 8:
+    if spec.hidden_size % COLS_MULTIPLE or spec.ffn_size % COLS_MULTIPLE:
         raise ConfigError(
             f"the drafter has rows of {spec.hidden_size} and {spec.ffn_size} values, and GPUs draft with "
-            "multiples of 8: use --device cpu, or draft in another way"
+            f"multiples of {COLS_MULTIPLE}: use --device cpu, or draft in another way"
         )
 
 
