@@ -100,7 +100,7 @@ IK_LLAMA_CPP = (
     ("-fa", "1", "-fmoe", "1", "-rtr", "0"),
     ("-fa", "1", "-fmoe", "1", "-rtr", "1"),
     ("-fa", "0", "-fmoe", "1", "-rtr", "0"),
-    ("-fa", "1", "-fmoe", "0", "-rtr", "0"),
+    ("-fa", "1", "-fmoe", "1", "-rtr", "0", "-muge", "1", "-mqkv", "1"),
 )
 
 
@@ -249,7 +249,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 path = Path(folder) / f"{model}-{kind.name}.gguf"
                 write_model(path, model, kind)
                 if not result["peers"]:
-                    result["peers"] = {peer.name: about(peer, path, options.threads) for peer in peers}
+                    result["peers"] = {
+                        peer.name: about(peer, path, options.threads) | {"version": version}
+                        for peer, version in zip(peers, options.versions, strict=True)
+                    }
                 result["models"][model][kind.name] = found = measure_file(path, peers, options)
             print(line(model, kind.name, found), file=sys.stderr, flush=True)
             write_result(result, options.out, name)
@@ -262,7 +265,7 @@ def about(peer: Peer, path: Path, threads: int) -> dict[str, Any]:
         record = peer.run(path, threads, CASES[-1], peer.candidates[0])
     except RefusedError:
         return {}
-    return {key: record[key] for key in ("build_commit", "build_number", "cpu_info") if key in record}
+    return {key: record[key] for key in ("build_commit", "build_number") if key in record}
 
 
 def command(options: argparse.Namespace) -> str:
@@ -286,6 +289,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--llama-cpp", type=Path, required=True, help="its llama-bench")
     parser.add_argument("--ik-llama-cpp", type=Path, required=True, help="its llama-bench")
+    parser.add_argument(
+        "--versions", nargs=2, default=["", ""], metavar="TEXT", help="of llama.cpp and of ik_llama.cpp"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--types", nargs="+", type=known_type, default=list(TYPES), metavar="TYPE")
     parser.add_argument("--threads", type=int, default=2)

@@ -59,7 +59,20 @@ def result(programs: tuple[Path, Path], folder: Path) -> dict[str, Any]:
     """One run over a model as small as tests have."""
     out = folder / "out" / "types.json"
     words = ["--llama-cpp", str(programs[0]), "--ik-llama-cpp", str(programs[1]), "--models", "small"]
-    words += ["--types", "Q2_K", "IQ1_S", "--samples", "3", "--folder", str(folder), "--out", str(out)]
+    words += [
+        "--versions",
+        "1.2",
+        "of May",
+        "--types",
+        "Q2_K",
+        "IQ1_S",
+        "--samples",
+        "3",
+        "--folder",
+        str(folder),
+        "--out",
+        str(out),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_types, "SMALL_SHAPE", SMALL)
         patch.setattr(sys, "argv", ["weight_types", *words])
@@ -84,7 +97,7 @@ def test_every_program_is_timed_on_every_case(result: dict[str, Any], folder: Pa
         expected = decode[name] * found["bytes_per_token"] / found["read_bandwidth_bytes_s"]
         assert share == pytest.approx(expected)
     assert not list(folder.glob("**/*.gguf"))
-    assert result["peers"]["ik_llama.cpp"] == {"build_commit": "c0ffee", "cpu_info": "cpu"}
+    assert result["peers"]["ik_llama.cpp"] == {"build_commit": "c0ffee", "version": "of May"}
     assert result["command"].endswith("--samples 3 --models small --types Q2_K IQ1_S")
 
 
