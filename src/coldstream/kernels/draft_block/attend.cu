@@ -61,8 +61,7 @@ __device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_hea
     float4 loaded = {0.0f, 0.0f, 0.0f, 0.0f};
     if (query < count) {
       const int row = query / a.group(), head = kv_head * a.group() + query % a.group();
-      loaded =
-          *reinterpret_cast<const float4*>(a.queries + (int64_t(row) * a.num_heads + head) * D + column);
+      loaded = *reinterpret_cast<const float4*>(a.queries + (int64_t(row) * a.num_heads + head) * D + column);
     }
     *reinterpret_cast<float4*>(m.queries + at * D + column) = {scale * loaded.x, scale * loaded.y,
                                                                scale * loaded.z, scale * loaded.w};
@@ -261,7 +260,6 @@ __global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int
   }
 #pragma unroll
   for (int c = 0; c < D / warp_size; c++) {
-    out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] =
-        total == 0.0f ? 0.0f : sums[c] / total;
+    out[int64_t(blockIdx.x) * D + c * warp_size + threadIdx.x] = total == 0.0f ? 0.0f : sums[c] / total;
   }
 }
