@@ -10,7 +10,7 @@ from far_logits import FarStep
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.decoding.choice import Chosen, TokenChoice, TokenChooser, begin_choices
+from coldstream.decoding.choice import SampledToken, TokenChoice, TokenChooser, begin_choices
 from coldstream.decoding.logprobs import token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
@@ -67,7 +67,7 @@ def outcome_alone(choice: TokenChoice, logits: Logits) -> object:
     except (GenerationFault, InvalidRequestError) as error:
         return type(error), str(error)
     count = params.logprobs
-    return Chosen(token_id, None if count is None else token_logprobs(logits, token_id, count))
+    return SampledToken(token_id, None if count is None else token_logprobs(logits, token_id, count))
 
 
 def shown(outcome: object) -> object:
@@ -95,7 +95,7 @@ def test_rows_on_a_device_and_here_may_be_mixed() -> None:
     step = FarStep(values)
     logits = [values[0], step[1], values[2], step[3]]
     chosen = begin_choices([TokenChoice(each, [0], GREEDY, 0) for each in logits]).outcomes()
-    assert chosen == [Chosen(0), Chosen(1), Chosen(2), Chosen(3)]
+    assert chosen == [SampledToken(0), SampledToken(1), SampledToken(2), SampledToken(3)]
     assert (step.chosen, step.brought) == ([[1, 3]], [])
 
 
@@ -105,7 +105,7 @@ def test_a_forbidden_token_is_chosen_neither_on_a_device_nor_here() -> None:
     chosen = begin_choices(
         [TokenChoice(logits, [0], GREEDY, 0, {1}) for logits in (step[0], values[1])]
     ).outcomes()
-    assert chosen == [Chosen(2), Chosen(2)]
+    assert chosen == [SampledToken(2), SampledToken(2)]
 
 
 def test_rows_of_another_step_are_refused_and_a_row_twice() -> None:
@@ -140,7 +140,7 @@ def test_sp07_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
     step, params = FarStep(values), SamplingParams(temperature=0, presence_penalty=1.0)
     paths = [[0], [0, 1], [0, 2]]
     chosen = begin_choices([TokenChoice(step[i], path, params, 0) for i, path in enumerate(paths)]).outcomes()
-    assert chosen == [Chosen(1), Chosen(2), Chosen(1)]
+    assert chosen == [SampledToken(1), SampledToken(2), SampledToken(1)]
 
 
 def test_a_penalty_counts_once_also_where_processors_see_it() -> None:
@@ -150,7 +150,7 @@ def test_a_penalty_counts_once_also_where_processors_see_it() -> None:
             params = SamplingParams(
                 temperature=0, presence_penalty=presence_penalty, logits_processors=processors
             )
-            assert begin_choices([TokenChoice(logits, [0], params, 0)]).outcomes() == [Chosen(token_id)]
+            assert begin_choices([TokenChoice(logits, [0], params, 0)]).outcomes() == [SampledToken(token_id)]
 
 
 def test_the_error_of_a_row_alone_is_raised() -> None:
@@ -184,5 +184,5 @@ def test_log_probabilities_change_no_choice_and_are_the_models_own(count: int, s
     for logits, context in _steps([1], 6):
         token_id = without(logits, context).token_id
         assert token_id == sample_token(logits, context, plain, seed, {2} if len(context) < 4 else ())
-        assert without(logits, context) == Chosen(token_id)
-        assert with_them(logits, context) == Chosen(token_id, token_logprobs(logits, token_id, count))
+        assert without(logits, context) == SampledToken(token_id)
+        assert with_them(logits, context) == SampledToken(token_id, token_logprobs(logits, token_id, count))

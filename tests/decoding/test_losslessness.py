@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from coldstream.decoding import (
     AnyLogits,
-    Chosen,
     Continuation,
     Logits,
+    SampledToken,
     SamplingParams,
     TokenChooser,
     TokenTree,
@@ -194,9 +194,9 @@ class Biased(Rule):
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
         pick = super().begin(rows, tree, context)
 
-        def chosen(node: int, path: Sequence[int]) -> Chosen:
+        def chosen(node: int, path: Sequence[int]) -> SampledToken:
             if node in tree.parents and self.numbers[len(path) - len(PROMPT)] < NUMBERS // 20:
-                return Chosen(tree.token_ids[tree.parents.index(node)])
+                return SampledToken(tree.token_ids[tree.parents.index(node)])
             return pick(node, path)
 
         return chosen
@@ -221,9 +221,9 @@ class BonusOfTheDrafter(Rule):
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
         pick = super().begin(rows, tree, context)
 
-        def chosen(node: int, path: Sequence[int]) -> Chosen:
+        def chosen(node: int, path: Sequence[int]) -> SampledToken:
             if node >= 0 and node not in tree.parents:
-                return Chosen(self.numbers[len(path) - len(PROMPT)] * VOCAB // NUMBERS)
+                return SampledToken(self.numbers[len(path) - len(PROMPT)] * VOCAB // NUMBERS)
             return pick(node, path)
 
         return chosen
@@ -242,9 +242,9 @@ class GreedyWalk(Rule):
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
         pick = super().begin(rows, tree, context)
 
-        def chosen(node: int, path: Sequence[int]) -> Chosen:
+        def chosen(node: int, path: Sequence[int]) -> SampledToken:
             best = int(np.argmax(np.asarray(rows[1 + node])))
-            return pick(node, path) if tree.child(node, best) is None else Chosen(best)
+            return pick(node, path) if tree.child(node, best) is None else SampledToken(best)
 
         return chosen
 
@@ -253,7 +253,7 @@ class WithoutTheRoot(Rule):
     """Has penalties for another token than the root, which the model does not hold yet."""
 
     def begin(self, rows: Sequence[AnyLogits], tree: TokenTree, context: Sequence[int]) -> Pick:
-        def chosen(node: int, path: Sequence[int]) -> Chosen:
+        def chosen(node: int, path: Sequence[int]) -> SampledToken:
             observed = list(path)
             observed[len(context) - 1] = (observed[len(context) - 1] + 1) % VOCAB
             return self.chooser(rows[1 + node], observed)

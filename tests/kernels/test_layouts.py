@@ -69,7 +69,7 @@ def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
 OTHERS: Mapping[tuple[str, str], Layout] = {
     ("experts/gemm.cu", "ExpertsJob<false>"): experts_gemm.ExpertsJob,
     ("experts/write_addresses.cu", "Entry"): np.dtype([("where", np.int64), ("value", np.int64)]),
-    ("sample/rows.cuh", "Chosen"): np.dtype([("token", np.int32), ("fault", np.int32)]),
+    ("sample/rows.cuh", "SampledToken"): np.dtype([("token", np.int32), ("fault", np.int32)]),
     ("cuda/stamps.cuh", "LayerStamps"): stamps.LAYER_STAMPS,
     ("draft_block/values.cuh", "DraftContext"): draft_block.CONTEXT_TYPE,
 }

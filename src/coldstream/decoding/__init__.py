@@ -1,8 +1,8 @@
 """Logits to tokens: sampling, stop strings, drafts. Knows token ids, not tensors; has no loop."""
 
 from coldstream.decoding.choice import (
-    Chosen,
     Outcome,
+    SampledToken,
     StartedChoices,
     TokenChoice,
     TokenChooser,
@@ -35,7 +35,6 @@ __all__ = [
     "NO_DRAFT",
     "SEED_BITS",
     "AnyLogits",
-    "Chosen",
     "Continuation",
     "DeviceChoice",
     "DeviceLogits",
@@ -52,6 +51,7 @@ __all__ = [
     "RankedLogprob",
     "RepetitionStop",
     "RepetitionWatch",
+    "SampledToken",
     "SamplingParams",
     "SizeReason",
     "SizesByCost",

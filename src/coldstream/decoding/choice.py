@@ -74,14 +74,14 @@ class TokenChoice:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledToken:
     """A token, and the log-probabilities that its request asked for."""
 
     token_id: int
     logprobs: list[RankedLogprob] | None = None
 
 
-Outcome = Chosen | GenerationFault | InvalidRequestError
+Outcome = SampledToken | GenerationFault | InvalidRequestError
 
 
 @dataclass
@@ -109,7 +109,7 @@ class StartedChoices:
         outcomes = dict(self.on_host)
         results = [] if self.device is None else self.device.results()
         for i, position, (token_id, fault) in zip(self.on_device, self.positions, results, strict=True):
-            outcomes[i] = Chosen(token_id) if fault == 0 else no_token(fault, self.vocab_size, position)
+            outcomes[i] = SampledToken(token_id) if fault == 0 else no_token(fault, self.vocab_size, position)
         return [outcomes[i] for i in range(len(outcomes))]
 
 
@@ -200,8 +200,8 @@ def _outcome(choice: TokenChoice, logits: Logits, made: _csrc.TokenChoice) -> Ou
     if made.fault:
         return no_token(made.fault, len(logits), choice.position)
     if choice.params.logprobs is None:
-        return Chosen(made.token)
-    return Chosen(made.token, logprobs_of_ranks(logits, made.token, *made.ranked))
+        return SampledToken(made.token)
+    return SampledToken(made.token, logprobs_of_ranks(logits, made.token, *made.ranked))
 
 
 def no_token(fault: int, vocab_size: int, position: int) -> GenerationFault:
@@ -254,19 +254,19 @@ class TokenChooser:
         forbidden_ids = self._end_ids if position < self._first_end else ()
         return TokenChoice(logits, context, self._params, self._seed, forbidden_ids, unseen)
 
-    def __call__(self, logits: AnyLogits, context: Sequence[int]) -> Chosen:
+    def __call__(self, logits: AnyLogits, context: Sequence[int]) -> SampledToken:
         """The token after this row, which is waited for. Raises its error."""
         return only_token(begin_choices([self.choice(logits, context)]))
 
 
-def only_token(started: StartedChoices) -> Chosen:
+def only_token(started: StartedChoices) -> SampledToken:
     """The token of the only choice. Raises its error."""
     (outcome,) = started.outcomes()
     return chosen_or_raised(outcome)
 
 
-def chosen_or_raised(outcome: Outcome) -> Chosen:
+def chosen_or_raised(outcome: Outcome) -> SampledToken:
     """The token. Raises the error if there is one instead."""
-    if not isinstance(outcome, Chosen):
+    if not isinstance(outcome, SampledToken):
         raise outcome
     return outcome

@@ -12,8 +12,8 @@ from typing import Final, TypeVar, overload
 import numpy as np
 
 from coldstream.decoding.choice import (
-    Chosen,
     Outcome,
+    SampledToken,
     TokenChoice,
     TokenChooser,
     begin_choices,
@@ -26,7 +26,7 @@ from coldstream.decoding.token_tree import TokenTree
 ROOT: Final = -1  # the node before all others of a tree
 _Key = TypeVar("_Key", bound=Hashable)
 
-Pick = Callable[[int, Sequence[int]], Chosen]
+Pick = Callable[[int, Sequence[int]], SampledToken]
 """The token after a node of a tree; `context`: all tokens so far. Asked from the root on, along a path."""
 
 
@@ -40,7 +40,7 @@ class TreeWalk:
         self.choose_s = 0.0  # of choosing tokens
         self._tree = tree
 
-    def take(self, tokens: Continuation, pick: Pick, vocab_size: int) -> Generator[Chosen]:
+    def take(self, tokens: Continuation, pick: Pick, vocab_size: int) -> Generator[SampledToken]:
         """Yields the tokens along the tree, which are appended to `tokens`, of which the root is the last.
 
         It ends behind the last node that agrees, or where generation ends. Closing the iterator early is
@@ -97,11 +97,11 @@ def _choices_of(
     return choices
 
 
-def _taken(outcomes: Sequence[Outcome], first: int, node: int, _: Sequence[int]) -> Chosen:
+def _taken(outcomes: Sequence[Outcome], first: int, node: int, _: Sequence[int]) -> SampledToken:
     return chosen_or_raised(outcomes[first + 1 + node])
 
 
-def _asked(chooser: TokenChooser, rows: Sequence[AnyLogits], node: int, path: Sequence[int]) -> Chosen:
+def _asked(chooser: TokenChooser, rows: Sequence[AnyLogits], node: int, path: Sequence[int]) -> SampledToken:
     return chooser(rows[1 + node], path)
 
 

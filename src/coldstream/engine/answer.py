@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.decoding import (
-    Chosen,
     RepetitionWatch,
+    SampledToken,
     SamplingParams,
     SpeculationStatistics,
     StopMatcher,
@@ -90,7 +90,7 @@ class AnswerState:
         """Whether an end token or a stop string has come up, or the answer repeats itself."""
         return self._text.has_ended or self._is_repeating
 
-    def push(self, chosen: Chosen) -> Piece:
+    def push(self, chosen: SampledToken) -> Piece:
         """Appends a token. Its piece is to be shown, unless the answer has stopped: then `last_piece` has
         its text.
         """
@@ -235,7 +235,7 @@ def _no_token(request: Request) -> Piece:
     return Piece("", logprobs=None if request.params.logprobs is None else ())
 
 
-def _logprobs(chosen: Chosen, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
+def _logprobs(chosen: SampledToken, tokenizer: Tokenizer) -> tuple[TokenLogprobs] | None:
     """The log-probabilities of a piece with one token."""
     if chosen.logprobs is None:
         return None

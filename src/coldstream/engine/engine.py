@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Chosen, Outcome, TokenTree
+from coldstream.decoding import AnyLogits, Outcome, SampledToken, TokenTree
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
 from coldstream.engine.fused_steps import FusedSteps
@@ -412,12 +412,12 @@ class Engine:
             return
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
-            if isinstance(outcome, Chosen) and job in launched.forks:
+            if isinstance(outcome, SampledToken) and job in launched.forks:
                 self._served.keep_forks(job, launched.forks[job])
             if job.sequence is None or job.request_id in self._served.cancelled:
                 continue
             if job.is_over:
-                self._served.let_go(job, logits_checked=isinstance(outcome, Chosen))
+                self._served.let_go(job, logits_checked=isinstance(outcome, SampledToken))
                 continue
             if job in ahead and not _goes_on(job, outcome):
                 self._runner.take_back(job.sequence)
@@ -432,7 +432,7 @@ class Engine:
     def _take_one(self, job: Job, outcome: Outcome) -> None:
         """Takes what was chosen after the last row of a job: its next token, or a proof at a checkpoint."""
         try:
-            if not isinstance(outcome, Chosen):
+            if not isinstance(outcome, SampledToken):
                 raise outcome
             if job.num_missing <= 0:
                 job.tokens.append(outcome.token_id, self._runner.spec.vocab_size)
@@ -460,12 +460,12 @@ class Engine:
             return
         self._end_if_over(job)
 
-    def _counted(self, tokens: Iterable[tuple[Chosen, bool]]) -> Iterator[Chosen]:
+    def _counted(self, tokens: Iterable[tuple[SampledToken, bool]]) -> Iterator[SampledToken]:
         for chosen, is_drafted in tokens:
             self._served.counts.accepted_tokens += is_drafted
             yield chosen
 
-    def _push_all(self, job: Job, tokens: Iterable[Chosen]) -> None:
+    def _push_all(self, job: Job, tokens: Iterable[SampledToken]) -> None:
         """Reports tokens that `Job.tokens` has, up to the answer's last or a cancellation."""
         for chosen in tokens:
             self._served.report(job, job.push(chosen))
@@ -480,4 +480,4 @@ class Engine:
 
 def _goes_on(job: Job, outcome: Outcome) -> bool:
     """Whether the step that was launched before the outcome was known has a row of the job."""
-    return isinstance(outcome, Chosen) and outcome.token_id not in job.request.all_end_ids
+    return isinstance(outcome, SampledToken) and outcome.token_id not in job.request.all_end_ids

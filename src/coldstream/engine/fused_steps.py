@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from coldstream import kvcache
-from coldstream.decoding import Chosen
+from coldstream.decoding import SampledToken
 from coldstream.decoding.choice import no_token
 from coldstream.decoding.drafters import FusedDrafter, FusedRun
 from coldstream.decoding.fused_sizes import FusedSizes
@@ -93,7 +93,7 @@ class FusedSteps:
                 self._device.launch(self._sizes.next())
             self._num_in_flight += 1
 
-    def take(self) -> Generator[Chosen]:
+    def take(self) -> Generator[SampledToken]:
         """Waits for the oldest step in flight and yields its tokens, which `Job.tokens` then has.
 
         Closing the iterator early is allowed; its other tokens count as not wanted. Raises DeviceError, and
@@ -109,7 +109,7 @@ class FusedSteps:
         for token_id in accepted.token_ids:
             job.tokens.append(token_id, vocab_size)
             self._num_kept += 1
-            yield Chosen(token_id)
+            yield SampledToken(token_id)
         if accepted.fault:
             raise no_token(accepted.fault, vocab_size, len(job.token_ids))
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from coldstream import kvcache
-from coldstream.decoding import AnyLogits, Chosen, Continuation, DraftCounts, TokenChoice
+from coldstream.decoding import AnyLogits, Continuation, DraftCounts, SampledToken, TokenChoice
 from coldstream.engine.answer import AnswerState, Request
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.engine.request import FinishReason, Piece
@@ -156,7 +156,7 @@ class Job:
         """The `TokenChoice` of the next token from the logits [vocab] after all tokens; see `TokenChoice`."""
         return self.answer.chooser.choice(logits, self.token_ids, unseen)
 
-    def push(self, chosen: Chosen) -> list[Piece]:
+    def push(self, chosen: SampledToken) -> list[Piece]:
         """The pieces of a token that was appended to `tokens`; without the answer's last."""
         piece = self.answer.push(chosen)
         return [] if self.answer.has_stopped else [piece]

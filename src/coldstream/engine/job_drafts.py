@@ -14,10 +14,10 @@ from coldstream.decoding import (
     MAX_TREE_NODES,
     NO_DRAFT,
     AnyLogits,
-    Chosen,
     DraftCounts,
     ExpertUses,
     Pick,
+    SampledToken,
     SizeReason,
     Speculation,
     StepCosts,
@@ -140,7 +140,7 @@ class JobDrafts:
         )
         self._choose_s = time.perf_counter() - start
 
-    def verified(self, job: Job, rows: Sequence[AnyLogits]) -> Generator[tuple[Chosen, bool]]:
+    def verified(self, job: Job, rows: Sequence[AnyLogits]) -> Generator[tuple[SampledToken, bool]]:
         """Yields the tokens along a tree that was computed, each with whether it was drafted. `Job.tokens`
         then has them, and their rows are committed.
 

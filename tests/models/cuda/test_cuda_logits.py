@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
-from coldstream.decoding import Chosen, Logits, Outcome, SamplingParams, TokenChoice, begin_choices
+from coldstream.decoding import Logits, Outcome, SampledToken, SamplingParams, TokenChoice, begin_choices
 from coldstream.errors import GenerationFault
 from coldstream.models.cuda.logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
 from host_device import HostDevice
@@ -176,7 +176,7 @@ def rows_with_windows(vocab: int) -> list[TokenChoice]:
 def test_penalties_look_back_as_far_as_each_row_says(num_rows: int) -> None:
     choices = rows_with_windows(16)
     tokens = [
-        outcome.token_id for outcome in begin_choices(choices).outcomes() if isinstance(outcome, Chosen)
+        outcome.token_id for outcome in begin_choices(choices).outcomes() if isinstance(outcome, SampledToken)
     ]
     assert tokens == [0, 0, 1, 1, 3, 3, 4, 4, 0, 4, 0, 4, 0, 1, 0, 0, 9, 9, 9, 9, 9, 9], "windows decide"
     check(choices, num_rows=num_rows)

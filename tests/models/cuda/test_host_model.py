@@ -20,7 +20,7 @@ from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
 from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, prompt
 
 from bench.runners import open_model_file, partial_plan
-from coldstream.decoding import Chosen, SamplingParams, TokenChoice, begin_choices
+from coldstream.decoding import SampledToken, SamplingParams, TokenChoice, begin_choices
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts import moe
 from coldstream.kernels.ops import SHORT_CONTEXT
@@ -102,7 +102,7 @@ def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
             chosen_after(model.cpu.runner.logits(each.context)[-1], each.context, each.params, each.seed)
             for each in choices
         ]
-    assert outcomes == [Chosen(token_id) for token_id in expected]
+    assert outcomes == [SampledToken(token_id) for token_id in expected]
 
 
 @pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe"])

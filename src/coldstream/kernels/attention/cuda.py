@@ -118,7 +118,7 @@ class IntegerKernels:
             return not trees and self.shape.group_size <= PAIRS
         return (not trees and self._by_warpgroups) == (kind in GROUPS)
 
-    def _first_fitting(self, forms: Iterable["Form"]) -> "Form":
+    def _first_fitting(self, forms: Iterable["KernelForm"]) -> "KernelForm":
         """Raises UnsupportedError if there is none."""
         for form in forms:
             if form.shared_bytes <= self.device.shared_per_block and form.num_pairs >= self.shape.group_size:
@@ -232,7 +232,7 @@ def kind_of(
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelForm:
     """An instance of a kernel: what a block of threads takes at once, and the shared memory for that."""
 
     file: str
@@ -247,7 +247,7 @@ def _tile_row_bytes(shape: AttentionShape) -> int:
     return shape.cache_type.num_planes * shape.head_dim + TILE_SCALE_BYTES
 
 
-def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[Form]:
+def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[KernelForm]:
     """Of integers.cu, the best first."""
     row_bytes = _tile_row_bytes(shape)
     for warps in PREFILL_WARPS[PREFILL_WARPS.index(most_warps) :]:
@@ -256,10 +256,10 @@ def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> It
         shared = 2 * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
         shared += num_pairs * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
         instance = _instance("attention_integers", shape, warps, trees)
-        yield Form("integers.cu", instance, warps, num_pairs, shared)
+        yield KernelForm("integers.cu", instance, warps, num_pairs, shared)
 
 
-def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Form]:
+def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[KernelForm]:
     """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
     for blocks in () if trees else DECODE_BLOCKS:
@@ -267,7 +267,7 @@ def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Fo
         shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
         instance = _instance("attention_integers_decode", shape, blocks, halves)
-        yield Form("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
+        yield KernelForm("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:
@@ -279,7 +279,7 @@ def takes_warpgroups(shape: AttentionShape) -> bool:
     )
 
 
-def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator[Form]:
+def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator[KernelForm]:
     """Of integers_warpgroups.cu, for devices that have warpgroups; there are none for trees."""
     if trees:
         return
@@ -290,13 +290,13 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
     shared = num_pairs * 2 * shape.head_dim + (2 * GROUP_STAGES + 1) * tile_bytes
     shared += GROUP_STAGES * (2 * BLOCK_SIZE * 4 + 16 + NOTE_BYTES) + num_pairs * 8
     instance = _instance("attention_integers_warpgroups", shape, groups)
-    yield Form(WARPGROUPS, instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
+    yield KernelForm(WARPGROUPS, instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
 
 
 MIDDLE_PAIRS = PAIRS * 4
 GROUPS = {"group": 1, "groups": 2}
 CHAINS = ("decode_half", "decode", *GROUPS)  # kinds that take rows as those of chains
-FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[Form]]] = {
+FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[KernelForm]]] = {
     "decode_half": partial(decode_forms, halves=1),
     "decode": partial(decode_forms, halves=2),
     "prefill_small": partial(prefill_forms, most_warps=4),

@@ -20,14 +20,14 @@ struct FusedState {
 
 struct FusedStep {
   FusedState* state;
-  int* model_rows;        // [num_columns, num_rows]
-  int* block_rows;        // [num_columns, num_rows]
-  int* link_row;          // [num_columns]
-  const int* kept;        // [num_rows]
-  int* count;             // of the kept rows
-  int* first;             // positions before them
-  RowSettings* settings;  // [num_rows]
-  const Chosen* chosen;   // [num_rows]
+  int* model_rows;             // [num_columns, num_rows]
+  int* block_rows;             // [num_columns, num_rows]
+  int* link_row;               // [num_columns]
+  const int* kept;             // [num_rows]
+  int* count;                  // of the kept rows
+  int* first;                  // positions before them
+  RowSettings* settings;       // [num_rows]
+  const SampledToken* chosen;  // [num_rows]
   const int* ends;
   const int* candidate;  // the likeliest token after the block's last row
   int* result;           // count and fault, then a token for each of the kept rows
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(warp_size) accept_rows(FusedStep step) {
   const int most = min(step.num_rows, state.left);
   int count = 0, left = state.left, fault = 0;
   for (int row = 0; row < most; row++) {
-    const Chosen found = step.chosen[row];
+    const SampledToken found = step.chosen[row];
     fault = found.fault;
     if (fault != 0) {
       left = 0;

@@ -19,9 +19,9 @@ struct Admission {
 
 // A block for each admission. A row of no sequence has token 0 and −1 in all other columns, as padding has.
 __global__ void __launch_bounds__(warp_size)
-    admit_rows(StepRows rows, const Chosen* chosen, const Admission* admissions, const int* ends) {
+    admit_rows(StepRows rows, const SampledToken* chosen, const Admission* admissions, const int* ends) {
   const Admission own = admissions[blockIdx.x];
-  const Chosen found = chosen[own.chosen];
+  const SampledToken found = chosen[own.chosen];
   bool is_end = found.fault != 0;
   for (int i = threadIdx.x; i < own.num_ends; i += warp_size) {
     is_end |= ends[own.first_end + i] == found.token;

@@ -20,7 +20,7 @@ struct RowSettings {
   int first_recent, num_recent;  // the tokens that penalties apply to, among those of all rows
 };
 
-struct Chosen {
+struct SampledToken {
   int token;
   int fault;
 };
@@ -32,8 +32,8 @@ struct Sampling {
   const int* recent;   // tokens of all rows; −1 − i: the token of earlier[i]
   float* unpenalised;  // their logits, while penalties are in the logits' memory
   SamplerRow* states;
-  Chosen* chosen;
-  const Chosen* earlier;  // results of other launches
+  SampledToken* chosen;
+  const SampledToken* earlier;  // results of other launches
 
   __device__ __forceinline__ int recent_token(int i) const {
     return recent[i] < 0 ? earlier[~recent[i]].token : recent[i];
