@@ -89,7 +89,7 @@ class Layer:
         self.kernels.prepare(self.inputs, self.heads, self.caches, self.rows, self.queries)
 
     def attend(self, workspace: DecodeWorkspace) -> None:
-        self.kernels.attend(self.queries, self.caches, self.rows, workspace)
+        self.kernels.attend(self.queries, self.heads.window, self.caches, self.rows, workspace)
 
     def merge(self, workspace: DecodeWorkspace) -> None:
         self.kernels.merge(self.inputs.query_gate, self.heads, self.rows, workspace, out=self.out)

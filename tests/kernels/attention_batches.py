@@ -213,7 +213,7 @@ def _check_launched(
 ) -> None:
     out, *expected_caches = expected
     num_heads, num_kv_heads, head_dim = case.heads
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.window, case.output_gate)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.output_gate)
     inputs, caches, rows = (on(device, each) for each in (case.inputs(), case.caches(), case.rows()))
     num_rows, width = out.shape
     kernels = IntegerKernels(shape, limits)

@@ -61,11 +61,12 @@ def check(
     query = 3 * torch.randn(num_rows, num_heads, head_dim, generator=generator) / head_dim
     planes = round_planes(query, NUM_PLANES)
     codes = torch.stack((planes.high, planes.low), dim=-2).to(torch.int8)
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type, window)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, cache_type)
     workspace = DecodeWorkspace(
         *(torch.full(size, torch.nan) for size in DecodeWorkspace.shapes(shape, num_rows, MOST_POSITIONS))
     )
-    IntegerKernels(shape, limits).attend(IntegerQueries(codes, planes.scale), Caches(k, v), rows, workspace)
+    queries = IntegerQueries(codes, planes.scale)
+    IntegerKernels(shape, limits).attend(queries, window, Caches(k, v), rows, workspace)
     for row, position in enumerate(rows.positions.tolist()):
         first = first_position(position, window)
         places = tuple(index[first:] for index in seen(rows, row))
@@ -211,10 +212,19 @@ def test_what_computes_rows_of_no_sequence_first_leaves_nothing_of_them(cache_na
             *(torch.empty(size) for size in DecodeWorkspace.shapes(shape, num_rows, CHUNK_SIZE))
         )
         kernels.prepare(replace(given, **more), case.layer(), caches, rows, queries)
-        kernels.attend(queries, caches, rows, workspace)
+        kernels.attend(queries, None, caches, rows, workspace)
         found.append((workspace.values[:448], workspace.stats[:448]))
     for alone, padded in zip(*found, strict=True):
         assert torch.equal(alone, padded)
+
+
+def test_a_window_without_a_position_is_refused() -> None:
+    case = BatchCase([Part(0, 3)], "i16", (4, 2, 64), seed=1)
+    shape = AttentionShape(4, 2, 64, CACHE_TYPES["i16"])
+    queries = IntegerQueries(torch.empty(3, 4, 2, 64, dtype=torch.int8), torch.empty(3, 4))
+    workspace = DecodeWorkspace(*(torch.empty(size) for size in DecodeWorkspace.shapes(shape, 3, CHUNK_SIZE)))
+    with pytest.raises(ValueError, match="a window of 0 positions holds nothing"):
+        IntegerKernels(shape, LIMITS).attend(queries, 0, case.caches(), case.rows(), workspace)
 
 
 @pytest.mark.gpu

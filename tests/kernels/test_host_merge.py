@@ -20,7 +20,12 @@ SHARED_PER_BLOCK = (99 << 10, 227 << 10)  # of consumers' devices, and of Hopper
 
 
 def check(
-    shape: AttentionShape, positions: list[int], max_chunks: int, seed: int, shared_per_block: int = 99 << 10
+    shape: AttentionShape,
+    window: int | None,
+    positions: list[int],
+    max_chunks: int,
+    seed: int,
+    shared_per_block: int = 99 << 10,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_rows, width = len(positions), shape.num_heads * shape.head_dim
@@ -35,14 +40,14 @@ def check(
     for row, position in enumerate(positions):
         if position < 0:
             continue
-        first = first_position(position, shape.window) // CHUNK_SIZE
+        first = first_position(position, window) // CHUNK_SIZE
         count = min(position // CHUNK_SIZE - first + 1, max_chunks)
         chunks = [(stats[row, :, i, 0], stats[row, :, i, 1], values[row, :, i]) for i in range(count)]
         expected[row] = merge_chunks(chunks)
         values[row, :, count:] = stats[row, :, count:] = torch.nan
     expected = shape.cache_type.rotate_back(expected)
     ones = torch.ones(shape.head_dim)
-    heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, shape.window)
+    heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, window)
     _, gate = split_gate(query_gate[:, :-4], shape.head_dim, heads)
     expected = finish(expected, gate, heads, sigmoid)
     out, quantised = torch.empty(num_rows, width), empty_activations(num_rows, width, torch.device("cpu"))
@@ -75,8 +80,10 @@ def test_chunks_are_merged_as_the_definition_says(num_heads: int, head_dim: int,
     def check_all(
         positions: list[int], spare_chunks: int, window: int | None, seed: int, shared_per_block: int
     ) -> None:
-        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window, output_gate)
-        check(shape, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed, shared_per_block)
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], output_gate)
+        check(
+            shape, window, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed, shared_per_block
+        )
 
     check_all()
 
@@ -88,8 +95,8 @@ def test_as_many_chunks_as_a_context_has_are_merged(
     num_heads: int, head_dim: int, shared_per_block: int
 ) -> None:
     for positions, window in (([LARGEST_CONTEXT - 1, 5], None), ([LARGEST_CONTEXT - 1, 3000], 4096)):
-        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], window)
-        check(shape, positions, LARGEST_CONTEXT // CHUNK_SIZE, 5, shared_per_block)
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"])
+        check(shape, window, positions, LARGEST_CONTEXT // CHUNK_SIZE, 5, shared_per_block)
 
 
 @pytest.mark.usefixtures("host")
@@ -97,5 +104,5 @@ def test_as_many_chunks_as_a_context_has_are_merged(
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (4, 128), (5, 96), (6, 64), (9, 32)])
 def test_what_is_merged_already_is_only_finished(num_heads: int, head_dim: int, output_gate: bool) -> None:
     for window in (None, 300):
-        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], window, output_gate)
-        check(shape, [5, 100_000, -1, 255, 256, 70_000, 3], 1, seed=4)
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], output_gate)
+        check(shape, window, [5, 100_000, -1, 255, 256, 70_000, 3], 1, seed=4)

@@ -20,20 +20,17 @@ class CacheStrides(ctypes.Structure): ...
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes common to all rows. window: positions that a row attends to at most, its own included."""
+    """The sizes common to all rows, which choose kernels."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     cache_type: CacheType
-    window: int | None = None
     output_gate: bool = True  # behind each query
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"a window of {self.window} positions holds nothing")
         self.cache_type.row_bytes(self.head_dim)
 
     @classmethod
@@ -42,7 +39,7 @@ class AttentionShape:
         head_dim = heads.q_norm.shape[0]
         num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate else head_dim)
         cache_type = CacheType.of(caches.k, head_dim)
-        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.window, heads.output_gate)
+        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate)
 
     @property
     def group_size(self) -> int:

@@ -172,12 +172,22 @@ class IntegerKernels:
             (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
         )
 
-    def attend(self, queries: IntegerQueries, caches: Caches, rows: Rows, workspace: DecodeWorkspace) -> None:
+    def attend(
+        self,
+        queries: IntegerQueries,
+        window: int | None,
+        caches: Caches,
+        rows: Rows,
+        workspace: DecodeWorkspace,
+    ) -> None:
         """What the chunks of 256 positions leave of each row and head, in `workspace` with `num_chunks`.
 
-        caches: [blocks, 256, G, row]. ValueError for rows without block tables.
+        window: of the layer's `AttentionHeads`. caches: [blocks, 256, G, row]. ValueError for rows without
+        block tables, and for a window without a position.
         """
         shape, num_rows = self.shape, len(rows.positions)
+        if window is not None and window < 1:
+            raise ValueError(f"a window of {window} positions holds nothing")
         max_chunks = workspace.values.shape[2]
         arguments = IntegersArguments(
             query=queries.codes.data_ptr(),
@@ -191,7 +201,7 @@ class IntegerKernels:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             max_chunks=max_chunks,
-            window=shape.window or 0,
+            window=window or 0,
         )
         assert rows.batch is not None
         trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
@@ -351,7 +361,7 @@ def attend_in_parts(
         part = slice(first, min(num_rows, first + at_once))
         own, result = _part_of(rows, part), out.rows(first, part.stop - first)
         codes = IntegerQueries(queries.codes[part], queries.scales[part])
-        kernels.attend(codes, caches, own, workspace)
+        kernels.attend(codes, heads.window, caches, own, workspace)
         kernels.merge(query_gate[part], heads, own, workspace, out=result.values, quantised=result.quantised)
 
 
