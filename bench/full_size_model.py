@@ -53,6 +53,8 @@ CODE = 32  # of them the code, which routers read; the rest is the signature, wh
 SLOW_SHARE, SLOW_IDS = 0.56, 300  # drifts over this many ids
 FAST_SHARE, FAST_IDS = 0.04, 4
 OWN_SHARE = 0.40  # of the token alone
+# Four levels of an embedding round the code. This adds to the token's own share, which is drawn smaller.
+ROUNDED_SHARE = {QuantType.Q2_K: 0.14}
 CODE_STEPS = 3.0  # quantisation steps per standard deviation of the code
 ROUTER_GAIN = 4.0
 
@@ -99,9 +101,9 @@ def make_pool(
     return Pool(blocks, np.zeros((num_silent, size), np.uint8))
 
 
-def token_levels(rng: np.random.Generator, vocab: int) -> np.ndarray:
+def token_levels(rng: np.random.Generator, vocab: int, own_share: float = OWN_SHARE) -> np.ndarray:
     """The protected channels of every token, uint8 levels 0 … 15 [vocab, PROTECTED]: code, signature."""
-    code = np.sqrt(OWN_SHARE) * rng.standard_normal((vocab, CODE))
+    code = np.sqrt(own_share) * rng.standard_normal((vocab, CODE))
     for share, ids in ((SLOW_SHARE, SLOW_IDS), (FAST_SHARE, FAST_IDS)):
         keep = np.exp(-1 / ids)
         steps = rng.standard_normal((vocab, CODE)) * np.sqrt(1 - keep**2)
@@ -130,7 +132,8 @@ class FullSizeWriter:
         self.path, self.shape, self.threads, self.chat_template = path, shape, threads, chat_template
         self.mix = mix
         self.rng = np.random.default_rng(seed)
-        self.levels = token_levels(self.rng, shape.vocab)
+        rounded_share = ROUNDED_SHARE.get(self.type_of("token_embd.weight"), 0.0)
+        self.levels = token_levels(self.rng, shape.vocab, OWN_SHARE - rounded_share)
         self.pools: dict[tuple[QuantType, float], Pool] = {}
         self.tensors: list[Tensor] = []
 

@@ -8,16 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import gguf
 from bench.engine.gpu import WALK_TOKENS, check_walk
 from bench.engine.routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
 from bench.full_size_mixes import MIXES, PLAIN, Mix, Rule, UnknownTypeError, mix_named
 from bench.full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
+from bench.level_blocks import level_blocks
 from bench.random_model import Shape
 from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
+from coldstream.kernels.dequantize.reference import dequantize
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.read_spec import read_spec
 from small_shape import SMALL
@@ -125,6 +129,25 @@ def test_dense_text_walks_through_the_vocabulary_too(tmp_path: Path) -> None:
 def test_text_walks_through_the_vocabulary(path: Path) -> None:
     with LLM(path, device="cpu", ctx_size=2 * WALK_TOKENS) as llm:
         check_walk(llm)
+
+
+@pytest.mark.parametrize("name", ["IQ4_XS", "Q2_K", "UD-IQ3_S", "MXFP4"])
+def test_routing_is_as_local_in_every_mix(name: str) -> None:
+    rates = [hit_rate_of_codes(mix) for mix in (PLAIN, MIXES[name])]
+    assert rates[1] == pytest.approx(rates[0], abs=0.02)
+
+
+def hit_rate_of_codes(mix: Mix) -> float:
+    """Of a cache of a quarter of 256 experts, if 8 are routed by the code that is read from the embedding."""
+    shape = replace(SMALL, vocab=6000)
+    levels = FullSizeWriter(Path("unwritten.gguf"), shape, seed=1, threads=1, mix=mix).levels
+    qtype = mix.type_of("token_embd", 0, shape.layers)
+    blocks = torch.from_numpy(level_blocks(qtype, levels, 1.0))
+    codes = dequantize(QuantTensor(blocks, qtype, levels.shape)).numpy()[:, :CODE]
+    directions = np.random.default_rng(5).standard_normal((256, CODE))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    ids = np.argsort(-(codes @ directions.T), axis=1)[:, :8]
+    return float(lru_hit_rate(ids, 64))
 
 
 def test_a_wrong_text_is_no_figure(path: Path, tmp_path: Path) -> None:
