@@ -72,6 +72,7 @@ from bench.report.tests import (
     llama_cpp_server_tests,
     planted_faults,
 )
+from bench.report.weight_types import weight_types
 from bench.results import ROOT
 
 PAGES = (
@@ -328,6 +329,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "kv_types": kv_types,
     "programs": programs,
     "mixes": mixes,
+    "weight_types": weight_types,
     "versus_commits": versus_commits,
     "commit_bits": commit_bits,
     "house": house,
