@@ -107,8 +107,15 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def write(path: Path, spec: DflashSpec = PUBLISHED) -> None:
-    """The file at `path`."""
+def _encoded(bits: np.ndarray, raw_type: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Blocks of a type, of values as the bits of bfloat16."""
+    if raw_type == gguf.GGMLQuantizationType.BF16:
+        return bits.view(np.uint8).reshape(*bits.shape[:-1], 2 * bits.shape[-1])
+    return gguf.quantize((bits.astype(np.uint32) << 16).view(np.float32), raw_type)
+
+
+def write(path: Path, spec: DflashSpec = PUBLISHED, kind: str = "BF16") -> None:
+    """The file at `path`, its matrices of a type that the `gguf` package writes."""
     writer, rng = gguf.GGUFWriter(path, "dflash", use_temp_file=False), np.random.default_rng(0)
     for key, value in metadata(spec).items():
         add_value(writer, key, value)
@@ -117,8 +124,8 @@ def write(path: Path, spec: DflashSpec = PUBLISHED) -> None:
         if values.dtype == np.float32:
             writer.add_tensor(name, values)
         else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name, values.view(np.uint8).reshape(*shape[:-1], 2 * shape[-1]), raw_dtype=kind)
+            raw_type = gguf.GGMLQuantizationType[kind if len(shape) == 2 else "BF16"]
+            writer.add_tensor(name, _encoded(values, raw_type), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -72,9 +72,9 @@ class Measured(Protocol):
 class Worker:
     """A model that is open in a process of a commit."""
 
-    def __init__(self, of: Commit, arguments: dict[str, Any], folder: Path) -> None:
+    def __init__(self, of: Commit, arguments: dict[str, Any], folder: Path, script: Path = WORKER) -> None:
         """folder: where it runs, so that no module of this checkout is found first."""
-        command = [str(of.python), str(WORKER), json.dumps(arguments)]
+        command = [str(of.python), str(script), json.dumps(arguments)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
