@@ -66,10 +66,14 @@ class Mix:
 
         Raises UnknownTypeError if this version does not know it.
         """
-        type_name = next(rule.type_name for rule in self.rules if rule.fits(name, layer, count))
+        type_name = self.type_name_of(name, layer, count)
         if type_name not in QuantType.__members__:
             raise UnknownTypeError(f"mix {self.name} has {name} in {type_name}, which this version lacks")
         return QuantType[type_name]
+
+    def type_name_of(self, name: str, layer: int, count: int) -> str:
+        """The same by its name, whether this version knows it or not."""
+        return next(rule.type_name for rule in self.rules if rule.fits(name, layer, count))
 
     @property
     def unknown_types(self) -> list[str]:

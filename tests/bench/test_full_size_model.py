@@ -18,6 +18,7 @@ from bench.full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, Full
 from bench.level_blocks import level_blocks
 from bench.random_model import Shape
 from coldstream.engine import LLM
+from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import RoutingCpuOps
 from coldstream.kernels.dequantize.reference import dequantize
@@ -81,11 +82,18 @@ def test_mixes_have_the_size_of_published_files(name: str) -> None:
         ("IQ4_XS", {"IQ4_XS": 421, "Q5_K": 10, "Q6_K": 1}),
         ("Q2_K", {"Q2_K": 331, "Q3_K": 90, "Q4_K": 10, "Q6_K": 1}),
         ("MXFP4", {"MXFP4": 120, "Q8_0": 312}),
+        ("Q2_0", {"Q2_0": 430, "Q4_K": 1, "Q6_K": 1}),
     ],
 )
 def test_plain_mixes_follow_the_rules_of_llama_quantize(name: str, expected: dict[str, int]) -> None:
-    counts, _ = of_published_size(FULL_SHAPE, MIXES[name])
-    assert counts == {"F32": 301, **expected}
+    writer = FullSizeWriter(Path("unwritten.gguf"), replace(FULL_SHAPE, vocab=512), seed=0, threads=1)
+    writer.plan()
+    counts: Counter[str] = Counter()
+    for tensor in writer.tensors:
+        if tensor.qtype != QuantType.F32:
+            *layer, matrix, _ = tensor.name.removeprefix("blk.").split(".")
+            counts[MIXES[name].type_name_of(matrix, int(layer[0]) if layer else 0, FULL_SHAPE.layers)] += 1
+    assert counts == expected
 
 
 def test_a_mix_with_an_unknown_type_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
