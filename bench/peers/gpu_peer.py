@@ -263,6 +263,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "command": command(options),
         "model": model_name(options.model),
         "machine": describe(options.device),
+        "gpu_memory_before_bytes": gpu_memory_used(),
         "llama_cpp": library.about(),
         "settings": {
             "flash_attention": True,

@@ -47,6 +47,7 @@ from bench.report.gpu import (
     guess_recall,
     same_bits,
 )
+from bench.report.gpu_mixes import desktop_mix, gpu_mixes
 from bench.report.mixes import mixes
 from bench.report.partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
 from bench.report.programs import programs
@@ -330,6 +331,8 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "programs": programs,
     "mixes": mixes,
     "weight_types": weight_types,
+    "gpu_mixes": gpu_mixes,
+    "desktop_mix": desktop_mix,
     "versus_commits": versus_commits,
     "commit_bits": commit_bits,
     "house": house,
