@@ -116,8 +116,8 @@ class Partition:
     """
 
     addresses: torch.Tensor
-    cpu_ids: torch.Tensor
-    stamps: torch.Tensor | None = None
+    cpu_ids: DeviceArray
+    stamps: DeviceArray | None = None
 
 
 def stack_of(table: ExpertTable) -> Stack:
