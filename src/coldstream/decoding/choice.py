@@ -27,7 +27,7 @@ _NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
 class TokenChoice:
     """A row of logits, and everything else that determines the token after it.
 
-    Neither this nor `StartedChoices` is frozen, because making one is part of the time of every token.
+    Neither this nor `SampledToken` and `StartedChoices` are frozen: making one is part of every token's time.
     """
 
     logits: AnyLogits
@@ -73,7 +73,7 @@ class TokenChoice:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampledToken:
     """A token, and the log-probabilities that its request asked for."""
 
@@ -120,20 +120,23 @@ def begin_choices(choices: Sequence[TokenChoice]) -> StartedChoices:
     Rows on a device must be different rows of one step; they are copied only if the host needs them. Raises
     the device's errors.
     """
-    on_device = tuple(i for i, choice in enumerate(choices) if choice.is_on_device)
+    on_device: list[int] = []
+    near: list[int] = []
+    for i, choice in enumerate(choices):
+        (on_device if choice.is_on_device else near).append(i)
     device = None
     if on_device:
         far = [choices[i].logits for i in on_device]
         rows = [each.row for each in far if not isinstance(each, np.ndarray)]
         assert len(set(rows)) == len(rows), "penalties of two choices would meet in one row"
         device = _step_of(far).begin(rows, [choices[i].settings for i in on_device])
-    near = [i for i, choice in enumerate(choices) if not choice.is_on_device]
-    brought = _brought([choices[i].logits for i in near])
-    here = _chosen_here([choices[i] for i in near], brought)
-    on_host = dict(zip(near, here, strict=True))
-    positions = tuple(choices[i].position for i in on_device)
+    on_host: dict[int, Outcome] = {}
+    if near:
+        brought = _brought([choices[i].logits for i in near])
+        on_host = dict(zip(near, _chosen_here([choices[i] for i in near], brought), strict=True))
+    positions = tuple([choices[i].position for i in on_device])
     vocab_size = len(choices[0].logits) if choices else 0
-    return StartedChoices(on_device, positions, vocab_size, device, on_host)
+    return StartedChoices(tuple(on_device), positions, vocab_size, device, on_host)
 
 
 def _wants_logits(params: SamplingParams) -> bool:

@@ -42,9 +42,9 @@ class ChosenToken:
     end_ids: frozenset[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
-    """Rows of one sequence, one for each of `token_ids`.
+    """Rows of one sequence, one for each of `token_ids`. Not frozen, as making one is part of a token's time.
 
     Without parents the rows are a chain after the committed positions, and the step commits them. With
     parents they are a draft tree, and stay pending until a commit. parents[i] is an earlier row of the

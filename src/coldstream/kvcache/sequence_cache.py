@@ -27,9 +27,11 @@ from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, Forks, PendingTree, Sequence
 
 
-@dataclass(frozen=True)
+@dataclass
 class Demand:
     """Rows that a step writes for a sequence. parents: of a draft tree; None for a chain.
+
+    Not frozen, because making one is part of the time of every token.
 
     forks: empty sequences that are left behind within the rows, see `Segment`.
     """
