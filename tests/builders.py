@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import gguf
-from gguf import GGMLQuantizationType as GgmlType
+from coldstream.gguf.quant_types import QuantType
 from tensor_encoding import encode
 
 CHAT_TEMPLATE = (
@@ -171,8 +171,10 @@ def write_model(path: Path, model: TinyModel, num_shards: int = 1) -> list[Path]
         _add_value(writer, key, value)
     rng = np.random.default_rng(len(model.tensors))
     for name, values in model.tensors.items():
-        raw_type = GgmlType[model.types.get(name, "F32")]
-        writer.add_tensor(name, encode(values, raw_type.name, rng), raw_dtype=raw_type)
+        kind = QuantType[model.types.get(name, "F32")]
+        # Signed bytes with a shape: the writer would look up the geometry of unsigned ones, and not know all.
+        blocks = encode(values, kind.name, rng).view(np.int8)
+        writer.add_tensor(name, blocks, raw_shape=values.shape, raw_dtype=kind)
     paths: list[Path] = writer.format_shard_names(path) if num_shards > 1 else [path]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -264,7 +266,7 @@ def _choose_types(
         is_matrix = values.ndim > 1 and not any(fnmatchcase(name, pattern) for pattern in kept_float)
         matching = [type_name for pattern, type_name in overrides.items() if fnmatchcase(name, pattern)]
         chosen[name] = matching[-1] if matching else quant if is_matrix else "F32"
-        if values.shape[-1] % gguf.GGML_QUANT_SIZES[GgmlType[chosen[name]]][0]:
+        if values.shape[-1] % QuantType[chosen[name]].block_elements:
             chosen[name] = "F16" if values.shape[-1] % 32 else "Q8_0"
     return chosen
 

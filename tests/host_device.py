@@ -36,6 +36,15 @@ MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched 
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
+def generated_headers(directory: Path) -> str:
+    """An option of the compiler that finds the headers which are no files, after writing them."""
+    for name, text in compiler.generated_headers().items():
+        part = directory / f"{name}.{os.getpid()}-{threading.get_ident()}"
+        part.write_text(text)
+        part.rename(directory / name)
+    return f"-I{directory}"
+
+
 class HostMemory(Memory):
     """Tensors of the host, each with its own memory; persistent ones stay alive for addresses to them."""
 
@@ -80,7 +89,7 @@ class HostDevice:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
             options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
             options += LINKER
-            has_more = "warpgroups" in source.stem or source.stem == "merge"
+            has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm")
             options += [f"-DSHARED_KIB={HOPPER_KIB if has_more else LEAST_KIB}"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
             grid = HOST / "grid.cpp"
@@ -100,7 +109,9 @@ class HostDevice:
             # Two threads may compile the same: each its own file, and the last one stays.
             part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             # Hidden, so that libraries do not share variables of inline functions.
-            subprocess.run(["c++", *OPTIONS, "-fvisibility=hidden", *options, "-o", part], check=True)
+            headers = generated_headers(self._directory)
+            command = ["c++", *OPTIONS, headers, "-fvisibility=hidden", *options, "-o", part]
+            subprocess.run(command, check=True)
             part.rename(file)
         return file
 

@@ -9,7 +9,6 @@ exits with 1 if any bit differs.
 """
 
 import argparse
-import math
 import os
 import shlex
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from bench.device import describe
+from bench.kernels.random_blocks import random_blocks
 from bench.results import write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
@@ -37,25 +37,6 @@ TOKENS = (1, 8, 16, 64)
 EXPERTS, FFN, HIDDEN = 512, 1024, 512
 RANKS = 8
 MEMORY_BYTES = 8 * 2**30
-SCALE_PLACES = {  # of a block's float16 scales, in bytes
-    QuantType.Q4_0: (0,),
-    QuantType.Q5_0: (0,),
-    QuantType.Q8_0: (0,),
-    QuantType.Q4_K: (0, 2),
-    QuantType.Q5_K: (0, 2),
-    QuantType.Q6_K: (208,),
-}
-
-
-def random_blocks(quant_type: QuantType, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Random bytes but for finite scales of either sign: uint8 [..., row bytes]."""
-    rng = np.random.default_rng(seed)
-    num_blocks = math.prod(shape) // quant_type.block_elements
-    blocks = rng.integers(0, 256, (num_blocks, quant_type.block_bytes), dtype=np.uint8)
-    for place in SCALE_PLACES[quant_type]:
-        scales = rng.standard_normal(num_blocks).astype(np.float16)
-        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(*shape[:-1], -1)
 
 
 def on_gpu(x: np.ndarray[Any, Any], ops: CudaOps) -> Activations:
@@ -128,12 +109,13 @@ def run_experts(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", nargs="+", default=[kind.name for kind in sorted(INTEGER_TYPES)])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
     options = parser.parse_args()
     runtime = _csrc.Runtime(len(os.sched_getaffinity(0)))
     counts: dict[str, dict[str, int]] = {}
-    for quant_type in sorted(INTEGER_TYPES):
+    for quant_type in (QuantType[name] for name in options.types):
         ops = CudaOps(DeviceMemory(2**20, MEMORY_BYTES), max_positions=1, max_rows=1)
         products, experts = (
             compare_products(runtime, ops, quant_type),

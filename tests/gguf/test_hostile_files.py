@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gguf
 from coldstream.errors import (
     MAX_MESSAGE_CHARS,
     DuplicateError,
@@ -24,6 +25,8 @@ from coldstream.errors import (
     UnsupportedError,
 )
 from coldstream.gguf import GGUFFile
+from coldstream.gguf.foreign_types import FOREIGN_TYPES
+from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.wire import MAX_ARRAY_ITEMS, MAX_HEADER_BYTES, UnreadableError
 from raw_gguf import (
     ARRAY,
@@ -332,10 +335,52 @@ def test_gg09_data_one_byte_short(refuse: Refuse) -> None:
     refuse(gguf_bytes([], [tensor()], b""), TruncatedError)
 
 
-@pytest.mark.parametrize("type_id", [4, 5, 9, 15, 24, 31, 36, 40, 250, (1 << 32) - 1])
+@pytest.mark.parametrize("type_id", [*FOREIGN_TYPES, 33, 44, 250, (1 << 32) - 1])
 def test_gg10_type_ids(refuse: Refuse, type_id: int) -> None:
     message = refuse(gguf_bytes([], [tensor(type_id=type_id)], BLOCK), UnsupportedError)
-    assert ("NVFP4" in message) == (type_id == 40)
+    assert f"tensor type {type_id}" in message
+    assert re.search(r": download an? .* file of this model$", message)
+
+
+@pytest.mark.parametrize(
+    ("type_id", "name", "instead"),
+    [
+        (40, "NVFP4", "MXFP4"),
+        (41, "Q1_0", "Q2_0"),
+        (142, "PQ2_0", "Q2_0"),
+        (143, "PTQ1_0", "Q2_0"),
+        (139, "IQ4_K", "IQ4_XS"),
+        (31, "Q4_0_4_4", "Q4_0 file"),
+        (250, "unknown", "Q4_K_M"),
+    ],
+)
+def test_gg10_a_refused_type_has_its_name_and_an_alternative(
+    refuse: Refuse, type_id: int, name: str, instead: str
+) -> None:
+    message = refuse(gguf_bytes([], [tensor(type_id=type_id)], BLOCK), UnsupportedError)
+    assert name in message
+    assert instead in message.partition(": download ")[2]
+
+
+def test_gg10_a_type_is_read_or_refused() -> None:
+    assert not {int(kind) for kind in QuantType} & set(FOREIGN_TYPES)
+    known = {int(kind) for kind in gguf.GGMLQuantizationType}
+    assert known <= {int(kind) for kind in QuantType} | set(FOREIGN_TYPES)
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_gg10_blocks_of_another_layout_are_refused_by_name(refuse: Refuse, order: tuple[str, str]) -> None:
+    """Q2_0 with one scale for 128 values has 34 bytes for them, not 36."""
+    num_bytes = {"a": 34 * 32, "b": 34 * 64}
+    first, second = order
+    tensors = [
+        tensor(first, (num_bytes[first] // 34 * 128, 1), type_id=42),
+        tensor(second, (num_bytes[second] // 34 * 128, 1), type_id=42, offset=num_bytes[first]),
+    ]
+    message = refuse(gguf_bytes([], tensors, bytes(34 * 96)), InconsistentError)
+    assert f": {second} at byte " in message
+    assert "type 42 (Q2_0) has 64 values in 18 bytes" in message
+    assert message.endswith("download a Q2_0 file with groups of 64")
 
 
 @pytest.mark.parametrize(("type_id", "row"), [(2, 48), (8, 1), (12, 128), (14, 32), (23, 255)])
@@ -347,7 +392,8 @@ def test_gg10_a_type_with_another_byte_count(refuse: Refuse) -> None:
     """The type tells the size of a tensor, so a wrong one moves the next tensor or the end of the file."""
     small, large = 8, 0  # Q8_0 and F32
     rows = [tensor("a", type_id=small, offset=0), tensor("b", offset=256)]
-    refuse(gguf_bytes([], rows, 2 * BLOCK), InconsistentError)
+    message = refuse(gguf_bytes([], rows, 2 * BLOCK), InconsistentError)
+    assert "after one whose type 8 (Q8_0) has 32 values in 34 bytes" in message
     refuse(gguf_bytes([], [tensor("a", (32, 3), type_id=large)], BLOCK), TruncatedError)
 
 

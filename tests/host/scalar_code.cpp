@@ -5,18 +5,24 @@
 
 using namespace coldstream;
 
-// Values of `count` blocks (of a row of `count` floats) of the type that the file is compiled for.
-extern "C" void dequantize_blocks(const uint8_t* blocks, int count, const int8_t* table, float* out) {
-  if constexpr (BLOCK_ELEMENTS == 1) {
-    for (int i = 0; i < count; i++) out[i] = load_float<TYPE>(blocks, i);
-  } else {
-    for (int64_t i = 0; i < count; i++)
-      for (int r = 0; r < BLOCK_ELEMENTS / run_values; r++) {
-        float values[run_values];
-        load_run<TYPE, BLOCK_ELEMENTS>(blocks + i * BLOCK_BYTES, r, table, values);
-        __builtin_memcpy(out + i * BLOCK_ELEMENTS + r * run_values, values, sizeof values);
-      }
+template <int type>
+void load_block(Floats<type>, const uint8_t* block, float* out) {
+  *out = load_float<type>(block, 0);
+}
+
+template <class Weights>
+void load_block(Weights, const uint8_t* block, float* out) {
+  for (int r = 0; r < Weights::elements / run_values; r++) {
+    float values[run_values];
+    load_run<Weights>(block, r, values);
+    __builtin_memcpy(out + r * run_values, values, sizeof values);
   }
+}
+
+// Values of `count` blocks (floats) of the type that the file is compiled for.
+extern "C" void dequantize_blocks(const uint8_t* blocks, int count, float* out) {
+  for (int64_t i = 0; i < count; i++)
+    load_block(SOURCE{}, blocks + i * SOURCE::bytes, out + i * SOURCE::elements);
 }
 
 extern "C" void swiglu(const float* gate, const float* up, int count, float* out) {

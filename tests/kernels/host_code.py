@@ -8,8 +8,9 @@ import torch
 from guarded import Guarded
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
 from coldstream.kernels.quant_tensor import QuantTensor
-from host_device import HOST, OPTIONS
+from host_device import HOST, OPTIONS, generated_headers
 
 CPU = torch.device("cpu")
 
@@ -20,23 +21,19 @@ class HostCode:
     def __init__(self, quant_type: QuantType, directory: Path) -> None:
         """Compiled into `directory`; an earlier one of the type there is used again."""
         library = directory / f"{quant_type.name}.so"
-        macros = {
-            "TYPE": int(quant_type),
-            "BLOCK_ELEMENTS": quant_type.block_elements,
-            "BLOCK_BYTES": quant_type.block_bytes,
-        }
+        is_float = quant_type in FLOAT_DTYPES
+        source = f"Floats<{quant_type.name.lower()}>" if is_float else quant_type.name
         if not library.exists():
-            defines = [f"-D{name}={value}" for name, value in macros.items()]
-            command = ["c++", *OPTIONS, "-shared", *defines, HOST / "scalar_code.cpp", "-o", library]
+            options = [generated_headers(directory), "-shared", f"-DSOURCE={source}"]
+            command = ["c++", *OPTIONS, *options, HOST / "scalar_code.cpp", "-o", library]
             subprocess.run(command, check=True)
         self._library = ctypes.CDLL(str(library))
 
-    def dequantize(self, weight: QuantTensor, table: torch.Tensor | None) -> torch.Tensor:
+    def dequantize(self, weight: QuantTensor) -> torch.Tensor:
         """float32 values of a contiguous matrix."""
         out = Guarded(*weight.shape, device=CPU)
         count = out.tensor.numel() // weight.quant_type.block_elements
-        address = None if table is None else ctypes.c_void_p(table.data_ptr())
-        self._library.dequantize_blocks(_address(weight.blocks), count, address, _address(out.tensor))
+        self._library.dequantize_blocks(_address(weight.blocks), count, _address(out.tensor))
         return out.checked()
 
     def of_floats(self, function: str, *inputs: torch.Tensor, each: int = 1) -> torch.Tensor:

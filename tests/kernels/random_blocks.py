@@ -15,6 +15,7 @@ FLOAT16_PLACES = {
     QuantType.Q2_K: (80, 82),
     QuantType.Q3_K: (108,),
     QuantType.Q6_K: (208,),
+    QuantType.TQ2_0: (64,),
     QuantType.F32: (),
     QuantType.BF16: (),
     QuantType.IQ1_M: (),

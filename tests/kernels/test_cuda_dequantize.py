@@ -17,14 +17,7 @@ from same_bits import assert_same_bits
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.dequantize import reference
-from coldstream.kernels.dequantize.code_tables import code_table
-from coldstream.kernels.dequantize.cuda import (
-    ALIGNMENTS,
-    PROGRAM,
-    dequantize_cuda,
-    dequantize_matrices_cuda,
-    instance_of,
-)
+from coldstream.kernels.dequantize.cuda import PROGRAM, alignment, dequantize_cuda, instance_of
 from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -51,11 +44,6 @@ def hostile_weight(quant_type: QuantType) -> QuantTensor:
     return QuantTensor(blocks, quant_type, (8, elements))
 
 
-def device_table(quant_type: QuantType) -> torch.Tensor | None:
-    table = code_table(quant_type)
-    return None if table is None else table.to(CUDA)
-
-
 @pytest.mark.sharded
 @EVERY_TYPE
 @given(seed=st.integers(0, 2**32 - 1))
@@ -65,7 +53,7 @@ def test_unpackers(quant_type: QuantType, seed: int, host: Path) -> None:
     cols = 3 * max(quant_type.block_elements, 32)
     blocks = torch.randint(0, 256, (2, quant_type.row_bytes(cols)), generator=generator).byte()
     weight = QuantTensor(blocks, quant_type, (2, cols))
-    actual = HostCode(quant_type, host).dequantize(weight, code_table(quant_type))
+    actual = HostCode(quant_type, host).dequantize(weight)
     assert_same_bits(actual, reference.dequantize(weight))
 
 
@@ -73,7 +61,7 @@ def test_unpackers(quant_type: QuantType, seed: int, host: Path) -> None:
 def test_unpackers_of_hostile_scales(quant_type: QuantType, host: Path) -> None:
     """Any scale gives what IEEE arithmetic gives."""
     weight = hostile_weight(quant_type)
-    actual = HostCode(quant_type, host).dequantize(weight, code_table(quant_type))
+    actual = HostCode(quant_type, host).dequantize(weight)
     assert_same_bits(actual, reference.dequantize(weight))
 
 
@@ -82,7 +70,7 @@ def test_unpackers_of_every_short_float(quant_type: QuantType, host: Path) -> No
     weight = QuantTensor(
         torch.arange(1 << 16).to(torch.uint16).view(torch.uint8)[None], quant_type, (1, 1 << 16)
     )
-    actual = HostCode(quant_type, host).dequantize(weight, None)
+    actual = HostCode(quant_type, host).dequantize(weight)
     assert_same_bits(actual, reference.dequantize(weight))
 
 
@@ -90,7 +78,7 @@ def test_unpackers_of_every_power_of_mxfp4(host: Path) -> None:
     blocks = torch.full((256, 17), 0x57, dtype=torch.uint8)
     blocks[:, 0] = torch.arange(256)
     weight = QuantTensor(blocks, QuantType.MXFP4, (256, 32))
-    actual = HostCode(QuantType.MXFP4, host).dequantize(weight, code_table(QuantType.MXFP4))
+    actual = HostCode(QuantType.MXFP4, host).dequantize(weight)
     assert_same_bits(actual, reference.dequantize(weight))
 
 
@@ -103,37 +91,27 @@ def test_kernels_stay_in_registers(quant_type: QuantType) -> None:
     assert stack_bytes(compile_instance(PROGRAM.source, instance_of(quant_type), "sm_90")) == 0
 
 
-def test_a_table_is_refused_where_it_is_missing_or_too_many() -> None:
-    iq, q8 = (QuantTensor(torch.zeros(1, kind.row_bytes(256), dtype=torch.uint8), kind, (1, 256)) for kind in
-              (QuantType.IQ2_S, QuantType.Q8_0))  # fmt: skip
-    out = torch.empty(1, 256)
-    with pytest.raises(ValueError, match="IQ2_S needs the table"):
-        dequantize_cuda(iq, out, None)
-    with pytest.raises(ValueError, match="Q8_0 has no table"):
-        dequantize_cuda(q8, out, code_table(QuantType.IQ2_S))
-
-
 def test_outputs_of_other_shapes_are_refused() -> None:
     weight = QuantTensor(torch.zeros(2, 34, dtype=torch.uint8), QuantType.Q8_0, (2, 32))
     for out in (torch.empty(3, 32), torch.empty(2, 64), torch.empty(32, 2).T):
         with pytest.raises(ValueError, match="do not go into"):
-            dequantize_cuda(weight, out, None)
+            dequantize_cuda(weight, out)
 
 
 def test_matrices_that_start_where_the_kernel_cannot_read_are_refused() -> None:
     blocks = torch.zeros(1 + 144, dtype=torch.uint8)[1:].view(1, 144)
     with pytest.raises(ValueError, match="rows of Q4_K"):
-        dequantize_cuda(QuantTensor(blocks, QuantType.Q4_K, (1, 256)), torch.empty(1, 256), None)
+        dequantize_cuda(QuantTensor(blocks, QuantType.Q4_K, (1, 256)), torch.empty(1, 256))
 
 
 @pytest.mark.gpu
 @EVERY_TYPE
 def test_values(quant_type: QuantType) -> None:
-    cols = {1: 100, 32: 96, 256: 768}[quant_type.block_elements]
+    cols = {1: 100, 32: 96, 64: 192, 256: 768}[quant_type.block_elements]
     weight = random_weight(quant_type, (3, cols), 1)
     for gap in (0, 1, 4):
         out = Guarded(3, cols, gap=gap, device=CUDA)
-        dequantize_cuda(on_gpu(weight, ALIGNMENTS.get(quant_type, 2)), out.tensor, device_table(quant_type))
+        dequantize_cuda(on_gpu(weight, alignment(quant_type)), out.tensor)
         assert_same_bits(out.checked(), reference.dequantize(weight))
 
 
@@ -142,7 +120,7 @@ def test_values(quant_type: QuantType) -> None:
 def test_hostile_bytes(quant_type: QuantType) -> None:
     weight = hostile_weight(quant_type)
     out = Guarded(*weight.shape, device=CUDA)
-    dequantize_cuda(on_gpu(weight), out.tensor, device_table(quant_type))
+    dequantize_cuda(on_gpu(weight), out.tensor)
     assert_same_bits(out.checked(), reference.dequantize(weight))
 
 
@@ -155,7 +133,7 @@ def test_every_number_of_rows(quant_type: QuantType) -> None:
     for rows in ROWS:
         part = QuantTensor(weight.blocks[:rows], quant_type, (rows, cols))
         out = Guarded(rows, cols, device=CUDA)
-        dequantize_cuda(on_gpu(part), out.tensor, device_table(quant_type))
+        dequantize_cuda(on_gpu(part), out.tensor)
         assert_same_bits(out.checked(), expected[:rows])
 
 
@@ -165,25 +143,8 @@ def test_every_number_of_rows(quant_type: QuantType) -> None:
 def test_rows_of_floats_of_any_size(quant_type: QuantType, cols: int) -> None:
     weight = random_weight(quant_type, (5, cols), cols)
     out = Guarded(5, cols, device=CUDA)
-    dequantize_cuda(on_gpu(weight), out.tensor, None)
+    dequantize_cuda(on_gpu(weight), out.tensor)
     assert_same_bits(out.checked(), reference.dequantize(weight))
-
-
-@pytest.mark.gpu
-@EVERY_TYPE
-def test_matrices_behind_addresses(quant_type: QuantType) -> None:
-    """One chosen twice, and one that is not there, whose values stay as they are."""
-    cols = max(quant_type.block_elements, 32)
-    experts = [on_gpu(random_weight(quant_type, (2, cols), seed)) for seed in range(4)]
-    addresses = torch.tensor([expert.blocks.data_ptr() for expert in experts], device=CUDA)
-    addresses[1] = 0
-    matrix_ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32, device=CUDA)
-    out = Guarded(4, 2, cols, device=CUDA)
-    dequantize_matrices_cuda(quant_type, addresses, matrix_ids, out.tensor, device_table(quant_type))
-    values = out.checked()
-    expected = [reference.dequantize(random_weight(quant_type, (2, cols), seed)) for seed in (2, 0, 2)]
-    assert_same_bits(values[[0, 1, 3]], torch.stack(expected))
-    assert values[2].isnan().all()
 
 
 @pytest.mark.gpu
@@ -194,7 +155,7 @@ def test_embedding(quant_type: QuantType) -> None:
         ids = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(tokens)).int()
         ids[0] = 49
         out = Guarded(tokens, 512, device=CUDA)
-        embed_cuda(on_gpu(table), ids.to(CUDA), out.tensor, device_table(quant_type))
+        embed_cuda(on_gpu(table), ids.to(CUDA), out.tensor)
         assert_same_bits(out.checked(), reference.dequantize(table.take_rows(ids)))
 
 
@@ -206,7 +167,7 @@ def test_rows_of_a_large_and_wide_table() -> None:
     table[-1].copy_(last.blocks[0])
     out = Guarded(2, cols, device=CUDA)
     ids = torch.tensor([rows - 1, 0], dtype=torch.int32, device=CUDA)
-    embed_cuda(QuantTensor(table, QuantType.Q8_0, (rows, cols)), ids, out.tensor, None)
+    embed_cuda(QuantTensor(table, QuantType.Q8_0, (rows, cols)), ids, out.tensor)
     values = out.checked()
     assert_same_bits(values[:1], reference.dequantize(last))
     assert not values[1].any()
@@ -221,7 +182,7 @@ def test_large_and_wide_outputs() -> None:
     last = random_weight(QuantType.Q8_0, (1, cols), 2)
     blocks[-1].copy_(last.blocks[0])
     out = torch.full((rows, cols), torch.nan, device=CUDA)
-    dequantize_cuda(QuantTensor(blocks, QuantType.Q8_0, (rows, cols)), out, None)
+    dequantize_cuda(QuantTensor(blocks, QuantType.Q8_0, (rows, cols)), out)
     assert_same_bits(out[-1:].cpu(), reference.dequantize(last))
     assert not any(part.any() for part in out[:-1].split(8192))
 
@@ -230,4 +191,4 @@ def test_large_and_wide_outputs() -> None:
 def test_nothing_to_do() -> None:
     weight = on_gpu(random_weight(QuantType.Q4_K, (5, 256), 1))
     none = torch.zeros(0, dtype=torch.int32, device=CUDA)
-    embed_cuda(weight, none, torch.zeros(0, 256, device=CUDA), None)
+    embed_cuda(weight, none, torch.zeros(0, 256, device=CUDA))

@@ -23,7 +23,21 @@ NAN, INFINITY, MINUS_INFINITY, DENORMAL, MAX, MINUS_ZERO = 0x7E01, 0x7C00, 0xFC0
 def oracle(blocks: np.ndarray, quant_type: QuantType) -> np.ndarray:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if quant_type == QuantType.Q2_0:
+            return q2_0_values(blocks)
         return quants.dequantize(blocks, gguf.GGMLQuantizationType(int(quant_type)))
+
+
+def q2_0_values(blocks: np.ndarray) -> np.ndarray:
+    """Value j of a block is (code − 1) · d, its code the bits 2 (j mod 4) of byte 2 + j div 4."""
+    rows = []
+    for row in blocks.reshape(len(blocks), -1, 18):
+        values = []
+        for block in row:
+            d = np.float32(np.frombuffer(block[:2].tobytes(), np.float16)[0])
+            values += [d * np.float32((int(block[2 + j // 4]) >> 2 * (j % 4) & 3) - 1) for j in range(64)]
+        rows.append(values)
+    return np.array(rows, np.float32)
 
 
 def assert_equal_bits(blocks: np.ndarray, quant_type: QuantType) -> None:

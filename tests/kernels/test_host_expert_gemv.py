@@ -10,7 +10,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_gemv_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
@@ -22,6 +22,7 @@ Types = tuple[QuantType, QuantType, QuantType]
 Q4K, Q6K, Q8, Q5, F16 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q5_0, QuantType.F16
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("types", "shared_types"),
     [
@@ -29,6 +30,7 @@ Q4K, Q6K, Q8, Q5, F16 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantTyp
         ((Q8, Q8, Q5), (Q8, Q8, Q8)),
         ((Q4K, Q8, Q5), (Q5, Q6K, Q4K)),
         ((Q4K, Q4K, Q8), (F16, F16, Q8)),
+        *(((kind, kind, kind), (kind, kind, kind)) for kind in sorted(INTEGER_TYPES)),
     ],
     ids=str,
 )

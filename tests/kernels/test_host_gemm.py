@@ -1,6 +1,6 @@
 """GEMM: the GPU's kernels on the host against the exact reference, bit for bit.
 
-The host has no products of four warps, so that tiles are those of devices without.
+The host's device has no products of four warps, so that its choice of tiles is that of devices without.
 """
 
 import pytest
@@ -11,8 +11,8 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.linear.cuda_gemm import linear_gemm
-from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, linear_exact
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -21,12 +21,25 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_type(quant_type: QuantType) -> None:
-    for cols in (512, 2304) if quant_type.block_elements == 256 else (32, 416, 2080):
+    step = quant_type.block_elements
+    for cols in (2 * step, 9 * step) if step == 256 else (step, 13 * step, 65 * step):
         weight = random_weight(quant_type, (70, cols), seed=cols)
         for rows in (9, 37):
             x, out = activations(rows, rows, cols), Guarded(rows, 70, device=CPU)
             linear_gemm(device_activations(x, quant_type, "cpu"), on_gpu(weight, device="cpu"), out.tensor)
             assert_same(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES - BLOCK_TYPES), ids=lambda t: t.name)
+def test_products_of_four_warps(quant_type: QuantType) -> None:
+    (tiling,) = (each for each in TILINGS[quant_type] if each.by_warpgroups)
+    for cols, rows in ((512, 70), (2304, 9)):
+        weight, x = random_weight(quant_type, (150, cols), seed=cols), activations(rows, rows, cols)
+        out = Guarded(rows, 150, device=CPU)
+        codes = device_activations(x, quant_type, "cpu")
+        launch_linear(PROGRAM, tiling, codes, on_gpu(weight, device="cpu"), out.tensor)
+        assert_same(out.checked(), linear_exact(x, weight))
 
 
 def test_scales_of_the_other_kind_are_refused() -> None:

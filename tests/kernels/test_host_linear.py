@@ -56,7 +56,9 @@ def check(x: torch.Tensor, weights: Sequence[QuantTensor]) -> None:
 def cols_of(quant_type: QuantType) -> Sequence[int]:
     if quant_type in PASS_COLS:
         return (24, 1000)
-    return (512, 2304) if quant_type.block_elements == GROUP_SIZE else (32, 416, 2080)
+    if quant_type.block_elements == GROUP_SIZE:
+        return (512, 2304)
+    return tuple(size * quant_type.block_elements // BLOCK_SIZE for size in (32, 416, 2080))
 
 
 @pytest.mark.parametrize("scale_size", [GROUP_SIZE, BLOCK_SIZE])

@@ -10,14 +10,11 @@ from random_blocks import activations, random_weight
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda_ops import MAX_NORMED_ROWS, CudaOps
-from coldstream.kernels.dequantize.code_tables import code_table
-from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
-from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
@@ -96,8 +93,17 @@ def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> Non
         assert_same(out, linear_exact(x, weight))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
-    "types", [(Q4K, Q4K, Q6K), (Q8, Q8, Q5), (Q4K, Q4K, Q8), (Q8, Q4K, Q5), (Q5, Q8, Q4K)], ids=str
+    "types",
+    [
+        (Q4K, Q4K, Q6K),
+        (Q4K, Q4K, Q8),
+        (Q8, Q4K, Q5),
+        (Q5, Q8, Q4K),
+        *((kind,) * 3 for kind in sorted(INTEGER_TYPES)),
+    ],
+    ids=str,
 )
 def test_experts_of_many_tokens(types: tuple[QuantType, QuantType, QuantType]) -> None:
     ops, tokens = host_ops(), 20
@@ -116,19 +122,3 @@ def test_experts_of_many_tokens(types: tuple[QuantType, QuantType, QuantType]) -
     routed, shared = MoeKernels(ops).outputs(on_host(ops, x), ids, ExpertWeights(*tables))
     assert shared is None
     assert_same(routed, routed_experts(x, ids, *stacks, linear_exact, swiglu_exact))
-
-
-@pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(
-    "quant_type", [QuantType.IQ4_XS, QuantType.Q6_K, QuantType.BF16], ids=lambda t: t.name
-)
-def test_values_of_matrices_behind_addresses(quant_type: QuantType) -> None:
-    """Each matrix is a layer of the grid; what is not there keeps its values."""
-    weights = [random_weight(quant_type, (3, 256), seed) for seed in range(3)]
-    addresses = torch.tensor([0, *(weight.blocks.data_ptr() for weight in weights)])
-    out = torch.full((4, 3, 256), torch.nan)
-    chosen = torch.tensor([3, 0, 1, 3], dtype=torch.int32)
-    dequantize_matrices_cuda(quant_type, addresses, chosen, out, code_table(quant_type))
-    assert out[1].isnan().all()
-    for matrix, number in ((0, 2), (2, 0), (3, 2)):
-        assert torch.equal(out[matrix], dequantize(weights[number]))

@@ -225,6 +225,10 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "block_row_bytes": skinny_shapes.BLOCK_GROUP_BYTES,
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
+        **{f"{each.name}::type": int(each) for each in INTEGER_TYPES},
+        **{f"{each.name}::bytes": each.block_bytes for each in INTEGER_TYPES},
+        **{f"{each.name}::elements": each.block_elements for each in INTEGER_TYPES},
+        **{f"{each.name}::has_mins": int(gemm_tiles.has_minima(each)) for each in INTEGER_TYPES},
     },
     "linear/parts.cu": {
         "part_unit_rows": skinny_shapes.PART_UNIT_ROWS,

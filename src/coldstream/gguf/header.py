@@ -22,6 +22,7 @@ from coldstream.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from coldstream.gguf.foreign_types import refusal
 from coldstream.gguf.messages import DAMAGED, INCOMPLETE, RECONVERT
 from coldstream.gguf.metadata import Metadata, Value
 from coldstream.gguf.quant_types import QuantType
@@ -50,11 +51,11 @@ _SCALARS: Final = {
     11: Struct("<q"),
     12: Struct("<d"),
 }
+# What files hold under a type's id besides the type, and what to take instead.
+_OTHER_LAYOUTS: Final = {
+    QuantType.Q2_0: "early files have this id for blocks of 128, download a Q2_0 file with groups of 64",
+}
 _QUANT_TYPES: Final = {int(quant_type): quant_type for quant_type in QuantType}
-# Types that other programs write and this one does not run, for the message only.
-_FOREIGN_TYPES: Final = {
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,16 +215,21 @@ def _read_tensors(source: HeaderBytes, count: int, alignment: int, shard: int) -
 
     data_start = _round_up(source.position, alignment)
     tensors: dict[str, TensorInfo] = {}
-    expected = 0
+    before: TensorInfo | None = None
     for name, (info, start) in entries.items():
-        _check_place(source, info, start, data_start, alignment, expected)
+        _check_place(source, info, start, data_start, alignment, before)
         tensors[name] = replace(info, offset=data_start + info.offset)
-        expected = _round_up(info.offset + info.num_bytes, alignment)
+        before = info
     return tensors
 
 
 def _check_place(
-    source: HeaderBytes, info: TensorInfo, start: int, data_start: int, alignment: int, expected: int
+    source: HeaderBytes,
+    info: TensorInfo,
+    start: int,
+    data_start: int,
+    alignment: int,
+    before: TensorInfo | None,
 ) -> None:
     """Tensors lie one behind the other in table order, as all writers put them: no overlap, no hole."""
     end = data_start + info.offset + info.num_bytes
@@ -233,13 +239,26 @@ def _check_place(
     if info.offset % alignment:
         problem = f"offset {info.offset} is not a multiple of the alignment {alignment}: {RECONVERT}"
         raise source.error(InconsistentError, info.name, problem, start)
+    expected = 0 if before is None else _round_up(before.offset + before.num_bytes, alignment)
     if info.offset != expected:
-        what = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
-        problem = f"offset {info.offset} {what}, expected {expected}: {RECONVERT}"
+        problem = _misplaced(info, before, expected)
         raise source.error(InconsistentError, info.name, problem, start)
     if end > source.size:
         problem = f"its data ends at byte {end}, the file at {source.size}: {INCOMPLETE}"
         raise source.error(TruncatedError, info.name, problem, start)
+
+
+def _misplaced(info: TensorInfo, before: TensorInfo | None, expected: int) -> str:
+    """What is wrong with a tensor that does not start where the one before it ends."""
+    what = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
+    problem = f"offset {info.offset} {what}, expected {expected}"
+    if before is None or before.quant_type.block_elements == 1:
+        return f"{problem}: {RECONVERT}"
+    kind = before.quant_type
+    layout = (
+        f"whose type {int(kind)} ({kind.name}) has {kind.block_elements} values in {kind.block_bytes} bytes"
+    )
+    return f"{problem} after one {layout}: {_OTHER_LAYOUTS.get(kind, RECONVERT)}"
 
 
 def _read_tensor(source: HeaderBytes, index: int, shard: int) -> TensorInfo:
@@ -259,9 +278,7 @@ def _read_tensor(source: HeaderBytes, index: int, shard: int) -> TensorInfo:
     if 0 in shape:
         raise source.error(InconsistentError, name, f"shape {list(shape)} holds a zero: {RECONVERT}", start)
     if type_id not in _QUANT_TYPES:
-        known = f" ({_FOREIGN_TYPES[type_id]})" if type_id in _FOREIGN_TYPES else ""
-        problem = f"tensor type {type_id}{known} is not supported: choose another quantisation of this model"
-        raise source.error(UnsupportedError, name, problem, start)
+        raise source.error(UnsupportedError, name, refusal(type_id), start)
     quant_type = _QUANT_TYPES[type_id]
     num_elements = 1
     for size in shape:

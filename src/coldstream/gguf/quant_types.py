@@ -44,7 +44,9 @@ class QuantType(IntEnum):
     IQ4_XS = (23, 256, 136)
     IQ1_M = (29, 256, 56)
     BF16 = (30, 1, 2)
+    TQ2_0 = (35, 256, 66)
     MXFP4 = (39, 32, 17)
+    Q2_0 = (42, 64, 18)
 
     def row_bytes(self, num_elements: int) -> int:
         """Bytes of a row of `num_elements` values. ValueError if they are not a whole number of blocks."""

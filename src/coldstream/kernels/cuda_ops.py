@@ -113,7 +113,7 @@ class CudaOps(CudaProducts):
     def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(table, QuantTensor)
         out = self.empty(len(token_ids), table.shape[1])
-        self.launch(embed_cuda, table, token_ids, out, self.code_table(table.quant_type))
+        self.launch(embed_cuda, table, token_ids, out)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:

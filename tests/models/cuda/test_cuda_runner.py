@@ -24,7 +24,6 @@ from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES, instance_for
-from coldstream.kernels.experts import moe
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.limits import (
@@ -306,24 +305,6 @@ def test_gates_and_ups_of_an_integer_and_a_float_type_are_refused_by_name(tmp_pa
     ):
         check_types(tensors)
     check_types({name: info for name, info in tensors.items() if not name.startswith("blk.1.")})
-
-
-def test_float_experts_are_noted_for_one_token_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk of twice the size adds one size of steps, and so one call for each kind of layer."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
-    calls: list[int] = []
-    monkeypatch.setattr(moe, "experts_of_values", lambda x, ids, *_: calls.append(len(ids)))
-    file, spec = open_model_file(write_variant(tmp_path, "float"))
-    counts = []
-    for chunk_size in (256, 512):
-        calls.clear()
-        kernels_of(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), chunk_size)
-        counts.append(len(calls))
-        assert set(calls) == {1}
-    assert counts[1] - counts[0] == 2, "the kinds of layers: with attention, and with a recurrent state"
 
 
 @pytest.mark.parametrize("chunk_size", [256, 2048])

@@ -1,12 +1,14 @@
 """From a .cu file to machine code, by NVRTC; needs no GPU.
 
-Sources may include each other by their path below `kernels/` and nothing else: NVRTC ships no headers.
+Sources may include each other by their path below `kernels/`, and one header that is made of Python's tables
+(`grid_tables.py`). They include nothing else: NVRTC ships no headers.
 Machine code is kept in the user's cache directory under a hash of everything that it depends on; see
 `kernel_cache.py` for what is checked there.
 """
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,10 +16,14 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+from coldstream.kernels.cuda import grid_tables
 from coldstream.kernels.cuda.kernel_cache import KernelCache
+from coldstream.kernels.dequantize import grids
 
 KERNELS = Path(__file__).resolve().parents[1]
-INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
+INCLUDE = re.compile(rb'^#include [<"]([^>"]+)', re.MULTILINE)
+# What the text of a generated header is made from.
+SOURCES_OF_GENERATED = {grid_tables.HEADER: (Path(grid_tables.__file__), Path(grids.__file__))}
 
 # Every float operation rounds by itself, as in docs/arithmetic.md.
 OPTIONS = (
@@ -77,18 +83,29 @@ def _key(source: Path, instance: str, arch: str) -> str:
 
 
 def _closure(source: Path) -> set[Path]:
-    """`source` and everything it includes."""
+    """`source` and everything it includes; of a generated header the files that it is made from."""
     found, new = set(), [source]
     while new:
         path = new.pop()
         if path not in found:
             found.add(path)
-            new += [KERNELS / name.decode() for name in INCLUDE.findall(path.read_bytes())]
+            for name in map(bytes.decode, INCLUDE.findall(path.read_bytes())):
+                new += SOURCES_OF_GENERATED.get(name, (KERNELS / name,))
     return found
 
 
+@cache
+def generated_headers() -> Mapping[str, str]:
+    """The text of each header that is no file, by the name that sources include it with."""
+    return {grid_tables.HEADER: grid_tables.grids_header()}
+
+
 def _compile(source: Path, instance: str, arch: str) -> MachineCode:
-    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    headers = generated_headers()
+    texts, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(texts), texts, names)
+    )
     try:
         _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
         options = [*OPTIONS, f"--gpu-architecture={arch}", f"--include-path={KERNELS}"]

@@ -25,37 +25,38 @@ struct Tiling {
   static constexpr int blocks = blocks_;  // on a multiprocessor
   static constexpr bool by_warpgroups = by_warpgroups_;
   using Weights = Weights_;
+  using Group = WeightGroup<Weights>;
   static constexpr int mt = mt_, nt = nt_, columns = warp_columns, stages = stages_;
   static constexpr int rows = 16 * mt * warp_rows, tokens = 8 * nt * warp_columns;
   static constexpr int warps = warp_rows * warp_columns;  // that multiply
   static constexpr int multiplying_threads = warp_size * warps;
   static constexpr int threads = multiplying_threads + copying_threads;
-  static constexpr int num_sums = Weights::super ? 1 : 8;  // accumulators kept in full
-  static constexpr bool unpacks = !Weights::in_place && !by_warpgroups;
+  static constexpr int num_sums = Weights::is_super ? 1 : 8;  // accumulators kept in full
+  static constexpr bool unpacks = !Group::in_place && !by_warpgroups;
   // An odd number of chunks, so that the same word of eight rows lies in different banks.
-  static constexpr int weight_pitch = by_warpgroups ? Weights::pitch | copy_bytes : Weights::pitch;
+  static constexpr int weight_pitch = by_warpgroups ? Group::pitch | copy_bytes : Group::pitch;
 
   static constexpr int full_at = 16, empty_at = 24;  // barriers, after the header
   static constexpr int scales_at = 32;
-  static constexpr int token_scales_bytes = Weights::super ? 4 : block_scale_pitch;
+  static constexpr int token_scales_bytes = Weights::is_super ? 4 : block_scale_pitch;
   static constexpr int offsets_at = scales_at + token_scales_bytes * tokens;
-  static constexpr int sums_at = offsets_at + (Weights::in_place ? 0 : 4 * rows);
+  static constexpr int sums_at = offsets_at + (Group::in_place ? 0 : 4 * rows);
   static constexpr int token_sums_bytes = by_warpgroups ? plain_bytes / swizzled_rows : sum_pitch;
-  static constexpr int sums_end = sums_at + (Weights::has_sums ? token_sums_bytes * tokens : 0);
+  static constexpr int sums_end = sums_at + (Group::has_sums ? token_sums_bytes * tokens : 0);
   static constexpr int codes_at = by_warpgroups ? round_up(sums_end, swizzle_bytes) : sums_end;
   static constexpr int weights_at = codes_at + (by_warpgroups ? group_size : code_pitch) * tokens;
   static constexpr int stage_end = weights_at + weight_pitch * rows;
   static constexpr int stage_bytes = by_warpgroups ? round_up(stage_end, swizzle_bytes) : stage_end;
-  static constexpr int unpacked_bytes = unpacks ? (code_pitch + table_pitch) * rows : 0;
+  static constexpr int unpacked_bytes = unpacks ? (code_pitch + Group::table_pitch) * rows : 0;
   // Subtrees that wait for their right siblings: these levels of the tree in shared memory, others in
   // registers.
-  static constexpr int shared_levels = !Weights::super ? 0 : Weights::in_place ? 3 : 2;
+  static constexpr int shared_levels = !Weights::is_super ? 0 : Group::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
   static constexpr int shared_bytes = waiting_at + shared_levels * 4 * rows * tokens;
 
   static_assert(tokens % 16 == 0);
-  static_assert(Weights::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
-  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0 && Weights::super));
+  static_assert(Group::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
+  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0 && Weights::is_super));
 
   // Where a token's codes lie; 16 bytes from chunk to chunk of 16, or swizzled.
   __device__ static constexpr int code_place(int token, int chunk) {
@@ -110,12 +111,13 @@ struct Source {
 template <class T, class Job>
 struct Copier {
   using Weights = typename T::Weights;
+  using Group = typename T::Group;
   static constexpr int row_chunks = T::weight_pitch / copy_bytes;
   static constexpr int weight_chunks_in_all = T::rows * row_chunks;
   static constexpr int weight_passes = (weight_chunks_in_all + copying_threads - 1) / copying_threads;
   static constexpr int code_tokens = copying_threads / chunks;  // in a pass
   static constexpr int code_passes = (T::tokens + code_tokens - 1) / code_tokens;
-  static constexpr bool converts_sums = Weights::has_sums && T::by_warpgroups;  // to float16
+  static constexpr bool converts_sums = Group::has_sums && T::by_warpgroups;  // to float16
   static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one or both for its scales
 
   const Job& job;
@@ -123,8 +125,8 @@ struct Copier {
   const int lane = threadIdx.x - T::multiplying_threads;
   int index = blockIdx.x;  // of the tile
   Source tile;
-  Walk<Weights::super> position;
-  const uint8_t* weight_chunks[Weights::in_place ? weight_passes : 1];
+  Walk<Weights::is_super> position;
+  const uint8_t* weight_chunks[Group::in_place ? weight_passes : 1];
   uint32_t code_chunks[code_passes];  // offsets in the activations
   uint32_t extra_row;                 // the activation row whose sums and scales this thread copies
 
@@ -165,7 +167,7 @@ struct Copier {
     index += gridDim.x;
     position = {};
     if (tile.head.count == 0) return;
-    if constexpr (Weights::in_place) {
+    if constexpr (Group::in_place) {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane;
@@ -187,8 +189,8 @@ struct Copier {
 
   __device__ void copy_weights(uint32_t stage) {
     const uint32_t to = stage + T::weights_at + lane * copy_bytes;
-    const int64_t offset = int64_t(position.group) * Weights::group_bytes;
-    if constexpr (Weights::in_place) {
+    const int64_t offset = int64_t(position.group) * Group::bytes;
+    if constexpr (Group::in_place) {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const bool is_whole = (i + 1) * copying_threads <= weight_chunks_in_all;
@@ -196,9 +198,9 @@ struct Copier {
                       to + i * copying_threads * copy_bytes, weight_chunks[i] + offset);
       }
     } else {
-      int valid = Weights::group_bytes;
-      if constexpr (!Weights::super)
-        valid = min(job.num_blocks - 8 * position.group, 8) * (Weights::group_bytes / 8);
+      int valid = Group::bytes;
+      if constexpr (!Weights::is_super)
+        valid = min(job.num_blocks - 8 * position.group, 8) * (Group::bytes / 8);
 #pragma unroll 4
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane, row = chunk / row_chunks, part = chunk % row_chunks;
@@ -234,10 +236,10 @@ struct Copier {
     for (int i = 0; i < code_passes; i++)
       copy_if_below(count, code_tokens * i + token, to + i * pass_bytes, q + code_chunks[i]);
     const int64_t at = extra_row + position.group;
-    if (Weights::has_sums && !converts_sums)
+    if (Group::has_sums && !converts_sums)
       copy_if_below(count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
                     job.x.sums + at * chunks + lane % 2 * 8);
-    if constexpr (Weights::super) {
+    if constexpr (Weights::is_super) {
       copy_word_if_below(count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2),
                          job.x.scales + at);
     } else {

@@ -24,7 +24,7 @@ struct Accumulators {
   // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
   // and p[0] becomes the root.
   __device__ void close(int leaf, int next) {
-    if constexpr (T::Weights::super) {
+    if constexpr (T::Weights::is_super) {
       if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
     } else {
       each([&](int m, int n) {

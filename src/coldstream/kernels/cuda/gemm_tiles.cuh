@@ -13,10 +13,10 @@ namespace coldstream::gemm {
 template <class T, int nt>
 __device__ __forceinline__ void add_group(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
                                           int num_blocks, Accumulators<T>& sums) {
-  if constexpr (T::Weights::in_place)
+  if constexpr (T::Group::in_place)
     add_in_place<T, nt>(at, stage, sums.p[0]);
-  else if constexpr (T::Weights::super)
-    add_q6_k<T, nt>(at, stage, unpacked, sums.p[0]);
+  else if constexpr (T::Weights::is_super)
+    add_unpacked<T, nt>(at, stage, unpacked, sums.p[0]);
   else
     add_blocks<T, nt>(at, stage, unpacked, num_blocks, sums.p);
 }

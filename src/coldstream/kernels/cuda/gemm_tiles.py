@@ -8,19 +8,25 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import ArrayError, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.linear.reference import BLOCK_TYPES, activation_scale_size
+from coldstream.kernels.dequantize.reference import unpack
+from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, activation_scale_size
+from coldstream.kernels.quant_tensor import QuantTensor
 
 CODE_PITCH = GROUP_SIZE + 16
 SUM_PITCH = TABLE_PITCH = BLOCK_SCALE_PITCH = 48
+MINIMUM_TABLE_PITCH = 80  # of blocks of 32 or 64 with minima
 WINDOW = 16  # bytes
+PITCH_UNIT = 32  # of rows of weights that are unpacked
 HEADER_BYTES = 32  # of a stage, with its barriers
 COPYING_WARPS = 4
-IN_PLACE = frozenset({QuantType.Q4_K, QuantType.Q5_K})
+IN_PLACE = frozenset(kind for kind in INTEGER_TYPES if kind.block_bytes % WINDOW == 0)
 BLOCK_SIZE = 32
 SWIZZLE_BYTES = 1024
 
@@ -59,18 +65,19 @@ class Tiling:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        in_place = self.quant_type in IN_PLACE
-        group_bytes = self.quant_type.row_bytes(GROUP_SIZE)
-        row_bytes = group_bytes if in_place else round_up(group_bytes + WINDOW - 2, WINDOW)
-        sum_bytes = 0 if not in_place else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
-        scale_bytes = BLOCK_SCALE_PITCH if self.quant_type in BLOCK_TYPES else 4
+        in_place, is_small = self.quant_type in IN_PLACE, self.quant_type in BLOCK_TYPES
+        has_sums = has_minima(self.quant_type) and not is_small
+        row_bytes = group_pitch(self.quant_type)
+        sum_bytes = 0 if not has_sums else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
+        scale_bytes = BLOCK_SCALE_PITCH if is_small else 4
         sums_end = HEADER_BYTES + (scale_bytes + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
         if self.by_warpgroups:
             codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
             stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
         else:
             stage_bytes = sums_end + CODE_PITCH * self.tokens + row_bytes * self.rows
-        unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + TABLE_PITCH
+        table_pitch = MINIMUM_TABLE_PITCH if is_small and has_minima(self.quant_type) else TABLE_PITCH
+        unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + table_pitch
         waiting_bytes = 4 * self.shared_levels * self.tokens
         return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows
 
@@ -84,6 +91,29 @@ class Tiling:
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
         """As many blocks as run on the device at a time, but at most one per tile."""
         return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
+
+
+@functools.cache
+def has_minima(quant_type: QuantType) -> bool:
+    """Whether blocks of a quantised type have minima."""
+    block = torch.zeros(1, quant_type.block_bytes, dtype=torch.uint8)
+    return unpack(QuantTensor(block, quant_type, (1, quant_type.block_elements))).dmin is not None
+
+
+def group_pitch(quant_type: QuantType) -> int:
+    """Bytes from row to row for a group of 256 weights, which may begin anywhere in a window."""
+    group_bytes, block_bytes = quant_type.row_bytes(GROUP_SIZE), quant_type.block_bytes
+    if quant_type in IN_PLACE:
+        return group_bytes
+    return round_up(group_bytes + WINDOW - (block_bytes & -block_bytes), PITCH_UNIT)
+
+
+def dense_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:
+    """Tilings for all rows of a matrix, in order of preference."""
+    if quant_type in BLOCK_TYPES:
+        return (Tiling(quant_type, 1, 2, 4, 2, 2),)
+    numbers = (1, 4, 8, 2, 3) if quant_type in IN_PLACE else (1, 4, 4, 2, 2)
+    return Tiling(quant_type, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(quant_type, *numbers)
 
 
 def least_tiling(quant_type: QuantType) -> Tiling:

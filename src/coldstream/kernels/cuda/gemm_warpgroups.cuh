@@ -1,6 +1,6 @@
-// Products of warpgroups, for types with integer sub-block scales. A weight times its scale is a number of at
-// most 16 bits; its two bytes are factors of two products without any scale, whose sums are the integer part
-// of a group: 256 times the one plus the other.
+// Products of warpgroups, for types with super-blocks. A weight times its scale is a number of at most 16
+// bits; its two bytes are factors of two products without any scale, whose sums are the integer part of a
+// group: 256 times the one plus the other. Where the number fits a byte, one product is enough.
 #pragma once
 
 #include "cuda/gemm_sums.cuh"
@@ -11,10 +11,10 @@ namespace coldstream::gemm {
 // A multiprocessor's registers, for 128 threads that copy and 256 that multiply.
 constexpr int copying_registers = 72, multiplying_registers = 216;
 
-// The sums of both planes of one group.
-template <class T, int nt>
+// The sums of both planes of one group, or of the low one alone.
+template <class T, int nt, bool has_high>
 struct PlaneProducts {
-  int high[nt][4], low[nt][4];
+  int high[has_high ? nt : 1][4], low[nt][4];
   uint32_t codes;  // shared address
 
   __device__ explicit PlaneProducts(const uint8_t* stage) : codes(shared_address(stage + T::codes_at)) {}
@@ -24,15 +24,18 @@ struct PlaneProducts {
                                       int step) {
     const int place = step / 4 * T::tokens * swizzled_row_bytes + step % 4 * 32;
     const uint64_t matrix = describe_swizzled(codes + place);
-    multiply_by_four<false>(high, high_plane, matrix, step > 0);
-    multiply_by_four<true>(low, low_plane, matrix, step > 0);
+    if constexpr (has_high) multiply_by_four<false>(high, high_plane, matrix, step > 0);
+    multiply_by_four<has_high>(low, low_plane, matrix, step > 0);
   }
 
   __device__ __forceinline__ void take() {
-    take_products(high);
+    if constexpr (has_high) take_products(high);
     take_products(low);
   }
-  __device__ float total(int n, int i) const { return float(high[n][i] * 256 + low[n][i]); }
+  __device__ float total(int n, int i) const {
+    if constexpr (has_high) return float(high[n][i] * 256 + low[n][i]);
+    return float(low[n][i]);
+  }
 };
 
 // The two bytes of four unsigned bytes times `scale`, plus the half-words of `bias`; no half-word may leave
@@ -76,28 +79,23 @@ struct BlockPlanes {
   }
 };
 
-// A lane's row of Q6_K where it lies, at any even address.
-struct Q6_KRow {
-  const uint8_t* block;
-  int offset;
-
-  template <class T>
-  __device__ static Q6_KRow of(const Fragment& at, const uint8_t* stage, int h) {
-    const int row = at.row + 8 * h + at.g;
-    return {stage + T::weights_at + row * T::weight_pitch,
-            reinterpret_cast<const int*>(stage + T::offsets_at)[row]};
-  }
-  __device__ uint32_t word(int from) const { return load_word(block, offset + from); }
-};
+// A lane's super-block where it lies: of row g or g + 8.
+template <class T>
+__device__ __forceinline__ typename T::Weights::Near lane_block(const Fragment& at, const uint8_t* stage,
+                                                                int h) {
+  const int row = at.row + 8 * h + at.g;
+  return {stage + T::weights_at + row * T::weight_pitch +
+          reinterpret_cast<const int*>(stage + T::offsets_at)[row]};
+}
 
 // The same for Q6_K. While half-words are together, products have 32768 added.
 template <class T>
 struct Q6_KPlanes {
-  Q6_KRow rows[2];
+  typename T::Weights::Near rows[2];
   uint32_t low_bits[4][2], high_bits[4], scales[2][2];  // of 128 inputs, for the four registers of A
 
   __device__ __forceinline__ Q6_KPlanes(const Fragment& at, const uint8_t* stage)
-      : rows{Q6_KRow::of<T>(at, stage, 0), Q6_KRow::of<T>(at, stage, 1)} {}
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
 
   __device__ __forceinline__ void load_half_of(int half) {
     const int t = threadIdx.x % 4;
@@ -128,27 +126,67 @@ struct Q6_KPlanes {
   }
 };
 
+// The same for other types without a header.
+template <class T>
+struct UnpackedPlanes {
+  using Weights = typename T::Weights;
+  // Of interleaved types a byte serves four steps.
+  static constexpr int steps_at_once = Weights::is_interleaved ? 4 : 1;
+  typename Weights::Near rows[2];
+  uint32_t codes[steps_at_once][4];  // for the four registers of A
+
+  __device__ __forceinline__ UnpackedPlanes(const Fragment& at, const uint8_t* stage)
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
+
+  __device__ __forceinline__ void load(int step) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < steps_at_once; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const SplitIndex word = {t, 8 * (step + k) + i / 2 * 4};
+        if constexpr (Weights::folds_scales)
+          codes[k][i] = folded_word<Weights>(rows[i % 2], word);
+        else
+          codes[k][i] = Weights::word(rows[i % 2], word) ^ 0x80808080u;  // 128 more
+      }
+  }
+
+  __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
+    if (step % steps_at_once == 0) load(step);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t bytes = codes[step % steps_at_once][i];
+      if constexpr (Weights::folds_scales) {
+        low[i] = bytes;
+      } else {
+        const int scale = Weights::scale(rows[i % 2], Weights::sub_blocks == 16 ? 2 * step + i / 2 : step);
+        split_products(bytes, scale, 0x80008000u - 0x00800080u * scale, high[i], low[i]);
+        high[i] ^= 0x80808080u;
+      }
+    }
+  }
+};
+
 // The floats of a lane's two rows, and for types with minima the sums of those times the activations' sums.
 // They are integers below 2^24 from factors of at most eleven bits, so that float16 products are exact.
 template <class T, int nt>
-struct BlockFloats {
+struct MinimumFloats {
   float d[2], dmin[2], offsets[nt][4];
 
   // Starts the products, which the caller commits.
-  __device__ __forceinline__ BlockFloats(const Fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ MinimumFloats(const Fragment& at, const uint8_t* stage) {
     uint32_t halves[4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = at.row + 8 * h + at.g;
-      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::weight_pitch);
-      uint32_t minima[2];
-      unpack_minima(head, minima);
-      d[h] = half_to_float(head.x & 0xffff);
-      dmin[h] = half_to_float(head.x >> 16);
+      uint32_t pairs[2];  // of minima, for sums 2 t and 2 t + 1, and for those eight further
+      if constexpr (T::Group::in_place)
+        load_header(at, stage, h, pairs);
+      else
+        load_block(lane_block<T>(at, stage, h), at.t, h, pairs);
 #pragma unroll
       for (int k = 0; k < 2; k++)  // 1024 + m as float16, twice, less 1024
-        halves[2 * k + h] =
-            subtract_halves(__byte_perm(minima[k], 0x64646464u, 0x4040 | at.t * 0x0101), 0x64006400u);
+        halves[2 * k + h] = subtract_halves(pairs[k], 0x64006400u);
     }
     begin_products();
     multiply_halves_by_four(offsets, halves, describe_plain(shared_address(stage + T::sums_at)));
@@ -160,18 +198,40 @@ struct BlockFloats {
     p = __fmaf_rn(d[i / 2] * scale, total, p);
     return __fmaf_rn(-(dmin[i / 2] * scale), offsets[n][i], p);
   }
+
+ private:
+  __device__ __forceinline__ void load_header(const Fragment& at, const uint8_t* stage, int h,
+                                              uint32_t (&pairs)[2]) {
+    const int row = at.row + 8 * h + at.g;
+    const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::weight_pitch);
+    uint32_t minima[2];
+    unpack_minima(head, minima);
+    d[h] = half_to_float(head.x & 0xffff);
+    dmin[h] = half_to_float(head.x >> 16);
+#pragma unroll
+    for (int k = 0; k < 2; k++) pairs[k] = __byte_perm(minima[k], 0x64646464u, 0x4040 | at.t * 0x0101);
+  }
+
+  // A type with sixteen minima.
+  template <class Block>
+  __device__ __forceinline__ void load_block(const Block& block, int t, int h, uint32_t (&pairs)[2]) {
+    d[h] = T::Weights::d(block);
+    dmin[h] = T::Weights::dmin(block);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const uint32_t minima = T::Weights::min_word(block, 2 * k + t / 2);
+      pairs[k] = __byte_perm(minima, 0x64646464u, t % 2 ? 0x4342 : 0x4140);
+    }
+  }
 };
 
 template <class T, int nt>
-struct Q6_KFloats {
+struct PlainFloats {
   float d[2];
 
-  __device__ __forceinline__ Q6_KFloats(const Fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ PlainFloats(const Fragment& at, const uint8_t* stage) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const Q6_KRow row = Q6_KRow::of<T>(at, stage, h);
-      d[h] = load_half(row.block, row.offset + 208);
-    }
+    for (int h = 0; h < 2; h++) d[h] = T::Weights::d(lane_block<T>(at, stage, h));
   }
   __device__ __forceinline__ void take() {}
   __device__ __forceinline__ float add(float total, float scale, int n, int i, float p) const {
@@ -179,25 +239,31 @@ struct Q6_KFloats {
   }
 };
 
-template <class T, int nt, bool in_place>
-struct Kinds {
-  using Planes = BlockPlanes<T>;
-  using Floats = BlockFloats<T, nt>;
+template <bool first, class A, class B>
+struct Choose {
+  using Type = A;
 };
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+
 template <class T, int nt>
-struct Kinds<T, nt, false> {
-  using Planes = Q6_KPlanes<T>;
-  using Floats = Q6_KFloats<T, nt>;
+struct Kinds {
+  using Weights = typename T::Weights;
+  using Loaded = typename Choose<is_same<Weights, Q6_K>, Q6_KPlanes<T>, UnpackedPlanes<T>>::Type;
+  using Planes = typename Choose<T::Group::in_place, BlockPlanes<T>, Loaded>::Type;
+  using Floats = typename Choose<Weights::has_mins, MinimumFloats<T, nt>, PlainFloats<T, nt>>::Type;
 };
 
 // Adds the group at `stage` for 8 * nt activation rows.
 template <class T, int nt>
 __device__ __forceinline__ void add_group_by_warpgroups(const Fragment& at, const uint8_t* stage,
                                                         float (&p)[T::nt][4]) {
-  using Kind = Kinds<T, nt, T::Weights::in_place>;
+  using Kind = Kinds<T, nt>;
   typename Kind::Planes planes(at, stage);
   typename Kind::Floats floats(at, stage);
-  PlaneProducts<T, nt> products(stage);
+  PlaneProducts<T, nt, !T::Weights::folds_scales> products(stage);
 #pragma unroll
   for (int i = 0; i < group_size / 32; i++) {
     uint32_t high[4], low[4];

@@ -3,38 +3,36 @@
 // order of docs/arithmetic.md.
 //
 // Q4_K and Q5_K are read as they lie in the file: a word of qs is a fragment of two sub-blocks. The other
-// types may start at any even address, so their codes are unpacked to int8 in shared memory first.
+// types may start anywhere, so their codes are unpacked to int8 in shared memory first.
 #pragma once
 
 #include "cuda/warpgroups.cuh"
+#include "cuda/weight_traits.cuh"
 
 namespace coldstream::gemm {
 
 constexpr int group_size = 256;
 constexpr int code_pitch = group_size + 16;  // eight rows of 16 bytes fall into different banks
 constexpr int sum_pitch = 48;
-constexpr int table_pitch = 48;
 constexpr int block_scale_pitch = 48;  // eight scales; those of the tokens of a product in different banks
 // 1.5 * 2^23: the bits plus an integer below 2^22 become its float by one subtraction.
 constexpr int magic_bits = 0x4B400000;
 constexpr float magic = 12582912.0f;
 
-// super: one block of 256 with integer sub-block scales, otherwise eight blocks of 32 with a float scale
-// each. in_place: aligned to 16 bytes, and multiplied without unpacking. has_sums: the sums of the
-// activations count.
-template <int bytes, bool super_, bool in_place_>
-struct WeightType {
-  static constexpr int group_bytes = bytes;  // of 256 weights
-  static constexpr bool super = super_, in_place = in_place_, has_sums = in_place_;
-  static constexpr int pitch = in_place ? bytes : (bytes + 14 + 15) / 16 * 16;  // whole aligned windows
+// A group of 256 weights of a row: one super-block, or blocks of 32 or 64 with a float scale each.
+template <class Weights>
+struct WeightGroup {
+  static constexpr int bytes = Weights::bytes * (group_size / Weights::elements);
+  static constexpr bool is_super = Weights::is_super;
+  static constexpr bool in_place = Weights::has_header;            // multiplied without unpacking
+  static constexpr bool has_sums = is_super && Weights::has_mins;  // the sums of the activations count
+  // Whole aligned windows of 16 bytes, so many that threads copy equal shares.
+  static constexpr int pitch = in_place ? bytes : (bytes + 16 - Weights::alignment + 31) / 32 * 32;
+  // Beside unpacked codes. Of a super-block: scales of sixteen sub-blocks or of eight, d, dmin, minima. Of
+  // eight blocks: each one's d, then each one's minimum. Rows begin in different banks.
+  static constexpr int table_pitch = !is_super && Weights::has_mins ? 80 : 48;
 };
-
-struct Q4_K : WeightType<144, true, true> {};
-struct Q5_K : WeightType<176, true, true> {};
-struct Q6_K : WeightType<210, true, false> {};
-struct Q8_0 : WeightType<8 * 34, false, false> {};
-struct Q4_0 : WeightType<8 * 18, false, false> {};
-struct Q5_0 : WeightType<8 * 22, false, false> {};
+constexpr int d_at = 16, dmin_at = 20, mins_at = 24, small_mins_at = 32;  // in a row of the table
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -87,16 +85,17 @@ __device__ __forceinline__ void integer_sums(const Fragment& at, const uint8_t* 
   constexpr bool has_high_bits = is_same<Weights, Q5_K>;
   constexpr int codes_at = has_high_bits ? 48 : 16;
   const uint8_t* base = stage + T::weights_at;
-  const uint32_t a_address = shared_address(base) + at.matrix_of_weights(Weights::pitch);
+  const uint32_t a_address = shared_address(base) + at.matrix_of_weights(T::Group::pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   uint32_t scales[T::mt][2][2], high_bits[T::mt][4];
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      unpack_scales(*reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * Weights::pitch),
-                    scales[m][h]);
-    if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * Weights::pitch + 16);
+      unpack_scales(
+          *reinterpret_cast<const uint4*>(base + (at.row + 16 * m + 8 * h + at.g) * T::Group::pitch),
+          scales[m][h]);
+    if constexpr (has_high_bits) load_matrices(high_bits[m], a_address + 16 * m * T::Group::pitch + 16);
   }
 #pragma unroll
   for (int m = 0; m < T::mt; m++)
@@ -108,7 +107,7 @@ __device__ __forceinline__ void integer_sums(const Fragment& at, const uint8_t* 
     uint32_t low[T::mt][4], high[T::mt][4];
 #pragma unroll
     for (int m = 0; m < T::mt; m++) {
-      load_matrices(low[m], a_address + 16 * m * Weights::pitch + codes_at + 32 * c);
+      load_matrices(low[m], a_address + 16 * m * T::Group::pitch + codes_at + 32 * c);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         high[m][i] = (low[m][i] >> 4) & 0x0f0f0f0fu;
@@ -162,27 +161,44 @@ __device__ __forceinline__ void minimum_sums(float (&offsets)[4], const uint32_t
   for (int i = 0; i < 4; i++) offsets[i] = __int_as_float(m[i]) - magic;
 }
 
-// The floats of rows g and g + 8 of sixteen of Q4_K or Q5_K, and their minima as factors of the sums.
+// The floats of rows g and g + 8 of sixteen, and their minima as factors of the sums.
 template <class T>
 struct MinimumRows {
   float d[2], dmin[2];
   uint32_t low[4], high[4];
 
-  __device__ __forceinline__ MinimumRows(const Fragment& at, const uint8_t* stage, int m) {
+  // Of the headers of Q4_K or Q5_K.
+  __device__ __forceinline__ static MinimumRows of_headers(const Fragment& at, const uint8_t* stage, int m) {
+    MinimumRows rows;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = at.row + 16 * m + 8 * h + at.g;
-      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::Weights::pitch);
+      const uint4 head = *reinterpret_cast<const uint4*>(stage + T::weights_at + row * T::Group::pitch);
       uint32_t minima[2];
       unpack_minima(head, minima);
-      d[h] = half_to_float(head.x & 0xffff);
-      dmin[h] = half_to_float(head.x >> 16);
+      rows.d[h] = half_to_float(head.x & 0xffff);
+      rows.dmin[h] = half_to_float(head.x >> 16);
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        low[2 * k + h] = __byte_perm(minima[k], 0, 0x4040 | at.t * 0x0101);
-        high[2 * k + h] = low[2 * k + h] << 8;
-      }
+      for (int k = 0; k < 2; k++) rows.keep(h, k, __byte_perm(minima[k], 0, 0x4040 | at.t * 0x0101));
     }
+    return rows;
+  }
+
+  // Of the table beside unpacked codes, which has a minimum for each sum.
+  __device__ __forceinline__ static MinimumRows of_table(const Fragment& at, const uint8_t* table, int m) {
+    MinimumRows rows;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint8_t* row = table + (at.row + 16 * m + 8 * h + at.g) * T::Group::table_pitch;
+      rows.d[h] = *reinterpret_cast<const float*>(row + d_at);
+      rows.dmin[h] = *reinterpret_cast<const float*>(row + dmin_at);
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        rows.keep(
+            h, k,
+            __byte_perm(*reinterpret_cast<const uint16_t*>(row + mins_at + 8 * k + 2 * at.t), 0, 0x4140));
+    }
+    return rows;
   }
 
   // One super-block for the activation rows of tile n, whose I is `total`.
@@ -201,6 +217,13 @@ struct MinimumRows {
       p[i] = __fmaf_rn(-(dmin[i / 2] * scale), offsets[i], sum);
     }
   }
+
+ private:
+  // Half-words of the minima of two sums.
+  __device__ __forceinline__ void keep(int h, int k, uint32_t minima) {
+    low[2 * k + h] = minima;
+    high[2 * k + h] = minima << 8;
+  }
 };
 
 // One super-block of Q4_K or Q5_K.
@@ -211,13 +234,13 @@ __device__ __forceinline__ void add_in_place(const Fragment& at, const uint8_t* 
   integer_sums<T, nt>(at, stage, total);
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
-    const MinimumRows<T> rows(at, stage, m);
+    const auto rows = MinimumRows<T>::of_headers(at, stage, m);
 #pragma unroll
     for (int n = 0; n < nt; n++) rows.add(at, stage, n, total[m][n], p[m][n]);
   }
 }
 
-// One super-block of sixteen rows of Q6_K for the activation rows of tile n, whose I is `total`.
+// One super-block of sixteen rows without minima for the activation rows of tile n, whose I is `total`.
 template <class T>
 __device__ __forceinline__ void add_product(const Fragment& at, const uint8_t* stage, const float (&d)[2],
                                             int n, const int (&total)[4], float (&p)[4]) {
@@ -226,10 +249,47 @@ __device__ __forceinline__ void add_product(const Fragment& at, const uint8_t* s
   for (int i = 0; i < 4; i++) p[i] = __fmaf_rn(d[i / 2] * (i % 2 ? a.y : a.x), float(total[i]), p[i]);
 }
 
-// One super-block of Q6_K, unpacked: sixteen sub-blocks of 16.
+// The scales of 64 inputs of a super-block, from the table.
+template <class Weights>
+__device__ __forceinline__ uint32_t scales_of_64(const uint8_t* row, int c) {
+  if constexpr (Weights::folds_scales)
+    return 0;
+  else if constexpr (Weights::sub_blocks == 16)
+    return *reinterpret_cast<const uint32_t*>(row + 4 * c);
+  else
+    return *reinterpret_cast<const uint16_t*>(row + 2 * c);
+}
+
+// I over 64 inputs of a unpacked tile: products of 16 or 32 bytes with a scale each, or of 32 without.
+template <class Weights>
+__device__ __forceinline__ void add_64(int (&total)[4], const uint32_t (&a)[2][4], const uint32_t (&b)[4],
+                                       const uint32_t (&scales)[2]) {
+  if constexpr (Weights::folds_scales) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) coldstream::add_product(total, a[k], b[2 * k], b[2 * k + 1]);
+  } else if constexpr (Weights::sub_blocks == 16) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int s[4];
+      multiply_16_bytes(s, a[k / 2][k % 2 * 2], a[k / 2][k % 2 * 2 + 1], b[k]);
+      add_scaled(total, s, signed_byte(scales[0], k), signed_byte(scales[1], k));
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      int s[4];
+      multiply_bytes(s, a[k], b[2 * k], b[2 * k + 1], 0);
+      add_scaled(total, s, signed_byte(scales[0], k), signed_byte(scales[1], k));
+    }
+  }
+}
+
+// One super-block, unpacked.
 template <class T, int nt>
-__device__ __forceinline__ void add_q6_k(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
-                                         float (&p)[T::mt][T::nt][4]) {
+__device__ __forceinline__ void add_unpacked(const Fragment& at, const uint8_t* stage,
+                                             const uint8_t* unpacked, float (&p)[T::mt][T::nt][4]) {
+  using Weights = typename T::Weights;
+  constexpr int table_pitch = T::Group::table_pitch;
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   const uint8_t* table = unpacked + T::rows * code_pitch;
@@ -247,31 +307,30 @@ __device__ __forceinline__ void add_q6_k(const Fragment& at, const uint8_t* stag
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         load_matrices(a[m][k], a_address + 16 * m * code_pitch + 64 * c + 32 * k);
-        scales[m][k] = *reinterpret_cast<const uint32_t*>(
-            table + (at.row + 16 * m + 8 * k + at.g) * table_pitch + 4 * c);
+        scales[m][k] = scales_of_64<Weights>(table + (at.row + 16 * m + 8 * k + at.g) * table_pitch, c);
       }
 #pragma unroll
     for (int n = 0; n < nt; n++) {
       uint32_t b[4];
       load_matrices(b, b_address + n * T::columns * 8 * code_pitch + 64 * c);
 #pragma unroll
-      for (int m = 0; m < T::mt; m++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          int s[4];
-          multiply_16_bytes(s, a[m][k / 2][k % 2 * 2], a[m][k / 2][k % 2 * 2 + 1], b[k]);
-          add_scaled(total[m][n], s, signed_byte(scales[m][0], k), signed_byte(scales[m][1], k));
-        }
+      for (int m = 0; m < T::mt; m++) add_64<Weights>(total[m][n], a[m], b, scales[m]);
     }
   }
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
-    float d[2];
+    if constexpr (Weights::has_mins) {
+      const auto rows = MinimumRows<T>::of_table(at, table, m);
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-      d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + 16);
+      for (int n = 0; n < nt; n++) rows.add(at, stage, n, total[m][n], p[m][n]);
+    } else {
+      float d[2];
 #pragma unroll
-    for (int n = 0; n < nt; n++) add_product<T>(at, stage, d, n, total[m][n], p[m][n]);
+      for (int h = 0; h < 2; h++)
+        d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + d_at);
+#pragma unroll
+      for (int n = 0; n < nt; n++) add_product<T>(at, stage, d, n, total[m][n], p[m][n]);
+    }
   }
 }
 
@@ -282,18 +341,21 @@ __device__ __forceinline__ void add_blocks(const Fragment& at, const uint8_t* st
   const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
   const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
   const uint8_t* table = unpacked + T::rows * code_pitch;
+  constexpr bool has_mins = T::Weights::has_mins;
 #pragma unroll
   for (int block = 0; block < 8; block++) {
     if (block >= num_blocks) break;
 #pragma unroll
     for (int m = 0; m < T::mt; m++) {
       uint32_t a[4];
-      float d[2];
+      float d[2], minima[2];
       load_matrices(a, a_address + 16 * m * code_pitch + 32 * block);
 #pragma unroll
-      for (int h = 0; h < 2; h++)
-        d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch +
-                                               4 * block);
+      for (int h = 0; h < 2; h++) {
+        const uint8_t* row = table + (at.row + 16 * m + 8 * h + at.g) * T::Group::table_pitch;
+        d[h] = *reinterpret_cast<const float*>(row + 4 * block);
+        if constexpr (has_mins) minima[h] = *reinterpret_cast<const float*>(row + small_mins_at + 4 * block);
+      }
 #pragma unroll
       for (int n = 0; n < nt; n++) {
         uint32_t b[2];
@@ -307,6 +369,14 @@ __device__ __forceinline__ void add_blocks(const Fragment& at, const uint8_t* st
         for (int i = 0; i < 4; i++)
           p[block][m][n][i] =
               __fmaf_rn(d[i / 2] * scales[i % 2], __int_as_float(s[i]) - magic, p[block][m][n][i]);
+        if constexpr (has_mins) {
+          const uint32_t ones[4] = {four_ones, four_ones, four_ones, four_ones};
+          multiply_bytes(s, ones, b[0], b[1], magic_bits);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            p[block][m][n][i] =
+                __fmaf_rn(minima[i / 2] * scales[i % 2], __int_as_float(s[i]) - magic, p[block][m][n][i]);
+        }
       }
     }
   }

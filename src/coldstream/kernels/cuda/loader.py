@@ -14,7 +14,6 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
-from coldstream.kernels.dequantize.code_tables import code_table
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gathered_rows import read_rows
@@ -33,7 +32,6 @@ class CudaLoader:
         self.memory = memory
         self.planning = isinstance(memory, MemoryPlan)
         self._uploads: list[Upload] = []
-        self._code_tables: dict[QuantType, torch.Tensor | None] = {}
 
     def finish_loading(self, progress: Progress | None) -> None:
         """Copies all queued weights. Raises ModelChangedError if the file ends early."""
@@ -80,13 +78,6 @@ class CudaLoader:
 
     def float_array(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._copied(torch.from_numpy(values))
-
-    def code_table(self, quant_type: QuantType) -> torch.Tensor | None:
-        """The table of values of the type's codes, if it has one; the same tensor for all weights."""
-        if quant_type not in self._code_tables:
-            table = code_table(quant_type)
-            self._code_tables[quant_type] = None if table is None else self._copied(table)
-        return self._code_tables[quant_type]
 
     def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
         if isinstance(weight, QuantTensor):

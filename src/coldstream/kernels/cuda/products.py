@@ -14,8 +14,7 @@ from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, Quan
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, SKINNY_TYPES
-from coldstream.kernels.dequantize.cuda import dequantize_cuda
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
 from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
@@ -76,7 +75,8 @@ class CudaProducts(CudaLoader):
 
     def linear(self, x: Activations, weights: Sequence[CudaWeight]) -> tuple[torch.Tensor, ...]:
         """See `Ops`."""
-        matrices = [self._multipliable(weight) for weight in weights]
+        matrices = [weight for weight in weights if isinstance(weight, QuantTensor)]
+        assert len(matrices) == len(weights), "experts are no operand of a dense product"
         outs = tuple(self.empty(x.shape[0], weight.shape[0]) for weight in matrices)
         if x.shape[0] <= MAX_GEMV_ROWS or fits_skinny(matrices, x.values):
             block_rows = None
@@ -106,12 +106,3 @@ class CudaProducts(CudaLoader):
         outs: Sequence[torch.Tensor],
     ) -> None:
         linear_skinny_cuda(weights, outs, activations=x.quantised, x=x.values, block_rows=block_rows)
-
-    def _multipliable(self, weight: CudaWeight) -> QuantTensor:
-        """The weight itself, or its values as float32 if the products have no kernel for its type."""
-        assert isinstance(weight, QuantTensor)
-        if weight.quant_type in SKINNY_TYPES:
-            return weight
-        values = self.empty(*weight.shape)
-        self.launch(dequantize_cuda, weight, values, self.code_table(weight.quant_type), None)
-        return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, weight.shape)

@@ -150,58 +150,151 @@ struct LanePlace {
 };
 
 // The codes of x under the lane's quarter of its super-block.
-template <typename Format>
+template <class Weights>
 __device__ __forceinline__ void load_quarter(const SharedRow& x, const LanePlace& place,
                                              uint32_t (&codes)[16]) {
 #pragma unroll
   for (int c = 0; c < 4; c++) {
-    const uint4 chunk = load_chunk(x, place.at * 16 + Format::chunk(place.s, c));
+    const uint4 chunk = load_chunk(x, place.at * 16 + Weights::chunk(place.s, c));
     codes[4 * c] = chunk.x, codes[4 * c + 1] = chunk.y;
     codes[4 * c + 2] = chunk.z, codes[4 * c + 3] = chunk.w;
   }
 }
 
-// p with the super-block of the row that the lane keeps, of which the lane has the shares `part`.
-template <typename Format>
-__device__ __forceinline__ float add_super_block(const HeaderK& header, const int (&part)[4],
+// The floats of a super-block, and its scales and minima if it has a header.
+template <class Weights>
+__device__ __forceinline__ HeaderK header_of(const uint8_t* block) {
+  if constexpr (Weights::has_header) {
+    return Weights::header(block);
+  } else {
+    const typename Weights::Near bytes = {block};
+    HeaderK header;
+    header.d = Weights::d(bytes);
+    if constexpr (Weights::has_mins) header.dmin = Weights::dmin(bytes);
+    return header;
+  }
+}
+
+// Sums of the codes of x in a quarter's runs of 16, for minima of sixteen sub-blocks: two to a word.
+struct RunSums {
+  uint32_t pairs[2];
+
+  __device__ __forceinline__ explicit RunSums(const uint32_t (&x)[16]) {
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      int sums[2] = {};
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[i / 4] = dot_signed(four_ones, x[8 * pair + i], sums[i / 4]);
+      pairs[pair] = __byte_perm(uint32_t(sums[0]), uint32_t(sums[1]), 0x5410);
+    }
+  }
+  // With the minima of the runs, a byte each.
+  __device__ __forceinline__ int dot(uint32_t mins) const {
+    return __dp2a_hi(int(pairs[1]), int(mins), __dp2a_lo(int(pairs[0]), int(mins), 0));
+  }
+};
+
+// What a lane has of the four rows of a quad: its shares of their products and, without a header, of the sums
+// of minima.
+struct Shares {
+  int products[4], mins[4];
+};
+
+// p with the super-block of the row that the lane keeps.
+template <class Weights>
+__device__ __forceinline__ float add_super_block(const HeaderK& header, const Shares& shares,
                                                  const SharedRow& x, const LanePlace& place, float p) {
-  const float product = float(exchange_sums(part)), a = x.scales[place.at];
+  const float product = float(exchange_sums(shares.products)), a = x.scales[place.at];
   float sum = __fmaf_rn(header.d * a, product, p);
-  if constexpr (Format::has_mins) {
-    const int mins = dot_mins(header.mins, load_16(x.sums + place.at * 16));
+  if constexpr (Weights::has_mins) {
+    const int mins = Weights::has_header ? dot_mins(header.mins, load_16(x.sums + place.at * 16))
+                                         : exchange_sums(shares.mins);
     sum = __fmaf_rn(-(header.dmin * a), float(mins), sum);
   }
   return place.exists ? sum : p;
 }
 
-template <typename Format>
+template <class Weights>
 __device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
                                                  const SharedRow& x, float& p) {
+  constexpr bool is_aligned = Weights::alignment == 16,
+                 has_run_mins = Weights::has_mins && !Weights::has_header;
   const LanePlace place(shape, pass, x.groups);
-  const int offset = place.g * Format::bytes;
+  const int offset = place.g * Weights::bytes;
   uint32_t codes_x[16], scales[4];
-  load_quarter<Format>(x, place, codes_x);
-  const uint8_t* own = staged.row<Format::is_aligned>(place.quad * 4 + place.s) + offset;
-  HeaderK header;
-  if constexpr (Format::has_mins) {
-    header = unpack_header_k(load_16(own));
-    exchange_scales(header.scales, place.s, scales);
-  } else {
-    header.d = Format::d(own);
-  }
-  int part[4];
+  load_quarter<Weights>(x, place, codes_x);
+  const HeaderK header = header_of<Weights>(staged.row<is_aligned>(place.quad * 4 + place.s) + offset);
+  if constexpr (Weights::has_header) exchange_scales(header.scales, place.s, scales);
+  Shares shares;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const uint8_t* block = staged.row<Format::is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
-    if constexpr (!Format::has_mins) scales[i] = Format::scales(block, place.s);
+    const uint8_t* block = staged.row<is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
+    if constexpr (!Weights::has_header) scales[i] = Weights::scales(block, place.s);
     uint32_t codes[16];
-    Format::unpack(block, place.s, codes);
-    part[i] = Format::dot(codes, codes_x, scales[i]);
+    Weights::unpack(block, place.s, codes);
+    shares.products[i] = Weights::dot(codes, codes_x, scales[i]);
+    if constexpr (has_run_mins) shares.mins[i] = RunSums(codes_x).dot(Weights::mins(block, place.s));
+    if constexpr (!Weights::overlaps_rows) __syncwarp();
   }
-  p = add_super_block<Format>(header, part, x, place, p);
+  p = add_super_block<Weights>(header, shares, x, place, p);
 }
 
-template <typename Format>
+// The 32 codes of block `index` of a row: eight words of a block in memory from `first` on.
+template <class Weights>
+struct SmallPlace {
+  NearBytes<Weights::alignment> block;
+  int first;
+
+  __device__ __forceinline__ SmallPlace(const uint8_t* row, int index)
+      : block{row + index / parts * Weights::bytes}, first((index & (parts - 1)) * 8) {}
+
+  __device__ __forceinline__ void unpack(uint32_t (&codes)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; i++) codes[i] = Weights::shifted_word(block, first + i);
+  }
+
+ private:
+  static constexpr int parts = Weights::elements / 32;
+};
+
+template <class Weights>
+__device__ __forceinline__ int dot_block(const uint32_t (&codes)[8], const uint32_t (&x)[8]) {
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = dot_signed(codes[i], x[i], sum);
+  return sum >> Weights::shift;
+}
+
+// p with a block of 32, whose minimum is `m`.
+template <class Weights>
+__device__ __forceinline__ float add_block(const uint32_t (&codes)[8], float d, float m,
+                                           const uint32_t (&x)[8], float scale, float p) {
+  p = __fmaf_rn(d * scale, float(dot_block<Weights>(codes, x)), p);
+  if constexpr (Weights::has_mins) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = dot_signed(four_ones, x[i], sum);
+    p = __fmaf_rn(m * scale, float(sum), p);
+  }
+  return p;
+}
+
+template <class Weights>
+__device__ __forceinline__ float minimum_of(const NearBytes<Weights::alignment>& block) {
+  if constexpr (Weights::has_mins)
+    return Weights::minimum(block);
+  else
+    return 0.0f;
+}
+
+// The codes of block j of group `group`.
+__device__ __forceinline__ void load_block(const SharedRow& x, int group, int j, uint32_t (&codes)[8]) {
+  const uint4 first = load_chunk(x, group * 16 + 2 * j), second = load_chunk(x, group * 16 + 2 * j + 1);
+  codes[0] = first.x, codes[1] = first.y, codes[2] = first.z, codes[3] = first.w;
+  codes[4] = second.x, codes[5] = second.y, codes[6] = second.z, codes[7] = second.w;
+}
+
+template <class Weights>
 __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixShape& shape, int pass,
                                            const SharedRow& x, float& p) {
   const int lane = threadIdx.x % warp_size, j = lane / 4;
@@ -211,12 +304,12 @@ __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixSha
   for (int g = 0; g < num_groups; g++) {
     const int group = pass * 8 + g;
     if (group * 8 + j >= num_blocks) break;
-    const uint8_t* block = row + (g * 8 + j) * Format::bytes;
-    uint32_t codes[8];
-    Format::unpack(block, codes);
-    const uint4 first = load_chunk(x, group * 16 + 2 * j), second = load_chunk(x, group * 16 + 2 * j + 1);
-    const uint32_t codes_x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-    p = __fmaf_rn(load_half(block) * x.scales[group * 8 + j], float(dot_block<Format>(codes, codes_x)), p);
+    const SmallPlace<Weights> place(row, g * 8 + j);
+    uint32_t codes[8], codes_x[8];
+    place.unpack(codes);
+    load_block(x, group, j, codes_x);
+    p = add_block<Weights>(codes, Weights::d(place.block), minimum_of<Weights>(place.block), codes_x,
+                           x.scales[group * 8 + j], p);
   }
   __syncwarp();
 }
@@ -302,13 +395,14 @@ __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape
                                          const Inputs& x, float (&p)[T]) {
   const int type = shape.type;
   if constexpr (T == 1) {
-    const SharedRow& row = x.quantized;
-    if (is_type<types, q4_k>(type)) return add_super_blocks<FormatQ4K>(staged, shape, pass, row, p[0]);
-    if (is_type<types, q5_k>(type)) return add_super_blocks<FormatQ5K>(staged, shape, pass, row, p[0]);
-    if (is_type<types, q6_k>(type)) return add_super_blocks<FormatQ6K>(staged, shape, pass, row, p[0]);
-    if (is_type<types, q8_0>(type)) return add_blocks<FormatQ8_0>(staged, shape, pass, row, p[0]);
-    if (is_type<types, q4_0>(type)) return add_blocks<FormatQ4_0>(staged, shape, pass, row, p[0]);
-    if (is_type<types, q5_0>(type)) return add_blocks<FormatQ5_0>(staged, shape, pass, row, p[0]);
+    const auto add = [&](auto weights) {
+      using Weights = decltype(weights);
+      if constexpr (Weights::is_super)
+        add_super_blocks<Weights>(staged, shape, pass, x.quantized, p[0]);
+      else
+        add_blocks<Weights>(staged, shape, pass, x.quantized, p[0]);
+    };
+    with_weights<types>(type, add);
   }
   if (is_type<types, f32>(type)) return add_values<float>(staged, shape, pass, x, p);
   if (is_type<types, f16>(type)) return add_values<Half>(staged, shape, pass, x, p);

@@ -93,29 +93,21 @@ template <Types types, int slices>
 __device__ __forceinline__ void add_part(const Staged& staged, const MatrixShape& shape, int pass,
                                          int num_groups, const PartRows& x, float (&p)[slices][4],
                                          float (&q)[slices][4]) {
-  const int warp = warp_of_set(), g = warp % part_width, type = shape.type;
+  const int warp = warp_of_set(), g = warp % part_width;
   const int first_row = warp / part_width * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
-  const auto add_blocks = [&](auto format) {
-    using Format = decltype(format);
-    for (int i = 0; i < part_groups; i++) {
-      const int first = (pass * part_groups + i) * 8, num_blocks = shape.num_cols / 32, j = i * 8 + g;
-      if (first + g < num_blocks)
-        add_block_32<Format>(row + j * Format::bytes, row_8 + j * Format::bytes, x, i, g, p);
-      if (first + g + 4 < num_blocks)
-        add_block_32<Format>(row + (j + 4) * Format::bytes, row_8 + (j + 4) * Format::bytes, x, i, g + 4, q);
+  with_weights<types>(shape.type, [&](auto weights) {
+    using Weights = decltype(weights);
+    if constexpr (Weights::is_super) {
+      if (pass * part_groups + g < num_groups) add_super_block_of<Weights>(row, row_8, g, x, g, p);
+    } else {
+      for (int i = 0; i < part_groups; i++) {
+        const int first = (pass * part_groups + i) * 8, num_blocks = shape.num_cols / 32, j = i * 8 + g;
+        if (first + g < num_blocks) add_block_32<Weights>(row, row_8, j, x, i, g, p);
+        if (first + g + 4 < num_blocks) add_block_32<Weights>(row, row_8, j + 4, x, i, g + 4, q);
+      }
     }
-  };
-  if (is_type<types, q8_0>(type)) return add_blocks(FormatQ8_0{});
-  if (is_type<types, q4_0>(type)) return add_blocks(FormatQ4_0{});
-  if (is_type<types, q5_0>(type)) return add_blocks(FormatQ5_0{});
-  if (pass * part_groups + g >= num_groups) return;
-  const bool is_q4 = is_type<types, q4_k>(type), is_q5 = is_type<types, q5_k>(type);
-  const int bytes = is_q4 ? FormatQ4K::bytes : is_q5 ? FormatQ5K::bytes : FormatQ6K::bytes;
-  const uint8_t *block = row + g * bytes, *block_8 = row_8 + g * bytes;
-  if (is_q4) add_block_k<false>(block, block_8, x, g, p);
-  if (is_q5) add_block_k<true>(block, block_8, x, g, p);
-  if (is_type<types, q6_k>(type)) add_block_6(block, block_8, x, g, p);
+  });
 }
 
 // As `finish_tile`, of sums over the pairs of accumulators four apart.

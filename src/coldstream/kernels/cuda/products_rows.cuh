@@ -103,50 +103,58 @@ struct RowSums {
   }
 };
 
-template <typename Format>
+template <class Weights>
 __device__ __forceinline__ void add_super_blocks_of_rows(const Staged& staged, const MatrixShape& shape,
                                                          int pass, const SharedRows& x, const RowSums& kept) {
+  constexpr bool is_aligned = Weights::alignment == 16,
+                 has_run_mins = Weights::has_mins && !Weights::has_header;
   const LanePlace place(shape, pass, x.first.groups);
-  const int offset = place.g * Format::bytes;
-  const uint8_t* own = staged.row<Format::is_aligned>(place.quad * 4 + place.s) + offset;
-  uint32_t codes[4][16], scales[4];
+  const int offset = place.g * Weights::bytes;
+  const uint8_t* own = staged.row<is_aligned>(place.quad * 4 + place.s) + offset;
+  uint32_t codes[4][16], scales[4], mins[4];
   HeaderK header;
-  if constexpr (Format::has_mins) {
-    header = unpack_header_k(load_16(own));
+  if constexpr (Weights::has_header) {
+    header = header_of<Weights>(own);
     exchange_scales(header.scales, place.s, scales);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const uint8_t* block = staged.row<Format::is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
-    if constexpr (!Format::has_mins) scales[i] = Format::scales(block, place.s);
-    Format::unpack(block, place.s, codes[i]);
+    const uint8_t* block = staged.row<is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
+    if constexpr (!Weights::has_header) scales[i] = Weights::scales(block, place.s);
+    if constexpr (has_run_mins) mins[i] = Weights::mins(block, place.s);
+    Weights::unpack(block, place.s, codes[i]);
+    if constexpr (!Weights::overlaps_rows) __syncwarp();
   }
-  if constexpr (!Format::has_mins) header.d = Format::d(own);
+  if constexpr (!Weights::has_header) header = header_of<Weights>(own);
 #pragma unroll 1
   for (int t = 0; t < x.count; t++) {
     const SharedRow row = x.row(t);
     uint32_t codes_x[16];
-    load_quarter<Format>(row, place, codes_x);
-    int part[4];
+    load_quarter<Weights>(row, place, codes_x);
+    Shares shares;
 #pragma unroll
-    for (int i = 0; i < 4; i++) part[i] = Format::dot(codes[i], codes_x, scales[i]);
-    kept.keep(t, pass, shape, add_super_block<Format>(header, part, row, place, kept.start(t, pass)));
+    for (int i = 0; i < 4; i++) {
+      shares.products[i] = Weights::dot(codes[i], codes_x, scales[i]);
+      if constexpr (has_run_mins) shares.mins[i] = RunSums(codes_x).dot(mins[i]);
+    }
+    kept.keep(t, pass, shape, add_super_block<Weights>(header, shares, row, place, kept.start(t, pass)));
   }
 }
 
-template <typename Format>
+template <class Weights>
 __device__ __forceinline__ void add_blocks_of_rows(const Staged& staged, const MatrixShape& shape, int pass,
                                                    const SharedRows& x, const RowSums& kept) {
   const int lane = threadIdx.x % warp_size, j = lane / 4;
   const uint8_t* row = staged.row<false>(lane % 4);
   const int num_blocks = min(64, shape.num_cols / 32 - pass * 64);
   uint32_t codes[8][8];
-  float d[8];
+  float d[8], m[8];
 #pragma unroll
   for (int g = 0; g < 8; g++) {
-    const uint8_t* block = row + (g * 8 + j < num_blocks ? g * 8 + j : 0) * Format::bytes;
-    Format::unpack(block, codes[g]);
-    d[g] = load_half(block);
+    const SmallPlace<Weights> place(row, g * 8 + j < num_blocks ? g * 8 + j : 0);
+    place.unpack(codes[g]);
+    d[g] = Weights::d(place.block);
+    m[g] = minimum_of<Weights>(place.block);
   }
 #pragma unroll 1
   for (int t = 0; t < x.count; t++) {
@@ -156,11 +164,9 @@ __device__ __forceinline__ void add_blocks_of_rows(const Staged& staged, const M
     for (int g = 0; g < 8; g++) {
       if (g * 8 + j >= num_blocks) break;
       const int group = pass * 8 + g;
-      const uint4 first = load_chunk(own, group * 16 + 2 * j),
-                  second = load_chunk(own, group * 16 + 2 * j + 1);
-      const uint32_t codes_x[8] = {first.x,  first.y,  first.z,  first.w,
-                                   second.x, second.y, second.z, second.w};
-      p = __fmaf_rn(d[g] * own.scales[group * 8 + j], float(dot_block<Format>(codes[g], codes_x)), p);
+      uint32_t codes_x[8];
+      load_block(own, group, j, codes_x);
+      p = add_block<Weights>(codes[g], d[g], m[g], codes_x, own.scales[group * 8 + j], p);
     }
     __syncwarp();
     kept.keep(t, pass, shape, p);
@@ -171,13 +177,13 @@ __device__ __forceinline__ void add_blocks_of_rows(const Staged& staged, const M
 template <Types types>
 __device__ __forceinline__ void add_pass_of_rows(const Staged& staged, const MatrixShape& shape, int pass,
                                                  const SharedRows& x, const RowSums& kept) {
-  const int type = shape.type;
-  if (is_type<types, q4_k>(type)) return add_super_blocks_of_rows<FormatQ4K>(staged, shape, pass, x, kept);
-  if (is_type<types, q5_k>(type)) return add_super_blocks_of_rows<FormatQ5K>(staged, shape, pass, x, kept);
-  if (is_type<types, q6_k>(type)) return add_super_blocks_of_rows<FormatQ6K>(staged, shape, pass, x, kept);
-  if (is_type<types, q8_0>(type)) return add_blocks_of_rows<FormatQ8_0>(staged, shape, pass, x, kept);
-  if (is_type<types, q4_0>(type)) return add_blocks_of_rows<FormatQ4_0>(staged, shape, pass, x, kept);
-  if (is_type<types, q5_0>(type)) return add_blocks_of_rows<FormatQ5_0>(staged, shape, pass, x, kept);
+  with_weights<types>(shape.type, [&](auto weights) {
+    using Weights = decltype(weights);
+    if constexpr (Weights::is_super)
+      add_super_blocks_of_rows<Weights>(staged, shape, pass, x, kept);
+    else
+      add_blocks_of_rows<Weights>(staged, shape, pass, x, kept);
+  });
 }
 
 // Calls store(t, row, place of its sum) for all sums of a unit, by one warp.

@@ -96,13 +96,6 @@ __device__ __forceinline__ TileGroup tile_group(const TileRows& x, int slice, in
 
 __device__ __forceinline__ uint32_t load_4(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
-// Four bytes at a multiple of 2.
-__device__ __forceinline__ uint32_t load_word(const uint8_t* p) {
-  uint32_t words[1];
-  load_words(p, words);
-  return words[0];
-}
-
 __device__ __forceinline__ int byte_of(uint32_t word, int i) { return int(word >> (8 * i)) & 0xff; }
 
 // sums += scale of the row · d.
@@ -171,114 +164,165 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
   }
 }
 
-// The sixteen int8 scales of a block of Q6_K.
-__device__ __forceinline__ void load_scales_6(const uint8_t* block, uint32_t (&scales)[4]) {
-  load_words(block + 192, scales);
-}
+// The super-blocks of weight rows g and g + 8.
+template <class Weights>
+using TwoBlocks = typename Weights::Near[2];
 
-template <int slices>
-__device__ __forceinline__ void add_block_6(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
-                                            int group, float (&p)[slices][4]) {
+// sums += I with sixteen sub-blocks of 16, a product each.
+template <class Weights, int slices>
+__device__ __forceinline__ void add_sixteen(const TwoBlocks<Weights>& blocks,
+                                            const TileGroup (&inputs)[slices], int (&sums)[slices][4]) {
   const int c = threadIdx.x % 4;
-  uint32_t scales[4], scales_8[4];
-  load_scales_6(block, scales);
-  load_scales_6(block_8, scales_8);
-  TileGroup inputs[slices];
+  uint32_t scales[2][4];
 #pragma unroll
-  for (int n = 0; n < slices; n++) inputs[n] = tile_group(x, n, group);
-  int sums[slices][4] = {};
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int q = 0; q < 4; q++) scales[r][q] = Weights::scale_word(blocks[r], q);
 #pragma unroll
   for (int part = 0; part < 4; part++) {
-    const int half = part / 2, u = part % 2, low_at = 64 * half + 16 * u + 4 * c;
-    const uint8_t* rows[2] = {block, block_8};
-    uint32_t low[2][2], high[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      low[r][0] = load_word(rows[r] + low_at);
-      low[r][1] = load_word(rows[r] + low_at + 32);
-      high[r] = load_word(rows[r] + 128 + 32 * half + 16 * u + 4 * c);
-    }
 #pragma unroll
     for (int run = 0; run < 4; run++) {
+      const int j = Weights::chunk(part, run);
       uint32_t a[2];
+      int scale[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const uint32_t bits = low[r][run % 2];
-        a[r] = FormatQ6K::join(run < 2 ? bits << 2 : bits >> 2, high[r] << (6 - 2 * run));
+        a[r] = Weights::shifted_word(blocks[r], SplitIndex{c, 4 * j});
+        scale[r] = int8_t(byte_of(scales[r][j / 4], j % 4));
       }
-      const int j = 8 * half + 2 * run + u;
-      const int scale = int8_t(byte_of(scales[j / 4], j % 4)),
-                scale_8 = int8_t(byte_of(scales_8[j / 4], j % 4));
 #pragma unroll
       for (int n = 0; n < slices; n++) {
         int d[4];
         multiply_16_bytes(d, a[0], a[1], load_4(inputs[n].codes + 16 * j));
-        add_scaled(sums[n], d, scale, scale_8);
+        add_scaled(sums[n], d, scale[0], scale[1]);
       }
     }
   }
-  const float d = FormatQ6K::d(block), d_8 = FormatQ6K::d(block_8);
+}
+
+// The same with eight sub-blocks of 32.
+template <class Weights, int slices>
+__device__ __forceinline__ void add_eight(const TwoBlocks<Weights>& blocks, const TileGroup (&inputs)[slices],
+                                          int (&sums)[slices][4]) {
+  const int c = threadIdx.x % 4;
 #pragma unroll
-  for (int n = 0; n < slices; n++) {
+  for (int j = 0; j < 8; j++) {
+    uint32_t a[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[n][i] >>= 2;
-    add_products(p[n], sums[n], d, d_8, x.scales[inputs[n].at[0]], x.scales[inputs[n].at[1]]);
+    for (int i = 0; i < 4; i++) a[i] = Weights::shifted_word(blocks[i % 2], SplitIndex{c, 8 * j + i / 2 * 4});
+    const int scale = Weights::scale(blocks[0], j), scale_8 = Weights::scale(blocks[1], j);
+#pragma unroll
+    for (int n = 0; n < slices; n++) {
+      int d[4];
+      multiply_bytes(d, a, load_4(inputs[n].codes + 32 * j), load_4(inputs[n].codes + 32 * j + 16), 0);
+      add_scaled(sums[n], d, scale, scale_8);
+    }
   }
 }
 
-// The words of a block of 32 for inputs 4 c … and 16 + 4 c …; a product is shifted right by the format's
-// shift.
-__device__ __forceinline__ void unpack_words(FormatQ8_0, const uint8_t* block, int c, uint32_t& first,
-                                             uint32_t& second) {
-  first = load_word(block + 2 + 4 * c);
-  second = load_word(block + 18 + 4 * c);
-}
-
-__device__ __forceinline__ void unpack_words(FormatQ4_0, const uint8_t* block, int c, uint32_t& first,
-                                             uint32_t& second) {
-  const uint32_t word = load_word(block + 2 + 4 * c);
-  first = ((word << 4) & 0xf0f0f0f0) ^ 0x80808080;
-  second = (word & 0xf0f0f0f0) ^ 0x80808080;
-}
-
-__device__ __forceinline__ void unpack_words(FormatQ5_0, const uint8_t* block, int c, uint32_t& first,
-                                             uint32_t& second) {
-  const uint32_t bits = load_word(block + 2), word = load_word(block + 6 + 4 * c);
-  first = FormatQ5_0::join((word << 3) & 0x78787878, bits >> (4 * c));
-  second = FormatQ5_0::join((word >> 1) & 0x78787878, bits >> (16 + 4 * c));
-}
-
-// Block j of a group.
-template <typename Format, int slices>
-__device__ __forceinline__ void add_block_32(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
-                                             int group, int j, float (&p)[slices][4]) {
+// The same with scales that are factors of the codes; mins += M, whose factors are minima.
+template <class Weights, int slices>
+__device__ __forceinline__ void add_folded(const TwoBlocks<Weights>& blocks,
+                                           const TileGroup (&inputs)[slices], int (&sums)[slices][4],
+                                           int (&mins)[slices][4]) {
   const int c = threadIdx.x % 4;
-  uint32_t a[4];
-  unpack_words(Format{}, block, c, a[0], a[2]);
-  unpack_words(Format{}, block_8, c, a[1], a[3]);
-  const float d = load_half(block), d_8 = load_half(block_8);
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    uint32_t a[4], of_mins[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int run = 2 * j + i / 2;
+      a[i] = folded_word<Weights>(blocks[i % 2], SplitIndex{c, 4 * run});
+      if constexpr (Weights::has_mins)
+        of_mins[i] = byte_of(Weights::min_word(blocks[i % 2], run / 4), run % 4) * four_ones;
+    }
+#pragma unroll
+    for (int n = 0; n < slices; n++) {
+      const uint32_t first = load_4(inputs[n].codes + 32 * j), second = load_4(inputs[n].codes + 32 * j + 16);
+      add_product(sums[n], a, first, second);
+      if constexpr (Weights::has_mins) add_product(mins[n], of_mins, first, second);
+    }
+  }
+}
+
+// A super-block of a type without a header.
+template <class Weights, int slices>
+__device__ __forceinline__ void add_super(const uint8_t* block, const uint8_t* block_8, const TileRows& x,
+                                          int group, float (&p)[slices][4]) {
+  const TwoBlocks<Weights> blocks = {{block}, {block_8}};
+  TileGroup inputs[slices];
+#pragma unroll
+  for (int n = 0; n < slices; n++) inputs[n] = tile_group(x, n, group);
+  int sums[slices][4] = {}, mins[slices][4] = {};
+  if constexpr (Weights::folds_scales)
+    add_folded<Weights>(blocks, inputs, sums, mins);
+  else if constexpr (Weights::sub_blocks == 16)
+    add_sixteen<Weights>(blocks, inputs, sums);
+  else
+    add_eight<Weights>(blocks, inputs, sums);
+  const float d = Weights::d(blocks[0]), d_8 = Weights::d(blocks[1]);
+#pragma unroll
+  for (int n = 0; n < slices; n++) {
+    const float a = x.scales[inputs[n].at[0]], a_1 = x.scales[inputs[n].at[1]];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[n][i] >>= Weights::shift;
+    add_products(p[n], sums[n], d, d_8, a, a_1);
+    if constexpr (Weights::has_mins)
+      add_products(p[n], mins[n], -Weights::dmin(blocks[0]), -Weights::dmin(blocks[1]), a, a_1);
+  }
+}
+
+// Blocks of 32 number `index` of the rows, block j of a group.
+template <class Weights, int slices>
+__device__ __forceinline__ void add_block_32(const uint8_t* row, const uint8_t* row_8, int index,
+                                             const TileRows& x, int group, int j, float (&p)[slices][4]) {
+  const int c = threadIdx.x % 4;
+  const SmallPlace<Weights> place(row, index), place_8(row_8, index);
+  const uint32_t a[4] = {Weights::shifted_word(place.block, place.first + c),
+                         Weights::shifted_word(place_8.block, place.first + c),
+                         Weights::shifted_word(place.block, place.first + 4 + c),
+                         Weights::shifted_word(place_8.block, place.first + 4 + c)};
+  const float d = Weights::d(place.block), d_8 = Weights::d(place_8.block);
 #pragma unroll
   for (int n = 0; n < slices; n++) {
     const TileGroup own = tile_group(x, n, group);
+    const uint32_t first = load_4(own.codes + 32 * j), second = load_4(own.codes + 32 * j + 16);
     int sums[4];
-    multiply_bytes(sums, a, load_4(own.codes + 32 * j), load_4(own.codes + 32 * j + 16), 0);
+    multiply_bytes(sums, a, first, second, 0);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[i] >>= Format::shift;
+    for (int i = 0; i < 4; i++) sums[i] >>= Weights::shift;
     const float* scales = x.scales + j;
-    add_products(p[n], sums, d, d_8, scales[own.at[0] * scales_in_group],
-                 scales[own.at[1] * scales_in_group]);
+    const float scale = scales[own.at[0] * scales_in_group], scale_1 = scales[own.at[1] * scales_in_group];
+    add_products(p[n], sums, d, d_8, scale, scale_1);
+    if constexpr (Weights::has_mins) {
+      const uint32_t ones[4] = {four_ones, four_ones, four_ones, four_ones};
+      multiply_bytes(sums, ones, first, second, 0);
+      add_products(p[n], sums, Weights::minimum(place.block), Weights::minimum(place_8.block), scale,
+                   scale_1);
+    }
   }
 }
 
-template <typename Format, int slices>
+template <class Weights, int slices>
 __device__ __forceinline__ void add_blocks_32(const uint8_t* row, const uint8_t* row_8, int pass,
                                               int num_blocks, const TileRows& x, float (&p)[slices][4]) {
   const int j = warp_of_set();
   for (int g = 0; g < 8; g++) {
-    const int group = pass * 8 + g, offset = (g * 8 + j) * Format::bytes;
+    const int group = pass * 8 + g;
     if (group * 8 + j >= num_blocks) return;
-    add_block_32<Format>(row + offset, row_8 + offset, x, group, j, p);
+    add_block_32<Weights>(row, row_8, g * 8 + j, x, group, j, p);
   }
+}
+
+// The super-blocks of a group, `index` in the rows.
+template <class Weights, int slices, typename Rows>
+__device__ __forceinline__ void add_super_block_of(const uint8_t* row, const uint8_t* row_8, int index,
+                                                   const Rows& x, int group, float (&p)[slices][4]) {
+  const uint8_t *block = row + index * Weights::bytes, *block_8 = row_8 + index * Weights::bytes;
+  if constexpr (Weights::has_header)
+    add_block_k<Weights::type == q5_k>(block, block_8, x, group, p);
+  else
+    add_super<Weights>(block, block_8, x, group, p);
 }
 
 // One pass of one unit into the warp's accumulators.
@@ -288,17 +332,13 @@ __device__ __forceinline__ void add_tile(const Staged& staged, const MatrixShape
   const int warp = warp_of_set(), g = warp & ((8 >> shape.spread) - 1), group = pass * 8 + g;
   const int first_row = (warp >> (3 - shape.spread)) * 16 + threadIdx.x % warp_size / 4;
   const uint8_t *row = staged.row<false>(first_row), *row_8 = staged.row<false>(first_row + 8);
-  const int num_blocks = shape.num_cols / 32, type = shape.type;
-  if (is_type<types, q8_0>(type)) return add_blocks_32<FormatQ8_0>(row, row_8, pass, num_blocks, x, p);
-  if (is_type<types, q4_0>(type)) return add_blocks_32<FormatQ4_0>(row, row_8, pass, num_blocks, x, p);
-  if (is_type<types, q5_0>(type)) return add_blocks_32<FormatQ5_0>(row, row_8, pass, num_blocks, x, p);
-  if (group >= x.groups) return;
-  const bool is_q4 = is_type<types, q4_k>(type), is_q5 = is_type<types, q5_k>(type);
-  const int bytes = is_q4 ? FormatQ4K::bytes : is_q5 ? FormatQ5K::bytes : FormatQ6K::bytes;
-  const uint8_t *block = row + g * bytes, *block_8 = row_8 + g * bytes;
-  if (is_q4) add_block_k<false>(block, block_8, x, group, p);
-  if (is_q5) add_block_k<true>(block, block_8, x, group, p);
-  if (is_type<types, q6_k>(type)) add_block_6(block, block_8, x, group, p);
+  with_weights<types>(shape.type, [&](auto weights) {
+    using Weights = decltype(weights);
+    if constexpr (!Weights::is_super)
+      add_blocks_32<Weights>(row, row_8, pass, shape.num_cols / 32, x, p);
+    else if (group < x.groups)
+      add_super_block_of<Weights>(row, row_8, g, x, group, p);
+  });
 }
 
 // Starts the copies of one pass of a unit by the whole block, a row by each warp in turn.

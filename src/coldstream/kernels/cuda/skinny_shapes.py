@@ -29,7 +29,7 @@ PART_ROW_BYTES = PART_COLS + 16 + PART_COLS // GROUP_SIZE * (32 + 4)  # codes, s
 SKINNY_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
-BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in blocks of 32: codes, scales
+BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in small blocks: codes, scales
 SLACK_BYTES = 4  # after the scales, which the compiler loads in pairs, of which the last may be half
 RESERVED_BYTES = 1024  # shared memory per block that the system takes
 STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
@@ -66,10 +66,7 @@ class MatrixShape(ctypes.Structure):
 
 
 def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None = None) -> MatrixShape:
-    """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once.
-
-    ValueError for a type outside SKINNY_TYPES, which must be dequantised first.
-    """
+    """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once."""
     spread = natural_spread(quant_type, cols) if spread is None else spread
     unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
     shape = _shape(quant_type, rows, cols, unit_rows, spread)
@@ -108,8 +105,6 @@ def _shape(
     pass_cols: int = INTEGER_PASS_COLS,
 ) -> MatrixShape:
     """All but the stride of the ring's rows."""
-    if quant_type not in SKINNY_TYPES:
-        raise ValueError(f"GEMV and skinny kernels do not read {quant_type.name}")
     row_bytes = quant_type.row_bytes(cols)
     pass_cols = PASS_COLS.get(quant_type, pass_cols)
     return MatrixShape(

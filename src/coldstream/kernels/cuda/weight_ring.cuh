@@ -2,7 +2,7 @@
 // stages in shared memory.
 #pragma once
 
-#include "cuda/blocks.cuh"
+#include "cuda/weight_types.cuh"
 
 namespace coldstream {
 
@@ -18,31 +18,6 @@ struct MatrixShape {
   int stage_stride;  // bytes from row to row in the ring
   int spread;        // log2 of the quads of a unit
 };
-
-// The types that a kernel is compiled for, a bit for each: code for more types would displace a layer's other
-// kernels from the instruction caches (docs/notes/offloaded-experts.md).
-using Types = uint32_t;
-constexpr Types float_types = 1u << f32 | 1u << f16 | 1u << bf16;
-constexpr Types block_types = 1u << q8_0 | 1u << q4_0 | 1u << q5_0;  // of blocks of 32
-
-// Whether `type`, one of `types`, is `which`.
-template <Types types, int which>
-__device__ __forceinline__ bool is_type(int type) {
-  return (types >> which & 1) && (types == 1u << which || type == which);
-}
-
-template <Types types>
-__device__ __forceinline__ bool is_float(int type) {
-  if ((types & float_types) == 0 || (types & ~float_types) == 0) return (types & float_types) != 0;
-  return type == f32 || type == f16 || type == bf16;
-}
-
-// Whether a type has blocks of 32, which need an activation scale per 32 inputs.
-template <Types types>
-__device__ __forceinline__ bool is_block_type(int type) {
-  if ((types & block_types) == 0 || (types & ~block_types) == 0) return (types & block_types) != 0;
-  return type == q8_0 || type == q4_0 || type == q5_0;
-}
 
 // A pass of a unit in shared memory.
 struct Staged {

@@ -1,5 +1,5 @@
-// Dequantizes matrices of any type to float32: chosen rows of one matrix, or all rows of several that are
-// given by their addresses. A thread computes a run of eight values; see cuda.py for the launchers.
+// Dequantizes rows of a matrix of any type to float32. A thread computes a run of eight values; see cuda.py
+// for the launcher.
 #include "dequantize/values.cuh"
 
 namespace coldstream {
@@ -12,7 +12,8 @@ __device__ __forceinline__ bool starts_on_16(const void* p) {
 
 // Values first … first + 7 of a row of floats, those past its end 0.
 template <int type>
-__device__ __forceinline__ void load_floats(const uint8_t* row, int first, int cols, float (&values)[8]) {
+__device__ __forceinline__ void load_values(Floats<type>, const uint8_t* row, int first, int cols,
+                                            float (&values)[8]) {
   constexpr int value_bytes = type == f32 ? 4 : 2;
   const uint8_t* from = row + int64_t(first) * value_bytes;
   if (first + 8 <= cols && starts_on_16(from)) {
@@ -27,6 +28,12 @@ __device__ __forceinline__ void load_floats(const uint8_t* row, int first, int c
   for (int k = 0; k < 8; k++) values[k] = first + k < cols ? load_float<type>(from, k) : 0.0f;
 }
 
+template <class Weights>
+__device__ __forceinline__ void load_values(Weights, const uint8_t* row, int first, int, float (&values)[8]) {
+  constexpr int elements = Weights::elements;
+  load_run<Weights>(row + int64_t(first / elements) * Weights::bytes, first % elements / run_values, values);
+}
+
 __device__ __forceinline__ void store_run(float* row, int first, int cols, const float (&values)[8]) {
   float* to = row + first;
   if (first + 8 <= cols && starts_on_16(to)) {
@@ -39,36 +46,19 @@ __device__ __forceinline__ void store_run(float* row, int first, int cols, const
     if (first + k < cols) to[k] = values[k];
 }
 
-// grid (rows, runs of a row / threads, matrices). The matrix is `weight`, or else the one at
-// addresses[matrix_ids[z]], which is skipped if that address is 0. Its rows are `row_ids`, or the first ones
-// if that is null. Products read their weights before they wait for the kernel in front, and the values
-// written here may be such weights. So this kernel doesn't release the next one early, and every value is
-// visible to all before a block ends.
-template <int type, int block_elements, int block_bytes>
+// grid (rows, runs of a row / threads). The rows are `row_ids`, or the first ones if that is null. `Weights`
+// are the traits of a type, or Floats.
+template <class Weights>
 __global__ void __launch_bounds__(max_threads)
-    dequantize_rows(const uint8_t* weight, const int64_t* addresses, const int* matrix_ids,
-                    const int* row_ids, const int8_t* table, float* out, int row_bytes, int cols,
+    dequantize_rows(const uint8_t* weight, const int* row_ids, float* out, int row_bytes, int cols,
                     int out_stride) {
   wait_for_previous_grid();
   const int first = (blockIdx.y * blockDim.x + threadIdx.x) * run_values;
   if (first >= cols) return;
-  const uint8_t* matrix = weight;
-  if (addresses != nullptr) {
-    matrix = reinterpret_cast<const uint8_t*>(addresses[matrix_ids[blockIdx.z]]);
-    if (matrix == nullptr) return;
-  }
-  const int64_t source = row_ids == nullptr ? int64_t(blockIdx.x) : row_ids[blockIdx.x];
-  const uint8_t* row = matrix + source * row_bytes;
+  const int64_t target = blockIdx.x, source = row_ids == nullptr ? target : row_ids[target];
   float values[8];
-  if constexpr (block_elements == 1) {
-    load_floats<type>(row, first, cols, values);
-  } else {
-    const uint8_t* block = row + int64_t(first / block_elements) * block_bytes;
-    load_run<type, block_elements>(block, first % block_elements / run_values, table, values);
-  }
-  const int64_t target = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
+  load_values(Weights{}, weight + source * row_bytes, first, cols, values);
   store_run(out + target * out_stride, first, cols, values);
-  __threadfence();
 }
 
 }  // namespace coldstream

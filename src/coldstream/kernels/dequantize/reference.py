@@ -35,7 +35,9 @@ UNPACKERS: Mapping[QuantType, Callable[[torch.Tensor], IntegerBlocks]] = Mapping
         QuantType.IQ2_S: unpack_grid.unpack_iq2_s,
         QuantType.IQ4_XS: unpack_linear.unpack_iq4_xs,
         QuantType.IQ1_M: unpack_grid.unpack_iq1_m,
+        QuantType.TQ2_0: unpack_linear.unpack_tq2_0,
         QuantType.MXFP4: unpack_linear.unpack_mxfp4,
+        QuantType.Q2_0: unpack_linear.unpack_q2_0,
     }
 )
 FLOAT_DTYPES: Mapping[QuantType, torch.dtype] = MappingProxyType(
@@ -44,7 +46,10 @@ FLOAT_DTYPES: Mapping[QuantType, torch.dtype] = MappingProxyType(
 
 
 def unpack(tensor: QuantTensor) -> IntegerBlocks:
-    """Integers and scales of a tensor [..., K]: B = K / block_elements. KeyError for float types."""
+    """Integers and scales of a tensor [..., K]: n = 256, or n = 32 for types with smaller blocks, B = K / n.
+
+    KeyError for float types.
+    """
     blocks = grouped(tensor.blocks, -1, tensor.quant_type.block_bytes)
     return UNPACKERS[tensor.quant_type](blocks)
 

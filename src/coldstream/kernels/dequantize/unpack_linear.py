@@ -100,6 +100,19 @@ def unpack_iq4_xs(blocks: torch.Tensor) -> IntegerBlocks:
     return IntegerBlocks(codes, half(blocks, 0), scales - 32)
 
 
+def unpack_tq2_0(blocks: torch.Tensor) -> IntegerBlocks:
+    """Code 3 is legal and means +2."""
+    codes = fields(grouped(blocks[..., :64], 2, 32), 2).flatten(-3)
+    return IntegerBlocks(codes - 1, half(blocks, 64), ones(blocks))
+
+
+def unpack_q2_0(blocks: torch.Tensor) -> IntegerBlocks:
+    """A block of 64 values is two of 32 that share d. Code 3 is legal and means +2."""
+    codes = grouped(inner_fields(blocks[..., 2:], 2) - 1, 2, 32)  # [..., B, 2, 32]
+    d = half(blocks, 0).repeat_interleave(2, dim=-1)
+    return IntegerBlocks(codes.flatten(-3, -2), d, torch.ones((*d.shape, 1), dtype=torch.int32))
+
+
 def unpack_mxfp4(blocks: torch.Tensor) -> IntegerBlocks:
     """The scale is 2^(e − 128) for every exponent byte, 255 included: half, because the table is doubled."""
     table = torch.tensor(E2M1_DOUBLED, dtype=torch.int32)

@@ -5,11 +5,9 @@ from coldstream.kernels.dequantize.cuda import dequantize_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
 
 
-def embed_cuda(
-    table: QuantTensor, token_ids: DeviceArray, out: DeviceArray, codes: DeviceArray | None
-) -> None:
+def embed_cuda(table: QuantTensor, token_ids: DeviceArray, out: DeviceArray) -> None:
     """Writes the values of the rows `token_ids` (int32 [T]) of `table` [vocab, E] to float32 `out` [T, E].
 
-    The ids must be rows of the table, which the kernel does not check; `codes` is the table's `code_table`.
+    The ids must be rows of the table, which the kernel does not check.
     """
-    dequantize_cuda(table, out, codes, token_ids)
+    dequantize_cuda(table, out, token_ids)

@@ -31,7 +31,8 @@ WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
-    Path(__file__).with_name("gemv.cu"), tuple(instance_for(name, SKINNY_TYPES) for name in (GATE_UP, DOWN))
+    Path(__file__).with_name("gemv.cu"),
+    tuple(instance_for(name, {kind}) for name in (GATE_UP, DOWN) for kind in sorted(SKINNY_TYPES)),
 )
 
 
@@ -104,11 +105,11 @@ def experts_gemv_cuda(
 
     T ≤ MAX_PAIR_ROWS.
 
-    topk_ids int32 [T, K], contiguous, each an expert of the tables. Gates and ups of Q4_K, Q5_K and Q6_K need
+    topk_ids int32 [T, K], contiguous, each an expert of the tables. Gates and ups in super-blocks need
     `activations`, the rows [T, E] quantised with a scale for each 256 (`quantize/cuda.py`); other types need
-    the float32 x [T, E], for blocks of 32 with rows aligned to 16 bytes. Writes the workspace `hidden`
+    the float32 x [T, E], for blocks of 32 or 64 with rows aligned to 16 bytes. Writes the workspace `hidden`
     [T, K, F] and [T, Fs], and the results `outs` [T, K, E] and [T, E], but no rows of pairs whose expert has
-    address 0. ValueError for types that must be dequantised first and for shapes that do not fit.
+    address 0. ValueError for shapes that do not fit.
     """
     check_experts(weights, topk_ids, hidden, outs, activations, x)
     launch_gate_up(weights, topk_ids, hidden, activations, x)

@@ -25,15 +25,7 @@ GROUP_THREADS, PLAN_THREADS = 1024, 1024
 
 # For groups that seldom exceed the few tokens of a tile.
 SMALL_TILINGS: Mapping[QuantType, Tiling] = {
-    tiling.quant_type: tiling
-    for tiling in (
-        Tiling(QuantType.Q4_K, 1, 2, 8, 1, 3, 2),
-        Tiling(QuantType.Q5_K, 1, 2, 8, 1, 3, 2),
-        Tiling(QuantType.Q6_K, 1, 2, 8, 1, 3),
-        Tiling(QuantType.Q8_0, 1, 2, 8, 1, 3),
-        Tiling(QuantType.Q4_0, 1, 2, 8, 1, 3),
-        Tiling(QuantType.Q5_0, 1, 2, 8, 1, 3),
-    )
+    kind: Tiling(kind, 1, 2, 8, 1, 3, 2 if kind in IN_PLACE else 1) for kind in DENSE_TILINGS
 }
 # Large groups take the tiles of dense products. They do not always fill one, and then the scaled planes of
 # Q4_K and Q5_K cost warpgroups more than they save.

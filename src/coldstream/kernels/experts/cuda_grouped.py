@@ -39,7 +39,7 @@ FIRST_BITS = 12  # of an item's first pair
 GATE_UP, DOWN = "coldstream::grouped_gate_up", "coldstream::grouped_down"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("grouped.cu"),
-    tuple(instance_for(name, INTEGER_TYPES) for name in (GATE_UP, DOWN)),
+    tuple(instance_for(name, {kind}) for name in (GATE_UP, DOWN) for kind in sorted(INTEGER_TYPES)),
 )
 
 

@@ -8,7 +8,6 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.gemm_tiles import Tiling
-from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import cuda_gemm as experts_gemm
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
@@ -111,38 +110,3 @@ def tile_tokens(num_pairs: int, stacks: Stacks) -> int:
 def _tilings(num_pairs: int, stacks: Sequence[ExpertTable]) -> tuple[Tiling, ...]:
     types = [stack.quant_type for stack in stacks]
     return experts_gemm.choose_tilings(num_pairs, len(stacks[0].addresses), *types)
-
-
-def experts_of_values(
-    x: Activations,
-    ids: torch.Tensor,
-    stacks: Sequence[ExpertTable],
-    values: Sequence[torch.Tensor],
-    addresses: Sequence[torch.Tensor],
-    there: torch.Tensor,
-    places: torch.Tensor,
-    hidden: experts_gemv.PairRows,
-    routed: torch.Tensor,
-) -> None:
-    """The routed experts ids [1, K] of one token, with float32 `values` for types without a product kernel.
-
-    Rows of experts without an address are not written. addresses and there: workspace, int64 [K] each.
-    """
-    ranks = ids.shape[1]
-    tables = []
-    for stack, matrices, found in zip(stacks, values, addresses, strict=True):
-        quant_type = stack.quant_type
-        if quant_type in SKINNY_TYPES:
-            torch.index_select(stack.addresses, 0, ids[0], out=found)
-        else:
-            first, step = matrices.data_ptr(), matrices[0].nbytes
-            torch.index_select(stack.addresses, 0, ids[0], out=there)
-            torch.arange(first, first + ranks * step, step, out=found)
-            found.mul_(there.sign_())
-            quant_type = QuantType.F32
-        tables.append(ExpertTable(found, quant_type, stack.rows, stack.cols))
-    torch.arange(ranks, out=places[0])
-    weights = experts_gemv.ExpertMatrices(tables[0], tables[1], tables[2], shared=None)
-    experts_gemv.experts_gemv_cuda(
-        weights, places, hidden, experts_gemv.PairRows(routed, None), activations=x.quantised, x=x.values
-    )

@@ -3,7 +3,6 @@
 `Form.of` is the only place that decides which kernels compute them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -16,7 +15,6 @@ from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, MAX_PAIR_ROWS, SKINNY_TYPES
-from coldstream.kernels.dequantize.cuda import dequantize_matrices_cuda
 from coldstream.kernels.experts.cuda import PairRows
 from coldstream.kernels.experts.cuda_gemm import Groups, group_pairs, max_tiles
 from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, ChosenIds
@@ -25,14 +23,12 @@ from coldstream.kernels.experts.cuda_layer import (
     all_experts_gemv,
     all_experts_grouped,
     down_gemm,
-    experts_of_values,
     gate_up_gemm,
     is_one_launch,
     stacks_of,
 )
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import ExpertWeights, FfnWeights, RouterWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -51,14 +47,11 @@ class Form(Enum):
     GEMV = auto()  # a few tokens in a launch, each pair on its own
     GROUPED = auto()  # the same, pairs of an expert together
     GEMM = auto()  # tensor cores, pairs of an expert together
-    FLOATS = auto()  # for types without a product kernel: token by token, over dequantised experts
 
     @classmethod
     def of(cls, tokens: int, stacks: Stacks) -> "Form":
         """The form for so many tokens."""
         types = [stack.quant_type for stack in stacks]
-        if not SKINNY_TYPES.issuperset(types):
-            return cls.FLOATS
         if tokens <= MAX_PAIRWISE_ROWS or not INTEGER_TYPES.issuperset(types):
             return cls.GEMV
         return cls.GROUPED if tokens <= MAX_GROUPED_ROWS else cls.GEMM
@@ -193,8 +186,6 @@ class MoeKernels:
         """Computes the pairs whose experts have an address in `weights`; for GEMM, all lie in `places`."""
         if pairs.grouped is not None:
             self._gemm(pairs.grouped, pairs, stacks_of(weights), places)
-        elif pairs.form is Form.FLOATS:
-            self._as_floats(pairs.x, pairs.ids, stacks_of(weights), pairs.routed)
         elif pairs.form is Form.GROUPED:
             self._in_one_launch(pairs, weights, None)
         else:
@@ -229,25 +220,3 @@ class MoeKernels:
             gate, up = (product[places] for product in products)
             launch(swiglu_cuda, gate, up, part.values, part.quantised)
         launch(down_gemm, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)
-
-    def _as_floats(
-        self, x: Activations, ids: torch.Tensor, stacks: Sequence[ExpertTable], routed: torch.Tensor
-    ) -> None:
-        device, (tokens, ranks) = self.device, ids.shape
-        values = [device.empty(ranks, stack.rows, stack.cols) for stack in stacks]
-        addresses = [device.empty(ranks, dtype=torch.int64) for _ in stacks]
-        there = device.empty(ranks, dtype=torch.int64)
-        places = device.empty(1, ranks, dtype=torch.int32)
-        hidden = PairRows(device.empty(1, ranks, stacks[0].rows), None)
-        codes = [device.code_table(stack.quant_type) for stack in stacks]
-        # All tokens launch the same kernels, and noting those of one already takes milliseconds.
-        for token in range(1 if device.planning else tokens):
-            part = slice(token, token + 1)
-            for stack, code, matrices in zip(stacks, codes, values, strict=True):
-                if stack.quant_type not in SKINNY_TYPES:
-                    source = stack.quant_type, stack.addresses, ids[token]
-                    device.launch(dequantize_matrices_cuda, *source, matrices, code)
-            device.launch(
-                experts_of_values, x.rows(token, 1), ids[part], stacks, values, addresses, there, places,
-                hidden, routed[part],
-            )  # fmt: skip

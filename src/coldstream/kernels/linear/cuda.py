@@ -42,13 +42,21 @@ INSTANCES = {
 PROGRAM = CudaProgram(
     Path(__file__).with_name("skinny.cu"),
     (
-        *(instance_for(kernel, SKINNY_TYPES) for kernel in (ONE, ROWS)),
-        *(instance_for(SKINNY, SKINNY_TYPES, *numbers) for numbers in INSTANCES[Walk.TILES]),
+        *(instance_for(kernel, {kind}) for kernel in (ONE, ROWS) for kind in sorted(SKINNY_TYPES)),
+        *(
+            instance_for(SKINNY, {kind}, *numbers)
+            for numbers in INSTANCES[Walk.TILES]
+            for kind in sorted(SKINNY_TYPES)
+        ),
     ),
 )
 PARTS_PROGRAM = CudaProgram(
     Path(__file__).with_name("parts.cu"),
-    tuple(instance_for(PARTS, SKINNY_TYPES, *numbers) for numbers in INSTANCES[Walk.PARTS]),
+    tuple(
+        instance_for(PARTS, {kind}, *numbers)
+        for numbers in INSTANCES[Walk.PARTS]
+        for kind in sorted(SKINNY_TYPES)
+    ),
     is_slow=True,
 )
 
@@ -115,13 +123,12 @@ def linear_skinny_cuda(
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
-    T ≤ MAX_TILE_ROWS. Weights of Q4_K, Q5_K and Q6_K need the quantised `activations` (laid out as
+    T ≤ MAX_TILE_ROWS. Weights in super-blocks of 256 need the quantised `activations` (laid out as
     `quantize/cuda.py` has it, with a scale for each 256 inputs), other types the float32 `x`, which the
-    kernel quantises for blocks of 32; where `needs_block_rows`, they need `block_rows`, x so quantised. A
-    weight's bytes are contiguous and aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2. Rows of x
-    and outs may have any stride, but rows of x are aligned to 16 bytes for blocks of 32 and, like those of
-    the weight, for floats with more than MAX_GEMV_ROWS. ValueError for other types (dequantise them first)
-    and shapes that do not fit.
+    kernel quantises for smaller blocks; where `needs_block_rows`, they need `block_rows`, x so quantised. A
+    weight's bytes are contiguous and aligned as its blocks are. Rows of x and outs may have any stride, but
+    rows of x are aligned to 16 bytes for blocks of 32 or 64 and, like those of the weight, for floats with
+    more than MAX_GEMV_ROWS. ValueError for shapes that do not fit.
     """
     num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)

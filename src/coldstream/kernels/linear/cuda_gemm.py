@@ -7,22 +7,21 @@ from pathlib import Path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.gemm_tiles import BLOCK_SIZE, ActivationsArgument, Tiling, fitting, least_tiling
+from coldstream.kernels.cuda.gemm_tiles import (
+    BLOCK_SIZE,
+    ActivationsArgument,
+    Tiling,
+    dense_tilings,
+    fitting,
+    least_tiling,
+)
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.linear.reference import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
-# In order of preference.
 TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
-    tilings[0].quant_type: tilings
-    for tilings in (
-        (Tiling(QuantType.Q4_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q4_K, 1, 4, 8, 2, 3)),
-        (Tiling(QuantType.Q5_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q5_K, 1, 4, 8, 2, 3)),
-        (Tiling(QuantType.Q6_K, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(QuantType.Q6_K, 1, 4, 4, 2, 2)),
-        (Tiling(QuantType.Q8_0, 1, 2, 4, 2, 2),),
-        (Tiling(QuantType.Q4_0, 1, 2, 4, 2, 2),),
-        (Tiling(QuantType.Q5_0, 1, 2, 4, 2, 2),),
-    )
+    kind: dense_tilings(kind) for kind in sorted(INTEGER_TYPES)
 }
 
 
@@ -49,8 +48,8 @@ def linear_gemm(x: QuantActivations, weight: QuantTensor, out: DeviceArray) -> N
     """Write x [T, K] times weight [N, K] to `out`, every bit as docs/arithmetic.md has it.
 
     x is padded to whole groups of 256 and has the scales that the type reads (`activation_scale_size`);
-    `weight` is of Q4_0, Q5_0, Q8_0, Q4_K, Q5_K or Q6_K with adjacent rows; out is float32 [T, N] with
-    unit stride along the last dimension. Any T; efficient from 9 rows on. One launch. Raises ValueError if
+    `weight` is of a quantised type with adjacent rows; out is float32 [T, N] with unit stride along the last
+    dimension. Any T; efficient from 9 rows on. One launch. Raises ValueError if
     shapes disagree, KeyError for a type.
     """
     launch_linear(PROGRAM, fitting(TILINGS[weight.quant_type]), x, weight, out)

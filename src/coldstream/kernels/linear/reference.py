@@ -17,10 +17,8 @@ from coldstream.kernels.dequantize.integer_blocks import IntegerBlocks, grouped
 from coldstream.kernels.dequantize.reference import dequantize, unpack
 from coldstream.kernels.quant_tensor import QuantTensor
 
-INTEGER_TYPES = frozenset(
-    {QuantType.Q4_0, QuantType.Q5_0, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K}
-)
-BLOCK_TYPES = frozenset(kind for kind in INTEGER_TYPES if kind.block_elements == BLOCK_SIZE)
+INTEGER_TYPES = frozenset(kind for kind in QuantType if kind.block_elements > 1)
+BLOCK_TYPES = frozenset(kind for kind in INTEGER_TYPES if kind.block_elements < GROUP_SIZE)
 NUM_BLOCK_LANES = 8
 
 
@@ -38,7 +36,7 @@ def linear_exact(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
 
 
 def activation_scale_size(quant_type: QuantType) -> int:
-    """How many inputs share a scale in products with weights of an integer type."""
+    """How many inputs share a scale in products with weights of an integer type: 256 or 32."""
     return BLOCK_SIZE if quant_type in BLOCK_TYPES else GROUP_SIZE
 
 

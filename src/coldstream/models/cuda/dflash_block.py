@@ -156,8 +156,6 @@ class DflashBlock:
         """
         ops = CudaOps(memory, 1, file.spec.block_size, notes_kernels=notes_kernels)
         weights = DflashWeights.load(file, ops)
-        for info in file.gguf.tensors.values():
-            ops.code_table(info.quant_type)  # while memory may be written from the host
         if not ops.planning:
             ops.finish_loading(None)
         return cls(file.spec, weights, ops, target)

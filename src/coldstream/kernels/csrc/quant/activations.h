@@ -21,8 +21,8 @@ enum class ActivationForm { by_group, by_block };
 
 // The form that an integer type needs.
 inline ActivationForm form_of(QuantType type) {
-  const bool is_block = quant_geometry_find(static_cast<int>(type))->block_elements == block_elements;
-  return is_block ? ActivationForm::by_block : ActivationForm::by_group;
+  const bool is_super_block = quant_geometry_find(static_cast<int>(type))->block_elements == group_elements;
+  return !is_super_block ? ActivationForm::by_block : ActivationForm::by_group;
 }
 
 // One row: the layout for GEMV, and the first step to that for GEMM.

@@ -31,6 +31,8 @@ struct BlockIQ1_M { uint8_t qs[32], qh[16], scales[8]; };
 struct BlockIQ4_NL { uint8_t d[2], qs[16]; };
 struct BlockIQ4_XS { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; };
 struct BlockMXFP4 { uint8_t e, qs[16]; };
+struct BlockQ2_0 { uint8_t d[2], qs[16]; };
+struct BlockTQ2_0 { uint8_t qs[64], d[2]; };
 // clang-format on
 
 struct QuantGeometry {
@@ -51,6 +53,7 @@ inline constexpr QuantGeometry quant_geometries[] = {
     {QuantType::q8_0, "Q8_0", 32, sizeof(BlockQ8_0)},
     {QuantType::iq4_nl, "IQ4_NL", 32, sizeof(BlockIQ4_NL)},
     {QuantType::mxfp4, "MXFP4", 32, sizeof(BlockMXFP4)},
+    {QuantType::q2_0, "Q2_0", 64, sizeof(BlockQ2_0)},
     {QuantType::q2_k, "Q2_K", 256, sizeof(BlockQ2_K)},
     {QuantType::q3_k, "Q3_K", 256, sizeof(BlockQ3_K)},
     {QuantType::q4_k, "Q4_K", 256, sizeof(BlockQ4_K)},
@@ -64,11 +67,8 @@ inline constexpr QuantGeometry quant_geometries[] = {
     {QuantType::iq1_s, "IQ1_S", 256, sizeof(BlockIQ1_S)},
     {QuantType::iq1_m, "IQ1_M", 256, sizeof(BlockIQ1_M)},
     {QuantType::iq4_xs, "IQ4_XS", 256, sizeof(BlockIQ4_XS)},
+    {QuantType::tq2_0, "TQ2_0", 256, sizeof(BlockTQ2_0)},
 };
-
-// The vector kernels address fields by offset within these.
-static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ5_0) == 22 && sizeof(BlockQ8_0) == 34);
-static_assert(sizeof(BlockQ4_K) == 144 && sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210);
 
 // nullptr for an unknown id.
 constexpr const QuantGeometry* quant_geometry_find(int type_id) {
@@ -77,19 +77,9 @@ constexpr const QuantGeometry* quant_geometry_find(int type_id) {
   return nullptr;
 }
 
-// Types whose products are taken over integers; all others are dequantised first (docs/arithmetic.md).
+// Types whose products are taken over integers: all but floats (docs/arithmetic.md).
 constexpr bool quant_is_integer(QuantType type) {
-  switch (type) {
-    case QuantType::q4_0:
-    case QuantType::q5_0:
-    case QuantType::q8_0:
-    case QuantType::q4_k:
-    case QuantType::q5_k:
-    case QuantType::q6_k:
-      return true;
-    default:
-      return false;
-  }
+  return type != QuantType::f32 && type != QuantType::f16 && type != QuantType::bf16;
 }
 
 static inline uint16_t load_u16(const uint8_t* p) {
@@ -104,19 +94,12 @@ static inline uint32_t load_u32(const uint8_t* p) {
   return v;
 }
 
-static inline float load_half(const uint8_t* p) { return half_to_float(load_u16(p)); }
-
-// Sub-block scales (6 bits) and minimums (6 bits) of Q4_K and Q5_K, eight of each, one per byte.
-struct ScalesK4 {
-  uint64_t scales;
-  uint64_t mins;
-};
-
-static inline ScalesK4 unpack_scales_k4(const uint8_t* packed) {
-  const uint32_t a = load_u32(packed), b = load_u32(packed + 4), c = load_u32(packed + 8);
-  const uint32_t scales_high = (c & 0x0f0f0f0f) | ((a >> 6) & 0x03030303) << 4;
-  const uint32_t mins_high = ((c >> 4) & 0x0f0f0f0f) | ((b >> 6) & 0x03030303) << 4;
-  return {(a & 0x3f3f3f3f) | uint64_t(scales_high) << 32, (b & 0x3f3f3f3f) | uint64_t(mins_high) << 32};
+static inline uint64_t load_u64(const uint8_t* p) {
+  uint64_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
 }
+
+static inline float load_half(const uint8_t* p) { return half_to_float(load_u16(p)); }
 
 }  // namespace coldstream

@@ -1,3 +1,9 @@
+#include "quant/unpack_generic.h"
+
+namespace coldstream {
+using Unpack = UnpackGeneric;
+}
+
 #include "quant/dequantize.inl"
 
 namespace coldstream {

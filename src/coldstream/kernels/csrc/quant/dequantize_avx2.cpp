@@ -1,5 +1,11 @@
 #if defined(__x86_64__)
 
+#include "quant/unpack_avx2.h"
+
+namespace coldstream {
+using Unpack = UnpackAvx2;
+}
+
 #include "quant/dequantize.inl"
 
 namespace coldstream {

@@ -1,5 +1,11 @@
 #if defined(__x86_64__)
 
+#include "quant/unpack_avx512.h"
+
+namespace coldstream {
+using Unpack = UnpackAvx512;
+}
+
 #include "quant/dequantize.inl"
 
 namespace coldstream {

@@ -12,6 +12,45 @@
 
 namespace coldstream {
 
+// Signed codes of a super-block times their scales, as int16: of the even inputs of part k, and of the odd
+// ones.
+struct ScaledCodes {
+  __m512i even, odd;
+};
+
+namespace {
+
+template <QuantType Q>
+inline __attribute__((always_inline)) ScaledCodes scale_codes(__m512i codes, __m512i scales) {
+  if constexpr (Traits<Q>::is_signed) {
+    return {_mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8), scales),
+            _mm512_mullo_epi16(_mm512_srai_epi16(codes, 8), scales)};
+  }
+  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0xff)), scales);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(codes, 8), scales);
+  if constexpr (Traits<Q>::offset == 0) return {even, odd};
+  const __m512i offset = _mm512_mullo_epi16(scales, _mm512_set1_epi16(Traits<Q>::offset));
+  return {_mm512_sub_epi16(even, offset), _mm512_sub_epi16(odd, offset)};
+}
+
+// The low bytes of even and odd inputs, in turns.
+inline __attribute__((always_inline)) __m512i interleave_bytes(__m512i even, __m512i odd) {
+  constexpr int select = 0xca;  // a ? b : c, bit by bit
+  return _mm512_ternarylogic_epi64(_mm512_set1_epi16(0xff), even, _mm512_slli_epi16(odd, 8), select);
+}
+
+// The minimums of a super-block in pairs of int16: eight of 16 inputs each, or four of 32.
+template <QuantType Q>
+inline __attribute__((always_inline)) void store_mins(const SpreadScales<Q>& scales, int32_t (&to)[8]) {
+  if constexpr (Traits<Q>::sub_block == 32) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm256_extracti128_si256(scales.packed, 1));
+  } else {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), scales.factors);
+  }
+}
+
+}  // namespace
+
 // Weight rows i … i + 15 of a panel, of which `num_rows` exist, to n … n + 15.
 static inline void store_half_panel(const Accumulators& p, int num_lanes, int i, int num_rows,
                                     float* const* out, int64_t n) {

@@ -30,38 +30,31 @@ struct alignas(64) PanelK {
   int8_t low[panel_rows][256];
   int8_t high[panel_rows][256];
   int32_t results[4][16][tile_rows];  // of the four accumulator tiles
-  int32_t mins[panel_rows][4];        // two int16 minimums each
+  int32_t mins[panel_rows][8];        // two int16 minimums each
   float d[panel_rows], dmin[panel_rows];
 };
 
 template <QuantType Q>
 struct KernelK : Kernel512 {
-  using Format = Format512<Q>;
+  using T = Traits<Q>;
   using Panel = PanelK;
 
-  static void load(Panel& to, int row, const typename Format::Block* b) {
-    const Codes512 codes = Format::load(b);
+  static void load(Panel& to, int row, const typename T::Block* b) {
+    const Codes512 codes = load_codes<Q>(b);
     const SpreadScales<Q> scales(b);
-    const __m512i low_byte = _mm512_set1_epi16(0xff), seven_bits = _mm512_set1_epi8(0x7f);
-    constexpr int select = 0xca;  // a ? b : c, bit by bit
+    const __m512i seven_bits = _mm512_set1_epi8(0x7f);
     for (int k = 0; k < 4; k++) {
-      __m512i even = _mm512_mullo_epi16(_mm512_and_si512(codes.part[k], low_byte), scales.part[k]);
-      __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(codes.part[k], 8), scales.part[k]);
-      if constexpr (!Format::has_mins) {
-        const __m512i offset = _mm512_slli_epi16(scales.part[k], Format::offset_bits);
-        even = _mm512_sub_epi16(even, offset);
-        odd = _mm512_sub_epi16(odd, offset);
-      }
-      const __m512i low = _mm512_ternarylogic_epi64(low_byte, even, _mm512_slli_epi16(odd, 8), select);
+      const ScaledCodes scaled = scale_codes<Q>(codes.part[k], scales.part[k]);
+      const __m512i low = interleave_bytes(scaled.even, scaled.odd);
       const __m512i high =
-          _mm512_ternarylogic_epi64(low_byte, _mm512_srai_epi16(even, 7), _mm512_slli_epi16(odd, 1), select);
+          interleave_bytes(_mm512_srai_epi16(scaled.even, 7), _mm512_srai_epi16(scaled.odd, 7));
       _mm512_store_si512(to.low[row] + 64 * k, _mm512_and_si512(low, seven_bits));
       _mm512_store_si512(to.high[row] + 64 * k, high);
     }
-    to.d[row] = _cvtsh_ss(load_u16(b->d));
-    if constexpr (Format::has_mins) {
-      to.dmin[row] = _cvtsh_ss(load_u16(b->dmin));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to.mins[row]), _mm256_extracti128_si256(scales.packed, 1));
+    to.d[row] = scale_of<Q>(*b);
+    if constexpr (T::has_mins) {
+      to.dmin[row] = half_to_float(T::half_dmin(*b));
+      store_mins<Q>(scales, to.mins[row]);
     }
   }
 
@@ -112,9 +105,11 @@ struct KernelK : Kernel512 {
 
   static void add_results(const Panel& w, const ActivationTile& x, bool first, float (*p)[tile_rows]) {
     const __m512 a = _mm512_load_ps(x.scales);
-    __m512i sums[4];
-    if constexpr (Format::has_mins) {
-      for (int i = 0; i < 4; i++) sums[i] = _mm512_load_si512(x.sums_32[i]);
+    constexpr int num_pairs = 128 / T::sub_block;
+    __m512i sums[num_pairs];
+    if constexpr (T::has_mins) {
+      for (int i = 0; i < num_pairs; i++)
+        sums[i] = T::sub_block == 32 ? _mm512_load_si512(x.sums_32[i]) : _mm512_load_si512(x.sums_16[i]);
     }
     for (int n = 0; n < panel_rows; n++) {
       const __m512i low = _mm512_load_si512(w.results[n / 16 * 2][n % 16]);
@@ -122,9 +117,9 @@ struct KernelK : Kernel512 {
       const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(low, _mm512_slli_epi32(high, 7)));
       __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(p[n]);
       sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.d[n]), a), dot, sum);
-      if constexpr (Format::has_mins) {
+      if constexpr (T::has_mins) {
         __m512i min_dot = _mm512_setzero_si512();
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < num_pairs; i++)
           min_dot = _mm512_dpwssd_epi32(min_dot, sums[i], _mm512_set1_epi32(w.mins[n][i]));
         sum = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.dmin[n]), a), _mm512_cvtepi32_ps(min_dot), sum);
       }
@@ -136,29 +131,31 @@ struct KernelK : Kernel512 {
 struct alignas(64) Panel32 {
   int8_t codes[panel_rows][256];
   int32_t results[4][16][tile_rows];
-  float d[8][panel_rows];
+  float d[8][panel_rows], m[8][panel_rows];
 };
 
 // Blocks of 32 have a float scale each, so that a tile product spans 32 inputs only.
 template <QuantType Q>
 struct Kernel32 : Kernel512 {
-  using Format = Format512<Q>;
+  using T = Traits<Q>;
   using Panel = Panel32;
 
-  static void load(Panel& to, int row, const typename Format::Block* b) {
-    const Codes512 codes = Format::load(b);
-    for (int k = 0; k < 4; k++) {
-      const __m512i offset = _mm512_set1_epi8(static_cast<char>(1 << Format::offset_bits));
-      _mm512_store_si512(to.codes[row] + 64 * k, _mm512_sub_epi8(codes.part[k], offset));
-    }
+  static void load(Panel& to, int row, const typename T::Block* b) {
+    const Codes512 codes = load_codes<Q>(b);
+    for (int k = 0; k < 4; k++)
+      _mm512_store_si512(to.codes[row] + 64 * k, _mm512_sub_epi8(codes.part[k], _mm512_set1_epi8(T::offset)));
     alignas(32) float d[8];
-    _mm256_store_ps(d, load_d_8(b, 8));
+    _mm256_store_ps(d, load_small_scales<Q>(b));
     for (int i = 0; i < 8; i++) to.d[i][row] = d[i];
+    if constexpr (T::has_mins) {
+      _mm256_store_ps(d, load_small_mins<Q>(b));
+      for (int i = 0; i < 8; i++) to.m[i][row] = d[i];
+    }
   }
 
   static void clear(Panel& to, int row) {
     std::memset(to.codes[row], 0, sizeof to.codes[row]);
-    for (int i = 0; i < 8; i++) to.d[i][row] = 0.0f;
+    for (int i = 0; i < 8; i++) to.d[i][row] = to.m[i][row] = 0.0f;
   }
 
   static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
@@ -199,11 +196,16 @@ struct Kernel32 : Kernel512 {
     for (int i = 0; i < 2; i++) {
       const int lane = 2 * pair + i;
       const __m512 a = _mm512_load_ps(x.block_scales[lane]);
+      const __m512i pairs = _mm512_load_si512(x.sums_32[pair]);
+      const __m512 inputs =
+          _mm512_cvtepi32_ps(_mm512_srai_epi32(i == 0 ? _mm512_slli_epi32(pairs, 16) : pairs, 16));
       for (int n = 0; n < panel_rows; n++) {
         const __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(w.results[2 * i + n / 16][n % 16]));
-        const __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(p.lane[lane][n]);
-        _mm512_store_ps(p.lane[lane][n],
-                        _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.d[lane][n]), a), dot, sum));
+        __m512 sum = first ? _mm512_setzero_ps() : _mm512_load_ps(p.lane[lane][n]);
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.d[lane][n]), a), dot, sum);
+        if constexpr (T::has_mins)
+          sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(w.m[lane][n]), a), inputs, sum);
+        _mm512_store_ps(p.lane[lane][n], sum);
       }
     }
   }
@@ -211,7 +213,7 @@ struct Kernel32 : Kernel512 {
 
 void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
   dispatch_integer(w.type, [&]<QuantType Q>() {
-    if constexpr (Format512<Q>::super_block) {
+    if constexpr (Traits<Q>::super_block) {
       const TileConfig<64> config;
       _tile_loadconfig(&config);
       gemm_of_type<Q, KernelK<Q>>(w, x, num_tiles, out, memory);

@@ -21,29 +21,14 @@ namespace {
 constexpr int unit_rows = 8;  // activation rows of a register: half a tile
 
 struct alignas(64) PanelAvx2 {
-  uint8_t codes[panel_rows][256];  // of Q8_0 signed, of all others unsigned
+  uint8_t codes[panel_rows][256];  // signed or unsigned, as Traits has them
   int32_t scales[panel_rows][16];  // of each sub-block, twice an int16
   // Factors of the sums over 32 inputs (the minimums) or 16 (minus the offset of the codes, scaled), in
   // pairs.
   int32_t factors[panel_rows][8];
-  float d[8][panel_rows];  // one for each block of 32, or the first for a super-block
-  float dmin[panel_rows];
+  float d[8][panel_rows];     // one for each block of 32, or the first for a super-block
+  float dmin[8][panel_rows];  // likewise
 };
-
-// The greatest magnitude of what the codes of a type are multiplied as.
-constexpr int greatest_code(QuantType type) {
-  switch (type) {
-    case QuantType::q8_0:
-      return 128;
-    case QuantType::q6_k:
-      return 63;
-    case QuantType::q5_k:
-    case QuantType::q5_0:
-      return 31;
-    default:
-      return 15;
-  }
-}
 
 // Here the compiler may not add in another order: it would take all products first, which no registers hold.
 void keep_order(__m256i& v) { asm("" : "+x"(v)); }
@@ -55,55 +40,50 @@ __m256i twice_epi16(__m256i v) {  // each of the low 8 int16, twice
 
 template <QuantType Q>
 struct KernelAvx2 {
-  using Format = Format256<Q>;
+  using T = Traits<Q>;
   using Panel = PanelAvx2;
-  static constexpr int span = Format::super_block && !Format::has_mins ? 16 : 32;
+  static constexpr int span = T::sub_block;
   static constexpr int num_spans = 256 / span, span_steps = span / 4;
   // Steps of four inputs whose pairs of products an int16 holds.
-  static constexpr int held = 32767 / (2 * 127 * greatest_code(Q));
-  static constexpr int steps = held >= 8 ? 8 : held >= 4 ? 4 : held >= 2 ? 2 : 1;
+  static constexpr int held = 32767 / (2 * 127 * T::greatest);
+  static constexpr int most_steps = held >= 8 ? 8 : held >= 4 ? 4 : held >= 2 ? 2 : 1;
+  static constexpr int steps = most_steps < span_steps ? most_steps : span_steps;
   // Fewer weight rows at a time where totals are touched often, so that these stay in registers.
   static constexpr int rows_at_a_time = steps >= 4 ? 4 : 2;
+  static constexpr bool has_factors = T::super_block && (T::has_mins || !T::is_signed);
 
-  static void load(Panel& to, int row, const typename Format::Block* b) {
-    const Codes256 codes = Format::load(b);
+  static void load(Panel& to, int row, const typename T::Block* b) {
+    const Codes256 codes = load_codes<Q>(b);
     for (int j = 0; j < 8; j++)
       _mm256_store_si256(reinterpret_cast<__m256i*>(to.codes[row] + 32 * j), codes.part[j]);
-    if constexpr (!Format::super_block) {
-      for (int j = 0; j < 8; j++) to.d[j][row] = _cvtsh_ss(load_u16(b[j].d));
+    if constexpr (T::super_block) {
+      to.d[0][row] = scale_of<Q>(*b);
+      if constexpr (T::has_mins) to.dmin[0][row] = half_to_float(T::half_dmin(*b));
+      store_integers(to, row, WideScales<Q>(b));
     } else {
-      to.d[0][row] = _cvtsh_ss(load_u16(b->d));
-      load_scales(to, row, b);
+      alignas(32) float d[8];
+      _mm256_store_ps(d, load_small_scales<Q>(b));
+      for (int j = 0; j < 8; j++) to.d[j][row] = d[j];
+      if constexpr (T::has_mins) {
+        _mm256_store_ps(d, load_small_mins<Q>(b));
+        for (int j = 0; j < 8; j++) to.dmin[j][row] = d[j];
+      }
     }
   }
 
-  static void load_scales(Panel& to, int row, const typename Format::Block* b) {
+  static void store_integers(Panel& to, int row, const WideScales<Q>& from) {
     auto* scales = reinterpret_cast<__m256i*>(to.scales[row]);
-    auto* factors = reinterpret_cast<__m256i*>(to.factors[row]);
-    if constexpr (Format::has_mins) {
-      const ScalesK4 bytes = unpack_scales_k4(b->scales);
-      const __m128i both =
-          _mm_set_epi64x(static_cast<int64_t>(bytes.mins), static_cast<int64_t>(bytes.scales));
-      const __m256i words = _mm256_cvtepu8_epi16(both);
-      _mm256_store_si256(scales, twice_epi16(words));
-      _mm256_store_si256(factors, _mm256_permute4x64_epi64(words, 0x0e));
-      to.dmin[row] = _cvtsh_ss(load_u16(b->dmin));
-    } else {
-      const __m256i words =
-          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b->scales)));
-      _mm256_store_si256(scales, twice_epi16(words));
-      _mm256_store_si256(scales + 1, twice_epi16(_mm256_permute4x64_epi64(words, 0x0e)));
-      const __m256i scaled = _mm256_slli_epi16(words, Format::offset_bits);
-      _mm256_store_si256(factors, _mm256_sub_epi16(_mm256_setzero_si256(), scaled));
-    }
+    _mm256_store_si256(scales, twice_epi16(from.scales));
+    if constexpr (T::sub_block == 16)
+      _mm256_store_si256(scales + 1, twice_epi16(_mm256_permute4x64_epi64(from.scales, 0x0e)));
+    if constexpr (has_factors) _mm256_store_si256(reinterpret_cast<__m256i*>(to.factors[row]), from.factors);
   }
 
   static void clear(Panel& to, int row) {
     std::memset(to.codes[row], 0, sizeof to.codes[row]);
     std::memset(to.scales[row], 0, sizeof to.scales[row]);
     std::memset(to.factors[row], 0, sizeof to.factors[row]);
-    for (int i = 0; i < 8; i++) to.d[i][row] = 0.0f;
-    to.dmin[row] = 0.0f;
+    for (int i = 0; i < 8; i++) to.d[i][row] = to.dmin[i][row] = 0.0f;
   }
 
   static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
@@ -121,7 +101,7 @@ struct KernelAvx2 {
   static void multiply_tile(const Panel& w, const ActivationTile& x, int64_t g, int num_blocks,
                             Accumulators& p) {
     for (int n = 0; n < panel_rows; n += rows_at_a_time) {
-      if constexpr (Format::super_block) {
+      if constexpr (T::super_block) {
         multiply_super_blocks<units>(w, x, n, g, p);
       } else {
         for (int b = 0; b < num_blocks; b++) multiply_blocks<units>(w, x, n, b, g == 0, p);
@@ -144,7 +124,7 @@ struct KernelAvx2 {
 #pragma GCC unroll 4
           for (int u = 0; u < units; u++) {
             const __m256i inputs = load_256(x.q[first + k][u * unit_rows]);
-            const __m256i pairs = multiply_pairs<Format::is_signed>(codes, inputs);
+            const __m256i pairs = multiply_pairs<T::is_signed>(codes, inputs);
             sums[r][u] = k == 0 ? pairs : _mm256_add_epi16(sums[r][u], pairs);
             keep_order(sums[r][u]);
           }
@@ -152,8 +132,7 @@ struct KernelAvx2 {
       }
 #pragma GCC unroll 4
       for (int r = 0; r < rows_at_a_time; r++) {
-        const __m256i scale =
-            Format::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
+        const __m256i scale = T::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
 #pragma GCC unroll 4
         for (int u = 0; u < units; u++)
           total[r][u] = _mm256_add_epi32(total[r][u], _mm256_madd_epi16(sums[r][u], scale));
@@ -161,13 +140,12 @@ struct KernelAvx2 {
     }
   }
 
-  // The sums over inputs times the factors of weight row n.
+  // The sums over 16 inputs times the factors of weight row n.
   static __m256i sum_factors(const Panel& w, const ActivationTile& x, int n, int unit) {
     __m256i total = _mm256_setzero_si256();
-    for (int k = 0; k < (Format::has_mins ? 4 : 8); k++) {
-      const auto& sums = Format::has_mins ? x.sums_32[k] : x.sums_16[k];
+    for (int k = 0; k < 8; k++) {
       const __m256i factors = _mm256_set1_epi32(w.factors[n][k]);
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(load_256(sums[unit * unit_rows]), factors));
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(load_256(x.sums_16[k][unit * unit_rows]), factors));
     }
     return total;
   }
@@ -178,7 +156,7 @@ struct KernelAvx2 {
     __m256i total[rows_at_a_time][units];
     for (int r = 0; r < rows_at_a_time; r++) {
       for (int u = 0; u < units; u++)
-        total[r][u] = Format::has_mins ? _mm256_setzero_si256() : sum_factors(w, x, n + r, u);
+        total[r][u] = T::has_mins || !has_factors ? _mm256_setzero_si256() : sum_factors(w, x, n + r, u);
     }
     for (int j = 0; j < num_spans; j++) add_span<units>(w, x, n, j, total);
     for (int u = 0; u < units; u++) {
@@ -188,8 +166,8 @@ struct KernelAvx2 {
         __m256 sum = g < 8 ? _mm256_setzero_ps() : _mm256_load_ps(at);
         const __m256 d = _mm256_mul_ps(_mm256_set1_ps(w.d[0][n + r]), a);
         sum = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(total[r][u]), sum);
-        if constexpr (Format::has_mins) {
-          const __m256 dmin = _mm256_mul_ps(_mm256_set1_ps(w.dmin[n + r]), a);
+        if constexpr (T::has_mins) {
+          const __m256 dmin = _mm256_mul_ps(_mm256_set1_ps(w.dmin[0][n + r]), a);
           sum = _mm256_fnmadd_ps(dmin, _mm256_cvtepi32_ps(sum_factors(w, x, n + r, u)), sum);
         }
         _mm256_store_ps(at, sum);
@@ -200,15 +178,15 @@ struct KernelAvx2 {
   template <int units>
   static void multiply_blocks(const Panel& w, const ActivationTile& x, int n, int b, bool first,
                               Accumulators& p) {
-    __m256i total[rows_at_a_time][units];
+    __m256i total[rows_at_a_time][units], inputs[units];
     for (int u = 0; u < units; u++) {
       __m256i start = _mm256_setzero_si256();
-      if constexpr (!Format::is_signed) {
+      if constexpr (T::offset != 0 || T::has_mins) {
         // Of the pair of sums, only that of this block.
-        constexpr int offset = 1 << Format::offset_bits;
-        const __m256i factors = _mm256_set1_epi32(b % 2 == 0 ? -offset & 0xffff : -offset * 0x10000);
-        start = _mm256_madd_epi16(load_256(x.sums_32[b / 2][u * unit_rows]), factors);
+        const __m256i pairs = load_256(x.sums_32[b / 2][u * unit_rows]);
+        inputs[u] = _mm256_madd_epi16(pairs, _mm256_set1_epi32(b % 2 == 0 ? 1 : 0x10000));
       }
+      if constexpr (T::offset != 0) start = _mm256_mullo_epi32(inputs[u], _mm256_set1_epi32(-T::offset));
       for (int r = 0; r < rows_at_a_time; r++) total[r][u] = start;
     }
     add_span<units>(w, x, n, b, total);
@@ -216,9 +194,14 @@ struct KernelAvx2 {
       const __m256 a = _mm256_loadu_ps(x.block_scales[b] + u * unit_rows);
       for (int r = 0; r < rows_at_a_time; r++) {
         float* at = p.lane[b][n + r] + u * unit_rows;
-        const __m256 sum = first ? _mm256_setzero_ps() : _mm256_load_ps(at);
+        __m256 sum = first ? _mm256_setzero_ps() : _mm256_load_ps(at);
         const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(w.d[b][n + r]), a);
-        _mm256_store_ps(at, _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(total[r][u]), sum));
+        sum = _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(total[r][u]), sum);
+        if constexpr (T::has_mins) {
+          const __m256 min = _mm256_mul_ps(_mm256_set1_ps(w.dmin[b][n + r]), a);
+          sum = _mm256_fmadd_ps(min, _mm256_cvtepi32_ps(inputs[u]), sum);
+        }
+        _mm256_store_ps(at, sum);
       }
     }
   }

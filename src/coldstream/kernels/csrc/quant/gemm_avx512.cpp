@@ -17,38 +17,65 @@ namespace {
 
 constexpr int half_tile_rows = tile_rows / 2;
 
-// Unsigned codes, and what scales the sums over sub-blocks of `span` inputs.
+// Unsigned codes, and what scales the sums over sub-blocks.
 struct alignas(64) PanelVnni {
   uint8_t codes[panel_rows][256];
   int32_t scales[panel_rows][16];
-  int32_t mins[panel_rows][4];  // two int16 minimums each
+  int32_t mins[panel_rows][8];  // two int16 minimums each
   float d[8][panel_rows];       // one for each block of 32, or the first for a super-block
-  float dmin[panel_rows];
+  float dmin[8][panel_rows];    // likewise
   int32_t starts[2][16]
                 [tile_rows];  // of two tiles: minus the offset of the codes times the sum over each sub-block
 };
 
+// Codes that still fit a byte once they are multiplied by the scale of their sub-block, which makes one sum
+// of a super-block: how far unsigned products lie above the signed ones, or −1.
+template <QuantType Q>
+inline constexpr int scaled_offset = -1;
+template <>
+inline constexpr int scaled_offset<QuantType::q2_k> = 0;  // 3 · 15
+template <>
+inline constexpr int scaled_offset<QuantType::q3_k> = 124;  // −4 · 31 … −4 · −32
+template <>
+inline constexpr int scaled_offset<QuantType::tq2_0> = 1;
+
 template <QuantType Q>
 struct KernelVnni : Kernel512 {
-  using Format = Format512<Q>;
+  using T = Traits<Q>;
   using Panel = PanelVnni;
-  static constexpr int span = Format::super_block && !Format::has_mins ? 16 : 32;
-  static constexpr int num_spans = 256 / span;
+  static constexpr bool is_scaled = scaled_offset<Q> >= 0;
+  static constexpr int span = is_scaled ? 256 : T::sub_block, num_spans = 256 / span;
+  static constexpr int offset = is_scaled ? scaled_offset<Q> : unsigned_offset<Q>;
 
-  static void load(Panel& to, int row, const typename Format::Block* b) {
-    const Codes512 codes = Format::load(b);
-    for (int k = 0; k < 4; k++) _mm512_store_si512(to.codes[row] + 64 * k, codes.part[k]);
-    if constexpr (!Format::super_block) {
-      alignas(32) float d[8];
-      _mm256_store_ps(d, load_d_8(b, 8));
-      for (int i = 0; i < 8; i++) to.d[i][row] = d[i];
-    } else {
+  static void load(Panel& to, int row, const typename T::Block* b) {
+    if constexpr (!is_scaled) {
+      const Codes512 codes = load_unsigned_codes<Q>(b);
+      for (int k = 0; k < 4; k++) _mm512_store_si512(to.codes[row] + 64 * k, codes.part[k]);
+    }
+    if constexpr (T::super_block) {
       const SpreadScales<Q> scales(b);
-      to.d[0][row] = _cvtsh_ss(load_u16(b->d));
-      _mm512_store_si512(to.scales[row], _mm512_cvtepi16_epi32(scales.packed));
-      if constexpr (Format::has_mins) {
-        to.dmin[row] = _cvtsh_ss(load_u16(b->dmin));
-        _mm_store_si128(reinterpret_cast<__m128i*>(to.mins[row]), _mm256_extracti128_si256(scales.packed, 1));
+      to.d[0][row] = scale_of<Q>(*b);
+      if constexpr (is_scaled) {
+        const Codes512 codes = load_codes<Q>(b);
+        for (int k = 0; k < 4; k++) {
+          const ScaledCodes scaled = scale_codes<Q>(codes.part[k], scales.part[k]);
+          const __m512i bytes = interleave_bytes(scaled.even, scaled.odd);
+          _mm512_store_si512(to.codes[row] + 64 * k, _mm512_add_epi8(bytes, _mm512_set1_epi8(offset)));
+        }
+      } else {
+        _mm512_store_si512(to.scales[row], _mm512_cvtepi16_epi32(scales.packed));
+      }
+      if constexpr (T::has_mins) {
+        to.dmin[0][row] = half_to_float(T::half_dmin(*b));
+        store_mins<Q>(scales, to.mins[row]);
+      }
+    } else {
+      alignas(32) float d[8];
+      _mm256_store_ps(d, load_small_scales<Q>(b));
+      for (int i = 0; i < 8; i++) to.d[i][row] = d[i];
+      if constexpr (T::has_mins) {
+        _mm256_store_ps(d, load_small_mins<Q>(b));
+        for (int i = 0; i < 8; i++) to.dmin[i][row] = d[i];
       }
     }
   }
@@ -57,8 +84,7 @@ struct KernelVnni : Kernel512 {
     std::memset(to.codes[row], 0, sizeof to.codes[row]);
     std::memset(to.scales[row], 0, sizeof to.scales[row]);
     std::memset(to.mins[row], 0, sizeof to.mins[row]);
-    for (int i = 0; i < 8; i++) to.d[i][row] = 0.0f;
-    to.dmin[row] = 0.0f;
+    for (int i = 0; i < 8; i++) to.d[i][row] = to.dmin[i][row] = 0.0f;
   }
 
   static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
@@ -79,7 +105,7 @@ struct KernelVnni : Kernel512 {
                              Accumulators* p) {
     for (int i = 0; i < tiles; i++) fill_starts<L>(w.starts[i], x[i * stride]);
     for (int n = 0; n < panel_rows; n += rows) {
-      if constexpr (Format::super_block) {
+      if constexpr (T::super_block) {
         multiply_super_blocks<L, rows, tiles>(w, x, stride, n, g, p);
       } else {
         for (int b = 0; b < num_blocks; b++) multiply_blocks<L, rows, tiles>(w, x, stride, n, b, g == 0, p);
@@ -87,17 +113,32 @@ struct KernelVnni : Kernel512 {
     }
   }
 
+  // Two consecutive sums over 16 or 32 inputs, in the halves of a lane.
+  template <typename L>
+  static auto sum_pairs(const ActivationTile& x, int pair) {
+    if constexpr (T::super_block && T::sub_block == 16) return L::load(x.sums_16[pair]);
+    return L::load(x.sums_32[pair]);
+  }
+
   template <typename L>
   static void fill_starts(int32_t (*starts)[tile_rows], const ActivationTile& x) {
     for (int j = 0; j < num_spans; j++) {
       auto start = L::zero();
-      if constexpr (!Format::has_mins) {
-        const auto pairs = L::load(span == 16 ? x.sums_16[j / 2] : x.sums_32[j / 2]);
-        const auto sums = L::shift_right(j % 2 == 0 ? L::shift_left(pairs, 16) : pairs, 16);
-        start = L::sub(start, L::shift_left(sums, Format::offset_bits));
+      if constexpr (offset != 0 && is_scaled) {
+        for (int k = 0; k < 4; k++)
+          start = L::dot_pairs(start, L::load(x.sums_32[k]),
+                               L::splat(static_cast<int>(static_cast<uint16_t>(-offset) * 0x10001u)));
+      } else if constexpr (offset != 0) {
+        start = L::sub(start, L::mul(sum_of_span<L>(x, j), L::splat(offset)));
       }
       L::store(starts[j], start);
     }
+  }
+
+  template <typename L>
+  static auto sum_of_span(const ActivationTile& x, int j) {
+    const auto pairs = sum_pairs<L>(x, j / 2);
+    return L::shift_right(j % 2 == 0 ? L::shift_left(pairs, 16) : pairs, 16);
   }
 
   // The integer dot products of one sub-block.
@@ -119,10 +160,14 @@ struct KernelVnni : Kernel512 {
     }
   }
 
+  // The integer sums of super-blocks.
   template <typename L, int rows, int tiles>
-  static void multiply_super_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int64_t g,
-                                    Accumulators* p) {
-    typename L::Ints total[rows][tiles];
+  static void sum_super_block(const Panel& w, const ActivationTile* x, int64_t stride, int n,
+                              typename L::Ints (&total)[rows][tiles]) {
+    if constexpr (is_scaled) {
+      dot_span<L, rows, tiles>(w, x, stride, n, 0, total);
+      return;
+    }
     for (int r = 0; r < rows; r++) {
       for (int i = 0; i < tiles; i++) total[r][i] = L::zero();
     }
@@ -134,6 +179,13 @@ struct KernelVnni : Kernel512 {
         for (int i = 0; i < tiles; i++) total[r][i] = L::add(total[r][i], L::mul(dot[r][i], scale));
       }
     }
+  }
+
+  template <typename L, int rows, int tiles>
+  static void multiply_super_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int64_t g,
+                                    Accumulators* p) {
+    typename L::Ints total[rows][tiles];
+    sum_super_block<L, rows, tiles>(w, x, stride, n, total);
     for (int i = 0; i < tiles; i++) {
       const ActivationTile& tile = x[i * stride];
       const auto a = L::load_floats(tile.scales);
@@ -141,12 +193,12 @@ struct KernelVnni : Kernel512 {
         float* at = p[i].lane[g % 8][n + r];
         auto sum = g < 8 ? L::zero_floats() : L::load_floats(at);
         sum = L::fma(L::mul(L::splat_float(w.d[0][n + r]), a), L::to_floats(total[r][i]), sum);
-        if constexpr (Format::has_mins) {
+        if constexpr (T::has_mins) {
           auto min_dot = L::zero();
-          for (int k = 0; k < 4; k++) {
-            min_dot = L::dot_pairs(min_dot, L::load(tile.sums_32[k]), L::splat(w.mins[n + r][k]));
+          for (int k = 0; k < 128 / T::sub_block; k++) {
+            min_dot = L::dot_pairs(min_dot, sum_pairs<L>(tile, k), L::splat(w.mins[n + r][k]));
           }
-          sum = L::minus_fma(L::mul(L::splat_float(w.dmin[n + r]), a), L::to_floats(min_dot), sum);
+          sum = L::minus_fma(L::mul(L::splat_float(w.dmin[0][n + r]), a), L::to_floats(min_dot), sum);
         }
         L::store_floats(at, sum);
       }
@@ -163,8 +215,12 @@ struct KernelVnni : Kernel512 {
       for (int r = 0; r < rows; r++) {
         float* at = p[i].lane[b][n + r];
         const auto sum = first ? L::zero_floats() : L::load_floats(at);
-        const auto scale = L::mul(L::splat_float(w.d[b][n + r]), a);
-        L::store_floats(at, L::fma(scale, L::to_floats(dot[r][i]), sum));
+        auto total = L::fma(L::mul(L::splat_float(w.d[b][n + r]), a), L::to_floats(dot[r][i]), sum);
+        if constexpr (T::has_mins) {
+          const auto inputs = L::to_floats(sum_of_span<L>(x[i * stride], b));
+          total = L::fma(L::mul(L::splat_float(w.dmin[b][n + r]), a), inputs, total);
+        }
+        L::store_floats(at, total);
       }
     }
   }

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "quant/integer_blocks.h"
 #include "quant/kernels.h"
+#include "quant/traits.h"
 
 namespace coldstream {
 
@@ -35,17 +35,19 @@ static inline int present_rows(float* const* out, int num_rows) {
 
 // `kernel` has a panel type, load(panel, row, blocks) for one weight row of one group, clear(panel, row),
 // multiply(panel, x, stride, num_rows, g, num_blocks, p), which adds group g of all tiles to p, of which
-// types of small blocks have `num_blocks`, and store(p, num_lanes, rows, out, n), which sums the first
-// `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n + rows
+// types of small blocks have `num_blocks` of 32 inputs, and store(p, num_lanes, rows, out, n), which sums the
+// first `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n
+// + rows
 // - 1.
 template <QuantType Q, typename Kernel>
 void gemm_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                   std::byte* memory) {
-  using Format = IntegerFormat<Q>;
-  using Block = typename Format::Block;
-  constexpr int step_blocks = Format::super_block ? 1 : 8;
+  using T = Traits<Q>;
+  using Block = typename T::Block;
+  constexpr int step_blocks = group_elements / T::block_inputs;
   constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(Block));
-  const int64_t groups = num_groups(w.cols), num_blocks = w.cols / (Format::super_block ? 256 : 32);
+  const int64_t groups = num_groups(w.cols), num_blocks = w.cols / T::block_inputs;
+  const int64_t num_scaled = w.cols / (T::super_block ? group_elements : block_elements);
   const int num_rows = present_rows(out, num_tiles * tile_rows);
   auto& panel = *reinterpret_cast<typename Kernel::Panel*>(memory);
   auto* p = reinterpret_cast<Accumulators*>(memory + sizeof(typename Kernel::Panel));
@@ -69,10 +71,11 @@ void gemm_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, f
           Kernel::load(panel, i, padded);
         }
       }
-      const auto present = static_cast<int>(std::min<int64_t>(step_blocks, num_blocks - first));
+      const auto present =
+          static_cast<int>(std::min<int64_t>(blocks_per_group, num_scaled - g * blocks_per_group));
       Kernel::multiply(panel, x + g, groups, num_rows, g, present, p);
     }
-    const auto num_lanes = static_cast<int>(std::min<int64_t>(8, num_blocks));
+    const auto num_lanes = static_cast<int>(std::min<int64_t>(8, num_scaled));
     for (int tile = 0; tile < num_tiles; tile++)
       Kernel::store(p[tile], num_lanes, rows, out + tile * tile_rows, n);
   }

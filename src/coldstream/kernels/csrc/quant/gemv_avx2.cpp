@@ -13,40 +13,32 @@ namespace {
 
 // A super-block's scales, spread over the int16 lanes that they multiply.
 template <QuantType Q>
-struct SpreadScales {
+struct SpreadScales : WideScales<Q> {
   __m256i part[8];
-  // Factors of the sums over 16 inputs: the minimums, or −32 times the scales to subtract the offset.
-  __m256i factors;
 
-  explicit SpreadScales(const typename Format256<Q>::Block* b) {
-    if constexpr (Format256<Q>::has_mins) {
-      const ScalesK4 bytes = unpack_scales_k4(b->scales);
-      const __m128i scales = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(static_cast<int64_t>(bytes.scales)));
-      const __m256i all = _mm256_set_m128i(scales, scales);
-      for (int j = 0; j < 8; j++)
-        part[j] = _mm256_shuffle_epi8(all, _mm256_set1_epi16(static_cast<short>((2 * j + 1) << 8 | 2 * j)));
-      const __m128i mins = _mm_cvtsi64_si128(static_cast<int64_t>(bytes.mins));
-      factors = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(mins, mins));
+  inline __attribute__((always_inline)) explicit SpreadScales(const typename Traits<Q>::Block* b)
+      : WideScales<Q>(b) {
+    if constexpr (Traits<Q>::sub_block == 32) {
+      for (int j = 0; j < 8; j++) {
+        const auto index = static_cast<short>((2 * j + 1) << 8 | 2 * j);
+        part[j] = _mm256_shuffle_epi8(this->scales, _mm256_set1_epi16(index));
+      }
     } else {
-      const __m256i scales =
-          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b->scales)));
-      const __m256i halves[2] = {_mm256_permute2x128_si256(scales, scales, 0x00),
-                                 _mm256_permute2x128_si256(scales, scales, 0x11)};
+      const __m256i halves[2] = {_mm256_permute2x128_si256(this->scales, this->scales, 0x00),
+                                 _mm256_permute2x128_si256(this->scales, this->scales, 0x11)};
       for (int j = 0; j < 8; j++) {
         const int even = 4 * (j % 4), odd = even + 2;
         const __m256i index = _mm256_set_m128i(_mm_set1_epi16(static_cast<short>((odd + 1) << 8 | odd)),
                                                _mm_set1_epi16(static_cast<short>((even + 1) << 8 | even)));
         part[j] = _mm256_shuffle_epi8(halves[j / 4], index);
       }
-      factors =
-          _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(scales, Format256<Q>::offset_bits));
     }
   }
 };
 
 template <QuantType Q>
 struct KernelGemv {
-  using Format = Format256<Q>;
+  using T = Traits<Q>;
   // With more rows, or if their number is not known, a block's codes and scales go through memory.
   static constexpr int most_fixed_rows = 4;
 
@@ -54,64 +46,69 @@ struct KernelGemv {
   inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
                                                                      int count, const ActivationRow* x,
                                                                      int64_t g, int num_rows, __m256* p) {
-    using Block = typename Format::Block;
+    using Block = typename T::Block;
     if constexpr (full) count = 8;
     __m256i dots[capacity_of<rows>][8], min_dots[capacity_of<rows>][8];
     for (int i = 0; i < count; i++) {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
       prefetch_weights(b, sizeof *b);
-      const Codes256 codes = Format::load(b);
+      const Codes256 codes = load_codes<Q>(b);
       const SpreadScales<Q> scales(b);
       for (int t = 0; t < num_rows; t++) {
         const int8_t* q = x[t].q + group * group_elements;
-        const __m256i min_dot = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + group * 16));
-        __m256i dot = Format::has_mins ? _mm256_setzero_si256() : min_dot;
+        __m256i min_dot = _mm256_setzero_si256();
+        if constexpr (SpreadScales<Q>::has_factors)
+          min_dot = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + group * 16));
+        __m256i dot = T::has_mins ? _mm256_setzero_si256() : min_dot;
         for (int j = 0; j < 8; j++) {
-          const __m256i pairs = _mm256_maddubs_epi16(codes.part[j], load_256(q + 32 * j));
+          const __m256i pairs = multiply_pairs<T::is_signed>(codes.part[j], load_256(q + 32 * j));
           dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
         }
         dots[t][i] = dot;
-        if constexpr (Format::has_mins) min_dots[t][i] = min_dot;
+        if constexpr (T::has_mins) min_dots[t][i] = min_dot;
       }
     }
-    const auto* first = reinterpret_cast<const Block*>(data);
-    const __m256 d = load_halves_8(first->d, stride, count);
+    const __m256 d = load_scales<Q>(data, stride, count);
     __m256 dmin;
-    if constexpr (Format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
+    if constexpr (T::has_mins) dmin = load_min_scales<Q>(data, stride, count);
     for (int t = 0; t < num_rows; t++) {
       for (int i = count; i < 8; i++) {
         dots[t][i] = _mm256_setzero_si256();
-        if constexpr (Format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
+        if constexpr (T::has_mins) min_dots[t][i] = _mm256_setzero_si256();
       }
       const __m256 a =
           E == Eight::of_a_row ? _mm256_loadu_ps(x[t].scales + g) : _mm256_set1_ps(x[t].scales[g]);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
-      if constexpr (Format::has_mins)
+      if constexpr (T::has_mins)
         p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
     }
   }
 
-  inline __attribute__((always_inline)) static void add_blocks(const typename Format::Block* b, int count,
-                                                               const ActivationRow* x, int64_t g,
-                                                               int num_rows, __m256* p) {
-    const Codes256 codes = Format::load(b);
+  inline __attribute__((always_inline)) static void add_small_blocks(const typename T::Block* b, int count,
+                                                                     const ActivationRow* x, int64_t g,
+                                                                     int num_rows, __m256* p) {
+    const Codes256 codes = load_codes<Q>(b);
     const __m256i ones = _mm256_set1_epi16(1);
-    const __m256 d = _mm256_and_ps(load_d_8(b, 8), _mm256_castsi256_ps(first_lanes(count)));
+    const __m256 present = _mm256_castsi256_ps(first_lanes(count));
+    const __m256 d = _mm256_and_ps(load_small_scales<Q>(b), present);
+    __m256 m;
+    if constexpr (T::has_mins) m = _mm256_and_ps(load_small_mins<Q>(b), present);
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
       __m256i dots[8];
       for (int j = 0; j < 8; j++) {
-        const __m256i pairs = multiply_pairs<Format::is_signed>(codes.part[j], load_256(q + 32 * j));
+        const __m256i pairs = multiply_pairs<T::is_signed>(codes.part[j], load_256(q + 32 * j));
         dots[j] = _mm256_madd_epi16(pairs, ones);
       }
-      __m256i dot = sum_each(dots);
-      if constexpr (!Format::is_signed) {
-        const __m256i sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
-        dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(sums, Format::offset_bits));
-      }
+      __m256i dot = sum_each(dots), sums = _mm256_setzero_si256();
+      if constexpr (T::offset != 0 || T::has_mins)
+        sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
+      if constexpr (T::offset != 0)
+        dot = _mm256_sub_epi32(dot, _mm256_mullo_epi32(sums, _mm256_set1_epi32(T::offset)));
       const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
+      if constexpr (T::has_mins) p[t] = _mm256_fmadd_ps(_mm256_mul_ps(m, a), _mm256_cvtepi32_ps(sums), p[t]);
     }
   }
 };

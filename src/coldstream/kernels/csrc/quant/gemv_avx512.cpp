@@ -38,29 +38,41 @@ __m256i sum_each_half(const __m512i v[4]) {
   return _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-// What multiplies the sums over 16 inputs: the minimums, or for Q6_K −32 times the scales, which takes the
-// codes' offset off.
+// Codes as maddubs takes them: unsigned, or magnitudes with signs that the inputs take over.
 template <QuantType Q>
-__m256i sum_factors(const SpreadScales<Q>& scales) {
-  if constexpr (Format512<Q>::has_mins) {
-    const __m256i twice = _mm256_setr_epi16(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
-    return _mm256_permutexvar_epi16(twice, scales.packed);
-  } else {
-    return _mm256_sub_epi16(_mm256_setzero_si256(),
-                            _mm256_slli_epi16(scales.packed, Format512<Q>::offset_bits));
+struct PairCodes {
+  Codes512 bytes;
+  __mmask64 negative[4];
+
+  inline __attribute__((always_inline)) explicit PairCodes(const typename Traits<Q>::Block* b)
+      : bytes(load_codes<Q>(b)) {
+    if constexpr (Traits<Q>::is_signed) {
+      for (int k = 0; k < 4; k++) {
+        negative[k] = _mm512_movepi8_mask(bytes.part[k]);
+        bytes.part[k] = _mm512_abs_epi8(bytes.part[k]);
+      }
+    }
   }
-}
+
+  // Products with 64 inputs of part k, added in pairs as int16.
+  inline __attribute__((always_inline)) __m512i multiply(int k, __m512i inputs) const {
+    if constexpr (Traits<Q>::is_signed)
+      inputs = _mm512_mask_sub_epi8(inputs, negative[k], _mm512_setzero_si512(), inputs);
+    return _mm512_maddubs_epi16(bytes.part[k], inputs);
+  }
+};
 
 template <QuantType Q>
 struct KernelGemv {
-  using Format = Format512<Q>;
+  using T = Traits<Q>;
+  using Scales = SpreadScales<Q>;
   static constexpr int most_fixed_rows = 1;
 
   template <int rows, bool full, Eight E>
   inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
                                                                      int count, const ActivationRow* x,
                                                                      int64_t g, int num_rows, __m256* p) {
-    using Block = typename Format::Block;
+    using Block = typename T::Block;
     if constexpr (full) count = 8;
     __m512i dots[capacity_of<rows>][8];
     __m256i min_dots[capacity_of<rows>][8];
@@ -68,58 +80,67 @@ struct KernelGemv {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
       prefetch_weights(b, sizeof *b);
-      const Codes512 codes = Format::load(b);
-      const SpreadScales<Q> scales(b);
-      const __m256i factors = sum_factors<Q>(scales);
+      const PairCodes<Q> codes(b);
+      const Scales scales(b);
       for (int t = 0; t < num_rows; t++) {
         const int8_t* q = x[t].q + group * group_elements;
-        const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + group * 16));
-        const __m256i min_dot = _mm256_madd_epi16(factors, sums);
-        __m512i dot = Format::has_mins ? _mm512_setzero_si512() : _mm512_zextsi256_si512(min_dot);
+        __m256i min_dot = _mm256_setzero_si256();
+        if constexpr (Scales::has_factors) {
+          const auto* sums = reinterpret_cast<const __m256i*>(x[t].sums + group * 16);
+          min_dot = _mm256_madd_epi16(scales.factors, _mm256_loadu_si256(sums));
+        }
+        __m512i dot = T::has_mins ? _mm512_setzero_si512() : _mm512_zextsi256_si512(min_dot);
         for (int k = 0; k < 4; k++) {
-          dot = _mm512_dpwssd_epi32(dot, _mm512_maddubs_epi16(codes.part[k], _mm512_loadu_si512(q + 64 * k)),
-                                    scales.part[k]);
+          const __m512i pairs = codes.multiply(k, _mm512_loadu_si512(q + 64 * k));
+          dot = _mm512_dpwssd_epi32(dot, pairs, scales.part[k]);
         }
         dots[t][i] = dot;
-        if constexpr (Format::has_mins) min_dots[t][i] = min_dot;
+        if constexpr (T::has_mins) min_dots[t][i] = min_dot;
       }
     }
-    const auto* first = reinterpret_cast<const Block*>(data);
-    const __m256 d = load_halves_8(first->d, stride, count);
+    const __m256 d = load_scales<Q>(data, stride, count);
     __m256 dmin;
-    if constexpr (Format::has_mins) dmin = load_halves_8(first->dmin, stride, count);
+    if constexpr (T::has_mins) dmin = load_min_scales<Q>(data, stride, count);
     const auto present = static_cast<__mmask8>((1 << count) - 1);
     for (int t = 0; t < num_rows; t++) {
       for (int i = count; i < 8; i++) {
         dots[t][i] = _mm512_setzero_si512();
-        if constexpr (Format::has_mins) min_dots[t][i] = _mm256_setzero_si256();
+        if constexpr (T::has_mins) min_dots[t][i] = _mm256_setzero_si256();
       }
       const __m256 a = E == Eight::of_a_row ? _mm256_maskz_loadu_ps(present, x[t].scales + g)
                                             : _mm256_set1_ps(x[t].scales[g]);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(sum_each(dots[t])), p[t]);
-      if constexpr (Format::has_mins) {
+      if constexpr (T::has_mins) {
         p[t] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, a), _mm256_cvtepi32_ps(sum_each(min_dots[t])), p[t]);
       }
     }
   }
 
-  inline __attribute__((always_inline)) static void add_blocks(const typename Format512<Q>::Block* b,
-                                                               int count, const ActivationRow* x, int64_t g,
-                                                               int num_rows, __m256* p) {
-    const Codes512 codes = Format::load(b);
-    const __m256 d = _mm256_maskz_mov_ps(static_cast<__mmask8>((1 << count) - 1), load_d_8(b, 8));
+  inline __attribute__((always_inline)) static void add_small_blocks(const typename T::Block* b, int count,
+                                                                     const ActivationRow* x, int64_t g,
+                                                                     int num_rows, __m256* p) {
+    constexpr int offset = unsigned_offset<Q>;
+    const Codes512 codes = load_unsigned_codes<Q>(b);
+    const auto present = static_cast<__mmask8>((1 << count) - 1);
+    const __m256 d = _mm256_maskz_mov_ps(present, load_small_scales<Q>(b));
+    __m256 m;
+    if constexpr (T::has_mins) m = _mm256_maskz_mov_ps(present, load_small_mins<Q>(b));
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
       __m512i dots[4];
       for (int k = 0; k < 4; k++) {
         dots[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes.part[k], _mm512_loadu_si512(q + 64 * k));
       }
-      const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16));
-      const __m256i offset =
-          _mm256_slli_epi32(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)), Format::offset_bits);
-      const __m256i dot = _mm256_sub_epi32(sum_each_half(dots), offset);
+      __m256i dot = sum_each_half(dots), sums = _mm256_setzero_si256();
+      if constexpr (offset != 0 || T::has_mins) {
+        sums = _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16)),
+                                 _mm256_set1_epi16(1));
+      }
+      if constexpr (offset != 0)
+        dot = _mm256_sub_epi32(dot, _mm256_mullo_epi32(sums, _mm256_set1_epi32(offset)));
       const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
       p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
+      if constexpr (T::has_mins) p[t] = _mm256_fmadd_ps(_mm256_mul_ps(m, a), _mm256_cvtepi32_ps(sums), p[t]);
     }
   }
 };

@@ -2,13 +2,14 @@
 // are the arithmetic's eight accumulators. Every byte of the weights is read once, straight from the file,
 // and unpacked once for all activation rows.
 //
-// A `kernel` has its `format` (block, super_block, has_mins), `most_fixed_rows`, and
+// A `kernel` has its traits `T`, `most_fixed_rows`, and
 //   add_super_blocks<rows, full, E>(data, stride, count, x, g, num_rows, p):
 //     eight super-blocks, `stride` bytes apart, or fewer at the end if not full; the first one meets
 //     activation group g. Each adds to a lane of p. rows is the number of activation rows, or 0 if only known
 //     at run time;
-//   add_blocks(b, count, x, g, num_rows, p):
-//     eight blocks of 32, one activation group; those behind the first `count` belong to other rows.
+//   add_small_blocks(b, count, x, g, num_rows, p):
+//     small blocks of 256 inputs, one activation group; those behind the first `count` times 32 inputs belong
+//     to other rows.
 #pragma once
 
 #include <cstring>
@@ -38,7 +39,7 @@ template <typename Kernel, int rows, bool full>
 inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows& w, int64_t n, int count,
                                                                const ActivationRow* x, int num_rows,
                                                                float* const* out) {
-  using Block = typename Kernel::Format::Block;
+  using Block = typename Kernel::T::Block;
   __m256 p[8][capacity_of<rows>];
   for (int lane = 0; lane < 8; lane++) {
     for (int t = 0; t < num_rows; t++) p[lane][t] = _mm256_setzero_ps();
@@ -63,7 +64,7 @@ template <typename Kernel, int rows, int streams>
 inline __attribute__((always_inline)) void multiply_whole_rows(const WeightRows& w, int64_t n,
                                                                int64_t distance, const ActivationRow* x,
                                                                int num_rows, float* const* out) {
-  using Block = typename Kernel::Format::Block;
+  using Block = typename Kernel::T::Block;
   __m256 p[streams][capacity_of<rows>];
   for (int s = 0; s < streams; s++) {
     for (int t = 0; t < num_rows; t++) p[s][t] = _mm256_setzero_ps();
@@ -101,37 +102,45 @@ void gemv_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_r
   for (; n < w.count; n++) multiply_whole_rows<Kernel, rows, 1>(w, n, 0, x, num_rows, out);
 }
 
+// The small blocks of a group.
+template <typename Kernel>
+inline constexpr int blocks_in_group = group_elements / Kernel::T::block_inputs;
+
 // The last `rest` blocks of weight row n. Blocks of the next rows are read with them, if there are any.
 template <typename Kernel>
 inline __attribute__((always_inline)) void add_last_blocks(const WeightRows& w, int64_t n, int64_t b,
                                                            int rest, const ActivationRow* x, int num_rows,
                                                            __m256* p) {
-  using Block = typename Kernel::Format::Block;
+  using Block = typename Kernel::T::Block;
+  constexpr int per_group = blocks_in_group<Kernel>;
   const uint8_t* data = w.data + n * w.row_bytes + b * static_cast<int64_t>(sizeof(Block));
-  const uint8_t* end = w.data + (w.count - 1) * w.row_bytes + w.cols / block_elements * sizeof(Block);
-  if (data + 8 * sizeof(Block) <= end) {
+  const uint8_t* end =
+      w.data + (w.count - 1) * w.row_bytes + w.cols / Kernel::T::block_inputs * sizeof(Block);
+  const int count = rest * blocks_per_group / per_group;
+  if (data + per_group * sizeof(Block) <= end) {
     prefetch_weights(data, static_cast<size_t>(rest) * sizeof(Block));
-    Kernel::add_blocks(reinterpret_cast<const Block*>(data), rest, x, b / 8, num_rows, p);
+    Kernel::add_small_blocks(reinterpret_cast<const Block*>(data), count, x, b / per_group, num_rows, p);
   } else {
-    Block padded[8] = {};
+    Block padded[per_group] = {};
     std::memcpy(padded, data, static_cast<size_t>(rest) * sizeof(Block));
-    Kernel::add_blocks(padded, rest, x, b / 8, num_rows, p);
+    Kernel::add_small_blocks(padded, count, x, b / per_group, num_rows, p);
   }
 }
 
 template <typename Kernel, int rows>
-void gemv_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  using Block = typename Kernel::Format::Block;
+void gemv_of_small_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
+  using Block = typename Kernel::T::Block;
+  constexpr int per_group = blocks_in_group<Kernel>;
   if constexpr (rows != 0) num_rows = rows;
-  const int64_t num_blocks = w.cols / block_elements;
+  const int64_t num_blocks = w.cols / Kernel::T::block_inputs;
   for (int64_t n = 0; n < w.count; n++) {
     const auto* row = reinterpret_cast<const Block*>(w.data + n * w.row_bytes);
     __m256 p[capacity_of<rows>];
     for (int t = 0; t < num_rows; t++) p[t] = _mm256_setzero_ps();
     int64_t b = 0;
-    for (; b + 8 <= num_blocks; b += 8) {
-      prefetch_weights(row + b, 8 * sizeof(Block));
-      Kernel::add_blocks(row + b, 8, x, b / 8, num_rows, p);
+    for (; b + per_group <= num_blocks; b += per_group) {
+      prefetch_weights(row + b, per_group * sizeof(Block));
+      Kernel::add_small_blocks(row + b, blocks_per_group, x, b / per_group, num_rows, p);
     }
     if (b < num_blocks) add_last_blocks<Kernel>(w, n, b, static_cast<int>(num_blocks - b), x, num_rows, p);
     for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes(p[t]);
@@ -140,10 +149,10 @@ void gemv_of_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, f
 
 template <typename Kernel, int rows>
 void gemv_of_rows(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  if constexpr (Kernel::Format::super_block) {
+  if constexpr (Kernel::T::super_block) {
     gemv_of_super_blocks<Kernel, rows>(w, x, num_rows, out);
   } else {
-    gemv_of_blocks<Kernel, rows>(w, x, num_rows, out);
+    gemv_of_small_blocks<Kernel, rows>(w, x, num_rows, out);
   }
 }
 

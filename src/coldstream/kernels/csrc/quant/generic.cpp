@@ -6,8 +6,9 @@
 #include "quant/blocks.h"
 #include "quant/dequantize.h"
 #include "quant/dispatch.h"
-#include "quant/integer_blocks.h"
 #include "quant/kernels.h"
+#include "quant/traits.h"
+#include "quant/unpack_generic.h"
 
 namespace coldstream {
 
@@ -48,50 +49,87 @@ int32_t dot(const int8_t* a, const int8_t* b, int count) {
 }
 
 // One super-block times the activation group under it.
-template <typename Format>
-void add_super_block(const typename Format::Block& b, const ActivationRow* x, int64_t g, int num_rows,
+// The signed codes of 256 inputs.
+template <QuantType Q>
+void load_codes(const typename Traits<Q>::Block* b, int k, int8_t* out) {
+  const auto bytes = Traits<Q>::template codes<UnpackGeneric>(b, k);
+  for (int i = 0; i < 64; i++) out[i] = static_cast<int8_t>(bytes.at[i] - Traits<Q>::offset);
+}
+
+int8_t byte_of(const ScaleBytes& bytes, int i) {
+  return static_cast<int8_t>((i < 8 ? bytes.low : bytes.high) >> i % 8 * 8);
+}
+
+template <QuantType Q>
+void add_super_block(const typename Traits<Q>::Block& b, const ActivationRow* x, int64_t g, int num_rows,
                      float (*p)[8]) {
+  using T = Traits<Q>;
+  constexpr int sub_block = T::sub_block;
   int8_t codes[256];
-  int16_t scales[16], mins[16];
-  Format::codes(b, codes);
-  Format::scales(b, scales, mins);
+  for (int k = 0; k < 4; k++) load_codes<Q>(&b, k, codes + 64 * k);
+  const ScaleBytes scales = T::scales(b);
   for (int t = 0; t < num_rows; t++) {
     int32_t total = 0, total_min = 0;
-    for (int j = 0; j < 16; j++) {
-      total += scales[j] * dot(codes + j * 16, x[t].q + g * 256 + j * 16, 16);
-      if constexpr (Format::has_mins) total_min += mins[j] * x[t].sums[g * 16 + j];
+    for (int j = 0; j < 256 / sub_block; j++) {
+      const int64_t first = g * 256 + j * sub_block;
+      total += byte_of(scales, j) * dot(codes + j * sub_block, x[t].q + first, sub_block);
+      if constexpr (T::has_mins) {
+        for (int64_t i = first / 16; i < (first + sub_block) / 16; i++)
+          total_min += byte_of(T::mins(b), j) * x[t].sums[i];
+      }
     }
     const float a = x[t].scales[g];
     float& lane = p[t][g % 8];
-    lane = fma(load_half(b.d) * a, static_cast<float>(total), lane);
-    if constexpr (Format::has_mins) lane = fma(-(load_half(b.dmin) * a), static_cast<float>(total_min), lane);
+    lane = fma(scale_of<Q>(b) * a, static_cast<float>(total), lane);
+    if constexpr (T::has_mins)
+      lane = fma(-(half_to_float(T::half_dmin(b)) * a), static_cast<float>(total_min), lane);
   }
 }
 
-template <typename Format>
-void add_block(const typename Format::Block& b, const ActivationRow* x, int64_t index, int num_rows,
-               float (*p)[8]) {
-  int8_t codes[32];
-  Format::codes(b, codes);
+// Blocks of the 32 inputs from `index` * 32 on, of which there are some in this block.
+template <QuantType Q>
+void add_small_block(const typename Traits<Q>::Block& b, const int8_t* codes, const ActivationRow* x,
+                     int64_t index, int num_rows, float (*p)[8]) {
+  using T = Traits<Q>;
   for (int t = 0; t < num_rows; t++) {
-    const float sum = static_cast<float>(dot(codes, x[t].q + index * 32, 32));
+    const float sum = static_cast<float>(dot(codes, x[t].q + index * 32, 32)), a = x[t].scales[index];
     float& lane = p[t][index % 8];
-    lane = fma(load_half(b.d) * x[t].scales[index], sum, lane);
+    lane = fma(scale_of<Q>(b) * a, sum, lane);
+    if constexpr (T::has_mins) {
+      const int inputs = x[t].sums[2 * index] + x[t].sums[2 * index + 1];
+      lane = fma(half_to_float(T::half_dmin(b)) * a, static_cast<float>(inputs), lane);
+    }
   }
+}
+
+// 256 inputs, or as many as there are.
+template <QuantType Q>
+void add_small_blocks(const typename Traits<Q>::Block* b, int count, const ActivationRow* x, int64_t g,
+                      int num_rows, float (*p)[8]) {
+  using T = Traits<Q>;
+  constexpr int per_group = 256 / T::block_inputs;
+  typename T::Block blocks[per_group] = {};
+  std::memcpy(blocks, b, static_cast<size_t>(count) * sizeof *b);
+  int8_t codes[256];
+  for (int k = 0; k < 4; k++) load_codes<Q>(blocks, k, codes + 64 * k);
+  for (int i = 0; i < count * T::block_inputs / 32; i++)
+    add_small_block<Q>(blocks[i * 32 / T::block_inputs], codes + 32 * i, x, 8 * g + i, num_rows, p);
 }
 
 template <QuantType Q>
 void gemv_of_type(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
-  using Format = IntegerFormat<Q>;
-  const int64_t num_blocks = w.cols / (Format::super_block ? 256 : 32);
+  using T = Traits<Q>;
+  constexpr int per_group = 256 / T::block_inputs;
+  const int64_t num_blocks = w.cols / T::block_inputs;
   for (int64_t n = 0; n < w.count; n++) {
-    const auto* blocks = reinterpret_cast<const typename Format::Block*>(w.data + n * w.row_bytes);
+    const auto* blocks = reinterpret_cast<const typename T::Block*>(w.data + n * w.row_bytes);
     float p[gemv_max_rows][8] = {};
-    for (int64_t b = 0; b < num_blocks; b++) {
-      if constexpr (Format::super_block) {
-        add_super_block<Format>(blocks[b], x, b, num_rows, p);
+    for (int64_t b = 0; b < num_blocks; b += per_group) {
+      if constexpr (T::super_block) {
+        add_super_block<Q>(blocks[b], x, b, num_rows, p);
       } else {
-        add_block<Format>(blocks[b], x, b, num_rows, p);
+        const auto count = static_cast<int>(std::min<int64_t>(per_group, num_blocks - b));
+        add_small_blocks<Q>(blocks + b, count, x, b / per_group, num_rows, p);
       }
     }
     for (int t = 0; t < num_rows; t++) out[t][n] = sum_lanes_8(p[t]);

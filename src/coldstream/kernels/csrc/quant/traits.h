@@ -1,0 +1,414 @@
+// What each quantised type is: its block, the codes, scales and minimums of a block, and the float that they
+// share. Every kernel of every tier is made from this page. docs/arithmetic.md has the products, the GGUF
+// specification and ggml's public headers the layouts.
+//
+// Traits<Q> has
+//   Block            the bytes;
+//   super_block      whether a block is a super-block of 256 inputs, with integer scales in it;
+//   block_inputs     256, or 32 or 64 for small blocks, whose activations have a scale for every 32;
+//   sub_block        inputs that share an integer scale: 16 or 32 (super-blocks);
+//   has_mins         whether something is added for each sub-block (super-blocks) or block (small ones);
+//   is_signed        whether the codes' bytes are int8; otherwise they are unsigned, `offset` above the
+//   signed ones; greatest         the greatest of the unsigned codes, or of the magnitudes of signed ones;
+//   codes<U>(b, k)   the bytes of inputs 64 k … 64 k + 63, unpacked by U (`UnpackAvx2` …); b is the
+//   super-block, or the
+//                    first of the small blocks of 256 inputs;
+//   scales(b), mins(b)   of the sub-blocks (super-blocks);
+//   half_d(b)        the float16 that scales the block, to be multiplied by d_factor; Traits without it have
+//   d(b); half_dmin(b)     of super-blocks, to be multiplied by the minimums and subtracted; of small blocks,
+//   to be added.
+#pragma once
+
+#include "quant/blocks.h"
+#include "quant/grid_words.h"
+#include "quant/scale_bytes.h"
+
+namespace coldstream {
+
+// Internal to each file, because files are compiled for different instructions: the linker must not share
+// code.
+namespace {
+
+#define COLDSTREAM_INLINE static inline __attribute__((always_inline))
+
+template <QuantType Q>
+struct Traits;
+
+struct SuperBlock {
+  static constexpr bool super_block = true, is_signed = false, has_mins = false;
+  static constexpr int block_inputs = 256;
+  static constexpr float d_factor = 1.0f;
+};
+
+struct SmallBlock {
+  static constexpr bool super_block = false, is_signed = false, has_mins = false;
+  static constexpr int block_inputs = 32, sub_block = 32;
+  static constexpr float d_factor = 1.0f;
+};
+
+// --- blocks of 32 ---
+
+template <typename B>
+struct NibbleBlock : SmallBlock {
+  using Block = B;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs);
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <typename B>
+struct FiveBitBlock : NibbleBlock<B> {
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
+    const uint64_t fifth = load_u32(b[2 * k].qh) | static_cast<uint64_t>(load_u32(b[2 * k + 1].qh)) << 32;
+    return U::add_where(NibbleBlock<B>::template codes<U>(b, k), fifth, 16);
+  }
+};
+
+template <>
+struct Traits<QuantType::q4_0> : NibbleBlock<BlockQ4_0> {
+  static constexpr int offset = 8, greatest = 15;
+};
+
+template <>
+struct Traits<QuantType::q4_1> : NibbleBlock<BlockQ4_1> {
+  static constexpr bool has_mins = true;
+  static constexpr int offset = 0, greatest = 15;
+  COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.m); }
+};
+
+template <>
+struct Traits<QuantType::q5_0> : FiveBitBlock<BlockQ5_0> {
+  static constexpr int offset = 16, greatest = 31;
+};
+
+template <>
+struct Traits<QuantType::q5_1> : FiveBitBlock<BlockQ5_1> {
+  static constexpr bool has_mins = true;
+  static constexpr int offset = 0, greatest = 31;
+  COLDSTREAM_INLINE uint16_t half_dmin(const BlockQ5_1& b) { return load_u16(b.m); }
+};
+
+template <>
+struct Traits<QuantType::q8_0> : SmallBlock {
+  using Block = BlockQ8_0;
+  static constexpr bool is_signed = true;
+  static constexpr int offset = 0, greatest = 128;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::halves(b[2 * k].qs, b[2 * k + 1].qs);
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+alignas(16) constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+
+template <>
+struct Traits<QuantType::iq4_nl> : SmallBlock {
+  using Block = BlockIQ4_NL;
+  static constexpr bool is_signed = true;
+  static constexpr int offset = 0, greatest = 127;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), iq4_values);
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+// Twice the values of E2M1, and 12.
+alignas(16) constexpr int8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <>
+struct Traits<QuantType::mxfp4> : SmallBlock {
+  using Block = BlockMXFP4;
+  static constexpr int offset = 12, greatest = 24;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), e2m1_codes);
+  }
+  // 2^(e - 128) for every e; the two smallest are subnormal.
+  COLDSTREAM_INLINE float d(const Block& b) {
+    return std::bit_cast<float>(b.e < 2 ? 0x200000u << b.e : (b.e - 1u) << 23);
+  }
+};
+
+template <>
+struct Traits<QuantType::q2_0> : SmallBlock {
+  using Block = BlockQ2_0;
+  static constexpr int block_inputs = 64;
+  static constexpr int offset = 1, greatest = 3;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::spread_crumbs_16(b[k].qs);
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+// --- super-blocks with linear codes ---
+
+template <>
+struct Traits<QuantType::q2_k> : SuperBlock {
+  using Block = BlockQ2_K;
+  static constexpr bool has_mins = true;
+  static constexpr int sub_block = 16, offset = 0, greatest = 3;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::crumbs(b->qs + k / 2 * 32, k % 2 * 4);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    return {load_u64(b.scales) & every_byte(15), load_u64(b.scales + 8) & every_byte(15)};
+  }
+  COLDSTREAM_INLINE ScaleBytes mins(const Block& b) {
+    return {load_u64(b.scales) >> 4 & every_byte(15), load_u64(b.scales + 8) >> 4 & every_byte(15)};
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+  COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.dmin); }
+};
+
+template <>
+struct Traits<QuantType::q3_k> : SuperBlock {
+  using Block = BlockQ3_K;
+  static constexpr int sub_block = 16, offset = 4, greatest = 7;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::add_bits(U::crumbs(b->qs + k / 2 * 32, k % 2 * 4), b->hmask, 2 * k, 4);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return unpack_scales_k3(b.scales); }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <typename B>
+struct K4Block : SuperBlock {
+  using Block = B;
+  static constexpr bool has_mins = true;
+  static constexpr int sub_block = 32, offset = 0;
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {unpack_scales_k4(b.scales).scales}; }
+  COLDSTREAM_INLINE ScaleBytes mins(const Block& b) { return {unpack_scales_k4(b.scales).mins}; }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+  COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.dmin); }
+};
+
+template <>
+struct Traits<QuantType::q4_k> : K4Block<BlockQ4_K> {
+  static constexpr int greatest = 15;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::nibbles(b->qs + 32 * k);
+  }
+};
+
+template <>
+struct Traits<QuantType::q5_k> : K4Block<BlockQ5_K> {
+  static constexpr int greatest = 31;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::add_bits(U::nibbles(b->qs + 32 * k), b->qh, 2 * k, 16);
+  }
+};
+
+template <>
+struct Traits<QuantType::q6_k> : SuperBlock {
+  using Block = BlockQ6_K;
+  static constexpr int sub_block = 16, offset = 32, greatest = 63;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::nibbles_and_crumbs(b->ql + k / 2 * 64, k % 2, b->qh + k / 2 * 32);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {load_u64(b.scales), load_u64(b.scales + 8)}; }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <>
+struct Traits<QuantType::tq2_0> : SuperBlock {
+  using Block = BlockTQ2_0;
+  static constexpr int sub_block = 32, offset = 1, greatest = 3;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::crumbs(b->qs + k / 2 * 32, k % 2 * 4);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block&) { return {every_byte(1)}; }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <>
+struct Traits<QuantType::iq4_xs> : SuperBlock {
+  using Block = BlockIQ4_XS;
+  static constexpr bool is_signed = true;
+  static constexpr int sub_block = 32, offset = 0, greatest = 127;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::look_up(U::nibble_halves(b->qs + 32 * k, b->qs + 32 * k + 16), iq4_values);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    return {minus_32(spread_nibbles(load_u32(b.scales_l)) | spread_crumbs(load_u16(b.scales_h)) << 4)};
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+// --- super-blocks with codes from grids ---
+
+// Magnitudes from a grid of eight values an entry, and signs.
+template <typename B, int of_16_or_32, int greatest_magnitude>
+struct GridBlock : SuperBlock {
+  using Block = B;
+  static constexpr int sub_block = of_16_or_32, offset = greatest_magnitude,
+                       greatest = 2 * greatest_magnitude;
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <>
+struct Traits<QuantType::iq2_xxs> : GridBlock<BlockIQ2_XXS, 32, 43> {
+  static constexpr float d_factor = 0.125f;
+  // Of each 32 inputs: four bytes of entries, then a word of four times seven signs and a scale.
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint8_t* q = b->qs + 16 * k;
+    const typename U::Bytes magnitudes =
+        U::words([&](int i) { return grid_words_iq2_xxs[q[i / 4 * 8 + i % 4]]; });
+    return U::with_signs(magnitudes, even_signs(spread_sevens(load_u32(q + 4), load_u32(q + 12))), offset);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    uint64_t scales = 0;
+    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.qs[8 * j + 7] >> 4) << 8 * j;
+    return {odd(scales)};
+  }
+};
+
+template <>
+struct Traits<QuantType::iq2_xs> : GridBlock<BlockIQ2_XS, 16, 43> {
+  static constexpr float d_factor = 0.125f;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint8_t* q = b->qs + 16 * k;
+    const typename U::Bytes magnitudes =
+        U::words([&](int i) { return grid_words_iq2_xs[load_u16(q + 2 * i) & 511]; });
+    uint64_t signs = 0;
+    for (int i = 0; i < 8; i++) signs |= static_cast<uint64_t>(q[2 * i + 1] >> 1) << 8 * i;
+    return U::with_signs(magnitudes, even_signs(signs), offset);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
+  }
+};
+
+template <>
+struct Traits<QuantType::iq2_s> : GridBlock<BlockIQ2_S, 16, 43> {
+  static constexpr float d_factor = 0.125f;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint8_t* q = b->qs + 8 * k;
+    const uint32_t high = load_u16(b->qh + 2 * k);
+    const typename U::Bytes magnitudes =
+        U::words([&](int i) { return grid_words_iq2_s[q[i] | (high >> 2 * i & 3) << 8]; });
+    return U::with_signs(magnitudes, load_u64(b->signs + 8 * k), offset);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
+  }
+};
+
+template <>
+struct Traits<QuantType::iq3_xxs> : GridBlock<BlockIQ3_XXS, 32, 62> {
+  static constexpr float d_factor = 0.25f;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint8_t *q = b->qs + 16 * k, *words = b->scales_signs + 8 * k;
+    const typename U::Bytes magnitudes = U::half_words([&](int i) { return grid_words_iq3_xxs[q[i]]; });
+    return U::with_signs(magnitudes, even_signs(spread_sevens(load_u32(words), load_u32(words + 4))), offset);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    uint64_t scales = 0;
+    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.scales_signs[4 * j + 3] >> 4) << 8 * j;
+    return {odd(scales)};
+  }
+};
+
+template <>
+struct Traits<QuantType::iq3_s> : GridBlock<BlockIQ3_S, 32, 15> {
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint8_t* q = b->qs + 16 * k;
+    const uint32_t high = load_u16(b->qh + 2 * k);
+    const typename U::Bytes magnitudes =
+        U::half_words([&](int i) { return grid_words_iq3_s[q[i] | (high >> i & 1) << 8]; });
+    return U::with_signs(magnitudes, load_u64(b->signs + 8 * k), offset);
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {odd(spread_nibbles(load_u32(b.scales)))}; }
+};
+
+// Eight times −1, 0 or 1, and a shift of 1 up or down for eight or more codes.
+template <typename B, int of_16_or_32>
+struct ShiftedGridBlock : SuperBlock {
+  using Block = B;
+  static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18;
+  static constexpr float d_factor = 0.125f;
+  // Unsigned codes of an entry: 8 (g + 1) from the grid, and 2 if they are shifted up.
+  COLDSTREAM_INLINE uint64_t entry(uint32_t index, bool is_down) {
+    return grid_words_iq1[index] + (is_down ? 0 : every_byte(2));
+  }
+};
+
+template <>
+struct Traits<QuantType::iq1_s> : ShiftedGridBlock<BlockIQ1_S, 32> {
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    return U::words([&](int i) {
+      const uint32_t word = load_u16(b->qh + 4 * k + i / 4 * 2);
+      return entry(b->qs[8 * k + i] | (word >> i % 4 * 3 & 7) << 8, word >> 15);
+    });
+  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    uint64_t scales = 0;
+    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.qh[2 * j + 1] >> 4 & 7) << 8 * j;
+    return {odd(scales)};
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
+};
+
+template <>
+struct Traits<QuantType::iq1_m> : ShiftedGridBlock<BlockIQ1_M, 16> {
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    const uint32_t high = load_u32(b->qh + 4 * k);
+    return U::words([&](int i) {
+      const uint32_t four = high >> 4 * i & 15;
+      return entry(b->qs[8 * k + i] | (four & 7) << 8, four >> 3);
+    });
+  }
+  // Three bits each, four to a word of 16 bits, whose top four are a part of d.
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
+    uint64_t words = load_u64(b.scales), halves[2];
+    for (int i = 0; i < 2; i++, words >>= 32) {
+      uint64_t x = (words & 0xfff) | (words & 0xfff0000) << 16;
+      x = (x | x << 10) & 0x003f003f003f003f;
+      halves[i] = odd((x | x << 5) & every_byte(7));
+    }
+    return {halves[0], halves[1]};
+  }
+  COLDSTREAM_INLINE uint16_t half_d(const Block& b) {
+    const uint64_t words = load_u64(b.scales) >> 12 & 0x000f000f000f000f;
+    return static_cast<uint16_t>(words | words >> 12 | words >> 24 | words >> 36);
+  }
+};
+
+#undef COLDSTREAM_INLINE
+
+template <typename T>
+concept HasHalfScale = requires(const typename T::Block& b) { T::half_d(b); };
+
+// The float that scales a block's integers.
+template <QuantType Q>
+inline float scale_of(const typename Traits<Q>::Block& b) {
+  if constexpr (HasHalfScale<Traits<Q>>) {
+    return half_to_float(Traits<Q>::half_d(b)) * Traits<Q>::d_factor;
+  } else {
+    return Traits<Q>::d(b);
+  }
+}
+
+}  // namespace
+
+}  // namespace coldstream

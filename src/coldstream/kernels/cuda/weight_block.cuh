@@ -1,0 +1,124 @@
+// What the traits of all quantised types have in common; weight_traits.cuh has the types.
+//
+// `B` is a block's bytes, NearBytes or ExactBytes. Word w of a block has the codes 4 w … 4 w + 3, a byte
+// each. `shifted_word` has codes times 2^shift, which takes fewer instructions; sums of products with them
+// are shifted back, exactly.
+#pragma once
+
+#include "cuda/weight_bytes.cuh"
+
+namespace coldstream {
+
+// What a type says if it has nothing else to say.
+template <class Own, int type_, int bytes_, int elements_, int sub_blocks_>
+struct WeightBlock {
+  static constexpr int type = type_, bytes = bytes_, elements = elements_;
+  static constexpr int sub_blocks = sub_blocks_;  // with a scale each
+  static constexpr int alignment = (bytes & -bytes) < 16 ? bytes & -bytes : 16;
+  static constexpr bool is_super = elements == 256;
+  // Minima, in super-blocks for each sub-block, are subtracted (a small block's are added).
+  static constexpr bool has_mins = false;
+  // A header of d, dmin, and eight 6-bit scales and minima.
+  static constexpr bool has_header = false;
+  // The bytes of 128 codes are shared by sub-blocks: each has one field of every byte.
+  static constexpr bool is_interleaved = false;
+  // Scales times codes fit int8, so that a super-block is one sum of products.
+  static constexpr bool folds_scales = false;
+  // Whether loads for several weight rows may be under way in a thread; other types need the registers.
+  static constexpr bool overlaps_rows = false;
+  static constexpr int shift = 0;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
+    return Own::word(block, w);
+  }
+};
+
+template <class B>
+__device__ __forceinline__ float half_at(const B& block, int at) {
+  return half_to_float(uint16_t(block.two(at)));
+}
+
+// Blocks of 32 or 64.
+
+template <class Own, int type, int bytes, int elements = 32>
+struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0);
+  }
+};
+
+// Super-blocks. GEMV takes them in quarters of 64 codes. Quarter s has four runs of 16, run c being chunk
+// `chunk(s, c)` of the sixteen chunks of a super-block. Its codes are shifted words.
+
+template <class Own, int type, int bytes, int sub_blocks>
+struct SuperBlock : WeightBlock<Own, type, bytes, 256, sub_blocks> {
+  using Near = NearBytes<WeightBlock<Own, type, bytes, 256, sub_blocks>::alignment>;
+
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0);
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    return int8_t(Own::scale_word(block, j >> 2) >> ((j & 3) * 8));
+  }
+  __device__ static __forceinline__ int chunk(int s, int c) {
+    return Own::is_interleaved ? (s & 2) << 2 | (s & 1) | c << 1 : 4 * s + c;
+  }
+  __device__ static __forceinline__ SplitIndex word_of_quarter(int s, int k) {
+    if constexpr (Own::is_interleaved) return {(s & 2) << 4 | (s & 1) << 2, k / 4 * 8 + k % 4};
+    return {16 * s, k};
+  }
+  __device__ static __forceinline__ void unpack(const uint8_t* block, int s, uint32_t (&codes)[16]) {
+#pragma unroll
+    for (int k = 0; k < 16; k++) codes[k] = Own::shifted_word(Near{block}, word_of_quarter(s, k));
+  }
+  // Of a quarter's runs, a signed byte each; with eight sub-blocks, of its halves.
+  __device__ static __forceinline__ uint32_t scales(const uint8_t* block, int s) {
+    if constexpr (sub_blocks == 8) {
+      const uint32_t first = Own::scale(Near{block}, 2 * s), second = Own::scale(Near{block}, 2 * s + 1);
+      return (first & 0xff) | second << 8;
+    } else if constexpr (Own::is_interleaved) {
+      const int q = s & 2;
+      return of_interleaved(Own::scale_word(Near{block}, q), Own::scale_word(Near{block}, q + 1), s);
+    } else {
+      return Own::scale_word(Near{block}, s);
+    }
+  }
+  // Of a quarter's runs, a byte each.
+  __device__ static __forceinline__ uint32_t mins(const uint8_t* block, int s) {
+    static_assert(Own::is_interleaved);
+    const int q = s & 2;
+    return of_interleaved(Own::min_word(Near{block}, q), Own::min_word(Near{block}, q + 1), s);
+  }
+  __device__ static __forceinline__ uint32_t of_interleaved(uint32_t first, uint32_t second, int s) {
+    return __byte_perm(first, second, s & 1 ? 0x7531 : 0x6420);
+  }
+  __device__ static __forceinline__ int dot(const uint32_t (&codes)[16], const uint32_t (&x)[16],
+                                            uint32_t scales) {
+    constexpr int run_words = 64 / sub_blocks;  // of a sub-block
+    int sum = 0;
+#pragma unroll
+    for (int c = 0; c < 16 / run_words; c++) {
+      int run = 0;
+#pragma unroll
+      for (int i = 0; i < run_words; i++)
+        run = dot_signed(codes[run_words * c + i], x[run_words * c + i], run);
+      sum += int(int8_t(scales >> (8 * c))) * run;
+    }
+    return sum >> Own::shift;
+  }
+};
+
+// A word of a super-block that folds its scales, times them.
+template <class Weights, class B, class W>
+__device__ __forceinline__ uint32_t folded_word(const B& block, W w) {
+  if constexpr (Weights::sub_blocks == 16)
+    return Weights::word(block, w) * uint32_t(Weights::scale(block, w >> 2));
+  else
+    return Weights::word(block, w);
+}
+
+}  // namespace coldstream

@@ -1,0 +1,475 @@
+// Every quantised type once: the geometry of its blocks, their codes as int8, and their scales. All product
+// kernels and the values of embeddings are made from these structs. A type is a struct here, a line of
+// `AllWeights`, and a number in quant_types.cuh.
+//
+// A super-block has 256 codes in eight sub-blocks, whose scales are scale(block, j), or in sixteen, whose
+// scales 4 q … 4 q + 3 are the signed bytes of scale_word(block, q). Smaller blocks have 32 or 64 codes, and
+// a product takes 32 of them at a time. Layouts: ggml's public headers.
+#pragma once
+
+#include <grids.cuh>  // of Python's tables; see grid_tables.py
+
+#include "cuda/quant_types.cuh"
+#include "cuda/weight_block.cuh"
+
+namespace coldstream {
+
+// Word w of the nibbles of a block of 32, whose 16 bytes begin at `at`: the low nibbles are the first codes.
+template <class B, class At, class W>
+__device__ __forceinline__ uint32_t nibbles_of_32(const B& block, At at, W w) {
+  return (block.word(at + (w & 3) * 4) >> ((w >> 2) * 4)) & 0x0f0f0f0fu;
+}
+
+struct Q4_0 : SmallBlock<Q4_0, q4_0, 18> {
+  static constexpr int shift = 4;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return subtract<8>(nibbles_of_32(block, 2, w));
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
+    const uint32_t bytes = block.word(2 + (w & 3) * 4);
+    return ((w < 4 ? bytes << 4 : bytes) & 0xf0f0f0f0u) ^ 0x80808080u;
+  }
+};
+
+struct Q4_1 : SmallBlock<Q4_1, q4_1, 20> {
+  static constexpr bool has_mins = true;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return nibbles_of_32(block, 4, w);
+  }
+  template <class B>
+  __device__ static __forceinline__ float minimum(const B& block) {
+    return half_at(block, 2);
+  }
+};
+
+struct Q5_0 : SmallBlock<Q5_0, q5_0, 22> {
+  static constexpr int shift = 3;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return subtract<16>(nibbles_of_32(block, 6, w) | spread_bits(block.word(2) >> 4 * w) << 4);
+  }
+  // The fifth bits become the top bits of the bytes, inverted: 128 is taken away.
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
+    const uint32_t bytes = block.word(6 + (w & 3) * 4), bits = block.word(2) >> 4 * w;
+    const uint32_t low = (w < 4 ? bytes << 3 : bytes >> 1) & 0x78787878u;
+    return low | (~((bits & 15) * 0x10204080u) & 0x80808080u);
+  }
+};
+
+struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
+  static constexpr bool has_mins = true;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return nibbles_of_32(block, 8, w) | spread_bits(block.word(4) >> 4 * w) << 4;
+  }
+  template <class B>
+  __device__ static __forceinline__ float minimum(const B& block) {
+    return half_at(block, 2);
+  }
+};
+
+struct Q8_0 : SmallBlock<Q8_0, q8_0, 34> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return block.word(2 + w * 4);
+  }
+};
+
+// The values −127 −104 −83 −65, −49 −35 −22 −10, 1 13 25 38, 53 69 89 113.
+constexpr SixteenValues iq4_values = {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}};
+// Twice the values of E2M1: 0 1 2 3, 4 6 8 12, and the same with a minus.
+constexpr SixteenValues e2m1_doubled = {{0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}};
+
+struct IQ4_NL : SmallBlock<IQ4_NL, iq4_nl, 18> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return look_up(iq4_values, nibbles_of_32(block, 2, w));
+  }
+};
+
+struct MXFP4 : SmallBlock<MXFP4, mxfp4, 17> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return look_up(e2m1_doubled, nibbles_of_32(block, 1, w));
+  }
+  // 2^(e − 128): the float32 exponent is e − 1, and the two smallest powers are denormal.
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    const uint32_t e = block.byte(0);
+    return __uint_as_float(e < 2 ? 1u << (21 + e) : (e - 1) << 23);
+  }
+};
+
+struct Q2_0 : SmallBlock<Q2_0, q2_0, 18, 64> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return subtract<1>(spread_crumbs(block.word(2 + (w >> 2) * 4) >> ((w & 3) * 8) & 255));
+  }
+};
+
+struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
+  static constexpr bool has_mins = true, is_interleaved = true, folds_scales = true;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return (block.word(16 + (w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u;
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    return block.word(4 * q) & 0x0f0f0f0fu;
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t min_word(const B& block, int q) {
+    return (block.word(4 * q) >> 4) & 0x0f0f0f0fu;
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 80);
+  }
+  template <class B>
+  __device__ static __forceinline__ float dmin(const B& block) {
+    return half_at(block, 82);
+  }
+};
+
+struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
+  static constexpr bool is_interleaved = true;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t low = (block.word(32 + (w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u;
+    const uint32_t high = (block.word((w & 7) * 4) >> (w >> 3)) & 0x01010101u;
+    return subtract<4>(low | high << 2);
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    const uint32_t low = (block.word(96 + (q & 1) * 4) >> ((q >> 1) * 4)) & 0x0f0f0f0fu;
+    return subtract<32>(low | ((block.word(104) >> (2 * q)) & 0x03030303u) << 4);
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 108);
+  }
+};
+
+// The header of Q4_K and Q5_K: float16 d and dmin, then eight 6-bit scales and minima in 12 bytes.
+struct HeaderK {
+  float d, dmin;
+  uint32_t scales[2];  // a byte each
+  uint32_t mins[2];
+};
+
+__device__ __forceinline__ HeaderK unpack_header_k(uint4 raw) {
+  HeaderK header;
+  header.d = half_to_float(uint16_t(raw.x));
+  header.dmin = half_to_float(uint16_t(raw.x >> 16));
+  header.scales[0] = raw.y & 0x3f3f3f3f;
+  header.scales[1] = (raw.w & 0x0f0f0f0f) | ((raw.y >> 2) & 0x30303030);
+  header.mins[0] = raw.z & 0x3f3f3f3f;
+  header.mins[1] = ((raw.w >> 4) & 0x0f0f0f0f) | ((raw.z >> 2) & 0x30303030);
+  return header;
+}
+
+template <class Own, int type, int bytes>
+struct HeaderBlock : SuperBlock<Own, type, bytes, 8> {
+  static constexpr bool has_mins = true, has_header = true, overlaps_rows = true;
+
+  __device__ static __forceinline__ HeaderK header(const uint8_t* block) {
+    return unpack_header_k(load_16(block));
+  }
+};
+
+struct Q4_K : HeaderBlock<Q4_K, q4_k, 144> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return (block.word(16 + (w >> 4) * 32 + (w & 7) * 4) >> ((w >> 3 & 1) * 4)) & 0x0f0f0f0fu;
+  }
+  // The second half of a quarter has the factor 16.
+  __device__ static __forceinline__ void unpack(const uint8_t* block, int s, uint32_t (&codes)[16]) {
+    const uint4 a = load_16(block + 16 + 32 * s), b = load_16(block + 32 + 32 * s);
+    const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      codes[i] = words[i] & 0x0f0f0f0f;
+      codes[8 + i] = words[i] & 0xf0f0f0f0;
+    }
+  }
+  __device__ static __forceinline__ int dot(const uint32_t (&codes)[16], const uint32_t (&x)[16],
+                                            uint32_t scales) {
+    int first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      first = dot_unsigned(codes[i], x[i], first);
+      second = dot_unsigned(codes[8 + i], x[8 + i], second);
+    }
+    return int(scales & 0xff) * first + int((scales >> 8) & 0xff) * (second >> 4);
+  }
+};
+
+struct Q5_K : HeaderBlock<Q5_K, q5_k, 176> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t low = (block.word(48 + (w >> 4) * 32 + (w & 7) * 4) >> ((w >> 3 & 1) * 4)) & 0x0f0f0f0fu;
+    return low | ((block.word(16 + (w & 7) * 4) >> (w >> 3)) & 0x01010101u) << 4;
+  }
+  __device__ static __forceinline__ void unpack(const uint8_t* block, int s, uint32_t (&codes)[16]) {
+    const uint4 a = load_16(block + 48 + 32 * s), b = load_16(block + 64 + 32 * s);
+    const uint4 high_a = load_16(block + 16), high_b = load_16(block + 32);
+    const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const uint32_t high[8] = {high_a.x, high_a.y, high_a.z, high_a.w, high_b.x, high_b.y, high_b.z, high_b.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t bits = high[i] >> (2 * s);
+      codes[i] = (words[i] & 0x0f0f0f0f) | ((bits << 4) & 0x10101010);
+      codes[8 + i] = ((words[i] >> 4) & 0x0f0f0f0f) | ((bits << 3) & 0x10101010);
+    }
+  }
+  __device__ static __forceinline__ int dot(const uint32_t (&codes)[16], const uint32_t (&x)[16],
+                                            uint32_t scales) {
+    int first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      first = dot_unsigned(codes[i], x[i], first);
+      second = dot_unsigned(codes[8 + i], x[8 + i], second);
+    }
+    return int(scales & 0xff) * first + int((scales >> 8) & 0xff) * second;
+  }
+};
+
+struct Q6_K : SuperBlock<Q6_K, q6_k, 210, 16> {
+  static constexpr bool is_interleaved = true, overlaps_rows = true;
+  static constexpr int shift = 2;
+
+  // The bytes with the low four bits of word w, and those with its high two.
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t low_bits(const B& block, W w) {
+    return block.word((w >> 5) * 64 + (w >> 3 & 1) * 32 + (w & 7) * 4);
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t high_bits(const B& block, W w) {
+    return block.word(128 + (w >> 5) * 32 + (w & 7) * 4);
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t low = (low_bits(block, w) >> ((w >> 4 & 1) * 4)) & 0x0f0f0f0fu;
+    return subtract<32>(low | ((high_bits(block, w) >> ((w >> 3 & 3) * 2)) & 0x03030303u) << 4);
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
+    const uint32_t low = low_bits(block, w);
+    return join((w >> 4 & 1) ? low >> 2 : low << 2, high_bits(block, w) << (6 - (w >> 3 & 3) * 2));
+  }
+  // The four bits of `low` and two of `high` as signed bytes, with 128 taken away.
+  __device__ static __forceinline__ uint32_t join(uint32_t low, uint32_t high) {
+    return (low & 0x3c3c3c3cu) | ((high & 0xc0c0c0c0u) ^ 0x80808080u);
+  }
+  // As the general ones, with fewer addresses.
+  __device__ static __forceinline__ void unpack(const uint8_t* block, int s, uint32_t (&codes)[16]) {
+    const int half = s >> 1, part = 16 * (s & 1);
+    uint32_t a[4], b[4], high[4];
+    load_words(block + 64 * half + part, a);
+    load_words(block + 64 * half + 32 + part, b);
+    load_words(block + 128 + 32 * half + part, high);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      codes[i] = join(a[i] << 2, high[i] << 6);
+      codes[4 + i] = join(b[i] << 2, high[i] << 4);
+      codes[8 + i] = join(a[i] >> 2, high[i] << 2);
+      codes[12 + i] = join(b[i] >> 2, high[i]);
+    }
+  }
+  __device__ static __forceinline__ uint32_t scales(const uint8_t* block, int s) {
+    uint32_t words[2];
+    load_words(block + 192 + 8 * (s >> 1), words);
+    return of_interleaved(words[0], words[1], s);
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    return block.word(192 + 4 * q);
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 208);
+  }
+};
+
+struct IQ4_XS : SuperBlock<IQ4_XS, iq4_xs, 136, 8> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return look_up(iq4_values, nibbles_of_32(block, 8 + (w >> 3) * 16, w & 7));
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    const uint32_t low = block.byte(4 + (j >> 1)) >> ((j & 1) * 4) & 15, high = block.two(2) >> (2 * j) & 3;
+    return int(low | high << 4) - 32;
+  }
+};
+
+// Grids: an entry has four values, in two-byte words of grids.cuh.
+constexpr uint32_t iq2_levels = 0x002b1908u;                        // 8 25 43
+constexpr uint32_t iq3_xxs_levels[2] = {0x1c140c04u, 0x3e342c24u};  // 4 12 … 44 52 62
+constexpr uint32_t iq3_s_levels[2] = {0x07050301u, 0x0f0d0b09u};    // 1 3 … 15
+constexpr uint32_t iq1_levels_above = 0x000901f9u,
+                   iq1_levels_below = 0x0007fff7u;  // −8 0 8, and 1 more or less
+
+struct IQ2_XXS : SuperBlock<IQ2_XXS, iq2_xxs, 66, 8> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t index = block.word(2 + (w >> 3) * 8) >> ((w >> 1 & 3) * 8) & 255;
+    const uint32_t signs = even_signs(block.word(6 + (w >> 3) * 8) >> ((w >> 1 & 3) * 7) & 127);
+    return with_signs(levels_of(iq2_xxs_grid[2 * index + int(w & 1)], iq2_levels, 0), signs >> ((w & 1) * 4));
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    return 1 + 2 * (block.word(6 + 8 * j) >> 28);
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0) * 0.125f;
+  }
+};
+
+struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t bits = block.word(2 + (w >> 2) * 4) >> ((w >> 1 & 1) * 16) & 0xffff;
+    const uint32_t signs = even_signs(bits >> 9);
+    return with_signs(levels_of(iq2_xs_grid[2 * (bits & 511) + int(w & 1)], iq2_levels, 0),
+                      signs >> ((w & 1) * 4));
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    return 2 * spread_nibbles(block.two(66 + 2 * q)) + 0x01010101u;
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0) * 0.125f;
+  }
+};
+
+struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t low = block.word(2 + (w >> 3) * 4) >> ((w >> 1 & 3) * 8) & 255;
+    const uint32_t index = low | (block.byte(66 + (w >> 3)) >> ((w >> 1 & 3) * 2) & 3) << 8;
+    const uint32_t signs = block.word(34 + (w >> 3) * 4) >> ((w & 7) * 4);
+    return with_signs(levels_of(iq2_s_grid[2 * index + int(w & 1)], iq2_levels, 0), signs);
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    return 2 * spread_nibbles(block.two(74 + 2 * q)) + 0x01010101u;
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0) * 0.125f;
+  }
+};
+
+struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t index = block.word(2 + (w >> 2) * 4) >> ((w & 3) * 8) & 255;
+    const uint32_t signs = even_signs(block.word(66 + (w >> 3) * 4) >> ((w >> 1 & 3) * 7) & 127);
+    return with_signs(levels_of(iq3_xxs_grid[index], iq3_xxs_levels[0], iq3_xxs_levels[1]),
+                      signs >> ((w & 1) * 4));
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    return 1 + 2 * (block.word(66 + 4 * j) >> 28);
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0) * 0.25f;
+  }
+};
+
+struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t low = block.word(2 + (w >> 2) * 4) >> ((w & 3) * 8) & 255;
+    const uint32_t index = low | (block.byte(66 + (w >> 3)) >> (w & 7) & 1) << 8;
+    return with_signs(levels_of(iq3_s_grid[index], iq3_s_levels[0], iq3_s_levels[1]),
+                      block.word(74 + (w >> 3) * 4) >> ((w & 7) * 4));
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    return 1 + 2 * (block.byte(106 + (j >> 1)) >> ((j & 1) * 4) & 15);
+  }
+};
+
+// Codes are eight times the grid's values, and one more or one less.
+struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t bits = block.two(34 + (w >> 3) * 2),
+                   low = block.word(2 + (w >> 3) * 4) >> ((w >> 1 & 3) * 8) & 255;
+    const uint32_t index = low | (bits >> ((w >> 1 & 3) * 3) & 7) << 8;
+    return levels_of(iq1_grid[2 * index + int(w & 1)], bits >> 15 ? iq1_levels_below : iq1_levels_above, 0);
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B& block, int j) {
+    return 1 + 2 * (block.two(34 + 2 * j) >> 12 & 7);
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 0) * 0.125f;
+  }
+};
+
+struct IQ1_M : SuperBlock<IQ1_M, iq1_m, 56, 16> {
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    const uint32_t bits = block.word(32 + (w >> 4) * 4) >> ((w >> 1 & 7) * 4);
+    const uint32_t index = (block.word((w >> 3) * 4) >> ((w >> 1 & 3) * 8) & 255) | (bits & 7) << 8;
+    return levels_of(iq1_grid[2 * index + int(w & 1)], bits & 8 ? iq1_levels_below : iq1_levels_above, 0);
+  }
+  template <class B>
+  __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
+    const uint32_t bits = block.two(48 + 2 * q);
+    const uint32_t fields =
+        (bits & 7) | (bits & 0x38) << 5 | (bits & 0x1c0) << 10 | (bits & 0xe00) << 15;  // a byte each
+    return 2 * fields + 0x01010101u;
+  }
+  // The top nibbles of the four words of scales.
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits |= block.two(48 + 2 * i) >> 12 << (4 * i);
+    return half_to_float(uint16_t(bits)) * 0.125f;
+  }
+};
+
+// Without scales of sub-blocks.
+struct TQ2_0 : SuperBlock<TQ2_0, tq2_0, 66, 8> {
+  static constexpr bool is_interleaved = true, folds_scales = true;
+
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return subtract<1>((block.word((w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u);
+  }
+  template <class B>
+  __device__ static __forceinline__ int scale(const B&, int) {
+    return 1;
+  }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, 64);
+  }
+};
+
+// Of all quantised types.
+template <class... Weights>
+struct WeightList {};
+using AllWeights = WeightList<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, IQ2_XS,
+                              IQ3_XXS, IQ1_S, IQ4_NL, IQ3_S, IQ2_S, IQ4_XS, IQ1_M, TQ2_0, MXFP4, Q2_0>;
+
+}  // namespace coldstream
