@@ -346,8 +346,8 @@ struct ShiftedGridBlock : SuperBlock {
   static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18;
   static constexpr float d_factor = 0.125f;
   // Unsigned codes of an entry: 8 (g + 1) from the grid, and 2 if they are shifted up.
-  COLDSTREAM_INLINE uint64_t entry(uint32_t index, bool is_down) {
-    return grid_words_iq1[index] + (is_down ? 0 : every_byte(2));
+  COLDSTREAM_INLINE uint64_t entry(uint32_t index, uint64_t is_down) {
+    return grid_words_iq1[index] + (1 - is_down) * every_byte(2);  // no branch, which would be mispredicted
   }
 };
 
