@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench.device import graph_seconds
+from bench.kernels.random_blocks import random_blocks
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.gemm_tiles import Tiling
@@ -26,19 +27,14 @@ from coldstream.kernels.quant_tensor import QuantTensor
 LAUNCHES = 20
 CACHE_BYTES = 150 << 20  # more than any level holds
 NUM_EXPERTS, NUM_RANKS, HIDDEN, FFN = 256, 8, 2048, 512
+RANDOM_ROWS = 64
 
 
-def random_blocks(quant_type: QuantType, *shape: int) -> QuantTensor:
-    """Random codes under small float16 scales."""
-    blocks = torch.randint(
-        0, 256, (*shape[:-1], quant_type.row_bytes(shape[-1])), dtype=torch.uint8, device="cuda"
-    )
-    halves = blocks.view(-1, quant_type.block_bytes)
-    for place in {QuantType.Q6_K: (209,), QuantType.Q4_K: (1, 3), QuantType.Q5_K: (1, 3)}.get(
-        quant_type, (1,)
-    ):
-        halves[:, place] = 0x20
-    return QuantTensor(blocks, quant_type, tuple(shape))
+def random_weights(quant_type: QuantType, *shape: int) -> QuantTensor:
+    """Random blocks; a part of the rows is repeated, as making all takes long."""
+    part = torch.from_numpy(random_blocks(quant_type, (RANDOM_ROWS, shape[-1]), int(quant_type))).cuda()
+    repeats = torch.Size(shape[:-1]).numel() // RANDOM_ROWS
+    return QuantTensor.from_bytes(part.repeat(repeats, 1).reshape(-1), quant_type, shape)
 
 
 def random_activations(quant_type: QuantType, num_rows: int, num_values: int) -> QuantActivations:
@@ -54,7 +50,7 @@ def dense(tiling: Tiling, num_rows: int, shape: tuple[int, int], replays: int) -
     """One product with a matrix of `shape`."""
     program = CudaProgram(linear.PROGRAM.source, (linear.instance(tiling),))
     num_bytes = tiling.quant_type.row_bytes(shape[1]) * shape[0]
-    weights = [random_blocks(tiling.quant_type, *shape) for _ in range(min(8, CACHE_BYTES // num_bytes + 1))]
+    weights = [random_weights(tiling.quant_type, *shape) for _ in range(min(8, CACHE_BYTES // num_bytes + 1))]
     x = random_activations(tiling.quant_type, num_rows, shape[1])
     out = torch.empty(num_rows, shape[0], device="cuda")
 
@@ -84,8 +80,8 @@ def routed(gate_tiling: Tiling, down_tiling: Tiling, num_rows: int, replays: int
     """The grouping and the two products of one layer with evenly spread random routing."""
     ids = torch.rand(num_rows, NUM_EXPERTS, device="cuda").topk(NUM_RANKS).indices.int()
     num_pairs = num_rows * NUM_RANKS
-    gate, up = (random_blocks(gate_tiling.quant_type, NUM_EXPERTS, FFN, HIDDEN) for _ in range(2))
-    down = random_blocks(down_tiling.quant_type, NUM_EXPERTS, HIDDEN, FFN)
+    gate, up = (random_weights(gate_tiling.quant_type, NUM_EXPERTS, FFN, HIDDEN) for _ in range(2))
+    down = random_weights(down_tiling.quant_type, NUM_EXPERTS, HIDDEN, FFN)
     tables = experts.ExpertTables(*[addresses(stack) for stack in (gate, up, down)])
     groups = experts.Groups(
         torch.empty(num_pairs, dtype=torch.int32, device="cuda"),
@@ -165,11 +161,11 @@ def candidates(tilings: Sequence[Tiling], choices: str) -> list[Tiling]:
     return found
 
 
-def routed_tilings(num_rows: int, down_type: QuantType) -> list[tuple[Tiling, Tiling]]:
+def routed_tilings(num_rows: int, gate_type: QuantType, down_type: QuantType) -> list[tuple[Tiling, Tiling]]:
     """For gate and up, and for down: what the engine takes, and what devices without warpgroups take."""
     chosen = tuple(
         experts.choose_tilings(num_rows * NUM_RANKS, NUM_EXPERTS, quant_type)[0]
-        for quant_type in (QuantType.Q4_K, down_type)
+        for quant_type in (gate_type, down_type)
     )
     others = tuple(experts.LARGE_TILINGS[tiling.quant_type][-1] for tiling in chosen)
     return list(dict.fromkeys(((chosen[0], chosen[1]), (others[0], others[1]))))
@@ -183,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="168,2048,8192")
     parser.add_argument("--types", default="Q4_K,Q6_K")
+    parser.add_argument("--gate-type", default="Q4_K", help="of gates and ups; `same`: the type of downs")
     parser.add_argument("--tilings", default="", help="more tiles to try")
     parser.add_argument("--parts", default="dense,routed,float")
     parser.add_argument("--replays", type=int, default=5)
@@ -196,7 +193,9 @@ def main() -> None:
                 for tiling in candidates(linear.TILINGS[quant_type], arguments.tilings):
                     show(dense(tiling, num_rows, (8192, 2048), arguments.replays))
             if "routed" in arguments.parts:
-                for tilings in routed_tilings(num_rows, quant_type):
+                is_same = arguments.gate_type == "same"
+                gate_type = quant_type if is_same else QuantType[arguments.gate_type]
+                for tilings in routed_tilings(num_rows, gate_type, quant_type):
                     for result in routed(*tilings, num_rows, arguments.replays):
                         show(result)
 

@@ -47,6 +47,23 @@ def random_weight(quant_type: QuantType, shape: tuple[int, ...], seed: int) -> Q
     return QuantTensor.from_bytes(torch.from_numpy(blocks), quant_type, shape)
 
 
+def extreme_weight(quant_type: QuantType, cols: int) -> QuantTensor:
+    """A row [cols] of each of some bytes, with random scales: the greatest and least codes and sub-scales."""
+    fills = (0x00, 0xFF, 0x7F, 0x80, 0xF0, 0x0F)
+    weight = random_weight(quant_type, (len(fills), cols), seed=cols)
+    blocks = weight.blocks.view(len(fills), -1, quant_type.block_bytes)
+    kept = blocks.clone()
+    for row, fill in zip(blocks, fills, strict=True):
+        row.fill_(fill)
+    for place in float16_places(quant_type):
+        blocks[..., place : place + 2] = kept[..., place : place + 2]
+    if quant_type == QuantType.IQ1_M:
+        blocks[..., 55] &= 0x2F  # a finite scale
+    if quant_type == QuantType.MXFP4:
+        blocks[..., 0] = kept[..., 0]
+    return weight
+
+
 def activations(seed: int, rows: int, cols: int) -> torch.Tensor:
     """float32 [rows, cols] with outliers, rounding ties, a stretch of zeros and one of tiny values."""
     rng = np.random.default_rng(seed)

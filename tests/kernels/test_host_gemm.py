@@ -8,9 +8,10 @@ import torch
 from cuda_gemm_cases import device_activations
 from gpu_cases import assert_same, on_gpu
 from guarded import Guarded
-from random_blocks import activations, random_weight
+from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.gemm_tiles import least_tiling
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
 from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, linear_exact
 
@@ -39,6 +40,18 @@ def test_products_of_four_warps(quant_type: QuantType) -> None:
         out = Guarded(rows, 150, device=CPU)
         codes = device_activations(x, quant_type, "cpu")
         launch_linear(PROGRAM, tiling, codes, on_gpu(weight, device="cpu"), out.tensor)
+        assert_same(out.checked(), linear_exact(x, weight))
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
+    weight, x = extreme_weight(quant_type, 512), activations(1, 9, 512)
+    x[5:7] = torch.tensor([[1.0], [-1.0]])
+    placed, codes = on_gpu(weight, device="cpu"), device_activations(x, quant_type, "cpu")
+    for tiling in dict.fromkeys((TILINGS[quant_type][0], least_tiling(quant_type))):
+        out = Guarded(9, len(weight.blocks), device=CPU)
+        launch_linear(PROGRAM, tiling, codes, placed, out.tensor)
         assert_same(out.checked(), linear_exact(x, weight))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_cases import assert_same, on_gpu
 from guarded import Guarded
-from random_blocks import activations, random_weight
+from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import (
@@ -84,6 +84,15 @@ def test_every_type(quant_type: QuantType) -> None:
         weight = random_weight(quant_type, (37, cols), seed=cols)
         for rows in (1, 3, 8, 9, 24, 61):
             check(activations(rows, rows, cols), [weight])
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
+    weight, x = extreme_weight(quant_type, 512), activations(1, 9, 512)
+    x[5:7] = torch.tensor([[1.0], [-1.0]])
+    for rows in (1, 3, 9):
+        check(x[9 - rows :], [weight])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 11, 40])
