@@ -15,7 +15,7 @@ __device__ __forceinline__ void unpack_super(const typename Weights::Near& block
   for (int k = 0; k < 4; k++) {
     const SplitIndex word = {first, 8 * k};
     if constexpr (Weights::folds_scales)
-      codes[word] = folded_word<Weights>(block, word);
+      codes[word] = Weights::folded_word(block, word);
     else
       codes[word] = Weights::word(block, word);
   }

@@ -34,7 +34,7 @@ struct PlaneProducts {
   }
   __device__ float total(int n, int i) const {
     if constexpr (has_high) return float(high[n][i] * 256 + low[n][i]);
-    return float(low[n][i]);
+    return float(of_folded<typename T::Weights>(low[n][i]));
   }
 };
 
@@ -146,7 +146,7 @@ struct UnpackedPlanes {
       for (int i = 0; i < 4; i++) {
         const SplitIndex word = {t, 8 * (step + k) + i / 2 * 4};
         if constexpr (Weights::folds_scales)
-          codes[k][i] = folded_word<Weights>(rows[i % 2], word);
+          codes[k][i] = Weights::folded_word(rows[i % 2], word);
         else
           codes[k][i] = Weights::word(rows[i % 2], word) ^ 0x80808080u;  // 128 more
       }

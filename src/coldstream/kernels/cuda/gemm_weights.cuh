@@ -319,6 +319,9 @@ __device__ __forceinline__ void add_unpacked(const Fragment& at, const uint8_t* 
   }
 #pragma unroll
   for (int m = 0; m < T::mt; m++) {
+#pragma unroll
+    for (int n = 0; n < nt; n++)
+      for (int i = 0; i < 4; i++) total[m][n][i] = of_folded<Weights>(total[m][n][i]);
     if constexpr (Weights::has_mins) {
       const auto rows = MinimumRows<T>::of_table(at, table, m);
 #pragma unroll

@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_folded(const TwoBlocks<Weights>& blocks,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int run = 2 * j + i / 2;
-      a[i] = folded_word<Weights>(blocks[i % 2], SplitIndex{c, 4 * run});
+      a[i] = Weights::folded_word(blocks[i % 2], SplitIndex{c, 4 * run});
       if constexpr (Weights::has_mins)
         of_mins[i] = byte_of(Weights::min_word(blocks[i % 2], run / 4), run % 4) * four_ones;
     }
@@ -265,7 +265,7 @@ __device__ __forceinline__ void add_super(const uint8_t* block, const uint8_t* b
   for (int n = 0; n < slices; n++) {
     const float a = x.scales[inputs[n].at[0]], a_1 = x.scales[inputs[n].at[1]];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[n][i] >>= Weights::shift;
+    for (int i = 0; i < 4; i++) sums[n][i] = of_folded<Weights>(sums[n][i]) >> Weights::shift;
     add_products(p[n], sums[n], d, d_8, a, a_1);
     if constexpr (Weights::has_mins)
       add_products(p[n], mins[n], -Weights::dmin(blocks[0]), -Weights::dmin(blocks[1]), a, a_1);

@@ -22,8 +22,11 @@ struct WeightBlock {
   static constexpr bool has_header = false;
   // The bytes of 128 codes are shared by sub-blocks: each has one field of every byte.
   static constexpr bool is_interleaved = false;
-  // Scales times codes fit int8, so that a super-block is one sum of products.
+  // Scales times codes fit int8, so that a super-block is one sum of products: those of folded_word(block,
+  // w).
   static constexpr bool folds_scales = false;
+  // Folded words have the other sign.
+  static constexpr bool folds_negated = false;
   // Whether loads for several weight rows may be under way in a thread; other types need the registers.
   static constexpr bool overlaps_rows = false;
   static constexpr int shift = 0;
@@ -112,13 +115,10 @@ struct SuperBlock : WeightBlock<Own, type, bytes, 256, sub_blocks> {
   }
 };
 
-// A word of a super-block that folds its scales, times them.
-template <class Weights, class B, class W>
-__device__ __forceinline__ uint32_t folded_word(const B& block, W w) {
-  if constexpr (Weights::sub_blocks == 16)
-    return Weights::word(block, w) * uint32_t(Weights::scale(block, w >> 2));
-  else
-    return Weights::word(block, w);
+// I of a super-block from the sum of products with folded words.
+template <class Weights>
+__device__ __forceinline__ int of_folded(int sum) {
+  return Weights::folds_negated ? -sum : sum;
 }
 
 }  // namespace coldstream

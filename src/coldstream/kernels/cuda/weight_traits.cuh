@@ -122,6 +122,10 @@ struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return (block.word(16 + (w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u;
   }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t folded_word(const B& block, W w) {
+    return word(block, w) * uint32_t(Q2_K::scale(block, w >> 2));
+  }
   template <class B>
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
     return block.word(4 * q) & 0x0f0f0f0fu;
@@ -142,12 +146,25 @@ struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
 
 struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
   static constexpr bool is_interleaved = true;
+  // −4 … 3 times −32 … 31 reaches 128, but not −128.
+  static constexpr bool folds_scales = true, folds_negated = true;
 
+  // Codes plus 4.
   template <class B, class W>
-  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+  __device__ static __forceinline__ uint32_t unsigned_word(const B& block, W w) {
     const uint32_t low = (block.word(32 + (w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u;
     const uint32_t high = (block.word((w & 7) * 4) >> (w >> 3)) & 0x01010101u;
-    return subtract<4>(low | high << 2);
+    return low | high << 2;
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t word(const B& block, W w) {
+    return subtract<4>(unsigned_word(block, w));
+  }
+  // While bytes are together, products have 128 added.
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t folded_word(const B& block, W w) {
+    const uint32_t factor = -Q3_K::scale(block, w >> 2);
+    return (unsigned_word(block, w) * factor + (0x80808080u - 0x04040404u * factor)) ^ 0x80808080u;
   }
   template <class B>
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
@@ -455,6 +472,10 @@ struct TQ2_0 : SuperBlock<TQ2_0, tq2_0, 66, 8> {
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return subtract<1>((block.word((w >> 5) * 32 + (w & 7) * 4) >> ((w >> 3 & 3) * 2)) & 0x03030303u);
+  }
+  template <class B, class W>
+  __device__ static __forceinline__ uint32_t folded_word(const B& block, W w) {
+    return word(block, w);
   }
   template <class B>
   __device__ static __forceinline__ int scale(const B&, int) {
