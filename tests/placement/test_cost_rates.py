@@ -26,7 +26,7 @@ from coldstream.placement.cost import (
 )
 from coldstream.placement.rates import Rates
 
-NAMES = [field.name for field in fields(Rates) if field.name not in ("assumed", "expert_bytes_per_s")]
+NAMES = [field.name for field in fields(Rates) if field.type in (float, int)]
 RESIDENT = np.arange(40 * 256).reshape(40, 256) % 2 == 0
 NOTHING, ALL = np.zeros_like(RESIDENT), np.ones_like(RESIDENT)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import fastest_run, store_rates, with_stored_rates
 
@@ -14,18 +15,21 @@ GPU = GpuHardware(
     "a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6, tuple(map(float, range(1, 8)))
 )
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
-MACHINE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, measured_at="2026-01-02 03:04 UTC")
+PRODUCTS = tuple((1e10 + place, 2e10, 3e10) for place, _ in enumerate(QuantType))
+BARE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, measured_at="2026-01-02 03:04 UTC")
+MACHINE = replace(BARE, product_values_per_s=PRODUCTS)
 
 
 @pytest.mark.parametrize("gpu", [None, GPU, replace(GPU, handshake_s=None)])
 def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
     path = tmp_path / "new" / "folder" / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
-    today = replace(MACHINE, ram_available_bytes=1, measured_at=None, gpu=gpu and BARE_GPU)
+    today = replace(BARE, ram_available_bytes=1, measured_at=None, gpu=gpu and BARE_GPU)
     stored = with_stored_rates(today, path)
     assert stored == replace(
         today,
         read_bytes_per_s=5e10,
+        product_values_per_s=PRODUCTS,
         gpu=gpu and replace(gpu, free_bytes=2**33),
         measured_at=MACHINE.measured_at,
     )
@@ -40,6 +44,21 @@ def test_a_list_of_rates_that_is_not_whole_is_none(tmp_path: Path, rates: object
     document["gpu"]["rates"]["expert_bytes_per_s"] = rates
     path.write_text(json.dumps(document))
     assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [None, 5.0, [], PRODUCTS[1:], [*PRODUCTS[1:], PRODUCTS[0][1:]], [*PRODUCTS[1:], (1.0, 2.0, 0.0)]],
+    ids=["none", "one", "empty", "a type missing", "rows missing", "a rate of nothing"],
+)
+def test_rates_of_other_types_than_todays_are_none(tmp_path: Path, rates: object) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10), path)
+    document = json.loads(path.read_text())
+    assert document["cpu"]["rates"]["product_values_per_s"] == [list(each) for each in PRODUCTS]
+    document["cpu"]["rates"]["product_values_per_s"] = rates
+    path.write_text(json.dumps(document))
+    assert with_stored_rates(BARE, path) is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from coldstream.errors import OutOfMemoryError
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import link
 from coldstream.kernels.cuda.device import Gpu
 from coldstream.kernels.cuda.link import LinkRates
@@ -105,7 +106,9 @@ class MeasuredGpu:
         self.copy, self.products, self.link = 1e12, 2e14, LinkRates(2.5e10, 2e10, 3e10)
         self.handshakes = itertools.repeat(7e-6)
         self.expert_rates = tuple(float(rate) for rate in range(8, 1, -1))
+        self.product_rates = tuple((4.0, 5.0, 6.0) for _ in QuantType)
         self.num_measured = 0
+        monkeypatch.setattr(machine, "measure_product_rates", lambda threads: self.product_rates)
         monkeypatch.setattr(hardware, "measure_read_bandwidth", lambda threads, num_bytes: 5e10)
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
         monkeypatch.setattr(link, "measure_products", lambda: self.products)
@@ -159,8 +162,11 @@ def test_a_run_on_a_gpu_far_faster_than_its_rates_has_it_measured_again(
     measured.copy, measured.products, measured.link = 3e12, 1e14, LinkRates(1e10, 1.5e10, 4e10)
     measured.handshakes = itertools.repeat(8e-6)
     measured.expert_rates = (9.0, 6.0, *measured.expert_rates[2:])
+    measured.product_rates = ((5.0, 4.0, 7.0), *measured.product_rates[1:])
     assert reconsider_rates(here, of_vram(4e12), path)
-    gpu = measured_hardware(GPU, path=path).gpu
+    better = measured_hardware(GPU, path=path)
+    assert better.product_values_per_s == ((5.0, 5.0, 7.0), *measured.product_rates[1:])
+    gpu = better.gpu
     assert gpu is not None
     assert (gpu.copy_bytes_per_s, gpu.product_ops_per_s, gpu.link_bytes_per_s) == (3e12, 2e14, 2.5e10)
     assert (gpu.link_beside_read, gpu.read_beside_link) == (1.5e10, 4e10), "both of one measurement"

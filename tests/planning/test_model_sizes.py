@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from builders import Dims, write_gguf
+from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kvcache.cache import kv_token_bytes
-from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, trunk_bytes
+from coldstream.models.footprint import bytes_per_token, dense_bytes, model_sizes, num_parameters, trunk_bytes
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.sizes import ModelSizes, Products
 from coldstream.planning.gather import count_in_ram
 from coldstream.planning.unknowns import RamShape
 
@@ -37,6 +38,19 @@ def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool)
     assert sizes.dense_bytes + sizes.all_expert_bytes == trunk_bytes(spec, file.tensors)
     assert sizes.dense_token_bytes + 2 * sum(sizes.expert_bytes) == bytes_per_token(spec, file.tensors)
     assert sizes.expert_parameters == 3 * 256 * 256
+    q4_products = Products(QuantType.Q4_K, 3 * 256 * 256, 3 * q4)
+    of_two = (Products(QuantType.Q4_K, 2 * 256 * 256, 2 * q4), Products(QuantType.Q6_K, 256 * 256, q6))
+    assert sizes.expert_products == ((q4_products,), of_two, (q4_products,), (q4_products,))
+    matrices = [
+        info
+        for info in file.tensors.values()
+        if len(info.shape) > 1 and "_exps" not in info.name and not info.name.startswith(("blk.4.", "token_"))
+    ]
+    assert sum(each.num_values for each in sizes.dense_products) == num_parameters(matrices)
+    assert {each.quant_type: each.num_bytes for each in sizes.dense_products} == {
+        kind: sum(info.num_bytes for info in matrices if info.quant_type == kind)
+        for kind in {info.quant_type for info in matrices}
+    }
     assert sizes.attention_width == 1 * 4 * 64
     assert sizes.fingerprint == file.fingerprint
     assert sizes.state_bytes == 4 * 3 * (4 * 64 * 64 + 3 * 512)

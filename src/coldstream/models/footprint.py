@@ -7,11 +7,12 @@ from fractions import Fraction
 
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
+from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache import state_bytes
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.routing_trace import RoutedModel
-from coldstream.placement.sizes import ModelSizes, slot_bytes
+from coldstream.placement.sizes import ModelSizes, Products, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
@@ -72,30 +73,54 @@ def model_sizes(
     """
     is_dense = places_layers and not spec.is_moe
     num_experts, chosen = (1, 1) if is_dense else (spec.num_experts, spec.num_experts_per_tok)
-    expert_bytes, routed_bytes, parameters = [0] * spec.num_layers, 0, 0
+    by_layer: list[list[TensorInfo]] = [[] for _ in range(spec.num_layers)]
     for info in tensors.values():
         block = _BLOCK.match(info.name)
         is_placed = info.name.endswith(_FFN_ENDS) if is_dense else "_exps." in info.name
         if block and is_placed and int(block[1]) < spec.num_layers:
-            num_matrices = 2 if _GATE_UP in info.name else 1
-            matrix_bytes = info.num_bytes // num_experts // num_matrices
-            expert_bytes[int(block[1])] += num_matrices * matrix_room(matrix_bytes)
-            routed_bytes += info.num_bytes
-            parameters += math.prod(info.shape)
+            by_layer[int(block[1])].append(info)
+    placed = {info.name: info for layer in by_layer for info in layer}
+    routed_bytes = sum(info.num_bytes for info in placed.values())
+    matrices = [info for name, info in tensors.items() if name not in placed and len(info.shape) > 1]
     chosen_bytes = routed_bytes * chosen // max(1, num_experts)
     return ModelSizes(
         fingerprint=fingerprint,
         num_experts=num_experts,
         num_experts_per_tok=chosen,
-        expert_bytes=tuple(expert_bytes),
+        expert_bytes=tuple(
+            sum(_expert_room(info, num_experts, matrix_room) for info in layer) for layer in by_layer
+        ),
         dense_bytes=trunk_bytes(spec, tensors) - routed_bytes,
         dense_token_bytes=bytes_per_token(spec, tensors) - chosen_bytes,
         kv_token_bytes=kv_token_bytes,
         state_bytes=state_bytes(spec),
         token_parameters=active_parameters(spec, tensors),
-        expert_parameters=parameters // max(1, spec.num_layers * num_experts),
+        expert_parameters=num_parameters(placed.values()) // max(1, spec.num_layers * num_experts),
         attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
         is_dense=is_dense,
+        dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
+        expert_products=tuple(_products(layer, num_experts) for layer in by_layer),
+    )
+
+
+def _expert_room(info: TensorInfo, num_experts: int, matrix_room: Callable[[int], int]) -> int:
+    """Bytes in fast memory of an expert's part of a tensor."""
+    num_matrices = 2 if _GATE_UP in info.name else 1
+    return num_matrices * matrix_room(info.num_bytes // num_experts // num_matrices)
+
+
+def _products(matrices: Iterable[TensorInfo], num_parts: int = 1) -> tuple[Products, ...]:
+    """One of so many equal parts of these tensors, by type."""
+    by_type: dict[QuantType, list[TensorInfo]] = {}
+    for info in matrices:
+        by_type.setdefault(info.quant_type, []).append(info)
+    return tuple(
+        Products(
+            quant_type,
+            num_parameters(infos) // num_parts,
+            sum(info.num_bytes for info in infos) // num_parts,
+        )
+        for quant_type, infos in sorted(by_type.items())
     )
 
 

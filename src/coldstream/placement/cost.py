@@ -17,10 +17,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.rates import Rates
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.sizes import ModelSizes, Products
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +35,7 @@ KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
 PREFILL_VRAM_SHARE: Final = 0.36  # of a copy's rate in GPU memory: a prefill's products
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices: a prefill's products
 FLOAT_SHARE: Final = 0.035  # of the rate of large int8 matrices: attention, which computes in float32
+MEASURED_TYPE: Final = QuantType.Q4_K  # of the experts that `Rates.expert_bytes_per_s` are of
 CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
 MISSES_SHARE: Final = 0.6  # of the rate at which threads read: what a GPU asks for in a layer
 LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
@@ -106,6 +109,13 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     )
 
 
+def miss_times_of(model: ModelSizes, rates: Rates, *, is_layer: bool = False) -> MissTimes:
+    """`miss_times` of the model's largest experts, with what the CPU takes for their types."""
+    size = max(model.expert_bytes)
+    products = model.products_of_expert(model.expert_bytes.index(size))
+    return miss_times(size, rates_of_experts(rates, size, products), is_layer=is_layer)
+
+
 def _product_seconds(expert_bytes: int, rates: Rates) -> Array:
     """The CPU's time for an expert of 1, 2, … MAX_MAILBOX_ROWS rows, float64, ascending."""
     if not rates.expert_bytes_per_s:
@@ -148,10 +158,9 @@ def decode_seconds(
     if model.is_dense:
         return seconds + _layers_seconds(model, rates, hit_rates)
     chosen = model.num_experts_per_tok
-    by_layer = zip(model.expert_bytes, hit_rates, strict=True)
     return seconds + sum(
-        count * _layer_experts_seconds(size, hit_rate, chosen, rates, streams=streams)
-        for (size, hit_rate), count in Counter(by_layer).items()
+        count * _layer_experts_seconds(size, hit_rate, chosen, of_layer, streams=streams)
+        for count, size, hit_rate, of_layer in _kinds_of_layers(model, hit_rates, rates)
     )
 
 
@@ -175,10 +184,9 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
         return 0.0
     layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
     chosen = model.num_experts_per_tok
-    by_layer = zip(model.expert_bytes, hit_rates, strict=True)
     return sum(
-        count * _layer_prefetch_gain(size, hit_rate, chosen, layer_s, rates)
-        for (size, hit_rate), count in Counter(by_layer).items()
+        count * _layer_prefetch_gain(size, hit_rate, chosen, layer_s, of_layer)
+        for count, size, hit_rate, of_layer in _kinds_of_layers(model, hit_rates, rates)
         if hit_rate < 1.0
     )
 
@@ -223,14 +231,15 @@ def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
     """`decode_seconds` if RAM is the fast memory and misses are read from the disk."""
-    read = _cpu_bytes_per_s(rates)
-    seconds = (model.dense_token_bytes + context * model.kv_token_bytes + 2 * model.state_bytes) / read
+    seconds = (context * model.kv_token_bytes + 2 * model.state_bytes) / _cpu_bytes_per_s(rates)
+    seconds += _weights_seconds(model.dense_token_bytes, model.dense_products, rates)
     seconds += model.num_layers * CPU_LAYER_S
-    for size, hit_rate in zip(model.expert_bytes, hit_rates, strict=True):
-        num_bytes = model.num_experts_per_tok * size
+    for layer, (size, hit_rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True)):
+        chosen = model.num_experts_per_tok
+        computed = chosen * _weights_seconds(size, model.products_of_expert(layer), rates)
         # Missed experts are read while the others are computed. They are computed after that.
-        missed = (1.0 - hit_rate) * num_bytes
-        seconds += max(num_bytes / read, missed / rates.disk_bytes_per_s + missed / read)
+        missed = 1.0 - hit_rate
+        seconds += max(computed, missed * (chosen * size / rates.disk_bytes_per_s + computed))
         seconds += (1.0 - hit_rate**model.num_experts_per_tok) * DISK_WAIT_S
     return seconds
 
@@ -277,15 +286,89 @@ def prefill_seconds_on_cpu(
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
-        touched = expected_touched(expected_rows(model, uses, count), count) * _sizes(model)
+        odds = expected_touched(expected_rows(model, uses, count), count)
+        touched = odds * _sizes(model)
         pairs = count * (start + count / 2) * model.attention_width
-        ops = 2 * count * model.token_parameters + 4 * pairs
+        products = _prompt_product_seconds(model, rates, count, odds.sum(axis=1))
         read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
-        compute = max(
-            read, ops / rates.cpu_ops_per_s + count * model.num_layers * CPU_ROW_S / rates.num_cores
-        )
+        rows = count * model.num_layers * CPU_ROW_S / rates.num_cores
+        compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
         seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
     return seconds
+
+
+def _weights_seconds(num_bytes: int, products: Sequence[Products], rates: Rates) -> float:
+    """Seconds in which all cores multiply weights in RAM, of so many bytes, by one row.
+
+    Each type takes as long as its bytes or its instructions, whichever are slower. products: of these
+    weights; what they leave of the bytes is only read.
+    """
+    if not products or not rates.product_values_per_s:
+        return num_bytes / _cpu_bytes_per_s(rates)
+    read = CPU_SHARE * rates.read_bytes_per_s
+    rest = max(0, num_bytes - sum(each.num_bytes for each in products))
+    return rest / read + _typed_seconds(products, 1.0, read, rates)
+
+
+def _typed_seconds(products: Sequence[Products], rows: float, read: float, rates: Rates) -> float:
+    """Seconds for weights of some types and so many rows: of each type, its bytes or its instructions."""
+    return sum(
+        max(each.num_bytes / read, rates.product_seconds(each.quant_type, each.num_values, rows))
+        for each in products
+    )
+
+
+def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched: Array) -> float:
+    """Seconds of all products of `count` rows on all cores. touched: experts with any row, by layer."""
+    if not model.dense_products or not rates.product_values_per_s:
+        return 2 * count * model.token_parameters / rates.cpu_ops_per_s
+    seconds = sum(
+        rates.product_seconds(each.quant_type, each.num_values, count) for each in model.dense_products
+    )
+    pairs = count * model.num_experts_per_tok
+    for layer in range(model.num_layers if pairs else 0):
+        num_experts = max(1.0, float(touched[layer]))
+        seconds += num_experts * sum(
+            rates.product_seconds(each.quant_type, each.num_values, pairs / num_experts)
+            for each in model.products_of_expert(layer)
+        )
+    return seconds
+
+
+@lru_cache(maxsize=256)
+def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...]) -> Rates:
+    """`rates` in which the CPU's bytes per second are those of experts with these weights.
+
+    Experts of `MEASURED_TYPE` were measured where they lie. Of other types, the time of as many weights is
+    in proportion to what bytes and instructions take by themselves.
+    """
+    if not products or not rates.product_values_per_s:
+        return rates
+    read = CPU_SHARE * rates.read_bytes_per_s
+    num_values = sum(each.num_values for each in products)
+    measured = Products(MEASURED_TYPE, num_values, MEASURED_TYPE.row_bytes(num_values))
+    expert_rates = tuple(
+        rate
+        * num_bytes
+        * _typed_seconds((measured,), rows, read, rates)
+        / (measured.num_bytes * _typed_seconds(products, rows, read, rates))
+        for rows, rate in zip(EXPERT_ROWS, rates.expert_bytes_per_s, strict=False)
+    )
+    by_instructions = sum(rates.product_seconds(each.quant_type, each.num_values, 1) for each in products)
+    return replace(rates, expert_bytes_per_s=expert_rates, cpu_bytes_per_s=num_bytes / by_instructions)
+
+
+def _kinds_of_layers(
+    model: ModelSizes, hit_rates: Sequence[float], rates: Rates
+) -> list[tuple[int, int, float, Rates]]:
+    """Layers that are alike: how many, bytes of an expert, its hit rate, and `rates_of_experts`."""
+    layers = zip(
+        model.expert_bytes, hit_rates, map(model.products_of_expert, range(model.num_layers)), strict=True
+    )
+    return [
+        (count, size, hit_rate, rates_of_experts(rates, size, products))
+        for (size, hit_rate, products), count in Counter(layers).items()
+    ]
 
 
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
@@ -330,7 +413,7 @@ def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float])
     missing = [1] * (model.num_layers - len(held))
     if not missing:
         return seconds
-    times = miss_times(max(model.expert_bytes), rates, is_layer=True)
+    times = miss_times_of(model, rates, is_layer=True)
     num_bus = times.num_streamed(missing)
     return seconds + 1e-9 * times.nanoseconds(num_bus, missing[num_bus:])
 
@@ -367,6 +450,19 @@ def expected_touched(rows: Array, count: int) -> Array:
     return touched
 
 
+def _expert_row_seconds(model: ModelSizes, rates: Rates) -> float:
+    """Seconds for one more row of an expert with many of them, on all cores, the mean over layers."""
+    if not model.expert_products or not rates.product_values_per_s:
+        return 2 * model.expert_parameters / rates.cpu_ops_per_s
+    rows = PRODUCT_ROWS[-1]
+    seconds = [
+        rates.product_seconds(each.quant_type, each.num_values, rows) / rows
+        for products in model.expert_products
+        for each in products
+    ]
+    return sum(seconds) / model.num_layers
+
+
 def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array, sizes: Array) -> float:
     """Seconds until all cold experts [n] are copied, or computed by the CPU where that is faster."""
     if not rows.size:
@@ -374,7 +470,7 @@ def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array
     by_bus = touched * sizes / rates.link_beside_read
     by_cpu = np.maximum(
         touched * sizes / (CPU_SHARE * rates.read_beside_link),
-        2 * rows * model.expert_parameters / rates.cpu_ops_per_s,
+        rows * _expert_row_seconds(model, rates),
     )
     order = np.argsort(by_cpu / by_bus, kind="stable")
     on_cpu = np.concatenate([[0.0], np.cumsum(by_cpu[order])])

@@ -51,6 +51,8 @@ class Hardware:
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
     gpu: GpuHardware | None = None
     measured_at: str | None = None  # when the oldest of the rates were, in UTC
+    # Weights times rows that all cores multiply, by type (in the order of QuantType) and PRODUCT_ROWS.
+    product_values_per_s: tuple[tuple[float, ...], ...] | None = None
 
     @classmethod
     def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":

@@ -13,14 +13,16 @@ from typing import Any, Final
 
 from coldstream.errors import StorageError
 from coldstream.files import write_file
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import GpuHardware, Hardware
 
-_VERSION: Final = 4
+_VERSION: Final = 5
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 _RATES: Final = {
-    "cpu": ("read_bytes_per_s",),
+    "cpu": ("read_bytes_per_s", "product_values_per_s"),
     "gpu": (
         "copy_bytes_per_s",
         "product_ops_per_s",
@@ -31,7 +33,11 @@ _RATES: Final = {
         "expert_bytes_per_s",
     ),
 }
-_LISTS: Final = {"expert_bytes_per_s": len(EXPERT_ROWS)}  # of several rates
+# Of several rates: the length of their list, and of each list in it.
+_LISTS: Final = {
+    "expert_bytes_per_s": (len(EXPERT_ROWS),),
+    "product_values_per_s": (len(QuantType), len(PRODUCT_ROWS)),
+}
 
 
 def default_path() -> Path | None:
@@ -124,7 +130,12 @@ def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str,
 
 def _rates(entry: dict[str, Any]) -> dict[str, Any]:
     """Those of an entry, as the fields of `Hardware` and `GpuHardware` have them."""
-    return {name: tuple(rate) if name in _LISTS else rate for name, rate in entry["rates"].items()}
+    return {name: _in_tuples(rate) for name, rate in entry["rates"].items()}
+
+
+def _in_tuples(value: Any) -> Any:
+    """Lists within lists as tuples."""
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
 def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
@@ -138,8 +149,12 @@ def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
 def _is_rate(name: str, value: object) -> bool:
     if value is None:
         return name == _OPTIONAL
-    if name in _LISTS:
-        if not isinstance(value, list) or len(value) != _LISTS[name]:
-            return False
-        return all(_is_rate("", each) for each in value)
-    return isinstance(value, float) and math.isfinite(value) and value > 0
+    return _are_rates(value, _LISTS.get(name, ()))
+
+
+def _are_rates(value: Any, lengths: tuple[int, ...]) -> bool:
+    """Whether it is a rate, or lists of these lengths within each other that hold rates."""
+    if not lengths:
+        return isinstance(value, float) and math.isfinite(value) and value > 0
+    is_list = isinstance(value, list) and len(value) == lengths[0]
+    return is_list and all(_are_rates(each, lengths[1:]) for each in value)

@@ -4,6 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import Hardware
 
 # Rates of one core by its best instruction set, if memory is no bound: int8 multiplications and additions per
@@ -36,6 +40,9 @@ _WORDS: Final = {
 }
 
 
+_PLACES: Final = {quant_type: place for place, quant_type in enumerate(QuantType)}
+
+
 @dataclass(frozen=True)
 class Rates:
     """Bytes and operations per second. `assumed` names those that were not measured."""
@@ -53,6 +60,8 @@ class Rates:
     disk_bytes_per_s: float
     # Weights of experts of EXPERT_ROWS rows each that all cores multiply; empty: not measured.
     expert_bytes_per_s: tuple[float, ...] = ()
+    # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
+    product_values_per_s: tuple[tuple[float, ...], ...] = ()
     assumed: tuple[str, ...] = ()
 
     @classmethod
@@ -85,8 +94,14 @@ class Rates:
             cpu_ops_per_s=hardware.num_physical_cores * ops,
             cpu_bytes_per_s=hardware.num_physical_cores * num_bytes,
             expert_bytes_per_s=(gpu and gpu.expert_bytes_per_s) or (),
+            product_values_per_s=hardware.product_values_per_s or (),
             assumed=tuple(name for name in _ASSUMED if name not in known),
         )
+
+    def product_seconds(self, quant_type: QuantType, num_values: float, rows: float) -> float:
+        """Seconds in which all cores multiply so many weights, in caches, by `rows` rows."""
+        per_s = self.product_values_per_s[_PLACES[quant_type]]
+        return num_values * rows / float(np.interp(rows, PRODUCT_ROWS, per_s))
 
     def describe_assumed(self, names: Collection[str]) -> str:
         """Those of `names` that were assumed, as text; empty if none was."""

@@ -2,9 +2,19 @@
 
 from dataclasses import dataclass
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.routing_trace import RoutedModel
 
 SLOT_ALIGNMENT = 256  # of each matrix in a slot, as of any tensor in a GPU's memory
+
+
+@dataclass(frozen=True)
+class Products:
+    """Weights of one type that activations are multiplied with."""
+
+    quant_type: QuantType
+    num_values: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -23,10 +33,17 @@ class ModelSizes:
     expert_parameters: int  # weights of one expert
     attention_width: int  # elements of all query heads of all layers of full attention
     is_dense: bool = False  # whether each layer's one expert is the FFN of a dense model
+    # By type; empty: not known, and then bytes alone count.
+    dense_products: tuple[Products, ...] = ()  # of a token, outside experts
+    expert_products: tuple[tuple[Products, ...], ...] = ()  # of one expert, by layer
 
     @property
     def num_layers(self) -> int:
         return len(self.expert_bytes)
+
+    def products_of_expert(self, layer: int) -> tuple[Products, ...]:
+        """Of one expert of a layer, by type; empty: not known."""
+        return self.expert_products[layer] if self.expert_products else ()
 
     @property
     def all_expert_bytes(self) -> int:

@@ -13,6 +13,7 @@ from typing import Final
 
 from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
+from coldstream.kernels.linear.cpu_rates import measure_product_rates
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import default_path, fastest_run, store_rates, with_stored_rates
 
@@ -87,7 +88,13 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
             handshake_s=min((each.handshake_s for each in both if each.handshake_s), default=None),
             expert_bytes_per_s=_highest_each(each.expert_bytes_per_s for each in both),
         )
-    return replace(one, gpu=gpu, read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)))
+    by_type = zip(one.product_values_per_s or (), other.product_values_per_s or (), strict=True)
+    return replace(
+        one,
+        gpu=gpu,
+        read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)),
+        product_values_per_s=tuple(tuple(map(max, *rates)) for rates in by_type),
+    )
 
 
 def _highest(rates: Iterable[float | None]) -> float | None:
@@ -118,6 +125,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report = progress or (lambda what, done, total: None)
     report("measuring this machine", 0, 5)
     hardware = _dated(hardware.with_bandwidth(threads))
+    hardware = replace(hardware, product_values_per_s=measure_product_rates(threads))
     if hardware.gpu is None:
         return hardware
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products

@@ -12,7 +12,7 @@ from coldstream.placement.cost import (
     COPY_BYTES_PER_STEP,
     MAX_CPU_ROWS,
     PREFETCHED,
-    miss_times,
+    miss_times_of,
     prefetch_gain,
 )
 from coldstream.placement.forecast import Known, hit_rates_of
@@ -54,7 +54,7 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
     if run.pool is not None:
         # Its experts do not stay where they are while a step runs, so that the GPU reads none of them.
         return with_places(run, 0 if config.prefetch == "auto" else config.prefetch, 0, source)
-    run = replace(run, miss_times=miss_times(max(placement.expert_bytes), rates))
+    run = replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates))
     count = _paying_prefetch(run, facts, rates) if config.prefetch == "auto" else config.prefetch
     return with_places(run, count, placement.ring_bytes, source)
 
@@ -74,7 +74,7 @@ def _with_layers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
         )
     pool_of(run, facts, ram)  # raises if there is no room in RAM
     rates = Rates.of(facts.rated_hardware())
-    return replace(run, miss_times=miss_times(max(run.placement.expert_bytes), rates, is_layer=True))
+    return replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates, is_layer=True))
 
 
 def pool_of(run: RunPlan, facts: Facts, ram: int) -> PoolPlan | None:

@@ -1,0 +1,33 @@
+"""The rates at which cores multiply weights of each type: of all types, by the time of the best run."""
+
+import numpy as np
+import pytest
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels import _csrc
+from coldstream.kernels.linear import cpu_rates
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS, measure_product_rates
+
+
+def test_rates_are_weights_times_rows_by_the_time_of_the_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a run advances by a second for each row, and the first two runs of each by more."""
+    now: list[float] = [0.0]
+    calls: list[tuple[int, int]] = []
+
+    def run(runtime: object, x: np.ndarray, weights: list[object], outs: list[np.ndarray]) -> None:
+        call = id(weights[0]), len(x)
+        now[0] += len(x) * {0: 9, 1: 3}.get(calls.count(call), 1)
+        calls.append(call)
+        assert outs[0].shape == (len(x), 3 * 256)
+
+    monkeypatch.setattr(_csrc, "linear", run)
+    monkeypatch.setattr(cpu_rates.time, "perf_counter", lambda: now[0])
+    rates = measure_product_rates(3)
+    assert len(rates) == len(QuantType)
+    assert all(each == pytest.approx([3 * 256 * 2048] * len(PRODUCT_ROWS)) for each in rates)
+
+
+def test_this_machine_is_measured() -> None:
+    rates = measure_product_rates(1)
+    assert [len(each) for each in rates] == [len(PRODUCT_ROWS)] * len(QuantType)
+    assert all(rate > 1e6 for each in rates for rate in each)

@@ -1,0 +1,149 @@
+"""What types of weights cost on a CPU: their bytes or their instructions, whichever take longer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cost import H200
+
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.experts.shapes import EXPERT_ROWS
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.placement.cost import (
+    CPU_LAYER_S,
+    CPU_SHARE,
+    MEASURED_TYPE,
+    decode_seconds,
+    decode_seconds_on_cpu,
+    miss_times_of,
+    prefill_seconds,
+    prefill_seconds_on_cpu,
+    rates_of_experts,
+)
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes, Products
+
+LAYERS, EXPERTS, CHOSEN = 3, 8, 2
+EXPERT_VALUES, DENSE_VALUES = 3 * 2**20, 2**24
+READ = CPU_SHARE * H200.read_bytes_per_s
+EXPERT_RATES = tuple(2e11 / (1 + rows / 8) for rows in EXPERT_ROWS)
+
+# Experts of the measured type are where others' times start from.
+types = st.sampled_from([kind for kind in QuantType if kind.block_elements > 1 and kind is not MEASURED_TYPE])
+
+
+def products(quant_type: QuantType, num_values: int) -> Products:
+    return Products(quant_type, num_values, quant_type.row_bytes(num_values))
+
+
+def model_of(dense: QuantType, *experts: QuantType) -> ModelSizes:
+    """The matrices of an expert have equal sizes and these types."""
+    each = tuple(products(kind, EXPERT_VALUES // len(experts)) for kind in experts)
+    expert_bytes = sum(part.num_bytes for part in each)
+    whole = products(dense, DENSE_VALUES)
+    return ModelSizes(
+        "f", EXPERTS, CHOSEN, (expert_bytes,) * LAYERS, whole.num_bytes, whole.num_bytes, 0, 0,
+        DENSE_VALUES + CHOSEN * LAYERS * EXPERT_VALUES, EXPERT_VALUES, 0,
+        dense_products=(whole,), expert_products=(each,) * LAYERS,
+    )  # fmt: skip
+
+
+def rates_with(**per_s: float) -> Rates:
+    """Weights that are multiplied a second by one row, 1e15 of other types; more by more rows."""
+    rows = [[scale * per_s.get(kind.name, 1e15) for scale in (1, 3, 7)] for kind in QuantType]
+    return replace(H200, product_values_per_s=tuple(map(tuple, rows)), expert_bytes_per_s=EXPERT_RATES)
+
+
+def decode(model: ModelSizes, rates: Rates) -> float:
+    """Seconds of a token's weights, all in RAM."""
+    return decode_seconds_on_cpu(model, rates, (1.0,) * LAYERS) - LAYERS * CPU_LAYER_S
+
+
+def test_a_small_type_with_many_instructions_is_as_slow_as_they_are() -> None:
+    """The file of Q2_K that was forecast twenty times as fast as it ran."""
+    model, other = (model_of(kind, kind) for kind in (QuantType.Q2_K, QuantType.Q4_K))
+    values = DENSE_VALUES + CHOSEN * LAYERS * EXPERT_VALUES
+    assert decode(model, rates_with(Q2_K=3e9)) == pytest.approx(values / 3e9)
+    assert decode(model, rates_with(Q2_K=3e9)) > 10 * decode(other, rates_with(Q2_K=3e9))
+    assert decode(model, rates_with()) == pytest.approx(QuantType.Q2_K.row_bytes(values) / READ)
+
+
+def test_each_type_takes_its_own_longer_time() -> None:
+    model = model_of(QuantType.Q8_0, QuantType.Q2_K, QuantType.Q4_K, QuantType.Q6_K)
+    part = CHOSEN * LAYERS * EXPERT_VALUES // 3
+    by_bytes = QuantType.Q8_0.row_bytes(DENSE_VALUES) + QuantType.Q4_K.row_bytes(part)
+    rates = rates_with(Q2_K=3e9, Q6_K=5e9)
+    assert decode(model, rates) == pytest.approx(by_bytes / READ + part / 3e9 + part / 5e9)
+
+
+def test_bytes_that_no_product_reads_count_as_well() -> None:
+    model = model_of(QuantType.Q4_K, QuantType.Q4_K)
+    more = replace(model, dense_token_bytes=model.dense_token_bytes + 10**9)
+    assert decode(more, rates_with()) - decode(model, rates_with()) == pytest.approx(1e9 / READ)
+
+
+def test_without_rates_or_types_bytes_alone_count() -> None:
+    model = model_of(QuantType.Q2_K, QuantType.Q2_K)
+    num_bytes = model.dense_token_bytes + CHOSEN * sum(model.expert_bytes)
+    untyped = replace(model, dense_products=(), expert_products=())
+    for sizes, rates in ((model, H200), (untyped, rates_with(Q2_K=1e6))):
+        assert decode(sizes, rates) == pytest.approx(num_bytes / READ)
+
+
+@given(types, types, st.floats(1e8, 1e12), st.floats(1, 100))
+def test_more_instructions_make_nothing_faster(
+    kind: QuantType, other: QuantType, per_s: float, times: float
+) -> None:
+    model, nothing = model_of(other, kind, other), np.zeros((LAYERS, EXPERTS), bool)
+    slow, fast = (rates_with(**{kind.name: rate}) for rate in (per_s, per_s * times))
+    for seconds in (
+        lambda rates: decode(model, rates),
+        lambda rates: decode_seconds(model, rates, (0.5,) * LAYERS),
+        lambda rates: prefill_seconds_on_cpu(model, rates, ~nothing, None, 512, 512),
+        lambda rates: prefill_seconds(model, rates, nothing, None, 512, 512),
+        lambda rates: miss_times_of(model, rates).cpu[-1],
+    ):
+        assert seconds(slow) >= seconds(fast) * (1 - 1e-9)
+
+
+@given(st.floats(1e9, 1e13))
+def test_experts_of_the_measured_type_are_as_they_were_measured(per_s: float) -> None:
+    part = products(QuantType.Q4_K, EXPERT_VALUES)
+    found = rates_of_experts(rates_with(Q4_K=per_s), part.num_bytes, (part,))
+    assert found.expert_bytes_per_s == pytest.approx(EXPERT_RATES)
+    assert found.cpu_bytes_per_s == pytest.approx(per_s * 144 / 256)
+
+
+def test_experts_of_another_type_are_in_proportion_to_it() -> None:
+    """Four times the instructions and half the bytes: memory is no longer what decides."""
+    slow = products(QuantType.IQ2_XS, EXPERT_VALUES)
+    found = rates_of_experts(rates_with(Q4_K=1e12, IQ2_XS=2.5e10), slow.num_bytes, (slow,))
+    bytes_of_q4 = QuantType.Q4_K.row_bytes(EXPERT_VALUES)
+    by_memory, by_instructions = bytes_of_q4 / READ, EXPERT_VALUES / 2.5e10
+    assert by_instructions > by_memory
+    seconds_of_q4 = bytes_of_q4 / EXPERT_RATES[0]
+    expected = slow.num_bytes / (seconds_of_q4 * by_instructions / by_memory)
+    assert found.expert_bytes_per_s[0] == pytest.approx(expected)
+
+
+def test_a_prompt_is_multiplied_at_the_rate_of_its_rows() -> None:
+    """Dense weights see all 512 rows; an expert sees its share of the pairs."""
+    model = model_of(QuantType.Q4_K, QuantType.Q3_K)
+    resident = np.ones((LAYERS, EXPERTS), bool)
+    rates = rates_with(Q4_K=1e9, Q3_K=1e8)
+    rows = 512 * CHOSEN / EXPERTS
+    assert rows > PRODUCT_ROWS[-1]
+    dense, experts = 512 * DENSE_VALUES / 7e9, 512 * CHOSEN * LAYERS * EXPERT_VALUES / 7e8
+    found = prefill_seconds_on_cpu(model, rates, resident, None, 512, 512)
+    assert found == pytest.approx(dense + experts, rel=1e-2)
+
+
+def test_rates_between_measured_numbers_of_rows() -> None:
+    rates = rates_with(Q4_K=1e9)
+    first, last = PRODUCT_ROWS[0], PRODUCT_ROWS[-1]
+    assert rates.product_seconds(QuantType.Q4_K, 10**9, first) == pytest.approx(1)
+    assert rates.product_seconds(QuantType.Q4_K, 10**9, 2 * last) == pytest.approx(2 * last / 7)
+    between = [rates.product_seconds(QuantType.Q4_K, 10**9, rows) for rows in range(first, last)]
+    assert between == sorted(between)
