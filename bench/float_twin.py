@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from gguf.constants import Keys
 
 import gguf
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.dequantize.reference import dequantize
+from coldstream.kernels.quant_tensor import QuantTensor
 
 
 class Tensor(NamedTuple):
@@ -26,9 +29,14 @@ class Blocks(NamedTuple):
 
     def values(self, name: str) -> np.ndarray:
         """The values of the blocks, float32."""
-        qtype = gguf.GGMLQuantizationType(int(self.quant_type))
-        values: np.ndarray = gguf.quants.dequantize(self.matrices[name], qtype).astype(np.float32)
+        values: np.ndarray = dequantize(self.tensor(name)).numpy()
         return values
+
+    def tensor(self, name: str) -> QuantTensor:
+        """A matrix with its shape."""
+        blocks = self.matrices[name]
+        columns = blocks.shape[-1] // self.quant_type.block_bytes * self.quant_type.block_elements
+        return QuantTensor(torch.from_numpy(blocks), self.quant_type, (*blocks.shape[:-1], columns))
 
 
 def read_tensors(reader: gguf.GGUFReader) -> dict[str, Tensor]:
@@ -61,8 +69,9 @@ def write_file(
             out.add_key_value(name, field.contents(), kind, inner)
     for name, tensor in tensors.items():
         if blocks and name in blocks.matrices:
-            qtype = gguf.GGMLQuantizationType(int(blocks.quant_type))
-            out.add_tensor(name, blocks.matrices[name], raw_dtype=qtype)
+            # As signed bytes, whose geometry the writer doesn't look up: it does not know all types.
+            shape = blocks.tensor(name).shape
+            out.add_tensor(name, blocks.matrices[name].view(np.int8), shape, blocks.quant_type)
         else:
             out.add_tensor(name, tensor.values)
     out.write_header_to_file()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 import gguf
+from bench.quantise import q2_0_blocks
 from gguf import GGMLQuantizationType as GgmlType
 
 # For types that are filled with random blocks: byte offset → factor of each float16 scale within a block. The
@@ -37,18 +38,6 @@ def encode(values: np.ndarray, type_name: str, rng: np.random.Generator) -> np.n
     spread = float(gguf.dequantize(_in_long_rows(blocks), raw_type).std())
     _set_scales(blocks, type_name, float(values.std()) / spread)
     return blocks.reshape(*values.shape[:-1], -1)
-
-
-def q2_0_blocks(values: np.ndarray) -> np.ndarray:
-    """The blocks of Q2_0, which the `gguf` package does not know: uint8 [..., columns / 64 · 18].
-
-    The scale is the root of a block's mean square, so that the codes −1, 0 and 1 are about as frequent.
-    """
-    groups = values.reshape(-1, 64).astype(np.float32)
-    d = np.sqrt((groups**2).mean(-1, keepdims=True)).astype(np.float16)
-    codes = np.clip(np.round(groups / np.where(d > 0, d, 1)), -1, 2).astype(np.uint8) + np.uint8(1)
-    packed = (codes.reshape(-1, 16, 4) << np.arange(0, 8, 2, dtype=np.uint8)).sum(-1).astype(np.uint8)
-    return np.concatenate([d.view(np.uint8), packed], axis=-1).reshape(*values.shape[:-1], -1)
 
 
 def _in_long_rows(values: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +27,14 @@ import numpy as np
 import gguf
 from bench.float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
 from bench.kernels.kv_types import held_out_stream
+from bench.quantise import NOT_IN_LLAMA_CPP, quantize
 from bench.results import write_result
 from bench.runners import open_cpu_runner
 from coldstream.assets import demo_model_path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
 from coldstream.models.cpu.runner import CpuRunner
 from tools import llama_cpp as oracle
 from tools.train_demo.data import load_corpus
@@ -73,7 +74,7 @@ def with_outliers(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor
 def quantised(tensors: dict[str, Tensor], quant_type: QuantType) -> Blocks:
     """All matrices whose rows are whole blocks."""
     matrices = {
-        name: oracle.quantize(tensor.values, int(quant_type))
+        name: quantize(tensor.values, quant_type)
         for name, tensor in tensors.items()
         if tensor.is_matrix and tensor.values.shape[-1] % quant_type.block_elements == 0
     }
@@ -93,10 +94,12 @@ class Divergences(NamedTuple):
     """From the twin in llama.cpp, in nats, each the mean over a passage: [passages]."""
 
     ours: np.ndarray
-    theirs: np.ndarray
+    theirs: np.ndarray | None  # None: of a type that llama.cpp lacks
 
     def figures(self) -> dict[str, float]:
         """Means, their ratio and its interval, and the interval of the ratios of single passages."""
+        if self.theirs is None:
+            return {"ours": float(self.ours.mean())}
         drawn = np.random.default_rng(0).integers(0, len(self.ours), (DRAWS, len(self.ours)))
         low, high = np.percentile(self.ours[drawn].mean(-1) / self.theirs[drawn].mean(-1), INTERVAL)
         passage_low, passage_high = np.percentile(self.ours / self.theirs, INTERVAL)
@@ -111,24 +114,25 @@ class Divergences(NamedTuple):
         }
 
 
-def compare(path: Path, twin: Path, texts: Sequence[list[int]], threads: int) -> Divergences:
-    """Both engines on the file at `path`, while the twin runs beside them."""
+def compare(
+    path: Path, twin: Path, texts: Sequence[list[int]], threads: int, *, has_peer: bool
+) -> Divergences:
+    """Both engines on the file at `path`, or ours alone, while the twin runs beside them."""
     runner = open_runner(path, threads)
-    found = []
-    with (
-        ThreadPoolExecutor(1) as pool,
-        oracle.open_session(twin, POSITIONS, threads) as twin_session,
-        oracle.open_session(path, POSITIONS, threads) as session,
-    ):
+    found: list[list[float]] = []
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        twin_session = stack.enter_context(oracle.open_session(twin, POSITIONS, threads))
+        sessions = [stack.enter_context(oracle.open_session(path, POSITIONS, threads))] if has_peer else []
         for ids in texts:
-            twin_session.clear()
-            session.clear()
+            for session in (twin_session, *sessions):
+                session.clear()
             reference = pool.submit(twin_session.feed, ids)
-            ours, theirs = runner.logits(ids), session.feed(ids)
+            logits = [runner.logits(ids), *(session.feed(ids) for session in sessions)]
             exact = reference.result()
-            found.append((divergence(exact, ours), divergence(exact, theirs)))
-    ours, theirs = np.array(found).T
-    return Divergences(ours, theirs)
+            found.append([divergence(exact, each) for each in logits])
+    ours, *theirs = np.array(found).T
+    return Divergences(ours, *(theirs or [None]))
 
 
 def between_floats(twin: Path, ids: list[int], threads: int) -> float:
@@ -170,10 +174,12 @@ def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads
                 case = {
                     "type": quant_type.name,
                     "outliers": factor,
-                    "scale_inputs": scale_inputs(quant_type),
+                    "scale_inputs": activation_scale_size(quant_type),
                     "passages": count,
                 }
-                rows.append(case | compare(path, twin, texts, threads).figures())
+                has_peer = quant_type not in NOT_IN_LLAMA_CPP
+                found = compare(path, twin, texts, threads, has_peer=has_peer)
+                rows.append(case | found.figures())
                 print(rows[-1], file=sys.stderr, flush=True)
     return {
         "model": model.name,
@@ -185,23 +191,17 @@ def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads
     }
 
 
-def scale_inputs(quant_type: QuantType) -> int | None:
-    """How many inputs share an activation scale; None where activations stay float32."""
-    if quant_type not in INTEGER_TYPES:
-        return None
-    return 32 if quant_type in BLOCK_TYPES else 256
-
-
 def main() -> None:
-    names = [kind.name for kind in QuantType if kind not in FLOAT_DTYPES]
-    rounded = [kind.name for kind in sorted(INTEGER_TYPES)]
+    names = [kind.name for kind in sorted(INTEGER_TYPES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--types", nargs="+", choices=names, default=rounded)
+    parser.add_argument("--types", nargs="+", choices=names, default=names)
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual numbers of passages")
     parser.add_argument("--threads", type=int, default=1, help="of an engine; two run at a time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     types = [QuantType[name] for name in options.types]
-    write_result(measure(types, PASSAGES, options.threads), options.out)
+    counts = {factor: max(1, round(options.share * count)) for factor, count in PASSAGES.items()}
+    write_result(measure(types, counts, options.threads), options.out)
 
 
 if __name__ == "__main__":

@@ -126,14 +126,14 @@ def activation_scales() -> str:
         figures = [
             f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f} "
             f"({case['ratio_low']:.2f}–{case['ratio_high']:.2f})"
-            if size
-            else f"– / {case['llama_cpp']:.1e}"
+            if "ratio" in case
+            else f"{case['ours']:.1e} / –"
             for case in cases
         ]
-        rows.append([name, str(size or "float32"), *figures])
+        rows.append([name, str(size), *figures])
     header = ["weights", "inputs to a scale"]
     header += ["plain" if factor == 1 else f"{r['channels']} channels × {factor}" for factor in factors]
-    rounded = [row for row in r["rows"] if row["scale_inputs"]]
+    rounded = [row for row in r["rows"] if "ratio" in row]
     missed = [f"{row['type']} × {row['outliers']}" for row in rounded if row["ratio"] > MOST_OF_LLAMA_CPP]
     counts = {row["outliers"]: row["passages"] for row in rounded}
     plain, *others = (counts[factor] for factor in factors)

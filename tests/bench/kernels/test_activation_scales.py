@@ -45,3 +45,10 @@ def test_rounding_costs_about_what_it_costs_llama_cpp() -> None:
     assert (row["type"], row["scale_inputs"], row["passages"]) == ("Q8_0", 32, 2)
     assert 0.3 < row["ratio"] < 3
     assert 1e-5 < row["llama_cpp"] < 1e-3
+
+
+def test_a_type_that_llama_cpp_lacks_is_held_to_its_own_twin() -> None:
+    (row,) = measure([QuantType.Q2_0], {1: 1}, threads=2)["rows"]
+    assert (row["type"], row["scale_inputs"]) == ("Q2_0", 32)
+    assert 0 < row["ours"] < 1e-2
+    assert "llama_cpp" not in row

@@ -103,3 +103,13 @@ def test_ratios_to_llama_cpp_have_intervals(tmp_path: Path, monkeypatch: pytest.
     missing["rows"][-1] = scale_row("Q5_K", 30, 1.11)
     write(tmp_path, "activation_scales", missing, monkeypatch)
     assert activation_scales().endswith("missed by Q5_K × 30.\n")
+    alone = copy.deepcopy(result)
+    for factor in (1, 30):
+        row = scale_row("Q2_0", factor, 9.0) | {"ours": 2e-3}
+        alone["rows"].append(
+            {name: row[name] for name in ("type", "outliers", "scale_inputs", "passages", "ours")}
+        )
+    write(tmp_path, "activation_scales", alone, monkeypatch)
+    text = activation_scales()
+    assert "| Q2_0 | 256 | 2.0e-03 / – | 2.0e-03 / – |" in text
+    assert text.endswith(": met.\n"), "nothing to compare a type with that llama.cpp lacks"
