@@ -52,6 +52,24 @@ VARIANTS = {
     "qwen3next": ("qwen3next", {"types": {**MIX, "*.ssm_ba.weight": "Q8_0"}}),
     "qwen3next-first-converters": ("qwen3next", {"ssm_in": True, "quant": "Q4_K", "nextn": True}),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
+    "every-tensor-another-type": (
+        "qwen35moe",
+        {
+            "quant": "IQ4_NL",
+            "types": {
+                "token_embd.weight": "IQ2_S",
+                "output.weight": "TQ2_0",
+                "*.ffn_gate_exps.weight": "Q2_K",
+                "*.ffn_up_exps.weight": "MXFP4",
+                "*.ffn_down_exps.weight": "Q2_0",
+                "*.ffn_gate_shexp.weight": "IQ3_S",
+                "*.ffn_up_shexp.weight": "Q5_1",
+                "*.attn_q.weight": "Q3_K",
+                "*.attn_k.weight": "IQ1_M",
+                "*.attn_qkv.weight": "IQ2_XXS",
+            },
+        },
+    ),
     "qwen3moe": ("qwen3moe", {"types": MIX}),
     "qwen3moe-fused-tied": (
         "qwen3moe",
