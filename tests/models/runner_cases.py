@@ -20,17 +20,6 @@ MIX = {
     "*.attn_qkv.weight": "Q5_K",
     "token_embd.weight": "Q4_0",
 }
-# The matrices of an expert differ in type, and those of one layer from those of others.
-MIXED_TYPES = {
-    "token_embd.weight": "IQ2_S", "output.weight": "IQ4_XS",
-    "*.attn_qkv.weight": "IQ4_NL", "*.attn_gate.weight": "MXFP4", "*.ssm_out.weight": "Q5_1",
-    "*.attn_q.weight": "TQ2_0", "*.attn_k.weight": "IQ1_M", "*.attn_v.weight": "Q4_1",
-    "*.attn_output.weight": "IQ3_XXS",
-    "*.ffn_gate_exps.weight": "Q2_K", "*.ffn_up_exps.weight": "IQ2_XS", "*.ffn_down_exps.weight": "Q3_K",
-    "blk.1.ffn_gate_exps.weight": "IQ3_S", "blk.1.ffn_up_exps.weight": "IQ1_S",
-    "blk.1.ffn_down_exps.weight": "Q2_0",
-    "*.ffn_gate_shexp.weight": "IQ2_XXS", "*.ffn_up_shexp.weight": "Q8_0",
-}  # fmt: skip
 VARIANTS = {
     "moe": ("qwen35moe", {"types": MIX}),
     "moe-nextn-fused": (
@@ -60,7 +49,6 @@ VARIANTS = {
             }
         },
     ),
-    "every-matrix-of-another-type": ("qwen35moe", {"types": MIXED_TYPES}),
     "qwen3next": ("qwen3next", {"types": {**MIX, "*.ssm_ba.weight": "Q8_0"}}),
     "qwen3next-first-converters": ("qwen3next", {"ssm_in": True, "quant": "Q4_K", "nextn": True}),
     "float": ("qwen35moe", {"quant": "BF16", "types": {"*_exps.weight": "IQ4_XS"}}),
