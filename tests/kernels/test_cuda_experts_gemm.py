@@ -1,6 +1,7 @@
 """The routed experts of many tokens on a GPU: the very bits of the exact reference."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -38,20 +39,19 @@ UNWRITTEN = 1234.5
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
+def test_grouping_compiles() -> None:
+    check_compiles(GROUP_PROGRAM)
+
+
 @pytest.mark.sharded
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    only_there = {
-        instance(t, gated)
-        for tilings in LARGE_TILINGS.values()
-        for t in tilings
-        if t.by_warpgroups
-        for gated in (True, False)
-    }
-    check_compiles(GROUP_PROGRAM)
-    for name in PROGRAM.instances:
-        if arch == "sm_90a" or name not in only_there:
-            assert compile_instance(PROGRAM.source, name, arch, tmp_path).cubin
+@pytest.mark.parametrize("quant_type", sorted(SMALL_TILINGS), ids=lambda t: t.name)
+def test_compiles(quant_type: QuantType, arch: str, tmp_path: Path) -> None:
+    tilings = (SMALL_TILINGS[quant_type], *LARGE_TILINGS[quant_type], least_tiling(quant_type))
+    for tiling, gated in product(dict.fromkeys(tilings), (True, False)):
+        assert instance(tiling, gated) in PROGRAM.instances
+        if arch == "sm_90a" or not tiling.by_warpgroups:
+            assert compile_instance(PROGRAM.source, instance(tiling, gated), arch, tmp_path).cubin
 
 
 def new_groups(num_pairs: int, num_experts: int) -> Groups:

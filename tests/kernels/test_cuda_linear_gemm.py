@@ -24,11 +24,12 @@ ALIGNED = (QuantType.Q4_K, QuantType.Q5_K)
 
 @pytest.mark.sharded
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    only_there = {instance(t) for tilings in TILINGS.values() for t in tilings if t.by_warpgroups}
-    for name in PROGRAM.instances:
-        if arch == "sm_90a" or name not in only_there:
-            assert compile_instance(PROGRAM.source, name, arch, tmp_path).cubin
+@pytest.mark.parametrize("quant_type", TYPES, ids=lambda t: t.name)
+def test_compiles(quant_type: QuantType, arch: str, tmp_path: Path) -> None:
+    for tiling in dict.fromkeys((*TILINGS[quant_type], least_tiling(quant_type))):
+        assert instance(tiling) in PROGRAM.instances
+        if arch == "sm_90a" or not tiling.by_warpgroups:
+            assert compile_instance(PROGRAM.source, instance(tiling), arch, tmp_path).cubin
 
 
 def cols(quant_type: QuantType, groups: int) -> int:
