@@ -5,7 +5,7 @@
 The shapes are those of Qwen3.6-35B-A3B. What the engine launches for so many rows is timed, with the launches
 that quantise its inputs: a dense product, and a layer's routed experts with all three matrices of the type
 and evenly spread routing. Weights rotate through more memory than the caches hold. Every type is timed
-beside Q4_K, in turns, and the ratio is the median of the turns. With few rows the bytes of a type bound its
+beside Q4_K, alternating, and the ratio is the median. With up to eight rows the bytes of a type bound its
 time, so that the bytes' ratio is printed beside it.
 """
 
@@ -118,7 +118,7 @@ def new_ops() -> CudaOps:
 
 
 def compare(what: str, quant_type: QuantType, rows: int) -> dict[str, Any]:
-    """The type beside Q4_K, in turns."""
+    """The type beside Q4_K, alternating."""
     ops = new_ops()
     case, other = (CASES[what](ops, kind, rows) for kind in (quant_type, REFERENCE))
     times = [(case.microseconds(), other.microseconds()) for _ in range(TURNS)]

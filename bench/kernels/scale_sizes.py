@@ -1,11 +1,11 @@
-"""The loss by rounding activations with one scale per 256 inputs and per 32, beside llama.cpp.
+"""The loss of activations quantised with one scale per 256 inputs and per 32, beside llama.cpp.
 
     python -m bench.kernels.scale_sizes --out docs/results/scale_sizes.json
 
 It chooses the size of a type's activation groups before a kernel has it. Files and passages are those of
 `bench.kernels.activation_scales`. Ours is the reference in PyTorch with float32 weights of the file's values,
-whose products round their activations as docs/arithmetic.md has it. Against the exact product, only the order
-of float32 additions differs.
+whose products take activations quantised as docs/arithmetic.md has it. Against the exact product, only the
+order of float32 additions differs.
 """
 
 import argparse
@@ -91,7 +91,7 @@ class Model:
 
 
 def compare(path: Path, twin: Path, texts: Sequence[list[int]], threads: int) -> dict[str, dict[str, float]]:
-    """Figures by the size of groups; all sides see the same passages."""
+    """Figures by the size of groups; all read the same passages."""
     models = {size: Model(path, size) for size in SIZES}
     ours: dict[int, list[float]] = {size: [] for size in SIZES}
     theirs = []

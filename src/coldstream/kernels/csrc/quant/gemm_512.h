@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) ScaledCodes scale_codes(__m512i codes, __m
   return {_mm512_sub_epi16(even, offset), _mm512_sub_epi16(odd, offset)};
 }
 
-// The low bytes of even and odd inputs, in turns.
+// The low bytes of even and odd inputs, alternating.
 inline __attribute__((always_inline)) __m512i interleave_bytes(__m512i even, __m512i odd) {
   constexpr int select = 0xca;  // a ? b : c, bit by bit
   return _mm512_ternarylogic_epi64(_mm512_set1_epi16(0xff), even, _mm512_slli_epi16(odd, 8), select);

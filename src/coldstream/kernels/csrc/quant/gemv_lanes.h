@@ -92,8 +92,9 @@ void gemv_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_r
       multiply_eight_rows<Kernel, rows, false>(w, n, static_cast<int>(w.count - n), x, num_rows, out);
     return;
   }
-  // One activation row waits for memory, which gives more bytes to two places that are read in turn. Four are better
-  // still on some processors, and three times slower on others, where they meet in the same sets of a cache.
+  // One activation row waits for memory, which gives more bytes to two places that are read in turn. Four are
+  // better still on some processors, and three times slower on others, where they meet in the same sets of a
+  // cache.
   constexpr int streams = 2;
   if constexpr (rows == 1) {
     const int64_t distance = w.count / streams;

@@ -345,9 +345,10 @@ struct ShiftedGridBlock : SuperBlock {
   using Block = B;
   static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18;
   static constexpr float d_factor = 0.125f;
-  // Unsigned codes of an entry: 8 (g + 1) from the grid, and 2 if they are shifted up.
+  // Unsigned codes of an entry: 8 (g + 1) from the grid, and 2 if they are shifted up. A jump would be
+  // mispredicted.
   COLDSTREAM_INLINE uint64_t entry(uint32_t index, uint64_t is_down) {
-    return grid_words_iq1[index] + (1 - is_down) * every_byte(2);  // no branch, which would be mispredicted
+    return grid_words_iq1[index] + (1 - is_down) * every_byte(2);
   }
 };
 
