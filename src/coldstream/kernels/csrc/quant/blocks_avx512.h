@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "quant/grid_avx512.h"
 #include "quant/traits.h"
 #include "quant/unpack_avx512.h"
 
@@ -18,7 +19,11 @@ namespace {
 template <QuantType Q>
 inline __attribute__((always_inline)) Codes512 load_codes(const typename Traits<Q>::Block* b) {
   Codes512 c;
-  for (int k = 0; k < 4; k++) c.part[k] = Traits<Q>::template codes<UnpackAvx512>(b, k);
+  if constexpr (Traits<Q>::has_fours) {
+    load_fours<Q>(b, c.part);
+  } else {
+    for (int k = 0; k < 4; k++) c.part[k] = Traits<Q>::template codes<UnpackAvx512>(b, k);
+  }
   return c;
 }
 

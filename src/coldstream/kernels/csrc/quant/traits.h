@@ -3,20 +3,19 @@
 // specification and ggml's public headers the layouts.
 //
 // Traits<Q> has
-//   Block            the bytes;
-//   super_block      whether a block is a super-block of 256 inputs, with integer scales in it;
-//   block_inputs     256, or 32 or 64 for small blocks, whose activations have a scale for every 32;
-//   sub_block        inputs that share an integer scale: 16 or 32 (super-blocks);
-//   has_mins         whether something is added for each sub-block (super-blocks) or block (small ones);
-//   is_signed        whether the codes' bytes are int8; otherwise they are unsigned, `offset` above the
-//   signed ones; greatest         the greatest of the unsigned codes, or of the magnitudes of signed ones;
-//   codes<U>(b, k)   the bytes of inputs 64 k … 64 k + 63, unpacked by U (`UnpackAvx2` …); b is the
-//   super-block, or the
-//                    first of the small blocks of 256 inputs;
-//   scales(b), mins(b)   of the sub-blocks (super-blocks);
-//   half_d(b)        the float16 that scales the block, to be multiplied by d_factor; Traits without it have
-//   d(b); half_dmin(b)     of super-blocks, to be multiplied by the minimums and subtracted; of small blocks,
-//   to be added.
+// - Block: its bytes;
+// - super_block: whether a block is a super-block of 256 inputs, with integer scales in it;
+// - block_inputs: 256, or 32 or 64 for small blocks, whose activations have a scale for every 32;
+// - sub_block: inputs that share an integer scale, 16 or 32 (super-blocks);
+// - has_mins: whether something is added for each sub-block (super-blocks) or block (small ones);
+// - is_signed: whether the codes' bytes are int8; otherwise they are unsigned, `offset` above signed ones;
+// - greatest: the greatest of the unsigned codes, or of the magnitudes of signed ones;
+// - codes<U>(b, k): the bytes of inputs 64 k … 64 k + 63, unpacked by U (`UnpackAvx2` …), where b is the
+//   super-block, or the first of the small blocks of 256 inputs;
+// - scales(b), mins(b): of the sub-blocks (super-blocks);
+// - half_d(b): the float16 that scales the block, to be multiplied by d_factor. Traits without it have d(b);
+// - half_dmin(b): of super-blocks, to be multiplied by the minimums and subtracted; of small ones, to be
+// added.
 #pragma once
 
 #include "quant/blocks.h"
@@ -35,13 +34,13 @@ template <QuantType Q>
 struct Traits;
 
 struct SuperBlock {
-  static constexpr bool super_block = true, is_signed = false, has_mins = false;
+  static constexpr bool super_block = true, is_signed = false, has_mins = false, has_fours = false;
   static constexpr int block_inputs = 256;
   static constexpr float d_factor = 1.0f;
 };
 
 struct SmallBlock {
-  static constexpr bool super_block = false, is_signed = false, has_mins = false;
+  static constexpr bool super_block = false, is_signed = false, has_mins = false, has_fours = false;
   static constexpr int block_inputs = 32, sub_block = 32;
   static constexpr float d_factor = 1.0f;
 };
@@ -310,14 +309,29 @@ struct Traits<QuantType::iq2_s> : GridBlock<BlockIQ2_S, 16, 43> {
   }
 };
 
-template <>
-struct Traits<QuantType::iq3_xxs> : GridBlock<BlockIQ3_XXS, 32, 62> {
-  static constexpr float d_factor = 0.25f;
+// Entries of four values: `grid` has them, `high_bits` the ninth bit of each of the 64 indices, if there are
+// more than 256 entries. A tier may look all 64 up at once.
+template <QuantType Q, typename B, int greatest_magnitude>
+struct FoursBlock : GridBlock<B, 32, greatest_magnitude> {
+  static constexpr bool has_fours = true;
   template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint8_t *q = b->qs + 16 * k, *words = b->scales_signs + 8 * k;
-    const typename U::Bytes magnitudes = U::half_words([&](int i) { return grid_words_iq3_xxs[q[i]]; });
-    return U::with_signs(magnitudes, even_signs(spread_sevens(load_u32(words), load_u32(words + 4))), offset);
+  COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
+    const uint8_t* q = b->qs + 16 * k;
+    const auto high = static_cast<uint32_t>(Traits<Q>::high_bits(*b) >> 16 * k);
+    const typename U::Bytes magnitudes =
+        U::half_words([&](int i) { return Traits<Q>::grid[q[i] | (high >> i & 1) << 8]; });
+    return U::with_signs(magnitudes, Traits<Q>::signs(*b, k), greatest_magnitude);
+  }
+};
+
+template <>
+struct Traits<QuantType::iq3_xxs> : FoursBlock<QuantType::iq3_xxs, BlockIQ3_XXS, 62> {
+  static constexpr float d_factor = 0.25f;
+  static constexpr const auto& grid = grid_words_iq3_xxs;
+  COLDSTREAM_INLINE uint64_t high_bits(const Block&) { return 0; }
+  COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) {
+    const uint8_t* words = b.scales_signs + 8 * k;
+    return even_signs(spread_sevens(load_u32(words), load_u32(words + 4)));
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     uint64_t scales = 0;
@@ -327,15 +341,10 @@ struct Traits<QuantType::iq3_xxs> : GridBlock<BlockIQ3_XXS, 32, 62> {
 };
 
 template <>
-struct Traits<QuantType::iq3_s> : GridBlock<BlockIQ3_S, 32, 15> {
-  template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint8_t* q = b->qs + 16 * k;
-    const uint32_t high = load_u16(b->qh + 2 * k);
-    const typename U::Bytes magnitudes =
-        U::half_words([&](int i) { return grid_words_iq3_s[q[i] | (high >> i & 1) << 8]; });
-    return U::with_signs(magnitudes, load_u64(b->signs + 8 * k), offset);
-  }
+struct Traits<QuantType::iq3_s> : FoursBlock<QuantType::iq3_s, BlockIQ3_S, 15> {
+  static constexpr const auto& grid = grid_words_iq3_s;
+  COLDSTREAM_INLINE uint64_t high_bits(const Block& b) { return load_u64(b.qh); }
+  COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) { return load_u64(b.signs + 8 * k); }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {odd(spread_nibbles(load_u32(b.scales)))}; }
 };
 
