@@ -1,6 +1,7 @@
 """Forecasts of the full-size model: for the file that the benchmarks write, and near what they measured."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
         sizes = model_sizes(spec, file.tensors, FULL_SIZES.fingerprint, FULL_SIZES.kv_token_bytes)
-    assert sizes == FULL_SIZES
+    # The machines of these results have no rates by type, so that types have no part in a forecast.
+    assert replace(sizes, dense_products=(), expert_products=()) == FULL_SIZES
 
 
 @pytest.mark.parametrize("name", ["gpu/hybrid", "gpu/hybrid_prefetch"])

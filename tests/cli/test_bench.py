@@ -11,6 +11,8 @@ import pytest
 from builders import write_gguf
 from coldstream.cli import bench
 from coldstream.engine import EngineConfig, open_model
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import default_path, store_rates, with_stored_rates
 
@@ -135,7 +137,7 @@ def test_a_run_far_faster_than_the_kept_rates_has_the_machine_measured_again(
     run: Run, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    kept = Hardware.measure()
+    kept = replace(Hardware.measure(), product_values_per_s=((1e9,) * len(PRODUCT_ROWS),) * len(QuantType))
     store_rates(replace(kept, read_bytes_per_s=1e5, measured_at="2026-01-01 00:00 UTC"), default_path())
     assert run("bench", path, *QUICK, "--device", "cpu")[0] == 0
     found = with_stored_rates(kept, default_path())

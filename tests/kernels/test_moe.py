@@ -17,8 +17,8 @@ EXPERTS = 256
     ("quant_type", "forms"),
     [
         (QuantType.Q4_K, {1: "GEMV", 8: "GEMV", 9: "GROUPED", 32: "GROUPED", 33: "GEMM", 64: "GEMM"}),
+        (QuantType.IQ2_XXS, {1: "GEMV", 8: "GEMV", 9: "GROUPED", 32: "GROUPED", 33: "GEMM", 64: "GEMM"}),
         (QuantType.F16, {1: "GEMV", 8: "GEMV", 64: "GEMV"}),
-        (QuantType.IQ2_XXS, {1: "FLOATS", 64: "FLOATS"}),
     ],
 )
 def test_forms_follow_from_rows_and_types_wherever_experts_are(
