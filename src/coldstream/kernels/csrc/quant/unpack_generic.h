@@ -31,7 +31,10 @@ struct UnpackGeneric {
   }
   // Of 16 bytes the low nibbles, then the high ones; then those of 16 others.
   static Bytes nibble_halves(const uint8_t* p, const uint8_t* q) {
-    return each([&](int i) { return (i < 32 ? p : q)[i % 16] >> i % 32 / 16 * 4 & 15; });
+    return each([&](int i) {
+      const uint8_t* from = i < 32 ? p : q;
+      return from[i % 16] >> i % 32 / 16 * 4 & 15;
+    });
   }
   // Two bits of each of 32 bytes from bit `shift` (0 or 4), then those above them.
   static Bytes crumbs(const uint8_t* p, int shift) {
