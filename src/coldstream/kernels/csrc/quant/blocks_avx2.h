@@ -42,32 +42,40 @@ struct WideScales {
   static constexpr bool has_factors = Traits<Q>::has_mins || !Traits<Q>::is_signed;
   __m256i scales;  // sixteen, or eight twice over
   __m256i factors;
+  __m128i factors_32;  // of the sums over 32 inputs, for sub-blocks of 32
 
   inline __attribute__((always_inline)) explicit WideScales(const typename Traits<Q>::Block* b) {
     using T = Traits<Q>;
     const ScaleBytes bytes = T::scales(*b);
     if constexpr (T::sub_block == 32) {
-      const __m128i words = _mm_cvtepi8_epi16(_mm_cvtsi64_si128(static_cast<int64_t>(bytes.low)));
-      scales = _mm256_set_m128i(words, words);
+      const __m128i eight = widen_8(bytes.low);
+      scales = _mm256_set_m128i(eight, eight);
+      if constexpr (T::has_mins) {
+        factors_32 = widen_8(T::mins(*b).low);
+      } else if constexpr (has_factors) {
+        factors_32 = _mm_mullo_epi16(eight, _mm_set1_epi16(-T::offset));
+      }
+      if constexpr (has_factors) {
+        factors = _mm256_set_m128i(_mm_unpackhi_epi16(factors_32, factors_32),
+                                   _mm_unpacklo_epi16(factors_32, factors_32));
+      }
     } else {
-      scales = _mm256_cvtepi8_epi16(both(bytes));
-    }
-    if constexpr (T::has_mins) {
-      factors = sixteen_of(T::mins(*b));
-    } else if constexpr (has_factors) {
-      factors = _mm256_mullo_epi16(sixteen_of(bytes), _mm256_set1_epi16(-T::offset));
+      scales = widen_16(bytes);
+      if constexpr (T::has_mins) {
+        factors = widen_16(T::mins(*b));
+      } else if constexpr (has_factors) {
+        factors = _mm256_mullo_epi16(scales, _mm256_set1_epi16(-T::offset));
+      }
     }
   }
 
  private:
-  static inline __attribute__((always_inline)) __m128i both(const ScaleBytes& bytes) {
-    return _mm_set_epi64x(static_cast<int64_t>(bytes.high), static_cast<int64_t>(bytes.low));
+  static inline __attribute__((always_inline)) __m128i widen_8(uint64_t bytes) {
+    return _mm_cvtepi8_epi16(_mm_cvtsi64_si128(static_cast<int64_t>(bytes)));
   }
-  // One for each 16 inputs.
-  static inline __attribute__((always_inline)) __m256i sixteen_of(const ScaleBytes& bytes) {
-    if constexpr (Traits<Q>::sub_block == 16) return _mm256_cvtepi8_epi16(both(bytes));
-    const __m128i eight = _mm_cvtsi64_si128(static_cast<int64_t>(bytes.low));
-    return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(eight, eight));
+  static inline __attribute__((always_inline)) __m256i widen_16(const ScaleBytes& bytes) {
+    return _mm256_cvtepi8_epi16(
+        _mm_set_epi64x(static_cast<int64_t>(bytes.high), static_cast<int64_t>(bytes.low)));
   }
 };
 

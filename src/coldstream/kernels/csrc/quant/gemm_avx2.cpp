@@ -23,8 +23,8 @@ constexpr int unit_rows = 8;  // activation rows of a register: half a tile
 struct alignas(64) PanelAvx2 {
   uint8_t codes[panel_rows][256];  // signed or unsigned, as Traits has them
   int32_t scales[panel_rows][16];  // of each sub-block, twice an int16
-  // Factors of the sums over 32 inputs (the minimums) or 16 (minus the offset of the codes, scaled), in
-  // pairs.
+  // Factors of the sums over the inputs of sub-blocks, in pairs: the minimums, or minus the offset of the
+  // codes, scaled.
   int32_t factors[panel_rows][8];
   float d[8][panel_rows];     // one for each block of 32, or the first for a super-block
   float dmin[8][panel_rows];  // likewise
@@ -76,7 +76,11 @@ struct KernelAvx2 {
     _mm256_store_si256(scales, twice_epi16(from.scales));
     if constexpr (T::sub_block == 16)
       _mm256_store_si256(scales + 1, twice_epi16(_mm256_permute4x64_epi64(from.scales, 0x0e)));
-    if constexpr (has_factors) _mm256_store_si256(reinterpret_cast<__m256i*>(to.factors[row]), from.factors);
+    if constexpr (has_factors && T::sub_block == 32) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(to.factors[row]), from.factors_32);
+    } else if constexpr (has_factors) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to.factors[row]), from.factors);
+    }
   }
 
   static void clear(Panel& to, int row) {
@@ -140,12 +144,13 @@ struct KernelAvx2 {
     }
   }
 
-  // The sums over 16 inputs times the factors of weight row n.
+  // The sums over the inputs of sub-blocks times the factors of weight row n.
   static __m256i sum_factors(const Panel& w, const ActivationTile& x, int n, int unit) {
     __m256i total = _mm256_setzero_si256();
-    for (int k = 0; k < 8; k++) {
+    for (int k = 0; k < 128 / T::sub_block; k++) {
+      const auto& sums = T::sub_block == 32 ? x.sums_32[k] : x.sums_16[k];
       const __m256i factors = _mm256_set1_epi32(w.factors[n][k]);
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(load_256(x.sums_16[k][unit * unit_rows]), factors));
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(load_256(sums[unit * unit_rows]), factors));
     }
     return total;
   }
