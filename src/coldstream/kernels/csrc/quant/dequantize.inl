@@ -34,7 +34,7 @@ void dequantize_super_block(const typename Traits<Q>::Block& b, float* __restric
   if constexpr (T::has_mins) {
     const ScaleBytes min_bytes = T::mins(b);
     std::memcpy(mins, &min_bytes, sizeof mins);
-    dmin = half_to_float(T::half_dmin(b));
+    dmin = half_bits_to_float(T::half_dmin(b));
   }
   for (int j = 0; j < 256 / T::sub_block; j++) {
     const float scale = d * static_cast<float>(scales[j]), min = dmin * static_cast<float>(mins[j]);
@@ -58,7 +58,7 @@ void dequantize_small_blocks(const typename Traits<Q>::Block* b, int count, floa
   for (int j = 0; j < count; j++) {
     const float d = scale_of<Q>(blocks[j]);
     float min = 0.0f;
-    if constexpr (T::has_mins) min = half_to_float(T::half_dmin(blocks[j]));
+    if constexpr (T::has_mins) min = half_bits_to_float(T::half_dmin(blocks[j]));
     for (int i = j * T::block_inputs; i < (j + 1) * T::block_inputs; i++) {
       const float value = d * static_cast<float>(codes[i]);
       out[i] = T::has_mins ? value + min : value;

@@ -53,7 +53,7 @@ struct KernelK : Kernel512 {
     }
     to.d[row] = scale_of<Q>(*b);
     if constexpr (T::has_mins) {
-      to.dmin[row] = half_to_float(T::half_dmin(*b));
+      to.dmin[row] = half_bits_to_float(T::half_dmin(*b));
       store_mins<Q>(scales, to.mins[row]);
     }
   }

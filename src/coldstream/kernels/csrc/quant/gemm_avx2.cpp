@@ -58,7 +58,7 @@ struct KernelAvx2 {
       _mm256_store_si256(reinterpret_cast<__m256i*>(to.codes[row] + 32 * j), codes.part[j]);
     if constexpr (T::super_block) {
       to.d[0][row] = scale_of<Q>(*b);
-      if constexpr (T::has_mins) to.dmin[0][row] = half_to_float(T::half_dmin(*b));
+      if constexpr (T::has_mins) to.dmin[0][row] = half_bits_to_float(T::half_dmin(*b));
       store_integers(to, row, WideScales<Q>(b));
     } else {
       alignas(32) float d[8];

@@ -66,7 +66,7 @@ struct KernelVnni : Kernel512 {
         _mm512_store_si512(to.scales[row], _mm512_cvtepi16_epi32(scales.packed));
       }
       if constexpr (T::has_mins) {
-        to.dmin[0][row] = half_to_float(T::half_dmin(*b));
+        to.dmin[0][row] = half_bits_to_float(T::half_dmin(*b));
         store_mins<Q>(scales, to.mins[row]);
       }
     } else {

@@ -38,10 +38,10 @@ static inline int present_rows(float* const* out, int num_rows) {
 // types of small blocks have `num_blocks` of 32 inputs, and store(p, num_lanes, rows, out, n), which sums the
 // first `num_lanes` accumulators of a tile (the others are zero) in their order and stores weight rows n … n
 // + rows
-// - 1.
+// - 1. Not inlined, because all types in one function left too few registers to some.
 template <QuantType Q, typename Kernel>
-void gemm_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
-                  std::byte* memory) {
+__attribute__((noinline)) void gemm_of_type(const WeightRows& w, const ActivationTile* x, int num_tiles,
+                                            float* const* out, std::byte* memory) {
   using T = Traits<Q>;
   using Block = typename T::Block;
   constexpr int step_blocks = group_elements / T::block_inputs;

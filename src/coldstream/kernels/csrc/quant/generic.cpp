@@ -82,7 +82,7 @@ void add_super_block(const typename Traits<Q>::Block& b, const ActivationRow* x,
     float& lane = p[t][g % 8];
     lane = fma(scale_of<Q>(b) * a, static_cast<float>(total), lane);
     if constexpr (T::has_mins)
-      lane = fma(-(half_to_float(T::half_dmin(b)) * a), static_cast<float>(total_min), lane);
+      lane = fma(-(half_bits_to_float(T::half_dmin(b)) * a), static_cast<float>(total_min), lane);
   }
 }
 
@@ -97,7 +97,7 @@ void add_small_block(const typename Traits<Q>::Block& b, const int8_t* codes, co
     lane = fma(scale_of<Q>(b) * a, sum, lane);
     if constexpr (T::has_mins) {
       const int inputs = x[t].sums[2 * index] + x[t].sums[2 * index + 1];
-      lane = fma(half_to_float(T::half_dmin(b)) * a, static_cast<float>(inputs), lane);
+      lane = fma(half_bits_to_float(T::half_dmin(b)) * a, static_cast<float>(inputs), lane);
     }
   }
 }

@@ -18,6 +18,12 @@
 // added.
 #pragma once
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include <bit>
+
 #include "quant/blocks.h"
 #include "quant/grid_words.h"
 #include "quant/scale_bytes.h"
@@ -409,11 +415,19 @@ struct Traits<QuantType::iq1_m> : ShiftedGridBlock<BlockIQ1_M, 16> {
 template <typename T>
 concept HasHalfScale = requires(const typename T::Block& b) { T::half_d(b); };
 
+inline float half_bits_to_float(uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#else
+  return half_to_float(bits);
+#endif
+}
+
 // The float that scales a block's integers.
 template <QuantType Q>
 inline float scale_of(const typename Traits<Q>::Block& b) {
   if constexpr (HasHalfScale<Traits<Q>>) {
-    return half_to_float(Traits<Q>::half_d(b)) * Traits<Q>::d_factor;
+    return half_bits_to_float(Traits<Q>::half_d(b)) * Traits<Q>::d_factor;
   } else {
     return Traits<Q>::d(b);
   }
