@@ -10,6 +10,7 @@ import pytest
 from bench.engine import draft_blocks
 from bench.random_drafter import write as write_drafter
 from bench.results import ROOT
+from coldstream.kernels import _csrc
 from coldstream.models.dflash.file import DflashFile
 from dflash_cases import config, spec_of
 
@@ -18,7 +19,8 @@ def test_a_comparison_of_these_sources_with_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts take time, and their acceptance is the same: it depends on no time."""
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "_csrc*.so"))
+    shutil.copy(str(_csrc.__file__), tmp_path / "src" / "coldstream" / "kernels")
     out = tmp_path / "found.json"
     options = "--against HEAD --device cpu --kinds bundled --pairs 1 --repeats 2 --old"
     words = ["draft_blocks", *options.split(), str(tmp_path)]
