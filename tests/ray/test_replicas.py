@@ -42,7 +42,7 @@ ENDLESS = {"max_tokens": CTX_SIZE - 200, "ignore_eos": True}
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the application is reached, with a key."""
+    """Where the application is reached, with a key; it serves, as its health says."""
     keys = tmp_path_factory.mktemp("ray") / "keys"
     keys.write_text("\n".join(KEYS))
     with socket.socket() as free:
@@ -53,7 +53,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build({**ARGS, "api_key_file": str(keys)}), name=APP)
-        yield f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        # The replicas have their models before the server has asked them for one.
+        while httpx2.get(f"{url}/health").status_code != 200:
+            pass
+        yield url
     finally:
         serve.shutdown()
         ray.shutdown()
