@@ -10,8 +10,10 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t max_slice =
-    64;  // weight rows of a task; bounds the gate and up values kept in private memory
+// Weight rows of a task for jobs of many rows of activations.
+constexpr int64_t max_slice = 64;
+// Values of gate, and as many of up, that a task keeps in private memory.
+constexpr int64_t kept_values = pass_rows * max_slice;
 
 }  // namespace
 
@@ -51,7 +53,7 @@ RoutedExpertsOp::Layout RoutedExpertsOp::make_layout(int capacity) const {
 
 size_t RoutedExpertsOp::scratch_bytes() const {
   const size_t products = multiply_bytes(kernels_, std::max(args_.gate.num_cols, args_.down.num_cols));
-  return products + 2 * static_cast<size_t>(pass_rows * max_slice) * sizeof(float);
+  return products + 2 * static_cast<size_t>(kept_values) * sizeof(float);
 }
 
 void RoutedExpertsOp::run(int stage, int rows, Worker& w) {
@@ -189,13 +191,15 @@ void RoutedExpertsOp::pack_x_tile(int64_t i, ActivationForm form, Worker& w) con
 template <typename F>
 void RoutedExpertsOp::for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const {
   const int64_t total = at<Groups>(w, layout_.groups)->num_jobs * num_rows;
-  // Jobs of several rows are not equally long: no task may be a large share of all.
-  ShrinkingSlices slices(total, w.count, rows > gemv_max_rows ? 32 : 8, rows == 1 ? total : max_slice);
+  // Jobs of many rows are not equally long: no task may be a large share of all.
+  const bool has_long_jobs = rows > gemv_max_rows;
+  ShrinkingSlices slices(total, w.count, has_long_jobs ? 32 : 8, has_long_jobs ? max_slice : total);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
     for (int64_t first = next.begin, end; first < next.end; first = end) {
+      const Job& job = at<Job>(w, layout_.jobs)[first / num_rows];
       const int64_t begin = first % num_rows,
-                    count = std::min({max_slice, num_rows - begin, next.end - first});
-      run_slice(at<Job>(w, layout_.jobs)[first / num_rows], begin, begin + count);
+                    count = std::min({kept_values / job.count, num_rows - begin, next.end - first});
+      run_slice(job, begin, begin + count);
       end = first + count;
     }
   }
@@ -210,12 +214,12 @@ void RoutedExpertsOp::gate_up_slice(const Job& j, int64_t begin, int64_t end, Wo
   const float* x[pass_rows];
   float *gate[pass_rows] = {}, *up[pass_rows] = {};
   auto* values = reinterpret_cast<float*>(w.memory->data());
-  std::byte* memory = w.memory->data() + 2 * pass_rows * max_slice * sizeof(float);
+  std::byte* memory = w.memory->data() + 2 * kept_values * sizeof(float);
   for (int r = 0; r < j.count; r++) {
     const int64_t token = token_of(w, j.first_pair + r);
     x[r] = args_.x.row(token);
-    gate[r] = values + r * max_slice;
-    up[r] = values + (pass_rows + r) * max_slice;
+    gate[r] = values + r * (end - begin);
+    up[r] = values + kept_values + r * (end - begin);
   }
   const auto multiply_x = [&](const Weight& matrix, float* const* out) {
     const ActivationTile* tiles = x_tiles(w, j, matrix.type);
