@@ -29,6 +29,11 @@ struct StateRun {
   bool is_tree;
 };
 
+struct Heads {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+
 enum class StateUse : uint8_t { none, read, advanced };
 
 class GatedDeltaNetOp : public Op {
@@ -72,14 +77,16 @@ class GatedDeltaNetOp : public Op {
   }
 
  private:
+  int64_t num_heads() const { return a_.num_channels() / a_.head_size; }  // of queries, keys and values
   int64_t block_floats() const { return a_.head_size * kernels_.delta_columns; }
 
-  // Shared memory: convolved channels [rows, channels], then decay and beta [rows, value heads] each.
-  float* convolved(const Worker& w, int64_t row) const {
-    return reinterpret_cast<float*>(w.shared->data()) + row * a_.num_channels();
+  // Shared memory: convolved heads [heads, rows, head_size], as the recurrence passes over all rows of a
+  // head; then decay and beta [rows, value heads] each.
+  float* convolved(const Worker& w, int rows, int64_t head, int64_t row) const {
+    return reinterpret_cast<float*>(w.shared->data()) + (head * rows + row) * a_.head_size;
   }
   float* decay(const Worker& w, int rows, int64_t row) const {
-    return convolved(w, rows) + row * a_.num_value_heads;
+    return convolved(w, rows, num_heads(), 0) + row * a_.num_value_heads;
   }
   float* beta(const Worker& w, int rows, int64_t row) const {
     return decay(w, rows, rows) + row * a_.num_value_heads;
@@ -172,30 +179,34 @@ class GatedDeltaNetOp : public Op {
   bool has_long_tasks(const Worker& w) const { return num_steps_ >= steps_per_worker * w.count; }
 
   void convolve_heads(int rows, Worker& w) {
-    const int64_t num_heads = a_.num_channels() / a_.head_size;
     const int64_t num_apart = has_long_tasks(w) ? num_steps_ : 0;  // the last runs, each a task
     const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
-    const int64_t heads =
-        std::max<int64_t>(1, small_work / 8 / (num_rows * a_.head_size));  // of the others' tasks
-    const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads + heads - 1) / heads,
+    const int64_t heads = heads_of_task(num_rows, w.count);  // of the others' tasks
+    const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads() + heads - 1) / heads,
                   conv_tasks = head_tasks + num_apart;
     const int64_t num_tasks = conv_tasks + (rows + gate_rows_per_task - 1) / gate_rows_per_task;
     for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
       if (task >= conv_tasks) {
         open_gates(rows, (task - conv_tasks) * gate_rows_per_task, w);
       } else if (task >= head_tasks) {
-        for (int64_t head = 0; head < num_heads; head++)
-          convolve_run(runs_[num_runs + task - head_tasks], head, w);
+        convolve_run(rows, runs_[num_runs + task - head_tasks], {0, num_heads()}, w);
       } else {
-        for (int64_t head = task * heads; head < std::min(task * heads + heads, num_heads); head++) {
-          for (int64_t i = 0; i < num_runs; i++) convolve_run(runs_[i], head, w);
-        }
+        const Heads taken = {task * heads, std::min(task * heads + heads, num_heads())};
+        for (int64_t i = 0; i < num_runs; i++) convolve_run(rows, runs_[i], taken, w);
       }
     }
   }
 
-  void convolve_run(const StateRun& run, int64_t head, Worker& w) {
-    run.is_tree ? convolve_tree(run, head, w) : convolve_chain(run, head, w);
+  // Heads of a task for all runs of several rows. Adjacent heads of a row are read faster than one, and every
+  // worker has a few tasks.
+  int64_t heads_of_task(int64_t num_rows, int num_workers) const {
+    const int64_t of_small_work = small_work / 8 / (num_rows * a_.head_size),
+                  of_a_share = num_heads() / (4 * num_workers);
+    return std::max<int64_t>({1, of_small_work, std::min(of_a_share, heads_per_task)});
+  }
+
+  void convolve_run(int rows, const StateRun& run, Heads heads, Worker& w) {
+    run.is_tree ? convolve_tree(rows, run, heads, w) : convolve_chain(rows, run, heads, w);
   }
 
   void open_gates(int rows, int64_t first, Worker& w) {
@@ -221,25 +232,26 @@ class GatedDeltaNetOp : public Op {
     return a_.conv_state + (state_id * (a_.num_taps - 1) + index) * a_.num_channels();
   }
 
-  // The head of one row, from the raw channels of the tokens up to its own.
-  void convolve_head(const float* const* inputs, int64_t row, int64_t head, Worker& w) {
+  // Heads of one row, from the raw channels of the tokens up to its own; inputs: at the first head.
+  void convolve_heads_of(int rows, int64_t row, const float** inputs, Heads heads, Worker& w) {
     const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
-    const int64_t channel = head * a_.head_size;
-    float* out = convolved(w, row) + channel;
-    kernels_.convolve(inputs, a_.taps.data() + channel, a_.num_channels(), a_.num_taps, out, a_.head_size);
-    if (head < a_.num_key_heads) {
-      kernels_.l2_norm(out, a_.eps, query_scale, a_.head_size);
-    } else if (head < 2 * a_.num_key_heads) {
-      kernels_.l2_norm(out, a_.eps, 1.0f, a_.head_size);
+    for (int64_t head = heads.begin; head < heads.end; head++) {
+      float* out = convolved(w, rows, head, row);
+      kernels_.convolve(inputs, a_.taps.data() + head * a_.head_size, a_.num_channels(), a_.num_taps, out,
+                        a_.head_size);
+      if (head < 2 * a_.num_key_heads)
+        kernels_.l2_norm(out, a_.eps, head < a_.num_key_heads ? query_scale : 1.0f, a_.head_size);
+      for (int64_t j = 0; j < a_.num_taps; j++) inputs[j] += a_.head_size;
     }
   }
 
-  void convolve_chain(const StateRun& run, int64_t head, Worker& w) {
-    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
+  void convolve_chain(int rows, const StateRun& run, Heads heads, Worker& w) {
+    const int64_t channel = heads.begin * a_.head_size, count = heads.count() * a_.head_size;
+    const int64_t taps = a_.num_taps;
     const float* inputs[max_taps];
     for (int64_t token = 0; token < run.num_rows; token++) {
       for (int64_t j = 0; j < taps; j++) inputs[j] = raw_input(run, token + j - (taps - 1), channel);
-      convolve_head(inputs, run.first_row + token, head, w);
+      convolve_heads_of(rows, run.first_row + token, inputs, heads, w);
     }
     const int32_t end = run.first_row + run.num_rows;
     for (int32_t row = run.first_row, last; row < end; row = last) {
@@ -248,13 +260,13 @@ class GatedDeltaNetOp : public Op {
       for (int64_t i = 0; i < taps - 1; i++) {
         const float* from = raw_input(run, last - run.first_row + i - (taps - 1), channel);
         float* to = conv_row(a_.layout.state_ids[row], i) + channel;
-        if (from != to) std::copy_n(from, a_.head_size, to);
+        if (from != to) std::copy_n(from, count, to);
       }
     }
   }
 
-  void convolve_tree(const StateRun& run, int64_t head, Worker& w) {
-    const int64_t channel = head * a_.head_size, taps = a_.num_taps;
+  void convolve_tree(int rows, const StateRun& run, Heads heads, Worker& w) {
+    const int64_t channel = heads.begin * a_.head_size, taps = a_.num_taps;
     const float* inputs[max_taps];
     for (int64_t row = run.first_row; row < run.first_row + run.num_rows; row++) {
       int64_t ancestor = row, before = taps - 1;  // rows of the state that come before the path
@@ -266,8 +278,8 @@ class GatedDeltaNetOp : public Op {
           ancestor = a_.layout.batch.parents[ancestor];
         }
       }
-      convolve_head(inputs, row, head, w);
-      std::copy_n(a_.qkv.row(row) + channel, a_.head_size,
+      convolve_heads_of(rows, row, inputs, heads, w);
+      std::copy_n(a_.qkv.row(row) + channel, heads.count() * a_.head_size,
                   a_.kept.qkv + a_.layout.batch.kept[row] * a_.num_channels() + channel);
     }
   }
@@ -363,15 +375,15 @@ class GatedDeltaNetOp : public Op {
     const int64_t head = index / blocks_per_head(columns),
                   column = index % blocks_per_head(columns) * columns;
     const int64_t size = a_.head_size, key_head = a_.key_head_ids[head];
-    const float* channels = convolved(w, run.first_row);
+    const int64_t keys = a_.num_key_heads;
     return {
         .num_rows = run.num_rows,
         .head_size = size,
         .num_columns = std::min(columns, size - column),
-        .q = channels + key_head * size,
-        .k = channels + (a_.num_key_heads + key_head) * size,
-        .v = channels + (2 * a_.num_key_heads + head) * size + column,
-        .row_stride = a_.num_channels(),
+        .q = convolved(w, rows, key_head, run.first_row),
+        .k = convolved(w, rows, keys + key_head, run.first_row),
+        .v = convolved(w, rows, 2 * keys + head, run.first_row) + column,
+        .row_stride = size,
         .decay = decay(w, rows, run.first_row) + head,
         .beta = beta(w, rows, run.first_row) + head,
         .gate_stride = a_.num_value_heads,
