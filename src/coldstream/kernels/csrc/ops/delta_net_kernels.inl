@@ -242,9 +242,22 @@ static void delta_step(const DeltaBlock& block) {
   step_block<false, step_vectors>(block);
 }
 
+// The value and the output of a token. Rows lie too far apart for the hardware to read ahead, and a store that
+// waits for its line holds up all later ones.
+static inline void prefetch_columns(const DeltaBlock& block, int64_t row) {
+  for (int64_t i = 0; i < block.num_columns; i += 16) {
+    __builtin_prefetch(block.v + row * block.row_stride + i);
+    __builtin_prefetch(block.out + row * block.out_stride + i, 1);
+  }
+}
+
 static void delta_advance(const DeltaBlock& block) {
+  constexpr int64_t rows_ahead = 4;
   Vec16 prediction[delta_vectors];
   enter_block(block, prediction);
-  for (int64_t row = 0; row + 1 < block.num_rows; row++) advance_token<true>(block, row, prediction);
+  for (int64_t row = 0; row + 1 < block.num_rows; row++) {
+    if (row + rows_ahead < block.num_rows) prefetch_columns(block, row + rows_ahead);
+    advance_token<true>(block, row, prediction);
+  }
   advance_token<false>(block, block.num_rows - 1, prediction);
 }

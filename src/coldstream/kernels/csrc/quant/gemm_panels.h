@@ -71,6 +71,11 @@ __attribute__((noinline)) void gemm_of_type(const WeightRows& w, const Activatio
           Kernel::load(panel, i, padded);
         }
       }
+      const int64_t next = num_rows * g / groups, end = num_rows * (g + 1) / groups;
+      for (int64_t t = next; t < end; t++) {
+        __builtin_prefetch(out[t] + n, 1, 2);
+        __builtin_prefetch(out[t] + n + 16, 1, 2);
+      }
       const auto present =
           static_cast<int>(std::min<int64_t>(blocks_per_group, num_scaled - g * blocks_per_group));
       Kernel::multiply(panel, x + g, groups, num_rows, g, present, p);
