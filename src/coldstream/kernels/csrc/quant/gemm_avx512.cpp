@@ -24,8 +24,8 @@ struct alignas(64) PanelVnni {
   int32_t mins[panel_rows][8];  // two int16 minimums each
   float d[8][panel_rows];       // one for each block of 32, or the first for a super-block
   float dmin[8][panel_rows];    // likewise
-  int32_t starts[2][16]
-                [tile_rows];  // of two tiles: minus the offset of the codes times the sum over each sub-block
+  // Of up to three tiles: minus the offset of the codes times the sum over each sub-block.
+  int32_t starts[3][16][tile_rows];
 };
 
 // Codes that still fit a byte once they are multiplied by the scale of their sub-block, which makes one sum
@@ -92,6 +92,10 @@ struct KernelVnni : Kernel512 {
     const int last = num_tiles(num_rows) - 1;
     const bool ends_early = num_rows - last * tile_rows <= half_tile_rows;
     int tile = 0;
+    if constexpr (is_scaled) {  // without scales to load, registers are left for a third tile
+      for (; tile + 3 <= last + !ends_early; tile += 3)
+        multiply_tiles<Lanes16, 4, 3>(w, x + tile * stride, stride, g, num_blocks, p + tile);
+    }
     for (; tile + 2 <= last + !ends_early; tile += 2)
       multiply_tiles<Lanes16, 4, 2>(w, x + tile * stride, stride, g, num_blocks, p + tile);
     if (tile < last + !ends_early) {
@@ -181,11 +185,30 @@ struct KernelVnni : Kernel512 {
     }
   }
 
+  // The sums over the inputs of sub-blocks times their minimums.
+  template <typename L, int rows, int tiles>
+  static void sum_mins(const Panel& w, const ActivationTile* x, int64_t stride, int n,
+                       typename L::Ints (&min_dots)[rows][tiles]) {
+    for (int r = 0; r < rows; r++) {
+      for (int i = 0; i < tiles; i++) min_dots[r][i] = L::zero();
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < 128 / T::sub_block; k++) {
+      for (int r = 0; r < rows; r++) {
+        const auto mins = L::splat(w.mins[n + r][k]);
+        for (int i = 0; i < tiles; i++)
+          min_dots[r][i] = L::dot_pairs(min_dots[r][i], sum_pairs<L>(x[i * stride], k), mins);
+      }
+    }
+  }
+
   template <typename L, int rows, int tiles>
   static void multiply_super_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int64_t g,
                                     Accumulators* p) {
     typename L::Ints total[rows][tiles];
     sum_super_block<L, rows, tiles>(w, x, stride, n, total);
+    typename L::Ints min_dots[rows][tiles];
+    if constexpr (T::has_mins) sum_mins<L, rows, tiles>(w, x, stride, n, min_dots);
     for (int i = 0; i < tiles; i++) {
       const ActivationTile& tile = x[i * stride];
       const auto a = L::load_floats(tile.scales);
@@ -194,11 +217,8 @@ struct KernelVnni : Kernel512 {
         auto sum = g < 8 ? L::zero_floats() : L::load_floats(at);
         sum = L::fma(L::mul(L::splat_float(w.d[0][n + r]), a), L::to_floats(total[r][i]), sum);
         if constexpr (T::has_mins) {
-          auto min_dot = L::zero();
-          for (int k = 0; k < 128 / T::sub_block; k++) {
-            min_dot = L::dot_pairs(min_dot, sum_pairs<L>(tile, k), L::splat(w.mins[n + r][k]));
-          }
-          sum = L::minus_fma(L::mul(L::splat_float(w.dmin[0][n + r]), a), L::to_floats(min_dot), sum);
+          const auto min_dot = L::to_floats(min_dots[r][i]);
+          sum = L::minus_fma(L::mul(L::splat_float(w.dmin[0][n + r]), a), min_dot, sum);
         }
         L::store_floats(at, sum);
       }
