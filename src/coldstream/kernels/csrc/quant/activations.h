@@ -85,7 +85,9 @@ class ActivationForms {
 };
 
 // One group of 16 rows with the row innermost: the layout for GEMM. Lanes of a vector register, and
-// columns of a matrix tile, are rows.
+// columns of a matrix tile, are rows. A tier may have eight consecutive inputs of each row together in a
+// narrow tile, which has at most half of the rows: then q is [32][8][8].
+inline constexpr int narrow_tile_rows = tile_rows / 2;
 struct alignas(64) ActivationTile {
   int8_t q[64][tile_rows][4];  // four consecutive inputs of each row
   union {

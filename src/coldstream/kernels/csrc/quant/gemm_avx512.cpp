@@ -15,8 +15,6 @@ namespace coldstream {
 
 namespace {
 
-constexpr int half_tile_rows = tile_rows / 2;
-
 // Unsigned codes, and what scales the sums over sub-blocks.
 struct alignas(64) PanelVnni {
   uint8_t codes[panel_rows][256];
@@ -90,7 +88,7 @@ struct KernelVnni : Kernel512 {
   static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
                        int num_blocks, Accumulators* p) {
     const int last = num_tiles(num_rows) - 1;
-    const bool ends_early = num_rows - last * tile_rows <= half_tile_rows;
+    const bool ends_early = num_rows - last * tile_rows <= narrow_tile_rows;
     int tile = 0;
     if constexpr (is_scaled) {  // without scales to load, registers are left for a third tile
       for (; tile + 3 <= last + !ends_early; tile += 3)
@@ -135,7 +133,7 @@ struct KernelVnni : Kernel512 {
       } else if constexpr (offset != 0) {
         start = L::sub(start, L::mul(sum_of_span<L>(x, j), L::splat(offset)));
       }
-      L::store(starts[j], start);
+      L::store_start(starts[j], start);
     }
   }
 
@@ -148,18 +146,18 @@ struct KernelVnni : Kernel512 {
   // The integer dot products of one sub-block.
   template <typename L, int rows, int tiles>
   static void dot_span(const Panel& w, const ActivationTile* x, int64_t stride, int n, int j,
-                       typename L::Ints (&dot)[rows][tiles]) {
+                       typename L::Dots (&dot)[rows][tiles]) {
     for (int i = 0; i < tiles; i++) {
-      const auto start = L::load(w.starts[i][j]);
+      const auto start = L::load_start(w.starts[i][j]);
       for (int r = 0; r < rows; r++) dot[r][i] = start;
     }
 #pragma GCC unroll 8
-    for (int k = j * span / 4; k < (j + 1) * span / 4; k++) {
-      typename L::Ints inputs[tiles];
-      for (int i = 0; i < tiles; i++) inputs[i] = L::load(x[i * stride].q[k]);
+    for (int k = j * span / L::step_inputs; k < (j + 1) * span / L::step_inputs; k++) {
+      typename L::Dots inputs[tiles];
+      for (int i = 0; i < tiles; i++) inputs[i] = L::load_inputs(x[i * stride], k);
       for (int r = 0; r < rows; r++) {
-        const auto codes = L::splat(static_cast<int>(load_u32(w.codes[n + r] + 4 * k)));
-        for (int i = 0; i < tiles; i++) dot[r][i] = L::dot_bytes(dot[r][i], codes, inputs[i]);
+        const auto codes = L::splat_codes(w.codes[n + r] + L::step_inputs * k);
+        for (int i = 0; i < tiles; i++) dot[r][i] = _mm512_dpbusd_epi32(dot[r][i], codes, inputs[i]);
       }
     }
   }
@@ -167,20 +165,21 @@ struct KernelVnni : Kernel512 {
   // The integer sums of super-blocks.
   template <typename L, int rows, int tiles>
   static void sum_super_block(const Panel& w, const ActivationTile* x, int64_t stride, int n,
-                              typename L::Ints (&total)[rows][tiles]) {
+                              typename L::Dots (&total)[rows][tiles]) {
     if constexpr (is_scaled) {
       dot_span<L, rows, tiles>(w, x, stride, n, 0, total);
       return;
     }
     for (int r = 0; r < rows; r++) {
-      for (int i = 0; i < tiles; i++) total[r][i] = L::zero();
+      for (int i = 0; i < tiles; i++) total[r][i] = _mm512_setzero_si512();
     }
     for (int j = 0; j < num_spans; j++) {
-      typename L::Ints dot[rows][tiles];
+      typename L::Dots dot[rows][tiles];
       dot_span<L, rows, tiles>(w, x, stride, n, j, dot);
       for (int r = 0; r < rows; r++) {
-        const auto scale = L::splat(w.scales[n + r][j]);
-        for (int i = 0; i < tiles; i++) total[r][i] = L::add(total[r][i], L::mul(dot[r][i], scale));
+        const __m512i scale = _mm512_set1_epi32(w.scales[n + r][j]);
+        for (int i = 0; i < tiles; i++)
+          total[r][i] = _mm512_add_epi32(total[r][i], _mm512_mullo_epi32(dot[r][i], scale));
       }
     }
   }
@@ -205,7 +204,7 @@ struct KernelVnni : Kernel512 {
   template <typename L, int rows, int tiles>
   static void multiply_super_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int64_t g,
                                     Accumulators* p) {
-    typename L::Ints total[rows][tiles];
+    typename L::Dots total[rows][tiles];
     sum_super_block<L, rows, tiles>(w, x, stride, n, total);
     typename L::Ints min_dots[rows][tiles];
     if constexpr (T::has_mins) sum_mins<L, rows, tiles>(w, x, stride, n, min_dots);
@@ -215,7 +214,7 @@ struct KernelVnni : Kernel512 {
       for (int r = 0; r < rows; r++) {
         float* at = p[i].lane[g % 8][n + r];
         auto sum = g < 8 ? L::zero_floats() : L::load_floats(at);
-        sum = L::fma(L::mul(L::splat_float(w.d[0][n + r]), a), L::to_floats(total[r][i]), sum);
+        sum = L::fma(L::mul(L::splat_float(w.d[0][n + r]), a), L::to_floats(L::sum_dots(total[r][i])), sum);
         if constexpr (T::has_mins) {
           const auto min_dot = L::to_floats(min_dots[r][i]);
           sum = L::minus_fma(L::mul(L::splat_float(w.dmin[0][n + r]), a), min_dot, sum);
@@ -228,14 +227,15 @@ struct KernelVnni : Kernel512 {
   template <typename L, int rows, int tiles>
   static void multiply_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int b,
                               bool first, Accumulators* p) {
-    typename L::Ints dot[rows][tiles];
+    typename L::Dots dot[rows][tiles];
     dot_span<L, rows, tiles>(w, x, stride, n, b, dot);
     for (int i = 0; i < tiles; i++) {
       const auto a = L::load_floats(x[i * stride].block_scales[b]);
       for (int r = 0; r < rows; r++) {
         float* at = p[i].lane[b][n + r];
         const auto sum = first ? L::zero_floats() : L::load_floats(at);
-        auto total = L::fma(L::mul(L::splat_float(w.d[b][n + r]), a), L::to_floats(dot[r][i]), sum);
+        const auto products = L::to_floats(L::sum_dots(dot[r][i]));
+        auto total = L::fma(L::mul(L::splat_float(w.d[b][n + r]), a), products, sum);
         if constexpr (T::has_mins) {
           const auto inputs = L::to_floats(sum_of_span<L>(x[i * stride], b));
           total = L::fma(L::mul(L::splat_float(w.dmin[b][n + r]), a), inputs, total);
@@ -259,7 +259,7 @@ constinit const QuantKernels quant_kernels_avx512 = {
     .gemm = gemm,
     .gemm_bytes = panel_memory<PanelVnni>(),
     .gemm_min_rows = 7,
-    .pack = pack_avx512,
+    .pack = pack_vnni,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,
     .swiglu = swiglu_avx512,

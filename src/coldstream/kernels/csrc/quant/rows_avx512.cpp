@@ -82,33 +82,39 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* const
   }
 }
 
-}  // namespace
-
-void quantize_row_avx512(const float* x, int64_t cols, ActivationRow out) {
-  for (int64_t g = 0; g < num_groups(cols); g++) {
-    const float* group = x + g * group_elements;
-    const int64_t count = cols - g * group_elements;
-    if (out.form == ActivationForm::by_group) {
-      quantize_group<ActivationForm::by_group>(group, count, g, out);
-    } else {
-      quantize_group<ActivationForm::by_block>(group, count, g, out);
+// The inputs of group g.
+template <bool narrow>
+inline __attribute__((always_inline)) void pack_inputs(const ActivationRow* x, int num_rows, int64_t g,
+                                                       ActivationTile& tile) {
+  constexpr int rows = narrow ? narrow_tile_rows : tile_rows;
+  __m512i v[rows];
+  for (int part = 0; part < 4; part++) {
+    for (int t = 0; t < rows; t++) {
+      v[t] = t < num_rows ? _mm512_loadu_si512(x[t].q + g * group_elements + 64 * part)
+                          : _mm512_setzero_si512();
     }
+    if constexpr (narrow) {
+      transpose_8x8_64(v);
+    } else {
+      transpose_16x16(v);
+    }
+    for (int i = 0; i < rows; i++) _mm512_store_si512(tile.q[rows * part + i], v[i]);
   }
 }
 
-void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out) {
+template <bool has_narrow_tiles>
+inline __attribute__((always_inline)) void pack(const ActivationRow* x, int num_rows, int64_t cols,
+                                                ActivationTile* out) {
   const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1),
                 low_half = _mm512_set1_epi32(0xffff);
   for (int64_t g = 0; g < num_groups(cols); g++) {
     ActivationTile& tile = out[g];
-    __m512i v[tile_rows];
-    for (int part = 0; part < 4; part++) {
-      for (int t = 0; t < tile_rows; t++) {
-        v[t] = t < num_rows ? _mm512_loadu_si512(x[t].q + g * group_elements + 64 * part) : zero;
-      }
-      transpose_16x16(v);
-      for (int i = 0; i < 16; i++) _mm512_store_si512(tile.q[16 * part + i], v[i]);
+    if (has_narrow_tiles && num_rows <= narrow_tile_rows) {
+      pack_inputs<true>(x, num_rows, g, tile);
+    } else {
+      pack_inputs<false>(x, num_rows, g, tile);
     }
+    __m512i v[tile_rows];
     for (int t = 0; t < tile_rows; t++) {
       v[t] = zero;
       if (t < num_rows) {
@@ -132,6 +138,28 @@ void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationT
       _mm512_store_si512(tile.sums_32[i], pairs);
     }
   }
+}
+
+}  // namespace
+
+void quantize_row_avx512(const float* x, int64_t cols, ActivationRow out) {
+  for (int64_t g = 0; g < num_groups(cols); g++) {
+    const float* group = x + g * group_elements;
+    const int64_t count = cols - g * group_elements;
+    if (out.form == ActivationForm::by_group) {
+      quantize_group<ActivationForm::by_group>(group, count, g, out);
+    } else {
+      quantize_group<ActivationForm::by_block>(group, count, g, out);
+    }
+  }
+}
+
+void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out) {
+  pack<false>(x, num_rows, cols, out);
+}
+
+void pack_vnni(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out) {
+  pack<true>(x, num_rows, cols, out);
 }
 
 void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,

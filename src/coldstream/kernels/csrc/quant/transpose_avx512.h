@@ -32,6 +32,25 @@ static inline void transpose_16x16(__m512i v[16]) {
   }
 }
 
+// 8 rows of 8 64-bit values, in place.
+static inline void transpose_8x8_64(__m512i v[8]) {
+  __m512i a[8];  // each 128-bit lane l of a[2i + c] holds column 2l + c for rows 2i and 2i + 1
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm512_unpacklo_epi64(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi64(v[i], v[i + 1]);
+  }
+  for (int c = 0; c < 2; c++) {
+    const __m512i low_even = _mm512_shuffle_i64x2(a[c], a[c + 2], 0x88),
+                  low_odd = _mm512_shuffle_i64x2(a[c], a[c + 2], 0xdd);
+    const __m512i high_even = _mm512_shuffle_i64x2(a[c + 4], a[c + 6], 0x88),
+                  high_odd = _mm512_shuffle_i64x2(a[c + 4], a[c + 6], 0xdd);
+    v[c] = _mm512_shuffle_i64x2(low_even, high_even, 0x88);
+    v[c + 2] = _mm512_shuffle_i64x2(low_odd, high_odd, 0x88);
+    v[c + 4] = _mm512_shuffle_i64x2(low_even, high_even, 0xdd);
+    v[c + 6] = _mm512_shuffle_i64x2(low_odd, high_odd, 0xdd);
+  }
+}
+
 // Pairs of neighbours of a and b summed, so that half as many registers hold twice as many sums.
 static inline __m512i merge_32(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
