@@ -21,6 +21,8 @@ inline __attribute__((always_inline)) Codes512 load_codes(const typename Traits<
   Codes512 c;
   if constexpr (Traits<Q>::has_fours) {
     load_fours<Q>(b, c.part);
+  } else if constexpr (Traits<Q>::has_eights) {
+    load_eights<Q>(b, c.part);
   } else {
     for (int k = 0; k < 4; k++) c.part[k] = Traits<Q>::template codes<UnpackAvx512>(b, k);
   }

@@ -13,6 +13,15 @@ struct ScaleBytes {
 // Byte i of a word whose bytes are all the same.
 static constexpr uint64_t every_byte(uint8_t value) { return value * 0x0101010101010101u; }
 
+// The same of four words of 16 bits.
+static constexpr uint64_t every_word(uint16_t value) { return value * 0x0001000100010001u; }
+
+// Four words below 256 as bytes.
+static inline uint64_t narrow_words(uint64_t words) {
+  const uint64_t pairs = (words | words >> 8) & 0x0000ffff0000ffff;
+  return (pairs | pairs >> 16) & 0xffffffff;
+}
+
 // The eight nibbles of a word, one per byte, lowest first.
 static inline uint64_t spread_nibbles(uint32_t packed) {
   uint64_t x = packed;

@@ -40,13 +40,15 @@ template <QuantType Q>
 struct Traits;
 
 struct SuperBlock {
-  static constexpr bool super_block = true, is_signed = false, has_mins = false, has_fours = false;
+  static constexpr bool super_block = true, is_signed = false, has_mins = false;
+  static constexpr bool has_fours = false, has_eights = false;
   static constexpr int block_inputs = 256;
   static constexpr float d_factor = 1.0f;
 };
 
 struct SmallBlock {
-  static constexpr bool super_block = false, is_signed = false, has_mins = false, has_fours = false;
+  static constexpr bool super_block = false, is_signed = false, has_mins = false;
+  static constexpr bool has_fours = false, has_eights = false;
   static constexpr int block_inputs = 32, sub_block = 32;
   static constexpr float d_factor = 1.0f;
 };
@@ -264,16 +266,28 @@ struct GridBlock : SuperBlock {
   COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
-template <>
-struct Traits<QuantType::iq2_xxs> : GridBlock<BlockIQ2_XXS, 32, 43> {
+// Entries of eight values: `grid` has them; index(b, k, i): the entry of inputs 64 k + 8 i … 64 k + 8 i + 7. A
+// tier may look all 32 up at once.
+template <QuantType Q, typename B, int of_16_or_32>
+struct EightsBlock : GridBlock<B, of_16_or_32, 43> {
+  static constexpr bool has_eights = true;
   static constexpr float d_factor = 0.125f;
-  // Of each 32 inputs: four bytes of entries, then a word of four times seven signs and a scale.
   template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint8_t* q = b->qs + 16 * k;
-    const typename U::Bytes magnitudes =
-        U::words([&](int i) { return grid_words_iq2_xxs[q[i / 4 * 8 + i % 4]]; });
-    return U::with_signs(magnitudes, even_signs(spread_sevens(load_u32(q + 4), load_u32(q + 12))), offset);
+  COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
+    using T = Traits<Q>;
+    const typename U::Bytes magnitudes = U::words([&](int i) { return T::grid[T::index(*b, k, i)]; });
+    return U::with_signs(magnitudes, T::signs(*b, k), T::offset);
+  }
+};
+
+template <>
+struct Traits<QuantType::iq2_xxs> : EightsBlock<QuantType::iq2_xxs, BlockIQ2_XXS, 32> {
+  static constexpr const auto& grid = grid_words_iq2_xxs;
+  // Of each 32 inputs: four bytes of entries, then a word of four times seven signs and a scale.
+  COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) { return b.qs[16 * k + i / 4 * 8 + i % 4]; }
+  COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) {
+    const uint8_t* words = b.qs + 16 * k + 4;
+    return even_signs(spread_sevens(load_u32(words), load_u32(words + 8)));
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     uint64_t scales = 0;
@@ -283,16 +297,16 @@ struct Traits<QuantType::iq2_xxs> : GridBlock<BlockIQ2_XXS, 32, 43> {
 };
 
 template <>
-struct Traits<QuantType::iq2_xs> : GridBlock<BlockIQ2_XS, 16, 43> {
-  static constexpr float d_factor = 0.125f;
-  template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint8_t* q = b->qs + 16 * k;
-    const typename U::Bytes magnitudes =
-        U::words([&](int i) { return grid_words_iq2_xs[load_u16(q + 2 * i) & 511]; });
-    uint64_t signs = 0;
-    for (int i = 0; i < 8; i++) signs |= static_cast<uint64_t>(q[2 * i + 1] >> 1) << 8 * i;
-    return U::with_signs(magnitudes, even_signs(signs), offset);
+struct Traits<QuantType::iq2_xs> : EightsBlock<QuantType::iq2_xs, BlockIQ2_XS, 16> {
+  static constexpr const auto& grid = grid_words_iq2_xs;
+  // Words of nine bits of an entry and seven signs.
+  COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) {
+    return load_u16(b.qs + 16 * k + 2 * i) & 511;
+  }
+  COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) {
+    const uint8_t* words = b.qs + 16 * k;
+    return even_signs(narrow_words(load_u64(words) >> 9 & every_word(127)) |
+                      narrow_words(load_u64(words + 8) >> 9 & every_word(127)) << 32);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
@@ -300,16 +314,12 @@ struct Traits<QuantType::iq2_xs> : GridBlock<BlockIQ2_XS, 16, 43> {
 };
 
 template <>
-struct Traits<QuantType::iq2_s> : GridBlock<BlockIQ2_S, 16, 43> {
-  static constexpr float d_factor = 0.125f;
-  template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint8_t* q = b->qs + 8 * k;
-    const uint32_t high = load_u16(b->qh + 2 * k);
-    const typename U::Bytes magnitudes =
-        U::words([&](int i) { return grid_words_iq2_s[q[i] | (high >> 2 * i & 3) << 8]; });
-    return U::with_signs(magnitudes, load_u64(b->signs + 8 * k), offset);
+struct Traits<QuantType::iq2_s> : EightsBlock<QuantType::iq2_s, BlockIQ2_S, 16> {
+  static constexpr const auto& grid = grid_words_iq2_s;
+  COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) {
+    return b.qs[8 * k + i] | (static_cast<uint32_t>(load_u16(b.qh + 2 * k)) >> 2 * i & 3) << 8;
   }
+  COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) { return load_u64(b.signs + 8 * k); }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
   }
@@ -322,11 +332,9 @@ struct FoursBlock : GridBlock<B, 32, greatest_magnitude> {
   static constexpr bool has_fours = true;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
-    const uint8_t* q = b->qs + 16 * k;
-    const auto high = static_cast<uint32_t>(Traits<Q>::high_bits(*b) >> 16 * k);
-    const typename U::Bytes magnitudes =
-        U::half_words([&](int i) { return Traits<Q>::grid[q[i] | (high >> i & 1) << 8]; });
-    return U::with_signs(magnitudes, Traits<Q>::signs(*b, k), greatest_magnitude);
+    using T = Traits<Q>;
+    const auto high = static_cast<uint16_t>(T::high_bits(*b) >> 16 * k);
+    return U::with_signs(U::look_up_fours(T::grid, b->qs + 16 * k, high), T::signs(*b, k), T::offset);
   }
 };
 
@@ -354,27 +362,31 @@ struct Traits<QuantType::iq3_s> : FoursBlock<QuantType::iq3_s, BlockIQ3_S, 15> {
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {odd(spread_nibbles(load_u32(b.scales)))}; }
 };
 
-// Eight times −1, 0 or 1, and a shift of 1 up or down for eight or more codes.
-template <typename B, int of_16_or_32>
+// Eight times −1, 0 or 1, and a shift of 1 up or down for eight or more codes: ups(b, k) has a bit for each of
+// 64 codes that are shifted up. The grid has 8 (g + 1), which are the unsigned codes of those that are not.
+template <QuantType Q, typename B, int of_16_or_32>
 struct ShiftedGridBlock : SuperBlock {
   using Block = B;
-  static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18;
+  static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18, shift = 2;
   static constexpr float d_factor = 0.125f;
-  // Unsigned codes of an entry: 8 (g + 1) from the grid, and 2 if they are shifted up. A jump would be
-  // mispredicted.
-  COLDSTREAM_INLINE uint64_t entry(uint32_t index, uint64_t is_down) {
-    return grid_words_iq1[index] + (1 - is_down) * every_byte(2);
+  static constexpr const auto& grid = grid_words_iq1;
+  template <typename U>
+  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+    using T = Traits<Q>;
+    const typename U::Bytes lower = U::words([&](int i) { return grid[T::index(*b, k, i)]; });
+    return U::add_where(lower, T::ups(*b, k), shift);
   }
 };
 
 template <>
-struct Traits<QuantType::iq1_s> : ShiftedGridBlock<BlockIQ1_S, 32> {
-  template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    return U::words([&](int i) {
-      const uint32_t word = load_u16(b->qh + 4 * k + i / 4 * 2);
-      return entry(b->qs[8 * k + i] | (word >> i % 4 * 3 & 7) << 8, word >> 15);
-    });
+struct Traits<QuantType::iq1_s> : ShiftedGridBlock<QuantType::iq1_s, BlockIQ1_S, 32> {
+  // Of each 32 inputs: a word of four times three bits of an entry, a scale, and whether codes are lower.
+  COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) {
+    return b.qs[8 * k + i] | (static_cast<uint32_t>(load_u16(b.qh + 4 * k + i / 4 * 2)) >> i % 4 * 3 & 7) << 8;
+  }
+  COLDSTREAM_INLINE uint64_t ups(const Block& b, int k) {
+    const uint32_t words = load_u32(b.qh + 4 * k);
+    return (words & 0x8000u ? 0 : 0xffffffffull) | (words & 0x80000000u ? 0 : 0xffffffffull << 32);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     uint64_t scales = 0;
@@ -385,14 +397,13 @@ struct Traits<QuantType::iq1_s> : ShiftedGridBlock<BlockIQ1_S, 32> {
 };
 
 template <>
-struct Traits<QuantType::iq1_m> : ShiftedGridBlock<BlockIQ1_M, 16> {
-  template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    const uint32_t high = load_u32(b->qh + 4 * k);
-    return U::words([&](int i) {
-      const uint32_t four = high >> 4 * i & 15;
-      return entry(b->qs[8 * k + i] | (four & 7) << 8, four >> 3);
-    });
+struct Traits<QuantType::iq1_m> : ShiftedGridBlock<QuantType::iq1_m, BlockIQ1_M, 16> {
+  // Of each eight inputs: three bits of an entry, and whether codes are lower.
+  COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) {
+    return b.qs[8 * k + i] | (load_u32(b.qh + 4 * k) >> 4 * i & 7) << 8;
+  }
+  COLDSTREAM_INLINE uint64_t ups(const Block& b, int k) {
+    return (spread_nibbles(~load_u32(b.qh + 4 * k)) >> 3 & every_byte(1)) * 255;
   }
   // Three bits each, four to a word of 16 bits, whose top four are a part of d.
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -116,13 +117,22 @@ struct UnpackAvx2 {
     };
     return {four(0), four(4)};
   }
-  template <typename F>
-  static inline __attribute__((always_inline)) Bytes half_words(F&& word) {
+  template <size_t count>
+  static inline __attribute__((always_inline)) Bytes look_up_fours(const std::array<uint32_t, count>& grid,
+                                                                   const uint8_t* q, uint16_t high) {
+    __m256i index = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
+    if constexpr (count > 256) {
+      const __m256i one = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
+                                            -32768);
+      const __m256i bits = _mm256_and_si256(_mm256_set1_epi16(static_cast<short>(high)), one);
+      index = _mm256_or_si256(index, _mm256_and_si256(_mm256_cmpeq_epi16(bits, one), _mm256_set1_epi16(256)));
+    }
+    alignas(32) uint16_t at[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at), index);
+    const auto word = [&](int i) __attribute__((always_inline)) { return static_cast<int>(grid[at[i]]); };
     const auto eight = [&](int i) __attribute__((always_inline)) {
-      return _mm256_setr_epi32(static_cast<int>(word(i)), static_cast<int>(word(i + 1)),
-                               static_cast<int>(word(i + 2)), static_cast<int>(word(i + 3)),
-                               static_cast<int>(word(i + 4)), static_cast<int>(word(i + 5)),
-                               static_cast<int>(word(i + 6)), static_cast<int>(word(i + 7)));
+      return _mm256_setr_epi32(word(i), word(i + 1), word(i + 2), word(i + 3), word(i + 4), word(i + 5),
+                               word(i + 6), word(i + 7));
     };
     return {eight(0), eight(8)};
   }

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -89,9 +90,12 @@ struct UnpackAvx512 {
     const auto at = [&](int i) __attribute__((always_inline)) { return static_cast<int64_t>(word(i)); };
     return _mm512_set_epi64(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
   }
-  template <typename F>
-  static inline __attribute__((always_inline)) Bytes half_words(F&& word) {
-    const auto at = [&](int i) __attribute__((always_inline)) { return static_cast<int>(word(i)); };
+  template <size_t count>
+  static inline __attribute__((always_inline)) Bytes look_up_fours(const std::array<uint32_t, count>& grid,
+                                                                   const uint8_t* q, uint16_t high) {
+    const auto at = [&](int i) __attribute__((always_inline)) {
+      return static_cast<int>(grid[q[i] | (high >> i & 1) << 8]);
+    };
     return _mm512_set_epi32(at(15), at(14), at(13), at(12), at(11), at(10), at(9), at(8), at(7), at(6), at(5),
                             at(4), at(3), at(2), at(1), at(0));
   }

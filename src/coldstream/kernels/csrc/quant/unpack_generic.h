@@ -1,6 +1,7 @@
 // 64 codes at a time in plain loops: what traits.h unpacks with where there are no vectors.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -77,14 +78,11 @@ struct UnpackGeneric {
     }
     return out;
   }
-  // The bytes of word(0) … word(15), of 32 bits each.
-  template <typename F>
-  static Bytes half_words(F&& word) {
+  // The bytes of sixteen words of `grid`, whose indices have eight bits in q[i] and a ninth in bit i of `high`.
+  template <size_t count>
+  static Bytes look_up_fours(const std::array<uint32_t, count>& grid, const uint8_t* q, uint16_t high) {
     Bytes out;
-    for (int i = 0; i < 16; i++) {
-      const uint32_t value = word(i);
-      std::memcpy(out.at + 4 * i, &value, sizeof value);
-    }
+    for (int i = 0; i < 16; i++) std::memcpy(out.at + 4 * i, &grid[q[i] | (high >> i & 1) << 8], 4);
     return out;
   }
 };
