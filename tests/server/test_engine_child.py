@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -20,6 +21,29 @@ async def test_a_command_that_cannot_be_started_is_an_error_and_leaves_nothing_o
             await EngineChild.start(("/no/such/command",))
         errors.append(caught)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+async def test_a_start_that_is_given_up_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that only the collector of cycles would close, which the product stops while it starts."""
+    made = list[socket.socket]()
+
+    def make_pair() -> tuple[socket.socket, socket.socket]:
+        made.extend(make())
+        return made[0], made[1]
+
+    async def start_nothing(*command: str, **options: object) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    make, started = socket.socketpair, asyncio.Event()
+    monkeypatch.setattr(socket, "socketpair", make_pair)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_nothing)
+    starting = asyncio.create_task(EngineChild.start(("engine",)))
+    await started.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert [each.fileno() for each in made] == [-1, -1]
 
 
 async def test_a_burst_of_messages_lets_other_tasks_have_their_turn() -> None:

@@ -40,8 +40,8 @@ class EngineChild:
         Raises GenerationFault.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
+        try:
+            with theirs:
                 process = await asyncio.create_subprocess_exec(
                     *(*command, str(theirs.fileno()), str(os.getpid()), __version__),
                     pass_fds=(theirs.fileno(),),
@@ -49,10 +49,12 @@ class EngineChild:
                     stdout=asyncio.subprocess.DEVNULL,
                     process_group=0,  # out of reach of a terminal's Ctrl-C
                 )
-            except OSError as error:
-                ours.close()
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_BURST_BYTES)
+        except BaseException as error:
+            ours.close()  # a process that is there already leaves
+            if isinstance(error, OSError):
                 raise GenerationFault(f"no process to compute in: {error}") from error
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_BURST_BYTES)
+            raise
         return cls(process, reader, writer)
 
     @property
