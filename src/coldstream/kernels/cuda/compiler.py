@@ -1,7 +1,7 @@
 """From a .cu file to machine code, by NVRTC; needs no GPU.
 
-Sources may include each other by their path below `kernels/`, and one header that is made of Python's tables
-(`grid_tables.py`). They include nothing else: NVRTC ships no headers.
+Sources may include each other by their path below `kernels/`, and headers that are made of Python's tables
+(`grid_tables.py`, `type_numbers.py`). They include nothing else: NVRTC ships no headers.
 Machine code is kept in the user's cache directory under a hash of everything that it depends on; see
 `kernel_cache.py` for what is checked there.
 """
@@ -16,14 +16,18 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
-from coldstream.kernels.cuda import grid_tables
+from coldstream.gguf import quant_types
+from coldstream.kernels.cuda import grid_tables, type_numbers
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.dequantize import grids
 
 KERNELS = Path(__file__).resolve().parents[1]
 INCLUDE = re.compile(rb'^#include [<"]([^>"]+)', re.MULTILINE)
 # What the text of a generated header is made from.
-SOURCES_OF_GENERATED = {grid_tables.HEADER: (Path(grid_tables.__file__), Path(grids.__file__))}
+SOURCES_OF_GENERATED = {
+    grid_tables.HEADER: (Path(grid_tables.__file__), Path(grids.__file__)),
+    type_numbers.HEADER: (Path(type_numbers.__file__), Path(quant_types.__file__)),
+}
 
 # Every float operation rounds by itself, as in docs/arithmetic.md.
 OPTIONS = (
@@ -97,7 +101,10 @@ def _closure(source: Path) -> set[Path]:
 @cache
 def generated_headers() -> Mapping[str, str]:
     """The text of each header that is no file, by the name that sources include it with."""
-    return {grid_tables.HEADER: grid_tables.grids_header()}
+    return {
+        grid_tables.HEADER: grid_tables.grids_header(),
+        type_numbers.HEADER: type_numbers.types_header(),
+    }
 
 
 def _compile(source: Path, instance: str, arch: str) -> MachineCode:

@@ -1,15 +1,15 @@
 // Every quantised type once: the geometry of its blocks, their codes as int8, and their scales. All product
-// kernels and the values of embeddings are made from these structs. A type is a struct here, a line of
-// `AllWeights`, and a number in quant_types.cuh.
+// kernels and the values of embeddings are made from these structs. A type is a struct here, and a line of
+// `AllWeights`.
 //
 // A super-block has 256 codes in eight sub-blocks, whose scales are scale(block, j), or in sixteen, whose
 // scales 4 q … 4 q + 3 are the signed bytes of scale_word(block, q). Smaller blocks have 32 or 64 codes, and
 // a product takes 32 of them at a time. Layouts: ggml's public headers.
 #pragma once
 
-#include <grids.cuh>  // of Python's tables; see grid_tables.py
+#include <grids.cuh>        // of Python's tables; see grid_tables.py
+#include <quant_types.cuh>  // of Python's QuantType; see type_numbers.py
 
-#include "cuda/quant_types.cuh"
 #include "cuda/weight_block.cuh"
 
 namespace coldstream {
