@@ -102,6 +102,24 @@ def help_text() -> str:
     return pydoc.plain(pydoc.render_doc(coldstream))
 
 
+@pytest.mark.parametrize(
+    ("metadata", "version"),
+    [("Name: coldstream\nVersion: 9.8.7.dev3+gabc\n", "9.8.7.dev3+gabc"), ("", "0+uninstalled")],
+)
+def test_the_version_is_that_of_the_installation(tmp_path: Path, metadata: str, version: str) -> None:
+    if metadata:
+        (tmp_path / "coldstream-9.8.7.dist-info").mkdir()
+        (tmp_path / "coldstream-9.8.7.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\n{metadata}"
+        )
+    folders = [str(ROOT / "src"), str(tmp_path)]
+    code = f"import sys; sys.path[:0] = {folders}; import coldstream; print(coldstream.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == version
+
+
 @pytest.mark.parametrize("name", [name for name in coldstream.__all__ if name != "__version__"])
 def test_help_shows_every_public_name(help_text: str, name: str) -> None:
     assert f"    class {name}(" in help_text or f"    class {name}\n" in help_text

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
 
+    __version__: str
+
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -81,7 +83,6 @@ __all__ = [
     "UnsupportedError",
     "__version__",
 ]
-__version__ = "0.1.0"
 
 
 if not TYPE_CHECKING:  # or any name at all would pass a type checker
@@ -90,6 +91,8 @@ if not TYPE_CHECKING:  # or any name at all would pass a type checker
         """The public names, imported when first asked for: the command line's help must not pay for them."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "__version__":
+            return _installed_version()
         from coldstream import errors
 
         if hasattr(errors, name):
@@ -101,6 +104,15 @@ if not TYPE_CHECKING:  # or any name at all would pass a type checker
         from coldstream import engine
 
         return getattr(engine, name)
+
+    def _installed_version() -> str:
+        """The version of the installed package, which its build took from git's tags."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("coldstream")
+        except PackageNotFoundError:
+            return "0+uninstalled"
 
     def __dir__() -> list[str]:
         """What `help` and completion list; the names in `__all__` are not there before they are asked for."""

@@ -33,6 +33,7 @@ _MASKS = (
     (re.compile(r"\b(?:generic|avx2|avx512|amx)\b"), "TIER"),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d"), "DATE"),
     (re.compile(r"\S+(?=/models--)"), "CACHE"),
+    (re.compile(r"(?<=^coldstream )\d\S*(?= runs)"), "VERSION"),
 )
 _RULE = re.compile(r"[─ ]+|[-|]+")
 

@@ -164,6 +164,7 @@ _NAMES = {
     "ls": "--json",
     "convert-drafter": "--verbose",
     "completion": "--verbose",
+    "help": "--verbose",
 }
 
 

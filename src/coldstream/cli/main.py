@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from coldstream import __version__
+import coldstream
 from coldstream.cli.interrupts import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
@@ -40,6 +40,7 @@ VERBS = {
     "ls": "List downloaded models.",
     "convert-drafter": "Convert a DFlash drafter to GGUF.",
     "completion": "Print a script for a shell's completion.",
+    "help": "Print a page of the documentation.",
 }
 _OTHER_NAMES = {
     "chat": "run",
@@ -51,15 +52,18 @@ _OTHER_NAMES = {
     "inspect": "show",
     "benchmark": "bench",
     "convert": "convert-drafter",
+    "docs": "help",
+    "man": "help",
 }
-_FIRST_STEPS = f"""\
-coldstream {__version__} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.
+_FIRST_STEPS = """\
+coldstream {version} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.
 
   coldstream run                      try the bundled demo model, which completes Python code
   coldstream run model.gguf           chat with a model
   coldstream run org/repo:Q4_K_M      download a model and chat
   coldstream serve model.gguf         answers over OpenAI's and Anthropic's interfaces
   coldstream plan model.gguf          what goes into which memory, and the speed to expect
+  coldstream help                     pages of the documentation
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
 _COMPUTING = ("run", "bench")  # in this process
@@ -148,10 +152,24 @@ def _broken_pipes() -> Iterator[None]:
         raise OutputClosedError from error
 
 
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Only where it is asked for, as the version is read from the installed package."""
+    if value and not ctx.resilient_parsing:
+        click.echo(f"coldstream, version {coldstream.__version__}")
+        ctx.exit()
+
+
 @click.group(
     cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
 )
-@click.version_option(__version__, prog_name="coldstream")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run Mixture-of-Experts language models larger than the GPU, fast and exactly, from GGUF files.
@@ -160,9 +178,10 @@ def cli(ctx: click.Context) -> None:
     coldstream run                            chat with the bundled demo model
     coldstream run org/repo:Q4_K_M            download a model and chat
     coldstream run model.gguf -p "Hello"      one answer
+    coldstream help                           pages of the documentation
     """
     if ctx.invoked_subcommand is None:
-        click.echo(_FIRST_STEPS)
+        click.echo(_FIRST_STEPS.format(version=coldstream.__version__))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
