@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu faults clean install-test
+.PHONY: ci demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu faults site clean install-test
 
 demo:
 	@$(INSTALL)
@@ -15,6 +15,8 @@ install-test:
 # C++ and CUDA; after a change: .venv/bin/clang-format -i FILES
 NATIVE_SOURCES := $(shell find src tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
+ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+
 lint: install-test
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
@@ -22,6 +24,10 @@ lint: install-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.prose --check
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(ISSUE_FORMS)
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
 # With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
@@ -79,3 +85,16 @@ faults: install-test
 # The sdist and the wheel of what is committed, each tried as a user would; with TRIAL=1 they are not optimised, nor kept in dist.
 package:
 	$(PYTHON) tools/package.py $(if $(TRIAL),build/trial --trial,dist)
+
+# docs/ as a website in build/site, in an environment of its own over the other one. Broken links and anchors are errors.
+SITE := $(VENV)-site
+
+site:
+	@$(INSTALL)
+	$(PYTHON) tools/install.py $(SITE) site --beside $(VENV)
+	$(SITE)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/site
+	rm -rf build/site/results && cp -r docs/results build/site/
+
+# What the workflow `tests` runs.
+ci:
+	.ci/run

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import coldstream
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tools").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tools").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMES_OF_TESTS = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 
@@ -47,6 +49,11 @@ def test_every_note_begins_with_a_table_and_the_first_page_lists_it() -> None:
     for name in listed:
         head = (notes / name).read_text().partition("\n## ")[0]
         assert "\n| --- |" in head or name == "aims.md", name
+
+
+def test_the_python_reference_has_every_public_name_once() -> None:
+    names = re.findall(r"^\.\. auto\w+:: coldstream\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted({*coldstream.__all__} - {"__version__"})
 
 
 def test_the_glossary_has_thirty_terms_at_most() -> None:
