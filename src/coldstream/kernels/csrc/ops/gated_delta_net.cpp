@@ -20,6 +20,9 @@ constexpr int64_t max_taps = 16;
 static_assert(min_fork_rows >= max_taps);  // so the inputs that a state is left with are rows of the batch
 constexpr int64_t gate_rows_per_task = 16;
 constexpr int64_t heads_per_task = 8;
+// Chains of at most so many rows take their first step over whole rows of the state, which so come from memory
+// in one stream.
+constexpr int32_t max_step_rows = 16;
 constexpr int64_t steps_per_worker = 4;  // from which on a task is all of a step
 
 // The rows of one sequence: a chain, which advances its state, or a draft tree. state_id: of the first row,
@@ -93,7 +96,7 @@ class GatedDeltaNetOp : public Op {
   }
 
   void plan_runs(int32_t rows, Worker& w) {
-    num_runs_ = num_steps_ = 0;
+    num_runs_ = num_steps_ = num_step_rows_ = 0;
     std::fill(uses_.begin(), uses_.end(), StateUse::none);
     std::fill_n(is_step_.begin(), rows, 0);
     for (int32_t first = 0, end; first < rows; first = end) {
@@ -103,8 +106,11 @@ class GatedDeltaNetOp : public Op {
       uses_[run.state_id] = run.is_tree ? StateUse::read : StateUse::advanced;
       if (const char* fault = mark_later_states(run)) return w.fail(fault);
       if (run.is_tree) plan_copies(run);
-      is_step_[first] = run.num_rows == 1 && !run.is_tree && !a_.replayed;
-      num_steps_ += is_step_[first];
+      if (run.num_rows <= max_step_rows && !run.is_tree && !a_.replayed && part_end(run, first) == end) {
+        std::fill(is_step_.begin() + first, is_step_.begin() + end, 1);
+        num_steps_++;
+        num_step_rows_ += run.num_rows;
+      }
       runs_[num_runs_++] = run;
     }
     std::stable_partition(runs_.begin(), runs_.begin() + num_runs_,
@@ -127,9 +133,9 @@ class GatedDeltaNetOp : public Op {
     }
   }
 
-  // Whether a task of a single token has whole heads, so that it norms them as well.
+  // Whether a task of a step has whole heads, so that it norms them as well.
   bool norms_in_step() const { return kernels_.step_columns >= a_.head_size; }
-  int64_t rows_to_norm(int64_t rows) const { return norms_in_step() ? rows - num_steps_ : rows; }
+  int64_t rows_to_norm(int64_t rows) const { return norms_in_step() ? rows - num_step_rows_ : rows; }
 
   bool is_state(int32_t state_id) const { return state_id >= 0 && state_id < a_.num_states; }
 
@@ -174,13 +180,14 @@ class GatedDeltaNetOp : public Op {
     return nullptr;
   }
 
-  // Whether tasks are all of a single token: the states of many sequences come from far away, and are read in
+  // Whether tasks are all of a step: the states of many sequences come from far away, and are read in
   // the order in which they lie there.
   bool has_long_tasks(const Worker& w) const { return num_steps_ >= steps_per_worker * w.count; }
 
   void convolve_heads(int rows, Worker& w) {
     const int64_t num_apart = has_long_tasks(w) ? num_steps_ : 0;  // the last runs, each a task
-    const int64_t num_runs = num_runs_ - num_apart, num_rows = std::max<int64_t>(1, rows - num_apart);
+    const int64_t num_runs = num_runs_ - num_apart,
+                  num_rows = std::max<int64_t>(1, rows - (num_apart > 0 ? num_step_rows_ : 0));
     const int64_t heads = heads_of_task(num_rows, w.count);  // of the others' tasks
     const int64_t head_tasks = num_runs == 0 ? 0 : (num_heads() + heads - 1) / heads,
                   conv_tasks = head_tasks + num_apart;
@@ -303,7 +310,7 @@ class GatedDeltaNetOp : public Op {
   int64_t blocks_per_head(int64_t columns) const { return (a_.head_size + columns - 1) / columns; }
   int64_t blocks_per_run(int64_t columns) const { return a_.num_value_heads * blocks_per_head(columns); }
 
-  // Block `index` of those of all runs that are no single tokens.
+  // Block `index` of those of all runs that are no steps.
   void advance_block(int rows, int64_t index, Worker& w) {
     const int64_t columns = kernels_.delta_columns;
     const StateRun& run = runs_[index / blocks_per_run(columns)];
@@ -311,15 +318,32 @@ class GatedDeltaNetOp : public Op {
     run.is_tree ? walk_tree(block, run, columns, w) : walk_chain(block, run, index % blocks_per_run(columns));
   }
 
-  // Block `index` of those of all single tokens. next: the one that this worker is likely to take after it.
+  // Block `index` of those of all steps. next: the one that this worker is likely to take after it.
   void step_block(int rows, int64_t index, int64_t next, Worker& w) {
     const int64_t columns = kernels_.step_columns, per_run = blocks_per_run(columns);
     const StateRun* steps = runs_.data() + num_runs_ - num_steps_;
-    DeltaBlock block = block_of(rows, steps[index / per_run], index % per_run, columns, w);
+    const StateRun& run = steps[index / per_run];
+    const DeltaBlock block = block_of(rows, run, index % per_run, columns, w);
+    DeltaBlock step = block.part(0, 1);
     if (next < num_steps_ * per_run)
-      block.next_state = state_of(steps[next / per_run], next % per_run, columns);
-    kernels_.delta_step(block);
-    if (norms_in_step()) norm_head(steps[index / per_run].first_row, index % per_run);
+      step.next_state = state_of(steps[next / per_run], next % per_run, columns);
+    kernels_.delta_step(step);
+    if (run.num_rows > 1) advance_near_state(block.part(1, run.num_rows - 1));
+    for (int64_t row = 0; norms_in_step() && row < run.num_rows; row++)
+      norm_head(run.first_row + row, index % per_run);
+  }
+
+  // The other rows of a step, whose state is in a cache by then.
+  void advance_near_state(const DeltaBlock& block) {
+    for (int64_t column = 0; column < block.num_columns; column += kernels_.delta_columns) {
+      DeltaBlock part = block;
+      part.num_columns = std::min(kernels_.delta_columns, block.num_columns - column);
+      part.v += column;
+      part.out += column;
+      part.state += column;
+      part.source = part.state;
+      kernels_.delta_advance(part);
+    }
   }
 
   // Of a block of a run's: of all columns of all heads.
@@ -414,12 +438,12 @@ class GatedDeltaNetOp : public Op {
 
   const FloatKernels& kernels_;
   const DeltaNetArguments a_;
-  std::vector<StateRun> runs_;  // those of one token, as in decoding, behind all others
+  std::vector<StateRun> runs_;  // steps, as in decoding, behind all others
   std::vector<StateUse> uses_;
   std::vector<int32_t> slots_;       // by row of a tree: its copy of the state, in the worker's memory
   std::vector<uint8_t> takes_over_;  // by row of a tree: whether that copy was its parent's
-  std::vector<uint8_t> is_step_;     // by row: whether it is such a run of one token
-  int64_t num_runs_ = 0, num_steps_ = 0;
+  std::vector<uint8_t> is_step_;     // by row: whether its run is a step
+  int64_t num_runs_ = 0, num_steps_ = 0, num_step_rows_ = 0;
 };
 
 }  // namespace
