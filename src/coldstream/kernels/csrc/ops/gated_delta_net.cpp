@@ -20,8 +20,8 @@ constexpr int64_t max_taps = 16;
 static_assert(min_fork_rows >= max_taps);  // so the inputs that a state is left with are rows of the batch
 constexpr int64_t gate_rows_per_task = 16;
 constexpr int64_t heads_per_task = 8;
-// Chains of at most so many rows take their first step over whole rows of the state, which so come from memory
-// in one stream.
+// Chains of at most so many rows take their first step over whole rows of the state, which so come from
+// memory in one stream.
 constexpr int32_t max_step_rows = 16;
 constexpr int64_t steps_per_worker = 4;  // from which on a task is all of a step
 

@@ -1,5 +1,5 @@
-// The numbers of GGUF's types, their blocks as byte structs (so they may lie at any address), and their geometry.
-// Source: the GGUF specification and the block layouts in ggml's public headers.
+// The numbers of GGUF's types, their blocks as byte structs (so they may lie at any address), and their
+// geometry. Source: the GGUF specification and the block layouts in ggml's public headers.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@ namespace coldstream {
 
 namespace {
 
-// Weight rows of a task for jobs of many rows of activations.
+// Weight rows of a task of a long job.
 constexpr int64_t max_slice = 64;
 // Values of gate, and as many of up, that a task keeps in private memory.
 constexpr int64_t kept_values = pass_rows * max_slice;
@@ -191,7 +191,7 @@ void RoutedExpertsOp::pack_x_tile(int64_t i, ActivationForm form, Worker& w) con
 template <typename F>
 void RoutedExpertsOp::for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const {
   const int64_t total = at<Groups>(w, layout_.groups)->num_jobs * num_rows;
-  // Jobs of many rows are not equally long: no task may be a large share of all.
+  // Long jobs are not equally long: no task may be a large share of all.
   const bool has_long_jobs = rows > gemv_max_rows;
   ShrinkingSlices slices(total, w.count, has_long_jobs ? 32 : 8, has_long_jobs ? max_slice : total);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {

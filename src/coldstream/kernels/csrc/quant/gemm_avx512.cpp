@@ -151,8 +151,10 @@ struct KernelVnni : Kernel512 {
       const auto start = L::load_start(w.starts[i][j]);
       for (int r = 0; r < rows; r++) dot[r][i] = start;
     }
+    constexpr int steps = span / L::step_inputs;
 #pragma GCC unroll 8
-    for (int k = j * span / L::step_inputs; k < (j + 1) * span / L::step_inputs; k++) {
+    for (int step = 0; step < steps; step++) {
+      const int k = j * steps + step;
       typename L::Dots inputs[tiles];
       for (int i = 0; i < tiles; i++) inputs[i] = L::load_inputs(x[i * stride], k);
       for (int r = 0; r < rows; r++) {

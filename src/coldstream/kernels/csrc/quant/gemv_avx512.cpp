@@ -66,7 +66,7 @@ template <QuantType Q>
 struct KernelGemv {
   using T = Traits<Q>;
   using Scales = SpreadScales<Q>;
-  static constexpr int most_fixed_rows = 1;
+  static constexpr int most_fixed_rows = 2;
 
   template <int rows, bool full, Eight E>
   inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,

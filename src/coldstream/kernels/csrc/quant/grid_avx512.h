@@ -120,9 +120,9 @@ inline __attribute__((always_inline)) __m512i load_indices(const typename Traits
   } else {
     static_assert(Q == QuantType::iq2_s);
     // Two more bits of each index, to the high byte of its word.
-    const __m512i starts = _mm512_cvtepu8_epi16(_mm256_setr_epi8(
-        0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54,
-        56, 58, 60, 62));
+    const __m512i starts =
+        _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32,
+                                              34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62));
     const __m512i high = _mm512_multishift_epi64_epi8(
         _mm512_slli_epi16(starts, 8), _mm512_set1_epi64(static_cast<int64_t>(load_u64(b.qh))));
     const __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b.qs)));
@@ -202,7 +202,8 @@ inline __attribute__((always_inline)) void load_fours(const typename Traits<Q>::
 
 // The unsigned codes of a super-block.
 template <QuantType Q>
-inline __attribute__((always_inline)) void load_eights(const typename Traits<Q>::Block* b, __m512i (&out)[4]) {
+inline __attribute__((always_inline)) void load_eights(const typename Traits<Q>::Block* b,
+                                                       __m512i (&out)[4]) {
   using T = Traits<Q>;
   const auto& table = eights_table<Q>;
   __mmask64 signs[4];

@@ -90,8 +90,8 @@ inline __attribute__((always_inline)) void pack_inputs(const ActivationRow* x, i
   __m512i v[rows];
   for (int part = 0; part < 4; part++) {
     for (int t = 0; t < rows; t++) {
-      v[t] = t < num_rows ? _mm512_loadu_si512(x[t].q + g * group_elements + 64 * part)
-                          : _mm512_setzero_si512();
+      v[t] =
+          t < num_rows ? _mm512_loadu_si512(x[t].q + g * group_elements + 64 * part) : _mm512_setzero_si512();
     }
     if constexpr (narrow) {
       transpose_8x8_64(v);

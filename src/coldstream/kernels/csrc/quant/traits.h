@@ -266,8 +266,8 @@ struct GridBlock : SuperBlock {
   COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
-// Entries of eight values: `grid` has them; index(b, k, i): the entry of inputs 64 k + 8 i … 64 k + 8 i + 7. A
-// tier may look all 32 up at once.
+// Entries of eight values: `grid` has them; index(b, k, i): the entry of inputs 64 k + 8 i … 64 k + 8 i + 7.
+// A tier may look all 32 up at once.
 template <QuantType Q, typename B, int of_16_or_32>
 struct EightsBlock : GridBlock<B, of_16_or_32, 43> {
   static constexpr bool has_eights = true;
@@ -362,8 +362,9 @@ struct Traits<QuantType::iq3_s> : FoursBlock<QuantType::iq3_s, BlockIQ3_S, 15> {
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {odd(spread_nibbles(load_u32(b.scales)))}; }
 };
 
-// Eight times −1, 0 or 1, and a shift of 1 up or down for eight or more codes: ups(b, k) has a bit for each of
-// 64 codes that are shifted up. The grid has 8 (g + 1), which are the unsigned codes of those that are not.
+// Eight times −1, 0 or 1, and a shift of 1 up or down for eight or more codes: ups(b, k) has a bit for each
+// of 64 codes that are shifted up. The grid has 8 (g + 1), which are the unsigned codes of those that are
+// not.
 template <QuantType Q, typename B, int of_16_or_32>
 struct ShiftedGridBlock : SuperBlock {
   using Block = B;
@@ -382,7 +383,8 @@ template <>
 struct Traits<QuantType::iq1_s> : ShiftedGridBlock<QuantType::iq1_s, BlockIQ1_S, 32> {
   // Of each 32 inputs: a word of four times three bits of an entry, a scale, and whether codes are lower.
   COLDSTREAM_INLINE uint32_t index(const Block& b, int k, int i) {
-    return b.qs[8 * k + i] | (static_cast<uint32_t>(load_u16(b.qh + 4 * k + i / 4 * 2)) >> i % 4 * 3 & 7) << 8;
+    return b.qs[8 * k + i] | (static_cast<uint32_t>(load_u16(b.qh + 4 * k + i / 4 * 2)) >> i % 4 * 3 & 7)
+                                 << 8;
   }
   COLDSTREAM_INLINE uint64_t ups(const Block& b, int k) {
     const uint32_t words = load_u32(b.qh + 4 * k);

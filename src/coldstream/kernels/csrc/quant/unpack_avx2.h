@@ -122,8 +122,8 @@ struct UnpackAvx2 {
                                                                    const uint8_t* q, uint16_t high) {
     __m256i index = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
     if constexpr (count > 256) {
-      const __m256i one = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
-                                            -32768);
+      const __m256i one =
+          _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
       const __m256i bits = _mm256_and_si256(_mm256_set1_epi16(static_cast<short>(high)), one);
       index = _mm256_or_si256(index, _mm256_and_si256(_mm256_cmpeq_epi16(bits, one), _mm256_set1_epi16(256)));
     }

@@ -78,7 +78,8 @@ struct UnpackGeneric {
     }
     return out;
   }
-  // The bytes of sixteen words of `grid`, whose indices have eight bits in q[i] and a ninth in bit i of `high`.
+  // The bytes of sixteen words of `grid`, whose indices have eight bits in q[i] and a ninth in bit i of
+  // `high`.
   template <size_t count>
   static Bytes look_up_fours(const std::array<uint32_t, count>& grid, const uint8_t* q, uint16_t high) {
     Bytes out;

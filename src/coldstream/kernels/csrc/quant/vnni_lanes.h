@@ -1,5 +1,5 @@
-// Registers whose lanes are activation rows of a tile: all sixteen, or the eight of a narrow tile, which takes
-// half the time.
+// Registers whose lanes are activation rows of a tile: all sixteen, or the eight of a narrow tile, which
+// takes half the time.
 //
 // `Dots` are sums of products of codes and inputs, not yet added up within an activation row. Wide: a lane is
 // a row. Narrow: lanes 2r and 2r + 1 are of row r, the second one of the next four inputs.
