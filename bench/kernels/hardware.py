@@ -36,7 +36,8 @@ def repeated(measure: Callable[[], Any]) -> dict[str, Any]:
 
 def gpu_figures(hardware: Hardware, threads: int) -> dict[str, Any]:
     """Rates of the current device."""
-    from coldstream.kernels.cuda.link import driver_version, measure_handshake, measure_link, measure_products
+    from coldstream.kernels.cuda.driver import driver_version
+    from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
 
     gpu = find_gpu()
     return {

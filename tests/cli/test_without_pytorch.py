@@ -13,6 +13,7 @@ from builders import write_gguf
 from coldstream.placement.hardware_file import default_path
 from coldstream.planning.machine import measured_hardware
 from dflash_cases import ALL_SLIDING, config, random_tensors, spec_of, write_gguf_drafter
+from fake_driver import build_driver
 from short_rates import PROGRAM
 
 TESTS = Path(__file__).parents[1]
@@ -36,10 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def gpu_environment(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The same, with a driver that shows a GPU."""
-    folder = tmp_path_factory.mktemp("driver")
-    command = ["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(TESTS / "fake_driver.c")]
-    subprocess.run(command, check=True)
-    return {**environment, "LD_LIBRARY_PATH": str(folder)}
+    return {**environment, "LD_LIBRARY_PATH": str(build_driver(tmp_path_factory.mktemp("driver")))}
 
 
 @pytest.fixture(scope="module")

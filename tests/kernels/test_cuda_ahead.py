@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from coldstream.kernels.cuda import ahead
-
-TESTS = Path(__file__).parents[1]
+from fake_driver import build_driver
 
 # Says what is loaded once all threads have ended, and whether PyTorch works after that.
 _REPORT = """
@@ -45,10 +44,7 @@ def report(**environment: str) -> list[str]:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a driver library that shows a GPU."""
-    folder = tmp_path_factory.mktemp("driver")
-    command = ["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(TESTS / "fake_driver.c")]
-    subprocess.run(command, check=True)
-    return folder
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def pytorch_has_cuda() -> bool:
@@ -65,11 +61,7 @@ def test_libraries_are_there_before_pytorch_is_imported_and_it_works_with_them(d
 
 
 def test_nothing_is_loaded_for_a_driver_that_shows_no_device(tmp_path: Path) -> None:
-    source = (TESTS / "fake_driver.c").read_text().replace("return flags != 0;", "return 100;")
-    (tmp_path / "none.c").write_text(source)
-    command = ["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "none.c")]
-    subprocess.run(command, check=True)
-    assert report(LD_LIBRARY_PATH=str(tmp_path)) == [""]
+    assert report(LD_LIBRARY_PATH=str(build_driver(tmp_path, STATUS=100))) == [""]
 
 
 def test_what_pytorch_would_load_otherwise_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,8 @@ from cuda.bindings import driver
 
 from coldstream.kernels.cuda import link
 from coldstream.kernels.cuda.device import measure_copy_bandwidth
-from coldstream.kernels.cuda.link import (
-    driver_version,
-    measure_handshake,
-    measure_link,
-    measure_products,
-)
+from coldstream.kernels.cuda.driver import driver_version
+from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
 
 
 def test_the_server_answers_every_request_though_nothing_is_to_compute() -> None:
@@ -44,10 +40,6 @@ def test_a_handshake_raises_the_flag_after_the_last_answer_is_forgotten() -> Non
         assert [int(ask.writeValue.address), int(ask.writeValue.value)] == [0x1000, 1 | 1 << 16]
         assert [int(answer.waitValue.address), int(answer.waitValue.value)] == [0x2000, 1]
         assert [forget.writeValue.flags, ask.writeValue.flags, answer.waitValue.flags] == [0, 0, at_least]
-
-
-def test_the_driver_has_a_version_or_is_unknown() -> None:
-    assert driver_version() == "unknown" or driver_version()[0].isdigit()
 
 
 @pytest.mark.gpu

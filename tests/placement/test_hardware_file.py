@@ -9,7 +9,7 @@ import pytest
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hardware_file import fastest_run, store_rates, with_stored_rates
+from coldstream.placement.hardware_file import describe_rates, fastest_run, store_rates, with_stored_rates
 
 GPU = GpuHardware(
     "a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6, tuple(map(float, range(1, 8)))
@@ -136,3 +136,42 @@ def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: s
     path.write_text(json.dumps(document))
     assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) is None
     assert (with_stored_rates(MACHINE, path) is None) == (part == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (lambda document: None, "current"),
+        (lambda document: document.pop("gpu"), "incomplete"),
+        (lambda document: document.pop("version"), "of another version"),
+        (lambda document: document.update(version=4), "of another version"),
+        (lambda document: document["cpu"]["machine"].update(cores=3), "of another machine"),
+        (lambda document: document["gpu"]["machine"].update(driver="580.2"), "of another machine"),
+        (lambda document: document.update(cpu=[]), "damaged"),
+        (lambda document: document["cpu"]["rates"].update(read_bytes_per_s=-1.0), "damaged"),
+        (lambda document: document["gpu"].pop("measured_at"), "damaged"),
+    ],
+)
+def test_it_is_said_why_rates_are_none(tmp_path: Path, change: Any, state: str) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    machine = replace(BARE, gpu=BARE_GPU)
+    found = describe_rates(machine, path)
+    assert found.state == state
+    is_current = state == "current"
+    assert (with_stored_rates(machine, path) is not None) == is_current
+    assert found.measured_at == (MACHINE.measured_at if is_current else None)
+
+
+def test_a_file_of_no_rates_at_all(tmp_path: Path) -> None:
+    assert describe_rates(BARE, None).state == "absent"
+    assert describe_rates(BARE, tmp_path / "none" / "hardware.json").state == "absent"
+    assert describe_rates(BARE, tmp_path).state == "unreadable"
+    path = tmp_path / "hardware.json"
+    for content in (b"", b"{", b"[]", b"5", b"\xff", b"[" * 5000, b'"' + b"a" * 2**17):
+        path.write_bytes(content)
+        assert describe_rates(BARE, path).state == "damaged"
+        assert with_stored_rates(BARE, path) is None

@@ -7,9 +7,9 @@ again.
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from coldstream.errors import StorageError
 from coldstream.files import write_file
@@ -18,6 +18,7 @@ from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import GpuHardware, Hardware
 
+DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
 _VERSION: Final = 5
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
@@ -38,6 +39,22 @@ _LISTS: Final = {
     "expert_bytes_per_s": (len(EXPERT_ROWS),),
     "product_values_per_s": (len(QuantType), len(PRODUCT_ROWS)),
 }
+
+
+RatesState = Literal[
+    "current", "absent", "incomplete", "of another machine", "of another version", "damaged", "unreadable"
+]
+
+
+@dataclass(frozen=True)
+class RatesFile:
+    """Whether the rates in a file are those of a machine. incomplete: the GPU's are missing.
+
+    measured_at: the time of the older entry; None unless they are current.
+    """
+
+    state: RatesState
+    measured_at: str | None = None
 
 
 def default_path() -> Path | None:
@@ -64,6 +81,33 @@ def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
         gpu=hardware.gpu and replace(hardware.gpu, **_rates(entries["gpu"])),
         measured_at=min(entry["measured_at"] for entry in entries.values()),
     )
+
+
+def describe_rates(hardware: Hardware, path: Path | None) -> RatesFile:
+    """Whether `with_stored_rates` finds rates, and if not, why."""
+    if path is None:
+        return RatesFile("absent")
+    try:
+        document = _parsed(path)
+    except FileNotFoundError:
+        return RatesFile("absent")
+    except OSError:
+        return RatesFile("unreadable")
+    except (ValueError, RecursionError):
+        return RatesFile("damaged")
+    if not isinstance(document, dict):
+        return RatesFile("damaged")
+    if document.get("version") != _VERSION:
+        return RatesFile("of another version")
+    for name in _parts(hardware):
+        if name not in document:
+            return RatesFile("incomplete")
+        if not isinstance(document[name], dict):
+            return RatesFile("damaged")
+        if document[name].get("machine") != _machine(name, hardware):
+            return RatesFile("of another machine")
+    stored = with_stored_rates(hardware, path)
+    return RatesFile("damaged") if stored is None else RatesFile("current", stored.measured_at)
 
 
 def fastest_run(hardware: Hardware, path: Path | None) -> float:
@@ -100,12 +144,17 @@ def _document(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with open(path, "rb") as file:
-            document = json.loads(file.read(_MAX_BYTES))
+        document = _parsed(path)
     except (OSError, ValueError, RecursionError):
         return {}
     is_known = isinstance(document, dict) and document.get("version") == _VERSION
     return document if is_known else {}
+
+
+def _parsed(path: Path) -> Any:
+    """What JSON the file at `path` holds. Raises OSError, ValueError, RecursionError."""
+    with open(path, "rb") as file:
+        return json.loads(file.read(_MAX_BYTES))
 
 
 def _parts(hardware: Hardware) -> dict[str, Hardware | GpuHardware]:

@@ -13,9 +13,16 @@ from typing import Final
 
 from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
+from coldstream.kernels.cuda.driver import driver_version
 from coldstream.kernels.linear.cpu_rates import measure_product_rates
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hardware_file import default_path, fastest_run, store_rates, with_stored_rates
+from coldstream.placement.hardware_file import (
+    DATE_FORMAT,
+    default_path,
+    fastest_run,
+    store_rates,
+    with_stored_rates,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -107,14 +114,11 @@ def _highest_each(rates: Iterable[tuple[float, ...] | None]) -> tuple[float, ...
 
 
 def _dated(hardware: Hardware) -> Hardware:
-    return replace(hardware, measured_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    return replace(hardware, measured_at=datetime.now(UTC).strftime(DATE_FORMAT))
 
 
 def hardware_with(gpu: Gpu) -> Hardware:
     """This machine, with `gpu` as `find_gpu` gave it, and no rates."""
-    # Imported here because it needs packages that a machine without a GPU does not have.
-    from coldstream.kernels.cuda.link import driver_version
-
     facts = GpuHardware(gpu.name, driver_version(), gpu.total_bytes, gpu.free_bytes)
     return replace(Hardware.measure(), gpu=facts)
 

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 from coldstream.kernels.cuda import ahead
+from coldstream.kernels.cuda.driver import old_card, old_driver, served_cuda
 
-MIN_CAPABILITY = (8, 0)  # integer matrix instructions and asynchronous copies
 REQUIRED_PACKAGES = {"torch": "torch", "cuda.bindings": "cuda-bindings"}  # as imported, as installed
 INSTALL = "pip install 'coldstream[cuda]' (in a checkout, on a machine with a GPU: make demo)"
 COPY_BYTES = 2 * 2**30  # far beyond any cache
@@ -44,6 +44,17 @@ def missing_packages() -> tuple[str, ...]:
     return tuple(name for module, name in REQUIRED_PACKAGES.items() if not _is_installed(module))
 
 
+def nvrtc_version() -> tuple[int, int] | None:
+    """The version of NVIDIA's compiler; None if it, or its bindings, are missing or cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, OSError, RuntimeError):  # RuntimeError: no library of that name was found
+        return None
+    return (int(major), int(minor)) if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
+
+
 def find_gpu() -> Gpu:
     """The current device. Raises DeviceError, saying what is missing, if this package cannot use it."""
     if missing := missing_packages():
@@ -51,6 +62,8 @@ def find_gpu() -> Gpu:
         raise DeviceError(
             f"device cuda: packages are missing ({', '.join(missing)}){no_gpu}: {INSTALL}, or use device cpu"
         )
+    if problem := old_driver(served_cuda()):
+        raise DeviceError(f"device cuda: {problem}, or use device cpu")
     ahead.begin()
     import torch
 
@@ -66,11 +79,8 @@ def find_gpu() -> Gpu:
         properties = torch.cuda.get_device_properties()
         free, total = torch.cuda.mem_get_info()
     capability = (properties.major, properties.minor)
-    if capability < MIN_CAPABILITY:
-        raise DeviceError(
-            f"{properties.name} has compute capability {capability[0]}.{capability[1]}, this version needs "
-            f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later: use device cpu"
-        )
+    if problem := old_card(properties.name, capability):
+        raise DeviceError(f"{problem}: use device cpu")
     return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
 
 

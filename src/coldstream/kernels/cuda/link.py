@@ -1,6 +1,5 @@
 """Measures rates between RAM and the GPU, alone and while CPU threads read, for placement."""
 
-import ctypes
 import time
 from dataclasses import dataclass
 
@@ -107,20 +106,6 @@ def measure_products() -> float:
         del one, other
         torch.cuda.empty_cache()
     return float(2 * _MATRIX_SIZE**3 / min(times))
-
-
-def driver_version() -> str:
-    """As nvidia-smi shows it; "unknown" where NVIDIA's library for management is missing."""
-    text = ctypes.create_string_buffer(80)
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
-    if library.nvmlInit_v2() != 0:
-        return "unknown"
-    known = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
-    library.nvmlShutdown()
-    return text.value.decode() if known else "unknown"
 
 
 def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
