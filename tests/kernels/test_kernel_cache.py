@@ -137,6 +137,22 @@ def test_pr09_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
     assert not [name for name in entries(directory) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("what", SUSPECT)
+def test_entries_that_are_not_read_are_listed(directory: Path, what: str) -> None:
+    if what == "another's" and os.geteuid() != 0:
+        pytest.skip("only root may give files away")
+    cache = KernelCache(directory)
+    assert cache.damaged() == ()
+    assert not directory.exists(), "looking makes nothing"
+    cache.put(NAME, CODE)
+    cache.put("other.cubin", CODE)
+    assert cache.damaged() == ()
+    SUSPECT[what](directory / NAME)
+    assert NAME in cache.damaged()
+    assert "other.cubin" not in cache.damaged()
+    assert KernelCache(None).damaged() == ()
+
+
 @given(st.data())
 def test_a_damaged_entry_is_none(tmp_path: Path, data: st.DataObject) -> None:
     """Shortened, lengthened, with other bits, or under the name of another one."""

@@ -18,7 +18,7 @@ from cuda.bindings import nvrtc
 
 from coldstream.gguf import quant_types
 from coldstream.kernels.cuda import grid_tables, type_numbers
-from coldstream.kernels.cuda.kernel_cache import KernelCache
+from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory
 from coldstream.kernels.dequantize import grids
 
 KERNELS = Path(__file__).resolve().parents[1]
@@ -55,11 +55,7 @@ class CompileError(RuntimeError):
 @cache
 def default_cache() -> KernelCache:
     """This process's cache of machine code, which also records problems with it."""
-    try:
-        home = Path.home()
-    except RuntimeError:  # no home directory
-        return KernelCache(None)
-    return KernelCache(home / ".cache" / "coldstream" / "cuda")
+    return KernelCache(default_directory())
 
 
 def compile_instance(source: Path, instance: str, arch: str, directory: Path | None = None) -> MachineCode:

@@ -26,6 +26,14 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 TEMPORARY = ".tmp"
 
 
+def default_directory() -> Path | None:
+    """The user's directory of compiled kernels; None for a user without a home directory."""
+    try:
+        return Path.home() / ".cache" / "coldstream" / "cuda"
+    except RuntimeError:
+        return None
+
+
 class KernelCache:
     """Bytes by name in `directory`, an absolute path that need not exist yet; None: no cache.
 
@@ -56,6 +64,16 @@ class KernelCache:
         except OSError as error:
             self._note(error)
 
+    def damaged(self) -> tuple[str, ...]:
+        """Names of entries that `get` refuses, in order. Makes no directory."""
+        if self._path is None:
+            return ()
+        try:
+            names = sorted(os.listdir(self._path))
+        except OSError:
+            return ()
+        return tuple(name for name in names if not name.startswith(".") and self.get(name) is None)
+
     def _note(self, error: OSError) -> None:
         reason = f"{self._path}: {error.strerror}" if error.strerror else str(error)
         self.problem = f"compiled kernels are not kept, and will be compiled again at every start: {reason}"
@@ -74,23 +92,32 @@ class KernelCache:
             yield directory
 
 
+def unsafe(path: Path, status: os.stat_result) -> str | None:
+    """Why the directory at `path` may not be used, and the next step; None: it may.
+
+    status: its own, or that of the link.
+    """
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a link; remove it"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to another user; remove it"
+    if status.st_mode & OTHERS_MAY_WRITE:
+        return f"others may write to {path}; remove it, or chmod go-w it if its files are yours"
+    return None
+
+
 @contextmanager
 def _open_own(path: Path, parent: int | None = None) -> Iterator[int]:
     """A descriptor of the directory `path`, which lies in the open one `parent`."""
     name = path if parent is None else path.name
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
-    if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-        raise PermissionError(f"{path} is a link; remove it")
+    if problem := unsafe(path, os.stat(name, dir_fd=parent, follow_symlinks=False)):
+        raise PermissionError(problem)
     descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user; remove it")
-        if status.st_mode & OTHERS_MAY_WRITE:
-            raise PermissionError(
-                f"others may write to {path}; remove it, or chmod go-w it if its files are yours"
-            )
+        if problem := unsafe(path, os.fstat(descriptor)):
+            raise PermissionError(problem)
         yield descriptor
     finally:
         os.close(descriptor)
