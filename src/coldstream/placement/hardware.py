@@ -61,14 +61,14 @@ class Hardware:
         `root` is where proc/ and sys/ are, `cpu_ids` the logical CPUs to count (default: this process's
         affinity).
         """
-        cpus = sorted(cpu_ids) if cpu_ids is not None else _affinity()
-        groups = _cgroup_directories(root)
+        cpus = sorted(cpu_ids) if cpu_ids is not None else affinity()
+        groups = cgroup_directories(root)
         name, flags = _cpu_name_and_flags(root)
         cores = _count_cores(root, cpus)
-        quota = min((_cpu_quota(group) for group in groups), default=math.inf)
-        total, available = _system_ram(root)
+        quota = min((cpu_quota(group) for group in groups), default=math.inf)
+        total, available = system_ram(root)
         for group in groups:
-            limit, used = _memory_limit(group)
+            limit, used = memory_limit(group)
             total = min(total, limit)
             available = min(available, max(0, limit - used))
         return cls(
@@ -101,13 +101,14 @@ def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> 
     return max(rates)
 
 
-def _affinity() -> list[int]:
+def affinity() -> list[int]:
+    """The logical CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a kernel file, or nothing where it doesn't exist or may not be read."""
     try:
         return path.read_text(errors="replace")
@@ -115,14 +116,15 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _read_number(path: Path, otherwise: float) -> float:
-    text = _read(path).strip()
+def read_number(path: Path, otherwise: float) -> float:
+    """The number in a kernel file; `otherwise` where there is none, or another word."""
+    text = read_text(path).strip()
     return float(text) if text.isdecimal() else otherwise
 
 
 def _cpu_name_and_flags(root: Path) -> tuple[str, tuple[str, ...]]:
     fields: dict[str, str] = {}
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in read_text(root / "proc/cpuinfo").splitlines():
         key, colon, value = line.partition(":")
         if colon:
             fields.setdefault(key.strip(), value.strip())
@@ -134,19 +136,19 @@ def _count_cores(root: Path, cpu_ids: list[int]) -> int:
     """Cores, telling apart hyper-threads of one core by the kernel's list of siblings."""
     topology = root / "sys/devices/system/cpu"
     siblings = {
-        _read(topology / f"cpu{cpu_id}/topology/thread_siblings_list").strip() or str(cpu_id)
+        read_text(topology / f"cpu{cpu_id}/topology/thread_siblings_list").strip() or str(cpu_id)
         for cpu_id in cpu_ids
     }
     return len(siblings)
 
 
-def _cgroup_directories(root: Path) -> list[Path]:
+def cgroup_directories(root: Path) -> list[Path]:
     """The directories whose limits bind this process: its own control groups and all above them."""
     directories: list[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for mount in controllers.split(",") if controllers else [""]:
-            if mount not in ("", "memory", "cpu"):
+            if mount not in ("", "memory", "cpu", "pids"):
                 continue
             base = root / "sys/fs/cgroup" / mount
             group = Path(path.lstrip("/"))
@@ -154,31 +156,33 @@ def _cgroup_directories(root: Path) -> list[Path]:
     return [directory for directory in dict.fromkeys(directories) if directory.is_dir()]
 
 
-def _cpu_quota(group: Path) -> float:
+def cpu_quota(group: Path) -> float:
     """CPUs' worth of time this group may use, by cgroup v2 or v1."""
-    quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+    quota, _, period = read_text(group / "cpu.max").strip().partition(" ")
     if quota.isdecimal() and period.isdecimal():
         return max(1.0, int(quota) / int(period))
-    quota_us = _read_number(group / "cpu.cfs_quota_us", math.inf)
-    return max(1.0, quota_us / _read_number(group / "cpu.cfs_period_us", 100_000))
+    quota_us = read_number(group / "cpu.cfs_quota_us", math.inf)
+    return max(1.0, quota_us / read_number(group / "cpu.cfs_period_us", 100_000))
 
 
-def _memory_limit(group: Path) -> tuple[int, int]:
+def memory_limit(group: Path) -> tuple[int, int]:
     """(limit, bytes in use without what the kernel can drop), by cgroup v2 or v1; a huge limit where there is
     none.
     """
     no_limit = float(2**63 - 1)
-    limit = _read_number(group / "memory.max", _read_number(group / "memory.limit_in_bytes", no_limit))
-    used = _read_number(group / "memory.current", _read_number(group / "memory.usage_in_bytes", 0))
-    statistics = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+    limit = read_number(group / "memory.max", read_number(group / "memory.limit_in_bytes", no_limit))
+    used = read_number(group / "memory.current", read_number(group / "memory.usage_in_bytes", 0))
+    statistics = dict(
+        line.split(" ", 1) for line in read_text(group / "memory.stat").splitlines() if " " in line
+    )
     droppable = statistics.get("inactive_file", statistics.get("total_inactive_file", "0"))
     return int(limit), max(0, int(used) - (int(droppable) if droppable.isdecimal() else 0))
 
 
-def _system_ram(root: Path) -> tuple[int, int]:
+def system_ram(root: Path) -> tuple[int, int]:
     """(total, available) bytes of the machine."""
     fields = {}
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         key, _, value = line.partition(":")
         amount = value.split()
         if amount and amount[0].isdecimal():
