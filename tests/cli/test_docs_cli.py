@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from doc_sessions import Session, masked, play, sessions
 from builders import make_model, write_model
 from coldstream import errors
 from coldstream.assets import demo_model_path
+from coldstream.cli.doctor import document
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
 from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
 from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.placement.hardware import GpuHardware
+from coldstream.planning.diagnosis import MachineFacts, find
 from dflash_trees import write_drafter
 from hub_server import HubServer
+from machine_facts import NO_GPU, SOUND
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
@@ -111,6 +114,11 @@ def paths_on_a_gpu(prefix: str, kind: type) -> set[str]:
     return paths
 
 
+def as_json(facts: MachineFacts) -> Any:
+    """What `doctor --json` prints of these facts."""
+    return json.loads(json.dumps(document(facts, find(facts))))
+
+
 def test_every_field_of_json_is_documented_and_exists(
     run: Run, tmp_path: Path, folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +146,10 @@ def test_every_field_of_json_is_documented_and_exists(
             code, out, error = run(*call, "--json")
             assert (code, error) == (0, "")
             actual[verb] |= paths_of(json.loads(out))
+    poor = replace(SOUND, gpu=NO_GPU, rates=replace(SOUND.rates, state="damaged"))
+    actual["doctor"] = paths_of(as_json(SOUND)) | paths_of(as_json(poor))
+    code, out, _ = run("doctor", "--json")
+    assert paths_of(json.loads(out)) <= actual["doctor"]
     path, environment = folder
     play(Session("coldstream pull org/tiny-GGUF", ""), environment, path)
     actual["ls"] = paths_of(json.loads(play(Session("coldstream ls --json", ""), environment, path)))

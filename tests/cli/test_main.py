@@ -163,6 +163,7 @@ _NAMES = {
     "pull": "--verbose",
     "ls": "--json",
     "convert-drafter": "--verbose",
+    "doctor": "--json",
     "completion": "--verbose",
     "help": "--verbose",
 }

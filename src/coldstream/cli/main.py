@@ -39,6 +39,7 @@ VERBS = {
     "pull": "Download a model.",
     "ls": "List downloaded models.",
     "convert-drafter": "Convert a DFlash drafter to GGUF.",
+    "doctor": "Check this machine and the installation.",
     "completion": "Print a script for a shell's completion.",
     "help": "Print a page of the documentation.",
 }
@@ -54,6 +55,8 @@ _OTHER_NAMES = {
     "convert": "convert-drafter",
     "docs": "help",
     "man": "help",
+    "check": "doctor",
+    "diagnose": "doctor",
 }
 _FIRST_STEPS = """\
 coldstream {version} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.

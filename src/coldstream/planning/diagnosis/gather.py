@@ -1,0 +1,178 @@
+"""Looks at the machine and the installation once. Measures nothing, makes nothing, asks no network."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from coldstream.errors import StorageError
+from coldstream.files import free_bytes
+from coldstream.gguf.hub import Hub
+from coldstream.kernels import _csrc
+from coldstream.kernels.cuda import device
+from coldstream.kernels.cuda.driver import driver_version, find_driver
+from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory, unsafe
+from coldstream.models.dflash.convert import default_cache
+from coldstream.placement.hardware import GpuHardware, Hardware, read_number, read_text
+from coldstream.placement.hardware_file import DATE_FORMAT, default_path, describe_rates
+from coldstream.placement.limits import Limits
+from coldstream.planning.diagnosis.machine_facts import (
+    Card,
+    Cpu,
+    Folder,
+    FolderName,
+    Gpu,
+    Library,
+    MachineFacts,
+    Program,
+    Ram,
+    Rates,
+)
+from coldstream.planning.diagnosis.privacy import without_names
+
+_PACKAGE: Final = "coldstream"
+_EXTRAS: Final = (None, "serve", "cuda")  # None: what every installation has
+_NVIDIA: Final = "0x10de"
+_DISPLAY_CLASSES: Final = ("0x0300", "0x0302")  # cards with and without a connector
+
+
+def gather_facts(version: str, *, root: Path = Path("/")) -> MachineFacts:
+    """What there is. version: of this package; root: where proc/ and sys/ are."""
+    hardware = Hardware.measure(root=root)
+    gpu = gpu_of(root)
+    return without_names(
+        MachineFacts(
+            program=Program(
+                version,
+                platform.python_version(),
+                f"{platform.system()} {platform.release()} {platform.machine()}",
+            ),
+            cpu=Cpu(
+                hardware.cpu_name,
+                tuple(_csrc.supported_tiers()),
+                hardware.num_physical_cores,
+                hardware.num_logical_cpus,
+            ),
+            ram=Ram(hardware.ram_total_bytes, hardware.ram_available_bytes),
+            gpu=gpu,
+            libraries=tuple(libraries()),
+            limits=Limits.read(root=root),
+            folders=tuple(folders()),
+            rates=rates_of(hardware, gpu, datetime.now(UTC)),
+        )
+    )
+
+
+def gpu_of(root: Path) -> Gpu:
+    """Cards, the driver, and the packages for it."""
+    driver = find_driver()
+    return Gpu(
+        cards=tuple(cards(root)),
+        driver=driver,
+        driver_version=driver_version() if driver.cuda_version else None,
+        missing_packages=device.missing_packages(),
+        nvrtc=device.nvrtc_version(),
+        is_restricted="CUDA_VISIBLE_DEVICES" in os.environ,
+    )
+
+
+def cards(root: Path) -> Iterator[Card]:
+    """NVIDIA's cards on the PCI bus, also those that have no driver."""
+    for path in sorted(root.glob("sys/bus/pci/devices/*")):
+        is_display = read_text(path / "class").startswith(_DISPLAY_CLASSES)
+        if is_display and read_text(path / "vendor").strip() == _NVIDIA:
+            lanes, most = (
+                int(read_number(path / name, 0)) or None for name in ("current_link_width", "max_link_width")
+            )
+            yield Card(path.name, lanes, most)
+
+
+def libraries() -> Iterator[Library]:
+    """The packages of this one's own list; none where the package is not installed but only imported."""
+    try:
+        requirements = importlib.metadata.requires(_PACKAGE) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for requirement in requirements:
+        name = _found(r"^([\w.-]+)", requirement)
+        extra = _found(r"extra == [\"'](\w+)", requirement)
+        if name and extra in _EXTRAS:
+            yield Library(name, extra, _version_of(name), _found(r">=\s*([\d.]+)", requirement))
+
+
+def _found(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found[1] if found else None
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def folders() -> Iterator[Folder]:
+    """What is kept between runs, and where."""
+    rates, kernels = default_path(), default_directory()
+    yield _folder("rates", rates.parent if rates else None)
+    problem = None
+    if kernels is not None:
+        problem = next(filter(None, map(_unsafe, (kernels.parent, kernels))), None)
+    damaged = KernelCache(kernels).damaged() if problem is None else ()
+    yield _folder("kernels", kernels, problem, damaged)
+    try:
+        drafters = default_cache()
+    except StorageError:
+        drafters = None
+    yield _folder("drafters", drafters)
+    yield _folder("models", Hub().folder())
+
+
+def _folder(
+    name: FolderName, path: Path | None, problem: str | None = None, damaged: tuple[str, ...] = ()
+) -> Folder:
+    if path is None:
+        return Folder(name, None, exists=False, is_writable=False, free_bytes=None)
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        problem = problem or f"{there} is no folder; remove it"
+    return Folder(name, str(path), there == path, _takes_a_file(there), free_bytes(there), problem, damaged)
+
+
+def _takes_a_file(folder: Path) -> bool:
+    """Tries it with a file that has no name, or loses it at once: permissions do not bind root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _unsafe(path: Path) -> str | None:
+    try:
+        return unsafe(path, path.lstat())
+    except OSError:
+        return None
+
+
+def rates_of(hardware: Hardware, gpu: Gpu, now: datetime) -> Rates:
+    """The kept rates of `hardware`, with those of the GPU where there is one that this version can use."""
+    if gpu.driver.is_usable and not gpu.missing_packages:
+        card = gpu.driver.devices[0]
+        on = GpuHardware(card.name, gpu.driver_version or "", card.total_bytes, card.total_bytes)
+        hardware = replace(hardware, gpu=on)
+    found = describe_rates(hardware, default_path())
+    if found.measured_at is None:
+        return Rates(found.state, None, None)
+    try:
+        then = datetime.strptime(found.measured_at, DATE_FORMAT).replace(tzinfo=UTC)
+    except ValueError:
+        return Rates("damaged", None, None)
+    return Rates(found.state, found.measured_at, (now - then).days)
