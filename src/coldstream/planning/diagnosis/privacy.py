@@ -25,7 +25,7 @@ def without_names(facts: T) -> T:
 def hide(text: str, homes: tuple[str, ...], user: str | None) -> str:
     """`text` with paths below `homes` from ~ on, and with no folder called as the user."""
     for home in sorted(homes, key=len, reverse=True):
-        text = re.sub(rf"{re.escape(home)}(?=/|\W|$)", "~", text)
+        text = re.sub(rf"{re.escape(home)}(?!\w)", "~", text)
     if user:
         text = re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "USER", text)
     return text
