@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -125,13 +126,13 @@ def test_json_has_all_facts_and_findings_with_the_exit_code(
 def test_this_machine_has_no_secrets_in_it_and_is_left_as_it_was(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    home = tmp_path / "ann"
+    home, user = tmp_path / "ann", pwd.getpwuid(os.getuid()).pw_name
     home.mkdir()
-    done = doctor(home, *arguments, HF_HUB_CACHE=str(home / "hub"))
+    done = doctor(home, *arguments, HF_HUB_CACHE=str(tmp_path / user / "hub"))
     assert done.stderr == ""
     assert "~/.cache/coldstream" in done.stdout
-    assert "~/hub" in done.stdout
-    for secret in (str(home), str(tmp_path), os.path.expanduser("~") + "/", "hf_secret", "sk-secret", "/ann"):
+    assert "/USER/hub" in done.stdout
+    for secret in (str(home), os.path.expanduser("~") + "/", f"/{user}/", "hf_secret", "sk-secret", "/ann"):
         assert secret not in done.stdout
     assert not list(home.iterdir())
 
