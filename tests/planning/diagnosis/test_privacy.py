@@ -32,6 +32,11 @@ def test_names_go_where_they_are_parts_of_a_path(text: str, hidden: str) -> None
     assert hide(text, ("/home/ann",), "ann") == hidden
 
 
+def test_a_folder_called_as_the_home_is_none() -> None:
+    for text in ("/data/root/hub", "/data-1/root/hub", "/a./root/hub", "/root/root/hub"):
+        assert hide(text, ("/root",), "root").endswith("/USER/hub")
+
+
 def test_a_home_within_another_goes_first() -> None:
     assert hide("/home/ann/deep/x", ("/home/ann", "/home/ann/deep"), None) == "~/x"
 

@@ -25,9 +25,9 @@ def without_names(facts: T) -> T:
 def hide(text: str, homes: tuple[str, ...], user: str | None) -> str:
     """`text` with paths below `homes` from ~ on, and with no folder called as the user."""
     for home in sorted(homes, key=len, reverse=True):
-        text = re.sub(rf"{re.escape(home)}(?!\w)", "~", text)
+        text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?!\w)", "~", text)
     if user:
-        text = re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "USER", text)
+        text = re.sub(rf"(?<=/){re.escape(user)}(?!\w)", "USER", text)
     return text
 
 
