@@ -65,6 +65,18 @@ def test_an_installed_package_has_its_own_pages(tmp_path: Path, monkeypatch: pyt
     assert help_module.pages() == {"one": package / "docs" / "one.md"}
 
 
+def test_the_list_names_the_website_that_the_package_declares(run: Run, tmp_path: Path) -> None:
+    package = tmp_path / "coldstream-1.dist-info"
+    package.mkdir()
+    facts = "Metadata-Version: 2.1\nName: coldstream\nVersion: 1\nProject-URL: Issues, http://a/\n"
+    (package / "METADATA").write_text(facts + "Project-URL: Documentation, http://b/\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    code += "; from coldstream.cli.main import main; main(['help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n\nthe same pages as a website: http://b/\n")
+    assert "website: http" not in run("help")[1]
+
+
 def test_a_list_of_pages_costs_no_model_and_no_network() -> None:
     code = "import sys; from coldstream.cli.main import main; main(['help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

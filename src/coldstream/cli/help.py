@@ -31,7 +31,18 @@ def pages() -> dict[str, Path]:
         found = {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem not in _OF_THE_SITE}
         if found:
             return found
-    raise ColdstreamError(f"{package / 'pages'} has no pages: install coldstream again")
+    raise ColdstreamError(f"{package / 'docs'} has no pages: install coldstream again")
+
+
+def website() -> str | None:
+    """Its address, by the metadata of the installed package; None if that names none."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        urls = metadata("coldstream").get_all("Project-URL") or ()
+    except PackageNotFoundError:
+        return None
+    return dict(url.split(", ", 1) for url in urls).get("Documentation")
 
 
 def title(page: Path) -> str:
@@ -61,6 +72,8 @@ def command(ctx: click.Context, topic: str | None) -> None:
     if topic is None:
         rows = [(name, title(page)) for name, page in found.items()]
         print_table(("topic", "page"), rows, left=("topic", "page"))
+        if site := website():
+            click.echo(f"\nthe same pages as a website: {site}")
     elif topic in found:
         _print_page(found[topic].read_text(encoding="utf-8"))
     else:
