@@ -19,7 +19,7 @@ DEVICE = DriverDevice("Example GPU", (8, 9), 8 * GIB)
 CARD = Card("0000:01:00.0", 16, 16)
 NO_GPU = Gpu((), Driver(), None, ("cuda-bindings",), None, is_restricted=False)
 SOUND = MachineFacts(
-    program=Program("0.1.0", "3.12.3", "Linux 6.8.0 x86_64"),
+    program=Program("0.1.0", "3.12.3", "Linux 6.8.0 x86_64", ("0.1.0",), ("~/.venv/bin/coldstream",)),
     cpu=Cpu("Example CPU", ("generic", "avx2"), 8, 16),
     ram=Ram(64 * GIB, 60 * GIB),
     gpu=Gpu((CARD,), Driver((13, 1), 0, (DEVICE,)), "590.1", (), (13, 0), is_restricted=False),

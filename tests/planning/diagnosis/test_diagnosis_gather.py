@@ -12,7 +12,15 @@ from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import default_path
 from coldstream.planning.diagnosis import gather as room
-from coldstream.planning.diagnosis.gather import cards, folders, gather_facts, libraries, rates_of
+from coldstream.planning.diagnosis.gather import (
+    cards,
+    commands,
+    folders,
+    gather_facts,
+    installed,
+    libraries,
+    rates_of,
+)
 from coldstream.planning.diagnosis.machine_facts import Card, Folder
 from coldstream.planning.machine import measured_hardware
 from machine_facts import NO_GPU, SOUND
@@ -106,6 +114,32 @@ def test_libraries_are_those_of_the_packages_own_list(monkeypatch: pytest.Monkey
 def test_a_package_that_is_only_imported_has_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_PACKAGE", "no-such-package")
     assert list(libraries()) == []
+
+
+def test_versions_of_this_package_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("9.1", "9.2"):
+        metadata = tmp_path / version / f"example_package-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: example-package\nVersion: {version}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "9.1")
+    monkeypatch.setattr(room, "_PACKAGE", "example-package")
+    monkeypatch.setattr("sys.path", [str(tmp_path / name) for name in ("9.1", "link", "9.2")])
+    assert list(installed()) == ["9.1", "9.2"]
+
+
+def test_commands_on_the_path(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "coldstream" for name in ("none", "text", "one", "link", "two", "folder")]
+    for path in paths:
+        path.parent.mkdir()
+    _, text, one, link, two, folder = paths
+    for path in (text, one, two):
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o644 if path is text else 0o755)
+    link.symlink_to(one)
+    folder.mkdir()
+    search_path = os.pathsep.join(["", *(str(path.parent) for path in paths), str(tmp_path / "absent")])
+    assert list(commands(search_path)) == [str(one), str(two)]
+    assert list(commands("")) == []
 
 
 def test_folders_that_are_not_made_yet(home: Path) -> None:

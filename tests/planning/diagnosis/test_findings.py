@@ -60,6 +60,8 @@ def rates(state: Any, age_days: int | None = None) -> Change:
 
 # What changes a sound machine · the only finding then · its level · what it names, and what mends it.
 CASES: list[tuple[Change, str, str, str]] = [
+    (part("program", installed=("0.2", "0.1")), "two-versions", "warning", "0.2 and 0.1.*`pip uninstall"),
+    (part("program", commands=("/a/c", "~/c")), "two-commands", "warning", "PATH: /a/c, ~/c; .*`rm ~/c`"),
     (part("ram", available_bytes=LEAST_RAM_BYTES - 1), "ram-full", "error", "0.1 GiB of RAM.*`ps aux"),
     (part("limits", threads_left=7 + OTHER_THREADS), "threads", "error", "23 further threads.*ulimit -u"),
     (library("numpy", version=None), "library-missing", "error", "numpy.*`pip install 'coldstream'`"),
@@ -162,6 +164,8 @@ def test_a_change_brings_its_finding_alone(change: Change, name: str, level: str
 
 
 LIMITS: dict[str, Change] = {
+    "one version in two folders": part("program", installed=("0.1", "0.1")),
+    "no command on the PATH": part("program", commands=()),
     "threads that just suffice": part("limits", threads_left=8 + OTHER_THREADS),
     "memory that just suffices": part("ram", available_bytes=LEAST_RAM_BYTES),
     "files that just suffice": part("limits", open_files=FILES_OF_A_SERVER),

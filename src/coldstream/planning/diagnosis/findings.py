@@ -58,6 +58,24 @@ def exit_code_of(found: Sequence[Finding]) -> int:
     return next((finding.exit_code for finding in found if finding.exit_code), 0)
 
 
+def _versions(facts: MachineFacts) -> Iterator[Finding]:
+    program = facts.program
+    if len(set(program.installed)) > 1:
+        yield Finding(
+            "two-versions",
+            "warning",
+            f"this Python finds coldstream {' and '.join(program.installed)}, and imports the first",
+            "`pip uninstall coldstream` until none is left, then install one",
+        )
+    if len(program.commands) > 1:
+        yield Finding(
+            "two-commands",
+            "warning",
+            f"there is more than one coldstream on the PATH: {', '.join(program.commands)}; the first runs",
+            f"remove the others: `rm {' '.join(program.commands[1:])}`, or put its folder last in PATH",
+        )
+
+
 def _libraries(facts: MachineFacts) -> Iterator[Finding]:
     for extra, what in ((None, "coldstream"), ("serve", "coldstream serve")):
         of = [each for each in facts.libraries if each.extra == extra]
@@ -354,6 +372,7 @@ def _gib(num_bytes: int) -> str:
 
 
 _LOOKS: Final[tuple[Callable[[MachineFacts], Iterator[Finding]], ...]] = (
+    _versions,
     _libraries,
     _memory,
     _threads_and_files,

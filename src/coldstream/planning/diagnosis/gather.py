@@ -52,6 +52,8 @@ def gather_facts(version: str, *, root: Path = Path("/")) -> MachineFacts:
                 version,
                 platform.python_version(),
                 f"{platform.system()} {platform.release()} {platform.machine()}",
+                tuple(installed()),
+                tuple(commands(os.environ.get("PATH", ""))),
             ),
             cpu=Cpu(
                 hardware.cpu_name,
@@ -67,6 +69,23 @@ def gather_facts(version: str, *, root: Path = Path("/")) -> MachineFacts:
             rates=rates_of(hardware, gpu, datetime.now(UTC)),
         )
     )
+
+
+def installed() -> Iterator[str]:
+    """Versions of this package by folder in which Python looks for packages, each folder once."""
+    found = importlib.metadata.distributions(name=_PACKAGE)
+    by_folder = {os.path.realpath(str(each.locate_file(""))): each.version for each in found}
+    yield from by_folder.values()
+
+
+def commands(search_path: str) -> Iterator[str]:
+    """Programs called as this package in the folders of a PATH, each file once."""
+    seen = set()
+    for folder in filter(None, search_path.split(os.pathsep)):
+        path = os.path.join(folder, _PACKAGE)
+        if os.path.isfile(path) and os.access(path, os.X_OK) and os.path.realpath(path) not in seen:
+            seen.add(os.path.realpath(path))
+            yield path
 
 
 def gpu_of(root: Path) -> Gpu:

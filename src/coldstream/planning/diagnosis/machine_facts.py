@@ -17,6 +17,8 @@ class Program:
     version: str
     python: str
     system: str  # name, release and architecture
+    installed: tuple[str, ...] = ()  # versions that this Python finds, the one that it imports first
+    commands: tuple[str, ...] = ()  # files called coldstream on the PATH, the one that runs first
 
 
 @dataclass(frozen=True)
