@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
-from typing import Final
+from typing import Any, Final
 
 from bench.report.drafts import speeds
 from bench.report.partial import decode_tok_s
@@ -23,6 +23,8 @@ MISSING: Final = "drafts-gpu.md#drafts-where-experts-are-missing"
 DFLASH: Final = "drafts-gpu.md#dflash-as-one-graph"
 ON_CPU: Final = "drafts-cpu.md#the-bundled-drafter"
 CLIENTS: Final = "serving.md#64-clients-on-two-cores"
+TYPES: Final = "cpu-kernels.md#where-a-decoded-tokens-time-goes"
+TYPES_IN_ROWS: Final = "cpu-kernels.md#long-prompts-on-avx-512"
 FIRST_TOKENS: Final = "serving.md#a-first-token-beside-a-long-prompt"
 
 
@@ -167,6 +169,36 @@ def _cpu() -> Iterator[Aim]:
         yield Aim(f"{name}.gguf, tokens a second of eight rows, of one", 2, eight, source, 1, "×")
 
 
+# Types that many people download for small memories.
+COMMON_TYPES: Final = ("Q2_K", "Q3_K", "IQ4_XS", "IQ3_S", "MXFP4")
+
+
+def aims_types() -> str:
+    """Two cores by type of weights, beside the better of llama.cpp and ik_llama.cpp."""
+    return _rows(_types())
+
+
+def _types() -> Iterator[Aim]:
+    for name, tier in {"cpu_types": "AVX-512", "cpu_types_avx2": "AVX2"}.items():
+        types = load(name)["models"]["cut"]
+        common = {kind: found for kind, found in types.items() if kind in COMMON_TYPES}
+        for case, aim, among, why in (
+            ("decode", 1.0, types, TYPES),
+            ("decode", 1.3, common, TYPES),
+            ("prompt of 512", 1.3, types, TYPES_IN_ROWS),
+            ("8 rows", 1.3, types, TYPES_IN_ROWS),
+        ):
+            ratios = {kind: _over_the_better(found["cases"][case]) for kind, found in among.items()}
+            least = min(ratios, key=ratios.__getitem__)
+            reached = sum(ratio >= aim for ratio in ratios.values())
+            what = f"{tier}, {case}: least of {len(ratios)} types ({least}; {reached} reach it)"
+            yield Aim(what, aim, ratios[least], f"{name}.json", 2, "×", why=why)
+
+
+def _over_the_better(case: Mapping[str, Any]) -> float:
+    return float(case["ratios"][case["better_peer"]]["median"])
+
+
 def aims_drafts() -> str:
     """What drafts bring."""
     return _rows(_drafts())
@@ -276,5 +308,5 @@ def _long_lived() -> Iterator[Aim]:
 
 BLOCKS: Final[dict[str, Callable[[], str]]] = {
     each.__name__: each
-    for each in (aims_resident, aims_partial, aims_dense, aims_cpu, aims_drafts, aims_serving)
+    for each in (aims_resident, aims_partial, aims_dense, aims_cpu, aims_types, aims_drafts, aims_serving)
 }
