@@ -27,7 +27,9 @@ inline ActivationForm form_of(QuantType type) {
 
 // One row: the layout for GEMV, and the first step to that for GEMM.
 struct ActivationRow {
-  int8_t* q;      // [groups * 256]
+  // [groups * 256]; a tier may order those of a group by block as [4][8][8]: eight inputs of each block, then
+  // the next eight.
+  int8_t* q;
   int16_t* sums;  // [groups * 16], over 16 consecutive q
   float* scales;  // [groups * scales_per_group(form)]
   ActivationForm form;

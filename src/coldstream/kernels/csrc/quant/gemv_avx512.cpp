@@ -30,14 +30,6 @@ __m256i sum_each(const __m256i v[8]) {
   return _mm512_castsi512_si256(_mm512_add_epi32(even, odd));
 }
 
-// Lane 2k: the sum of the low half of v[k]; lane 2k + 1: of the high half.
-__m256i sum_each_half(const __m512i v[4]) {
-  const __m512i sums = merge_64(merge_32(v[0], v[1]), merge_32(v[2], v[3]));
-  const __m512i even = _mm512_shuffle_i64x2(sums, sums, 0x08), odd = _mm512_shuffle_i64x2(sums, sums, 0x0d);
-  const __m256i halves = _mm512_castsi512_si256(_mm512_add_epi32(even, odd));
-  return _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-}
-
 // Codes as maddubs takes them: unsigned, or magnitudes with signs that the inputs take over.
 template <QuantType Q>
 struct PairCodes {
@@ -120,18 +112,18 @@ struct KernelGemv {
                                                                      const ActivationRow* x, int64_t g,
                                                                      int num_rows, __m256* p) {
     constexpr int offset = unsigned_offset<Q>;
-    const Codes512 codes = load_unsigned_codes<Q>(b);
+    const Codes512 codes = load_codes_by_block<Q>(b);
     const auto present = static_cast<__mmask8>((1 << count) - 1);
     const __m256 d = _mm256_maskz_mov_ps(present, load_small_scales<Q>(b));
     __m256 m;
     if constexpr (T::has_mins) m = _mm256_maskz_mov_ps(present, load_small_mins<Q>(b));
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
-      __m512i dots[4];
-      for (int k = 0; k < 4; k++) {
-        dots[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes.part[k], _mm512_loadu_si512(q + 64 * k));
-      }
-      __m256i dot = sum_each_half(dots), sums = _mm256_setzero_si256();
+      __m512i pairs = _mm512_setzero_si512();
+      for (int k = 0; k < 4; k++)
+        pairs = _mm512_dpbusd_epi32(pairs, codes.part[k], _mm512_loadu_si512(q + 64 * k));
+      __m256i dot = _mm512_cvtepi64_epi32(_mm512_add_epi32(pairs, _mm512_srli_epi64(pairs, 32)));
+      __m256i sums = _mm256_setzero_si256();
       if constexpr (offset != 0 || T::has_mins) {
         sums = _mm256_madd_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x[t].sums + g * 16)),
                                  _mm256_set1_epi16(1));

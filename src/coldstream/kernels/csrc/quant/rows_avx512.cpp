@@ -37,7 +37,7 @@ inline __attribute__((always_inline)) void quantize_group(const float* x, int64_
     const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest > 0 ? (1 << rest) - 1 : 0);
     values[i] = _mm512_maskz_loadu_ps(present, x + 16 * i);
   }
-  int8_t* q = out.q + g * group_elements;
+  alignas(64) int8_t q[group_elements];
   if constexpr (form == ActivationForm::by_group) {
     quantize_span<16>(values, q, out.scales + g);
   } else {
@@ -45,10 +45,13 @@ inline __attribute__((always_inline)) void quantize_group(const float* x, int64_
       quantize_span<2>(values + 2 * b, q + b * block_elements, out.scales + g * blocks_per_group + b);
   }
   const __m512i ones = _mm512_set1_epi8(1);
-  __m512i quads[4];
+  __m512i parts[4], quads[4];
   for (int k = 0; k < 4; k++) {
-    quads[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, _mm512_load_si512(q + 64 * k));
+    parts[k] = _mm512_load_si512(q + 64 * k);
+    quads[k] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, parts[k]);
   }
+  if constexpr (form == ActivationForm::by_block) transpose_8x4_64(parts);
+  for (int k = 0; k < 4; k++) _mm512_store_si512(out.q + g * group_elements + 64 * k, parts[k]);
   // Lane 4l + k holds the sum of part k's 128-bit lane l, which belongs at 4k + l.
   const __m512i by_lane = merge_64(merge_32(quads[0], quads[1]), merge_32(quads[2], quads[3]));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -86,6 +89,7 @@ void float_dots(const float* w, int64_t stride, int64_t cols, const float* const
 template <bool narrow>
 inline __attribute__((always_inline)) void pack_inputs(const ActivationRow* x, int num_rows, int64_t g,
                                                        ActivationTile& tile) {
+  const ActivationForm form = x[0].form;
   constexpr int rows = narrow ? narrow_tile_rows : tile_rows;
   __m512i v[rows];
   for (int part = 0; part < 4; part++) {
@@ -98,7 +102,13 @@ inline __attribute__((always_inline)) void pack_inputs(const ActivationRow* x, i
     } else {
       transpose_16x16(v);
     }
-    for (int i = 0; i < rows; i++) _mm512_store_si512(tile.q[rows * part + i], v[i]);
+    // By block, a register has eight inputs of each block.
+    constexpr int per_block = narrow ? 4 : 8, step = per_block / 4;
+    for (int i = 0; i < rows; i++) {
+      const int at =
+          form == ActivationForm::by_group ? rows * part + i : i / step * per_block + part * step + i % step;
+      _mm512_store_si512(tile.q[at], v[i]);
+    }
   }
 }
 

@@ -46,7 +46,10 @@ struct SuperBlock {
   static constexpr float d_factor = 1.0f;
 };
 
+// has_nibbles: whether codes are the nibbles of `qs`, or the entries that these have in `values`;
+// has_fifth_bits: whether `qh` has another bit of each.
 struct SmallBlock {
+  static constexpr bool has_nibbles = false, has_fifth_bits = false;
   static constexpr bool super_block = false, is_signed = false, has_mins = false;
   static constexpr bool has_fours = false, has_eights = false;
   static constexpr int block_inputs = 32, sub_block = 32;
@@ -67,6 +70,7 @@ struct NibbleBlock : SmallBlock {
 
 template <typename B>
 struct FiveBitBlock : NibbleBlock<B> {
+  static constexpr bool has_nibbles = true, has_fifth_bits = true;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
     const uint64_t fifth = load_u32(b[2 * k].qh) | static_cast<uint64_t>(load_u32(b[2 * k + 1].qh)) << 32;
@@ -76,12 +80,13 @@ struct FiveBitBlock : NibbleBlock<B> {
 
 template <>
 struct Traits<QuantType::q4_0> : NibbleBlock<BlockQ4_0> {
+  static constexpr bool has_nibbles = true;
   static constexpr int offset = 8, greatest = 15;
 };
 
 template <>
 struct Traits<QuantType::q4_1> : NibbleBlock<BlockQ4_1> {
-  static constexpr bool has_mins = true;
+  static constexpr bool has_mins = true, has_nibbles = true;
   static constexpr int offset = 0, greatest = 15;
   COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.m); }
 };
@@ -116,11 +121,12 @@ alignas(16) constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -
 template <>
 struct Traits<QuantType::iq4_nl> : SmallBlock {
   using Block = BlockIQ4_NL;
-  static constexpr bool is_signed = true;
+  static constexpr bool is_signed = true, has_nibbles = true;
+  static constexpr const auto& values = iq4_values;
   static constexpr int offset = 0, greatest = 127;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), iq4_values);
+    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), values);
   }
   COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
@@ -131,10 +137,12 @@ alignas(16) constexpr int8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 1
 template <>
 struct Traits<QuantType::mxfp4> : SmallBlock {
   using Block = BlockMXFP4;
+  static constexpr bool has_nibbles = true;
+  static constexpr const auto& values = e2m1_codes;
   static constexpr int offset = 12, greatest = 24;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
-    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), e2m1_codes);
+    return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), values);
   }
   // 2^(e - 128) for every e; the two smallest are subnormal.
   COLDSTREAM_INLINE float d(const Block& b) {

@@ -51,6 +51,20 @@ static inline void transpose_8x8_64(__m512i v[8]) {
   }
 }
 
+// 256 bytes as 8 rows of 4 64-bit values, to 4 rows of 8, in place.
+static inline void transpose_8x4_64(__m512i v[4]) {
+  const __m512i first = _mm512_setr_epi64(0, 4, 8, 12, 1, 5, 9, 13),
+                second = _mm512_setr_epi64(2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i a = _mm512_permutex2var_epi64(v[0], first, v[1]),
+                b = _mm512_permutex2var_epi64(v[2], first, v[3]);
+  const __m512i c = _mm512_permutex2var_epi64(v[0], second, v[1]),
+                d = _mm512_permutex2var_epi64(v[2], second, v[3]);
+  v[0] = _mm512_shuffle_i64x2(a, b, 0x44);
+  v[1] = _mm512_shuffle_i64x2(a, b, 0xee);
+  v[2] = _mm512_shuffle_i64x2(c, d, 0x44);
+  v[3] = _mm512_shuffle_i64x2(c, d, 0xee);
+}
+
 // Pairs of neighbours of a and b summed, so that half as many registers hold twice as many sums.
 static inline __m512i merge_32(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
