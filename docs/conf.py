@@ -10,7 +10,7 @@ _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_tex
 
 project = _PROJECT["name"]
 release = metadata.version(project)
-html_title = f"{project} {release}"
+html_title = f"{project} {release.partition('+')[0]}"
 # Where the website is. The links in it are relative, so that it works anywhere.
 html_baseurl = _PROJECT.get("urls", {}).get("Documentation", "")
 
