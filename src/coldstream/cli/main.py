@@ -66,6 +66,7 @@ coldstream {version} runs Mixture-of-Experts language models from GGUF files, al
   coldstream run org/repo:Q4_K_M      download a model and chat
   coldstream serve model.gguf         answers over OpenAI's and Anthropic's interfaces
   coldstream plan model.gguf          what goes into which memory, and the speed to expect
+  coldstream doctor                   what this machine lacks, and what would make it faster
   coldstream help                     pages of the documentation
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
