@@ -123,14 +123,26 @@ def test_huge_pages(tmp_path: Path) -> None:
 def test_soft_limits_of_this_process(kind: str, field: str) -> None:
     value = {"RLIMIT_AS": 4 * GIB, "RLIMIT_NOFILE": 200}.get(kind, 4096)
     script = (
-        "import resource\n"
+        "import pathlib, resource\n"
         "from coldstream.placement.limits import Limits\n"
         f"hard = resource.getrlimit(resource.{kind})[1]\n"
         f"resource.setrlimit(resource.{kind}, ({value}, hard))\n"
-        f"print(Limits.read().{field})"
+        f"print(Limits.read(root=pathlib.Path('/proc/none')).{field})"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == value
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "is_limited"),
+    [("0000000000004000", False), ("000001ffffffffff", False), ("000001ffffffbfff", True), ("0", True)],
+)
+def test_who_may_lock_all_memory_has_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, is_limited: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096, 4096))
+    root = tree(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\nCapBnd:\t0\n"})
+    assert Limits.read(root=root).locked_bytes == (4096 if is_limited else None)
 
 
 def test_this_machine() -> None:

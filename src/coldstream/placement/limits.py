@@ -23,6 +23,7 @@ from coldstream.placement.hardware import (
 )
 
 _NO_MEMORY_LIMIT: Final = 2**62  # cgroup v1 writes the largest number of whole pages
+_IPC_LOCK: Final = 1 << 14  # CAP_IPC_LOCK among the effective capabilities
 _CONTAINER_FILES: Final = (".dockerenv", "run/.containerenv")
 
 
@@ -49,7 +50,7 @@ class Limits:
         memory = min((memory_limit(group)[0] for group in groups), default=_NO_MEMORY_LIMIT)
         cpus = min(map(cpu_quota, groups), default=math.inf)
         return cls(
-            locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+            locked_bytes=None if _may_lock_all(root) else _soft(resource.RLIMIT_MEMLOCK),
             address_space_bytes=_soft(resource.RLIMIT_AS),
             open_files=_soft(resource.RLIMIT_NOFILE),
             threads_left=min(_threads_left(root, groups), default=None),
@@ -66,6 +67,12 @@ class Limits:
 def _soft(kind: int) -> int | None:
     limit, _ = resource.getrlimit(kind)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _may_lock_all(root: Path) -> bool:
+    """Whether the process has the capability that lifts the limit of locked memory, as root often has."""
+    found = re.search(r"^CapEff:\s+([0-9a-f]+)$", read_text(root / "proc/self/status"), re.MULTILINE)
+    return bool(found and int(found[1], 16) & _IPC_LOCK)
 
 
 def _threads_left(root: Path, groups: Iterable[Path]) -> Iterator[int]:

@@ -146,7 +146,7 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "ram-full",
             "error",
-            f"{_gib(ram.available_bytes)} of RAM are available, and the smallest model takes more",
+            f"{_size(ram.available_bytes)} of RAM are available, and the smallest model takes more",
             "close other programs: `ps aux --sort -rss | head`",
             OutOfMemoryError.exit_code,
         )
@@ -155,8 +155,8 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "cgroup-memory",
             "advice",
-            f"this process may use {_gib(limits.cgroup_memory_bytes)} of the machine's "
-            f"{_gib(limits.machine_ram_bytes)} of RAM",
+            f"this process may use {_size(limits.cgroup_memory_bytes)} of the machine's "
+            f"{_size(limits.machine_ram_bytes)} of RAM",
             _by_place(
                 facts, f"--memory {whole}g", f"systemd-run --user --scope -p MemoryMax={whole}G coldstream"
             ),
@@ -165,8 +165,7 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "address-space",
             "warning",
-            f"addresses are limited to {_gib(limits.address_space_bytes)}, of which a mapped model takes its "
-            "whole size",
+            f"addresses are limited to {_size(limits.address_space_bytes)}, and a mapped model counts in full",
             "`ulimit -v unlimited`",
         )
     if limits.huge_pages == "never":
@@ -277,7 +276,7 @@ def _locked_memory(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "memlock",
             "advice",
-            f"{_gib(limit)} of RAM may be locked, so experts in RAM may come to the GPU more slowly",
+            f"{_size(limit)} of RAM may be locked, so experts in RAM may come to the GPU more slowly",
             _by_place(
                 facts,
                 "--ulimit memlock=-1",
@@ -323,7 +322,7 @@ def _folder(folder: Folder) -> Iterator[Finding]:
         yield Finding(
             "folder-damaged",
             "warning",
-            f"{len(folder.damaged)} files in {folder.path} are damaged or not only yours, and are not used",
+            f"damaged or open to others, so not used: {len(folder.damaged)} of the files in {folder.path}",
             f"`rm -r {folder.path}`; they are made again",
         )
 
@@ -332,7 +331,7 @@ def _rates(facts: MachineFacts) -> Iterator[Finding]:
     rates = facts.rates
     again = "`coldstream plan --measure`"
     if rates.state in ("of another machine", "of another version", "damaged", "unreadable"):
-        text = f"the kept rates of this machine are {rates.state}, and the next run measures them"
+        text = f"the kept rates are {rates.state}, and the next run measures this machine again"
         yield Finding("rates-unusable", "advice", text, again)
     elif rates.age_days is not None and rates.age_days > RATES_LAST_DAYS:
         text = f"the rates of this machine were measured {rates.age_days} days ago"
@@ -347,7 +346,7 @@ def _wsl(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "wsl-memory",
             "advice",
-            f"Windows gives WSL {_gib(facts.limits.machine_ram_bytes)} of RAM, half of it by default",
+            f"Windows gives WSL {_size(facts.limits.machine_ram_bytes)} of RAM, half of it by default",
             "in Windows: `memory=` below `[wsl2]` in `.wslconfig`, then `wsl --shutdown`",
         )
 
@@ -367,8 +366,8 @@ def _install(facts: MachineFacts) -> str:
     return "`sudo apt install nvidia-open`, or from nvidia.com/drivers"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 _LOOKS: Final[tuple[Callable[[MachineFacts], Iterator[Finding]], ...]] = (
