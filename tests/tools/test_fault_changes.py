@@ -91,6 +91,25 @@ def test_a_piece_of_python_is_replaced_or_dropped(
     assert changed(function, Change(at, nth, to)) == PYTHON.replace(old, new)
 
 
+@pytest.mark.parametrize(
+    ("text", "at", "left"),
+    [
+        ("a and (not b)", "operation not", "a"),
+        ("a and (not b) and c", "operation not", "a and c"),
+        ("(not a) and b", "operation not", "b"),
+        ("a and (not b)", "name a", "(not b)"),
+        ("((a)) or f((b), c)", "call of f", "((a))"),
+        ("g(a, (not b))", "operation not", "g(a)"),
+        ("g((not a), b)", "operation not", "g(b)"),
+        ("g(not a)", "operation not", "g()"),
+    ],
+)
+def test_an_operand_is_dropped_with_parentheses_of_its_own(text: str, at: str, left: str) -> None:
+    source = PythonSource(f"def h():\n    return {text}\n")
+    edit = python_changes.find_edit(source, source.scope("h"), Change(at))
+    assert edited(source.text, [edit]).decode() == f"def h():\n    return {left}\n"
+
+
 def test_a_statement_keeps_the_indentation_of_its_block() -> None:
     text = changed("Pool.take", Change("assignment to used", to="for _ in range(2):\n    @\nelse:\n    pass"))
     block = "for _ in range(2):\n            self.used += count\n        else:\n            pass"

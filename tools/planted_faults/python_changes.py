@@ -72,10 +72,24 @@ def _dropped(source: PythonSource, piece: Piece) -> tuple[int, int, str]:
         start = source.text.rfind(b"\n", 0, piece.start) + 1
         end = source.text.find(b"\n", piece.end) + 1
         return start, end or len(source.text), ""
+    if len(piece.block) == 1:
+        return piece.start, piece.end, ""
+    start, end = _in_parentheses(source, piece.node)
     if place + 1 < len(piece.block):
-        return piece.start, source.range_of(piece.block[place + 1])[0], ""
-    start = source.range_of(piece.block[place - 1])[1] if place else piece.start
-    return start, piece.end, ""
+        return start, _in_parentheses(source, piece.block[place + 1])[0], ""
+    return _in_parentheses(source, piece.block[place - 1])[1], end, ""
+
+
+def _in_parentheses(source: PythonSource, node: ast.AST) -> tuple[int, int]:
+    """The bytes of one of several operands, arguments or elements, with the parentheses around it alone."""
+    text = source.text
+    start, end = source.range_of(node)
+    while True:
+        left = len(text[:start].rstrip()) - 1
+        right = len(text) - len(text[end:].lstrip())
+        if text[left : left + 1] != b"(" or text[right : right + 1] != b")":
+            return start, end
+        start, end = left, right + 1
 
 
 def _filled(source: PythonSource, piece: Piece, to: str) -> str:

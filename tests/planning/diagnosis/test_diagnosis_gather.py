@@ -128,17 +128,17 @@ def test_versions_of_this_package_in_two_folders(tmp_path: Path, monkeypatch: py
 
 
 def test_commands_on_the_path(tmp_path: Path) -> None:
-    paths = [tmp_path / name / "coldstream" for name in ("none", "text", "one", "link", "two", "folder")]
+    paths = [tmp_path / name / "coldstream" for name in ("none", "text", "link", "one", "two", "folder")]
     for path in paths:
         path.parent.mkdir()
-    _, text, one, link, two, folder = paths
+    _, text, link, one, two, folder = paths
     for path in (text, one, two):
         path.write_text("#!/bin/sh\n")
         path.chmod(0o644 if path is text else 0o755)
     link.symlink_to(one)
     folder.mkdir()
     search_path = os.pathsep.join(["", *(str(path.parent) for path in paths), str(tmp_path / "absent")])
-    assert list(commands(search_path)) == [str(one), str(two)]
+    assert list(commands(search_path)) == [str(link), str(two)], "the first of those that are one file"
     assert list(commands("")) == []
 
 

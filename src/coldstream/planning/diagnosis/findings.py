@@ -165,7 +165,7 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "address-space",
             "warning",
-            f"addresses are limited to {_size(limits.address_space_bytes)}, and a mapped model counts in full",
+            f"addresses are limited to {_size(limits.address_space_bytes)}, and a mapped model counts whole",
             "`ulimit -v unlimited`",
         )
     if limits.huge_pages == "never":
