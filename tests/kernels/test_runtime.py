@@ -18,6 +18,7 @@ import torch
 
 from coldstream.errors import GenerationFault, ModelChangedError
 from coldstream.kernels import _csrc
+from tools.wheel_trial import TIERS
 
 MIB = 1 << 20
 CHOICE: dict[str, Any] = {
@@ -60,6 +61,13 @@ def test_runtime_reports_its_tier_and_threads() -> None:
         runtime = _csrc.Runtime(2, name)
         assert (runtime.tier, runtime.threads) == (name, 2)
     assert _csrc.Runtime(1).tier == _csrc.supported_tiers()[-1]
+
+
+def test_tiers_are_those_of_the_processor() -> None:
+    """By the kernel's own list. AMX also takes a permission, so it is left out."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    expected = {"generic"} | {tier for tier, wanted in TIERS.items() if wanted <= flags}
+    assert set(_csrc.supported_tiers()) - {"amx"} == expected
 
 
 def test_runtime_refuses_unknown_tier_and_thread_counts() -> None:

@@ -18,17 +18,36 @@ constexpr const char* names[] = {"generic", "avx2", "avx512", "amx"};
 
 #if defined(__x86_64__)
 
-// The compiler's own detection reads cpuid and, for the wide registers, XCR0: an operating system that does
-// not save them counts as a CPU without them.
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("bmi2");
+// What cpuid says of leaves 1 and 7, and which registers the operating system saves (XCR0): one that does not
+// save the wide ones counts as a CPU without them. `__builtin_cpu_supports` would do, but Zig's library
+// answers no to everything.
+struct Features {
+  unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, saved = 0;
+
+  Features() {
+    unsigned eax, ebx, edx, unused;
+    if (!__get_cpuid(1, &eax, &ebx, &leaf1_ecx, &edx) || !(leaf1_ecx & bit_OSXSAVE)) return;
+    asm volatile("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+    __get_cpuid_count(7, 0, &eax, &leaf7_ebx, &leaf7_ecx, &edx);
+  }
+};
+
+bool has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+bool has_avx2(const Features& cpu) {
+  constexpr unsigned vectors = 0x6;  // of 16 and of 32 bytes
+  return has_all(cpu.saved, vectors) && has_all(cpu.leaf1_ecx, bit_AVX | bit_FMA | bit_F16C) &&
+         has_all(cpu.leaf7_ebx, bit_AVX2 | bit_BMI2);
 }
 
+bool has_avx2() { return has_avx2(Features()); }
+
 bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+  constexpr unsigned masks_and_vectors = 0xe0;  // and the upper 16 vectors
+  const Features cpu;
+  return has_avx2(cpu) && has_all(cpu.saved, masks_and_vectors) &&
+         has_all(cpu.leaf7_ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL) &&
+         has_all(cpu.leaf7_ecx, bit_AVX512VNNI | bit_AVX512VBMI);
 }
 
 // cpuid 7.0: EDX bit 24 is AMX-TILE, bit 25 is AMX-INT8. The tile registers are 8 KiB a thread, so Linux
