@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: ci demo test test-gpu ray agents lint package sanitize sanitizers sanitize-gpu faults site clean install-test
+.PHONY: ci demo test test-gpu ray agents lint wheels sanitize sanitizers sanitize-gpu faults site clean install-test
 
 demo:
 	@$(INSTALL)
@@ -82,9 +82,10 @@ faults: install-test
 	$(BIN)/python -m pip --disable-pip-version-check install -q 'cmake>=3.25' ninja
 	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)
 
-# The sdist and the wheel of what is committed, each tried as a user would; with TRIAL=1 they are not optimised, nor kept in dist.
-package:
-	$(PYTHON) tools/package.py $(if $(TRIAL),build/trial --trial,dist)
+# The sdist and the wheels of what is committed, each tried as a user would: one for CPython 3.11 and one for 3.12 and newer. With
+# TRIAL=1 only that of this Python, not optimised, nor kept in dist.
+wheels:
+	$(PYTHON) -m tools.package $(if $(TRIAL),build/trial --trial --python $(PYTHON),dist)
 
 # docs/ as a website in build/site, in an environment of its own over the other one. Broken links and anchors are errors.
 SITE := $(VENV)-site

