@@ -245,6 +245,32 @@ def install() -> str:
     return table(header, rows) + f"\n{where}, commit {r['commit']}: `{r['command']}`\n"
 
 
+def wheels() -> str:
+    """Sizes of the wheels, and their trials without a compiler."""
+    r = load("wheels")
+    rows = []
+    for name, wheel in r["wheels"].items():
+        size, build = f"{wheel['wheel_bytes'] / 1e6:.1f}", f"{wheel['build_s']:.0f} s"
+        extension = f"{wheel['extension_bytes'] / 1e6:.1f}"
+        for version, each in wheel["trials"].items():
+            steps = [f"{each[step]:.1f} s" for step in ("install_s", "run_s", "serve_and_chat_s")]
+            rows.append(
+                [
+                    "-".join(name.removesuffix(".whl").split("-")[2:]),
+                    size,
+                    extension,
+                    build,
+                    version,
+                    *steps,
+                    f"{each['disk_bytes'] / 1e6:.0f}",
+                ]
+            )
+    header = ["wheel", "MB", "extension, MB", "built in", "Python", "`pip install`", "`run`"]
+    header += ["`serve` and a chat", "on disk, MB"]
+    where = f"{r['machine']['num_physical_cores']} cores, at a load of {r['machine']['load_average']:.0f}"
+    return table(header, rows) + f"\n{where}, commit {r['commit']}: `{r['command']}`\n"
+
+
 def text() -> str:
     """Processor seconds of the tokenizer, wall seconds of the chat template."""
     r = load("text")
@@ -334,6 +360,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "gpu_mixes": gpu_mixes,
     "desktop_mix": desktop_mix,
     "versus_commits": versus_commits,
+    "wheels": wheels,
     "commit_bits": commit_bits,
     "house": house,
     "activation_scales": activation_scales,
