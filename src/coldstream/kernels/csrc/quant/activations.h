@@ -27,8 +27,8 @@ inline ActivationForm form_of(QuantType type) {
 
 // One row: the layout for GEMV, and the first step to that for GEMM.
 struct ActivationRow {
-  // [groups * 256]; a tier may order those of a group by block as [4][8][8]: eight inputs of each block, then
-  // the next eight.
+  // [groups * 256]; a tier that interleaves blocks has those of a group by block as [4][8][8]: eight inputs
+  // of each block, then the next eight.
   int8_t* q;
   int16_t* sums;  // [groups * 16], over 16 consecutive q
   float* scales;  // [groups * scales_per_group(form)]

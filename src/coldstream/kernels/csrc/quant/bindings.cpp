@@ -260,6 +260,20 @@ nb::ndarray<nb::numpy, T> new_array(std::initializer_list<size_t> shape) {
   return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.begin(), owner);
 }
 
+// The quantised inputs of a group in their own order.
+void copy_group(const QuantKernels& kernels, const ActivationRow& row, size_t group, int8_t* out) {
+  const int8_t* q = row.q + group * group_elements;
+  if (row.form == ActivationForm::by_group || !kernels.interleaves_blocks) {
+    std::memcpy(out, q, group_elements);
+    return;
+  }
+  constexpr int together = 8;
+  for (int i = 0; i < group_elements; i += together) {
+    const int block = i / block_elements, step = i % block_elements / together;
+    std::memcpy(out + i, q + (step * blocks_per_group + block) * together, together);
+  }
+}
+
 nb::tuple quantize_activations(Runtime& rt, Input2d x, int scale_size) {
   if (scale_size != group_elements && scale_size != block_elements)
     invalid("scale_size must be 256 or 32, not " + std::to_string(scale_size));
@@ -274,10 +288,11 @@ nb::tuple quantize_activations(Runtime& rt, Input2d x, int scale_size) {
   Scratch memory;
   memory.reserve(ActivationRow::bytes(cols, form));
   const ActivationRow row = ActivationRow::at(memory.data(), cols, form);
+  const QuantKernels& kernels = quant_kernels_for(rt.active_tier());
   for (size_t t = 0; t < x.shape(0); t++) {
-    quant_kernels_for(rt.active_tier())
-        .quantize_row(x.data() + static_cast<int64_t>(t) * x.stride(0), cols, row);
-    std::memcpy(q.data() + t * groups * group_elements, row.q, groups * group_elements);
+    kernels.quantize_row(x.data() + static_cast<int64_t>(t) * x.stride(0), cols, row);
+    for (size_t g = 0; g < groups; g++)
+      copy_group(kernels, row, g, q.data() + (t * groups + g) * group_elements);
     std::memcpy(scales.data() + t * num_scales, row.scales, num_scales * sizeof(float));
     std::memcpy(sums.data() + t * groups * 16, row.sums, groups * 16 * sizeof(int16_t));
   }

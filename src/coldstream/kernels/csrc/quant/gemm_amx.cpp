@@ -230,6 +230,7 @@ void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* co
 
 constinit const QuantKernels quant_kernels_amx = {
     .quantize_row = quantize_row_avx512,
+    .interleaves_blocks = true,
     .gemv = gemv_avx512,
     .gemm = gemm,
     .gemm_bytes = std::max(panel_memory<PanelK>(), panel_memory<Panel32>()),

@@ -257,6 +257,7 @@ void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* co
 
 constinit const QuantKernels quant_kernels_avx512 = {
     .quantize_row = quantize_row_avx512,
+    .interleaves_blocks = true,
     .gemv = gemv_avx512,
     .gemm = gemm,
     .gemm_bytes = panel_memory<PanelVnni>(),

@@ -32,6 +32,7 @@ inline constexpr int gemm_max_tiles = 8;
 
 struct QuantKernels {
   void (*quantize_row)(const float* x, int64_t cols, ActivationRow out);  // in the form of `out`
+  bool interleaves_blocks = false;                                        // see `ActivationRow::q`
 
   // out[t][n] = product of weight row n with activation row t, of an integer type, whose form the activations
   // have; reads the blocks of `w` and nothing beyond them.
