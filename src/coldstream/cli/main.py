@@ -59,7 +59,8 @@ _OTHER_NAMES = {
     "diagnose": "doctor",
 }
 _FIRST_STEPS = """\
-coldstream {version} runs Mixture-of-Experts language models from GGUF files, also larger than the GPU.
+coldstream {version} runs Mixture-of-Experts language models from GGUF files,
+also larger than the GPU.
 
   coldstream run                      try the bundled demo model, which completes Python code
   coldstream run model.gguf           chat with a model
