@@ -146,17 +146,17 @@ struct KernelVnni : Kernel512 {
   // The integer dot products of one sub-block.
   template <typename L, int rows, int tiles>
   static void dot_span(const Panel& w, const ActivationTile* x, int64_t stride, int n, int j,
-                       typename L::Dots (&dot)[rows][tiles]) {
+                       __m512i (&dot)[rows][tiles]) {
     for (int i = 0; i < tiles; i++) {
-      const auto start = L::load_start(w.starts[i][j]);
+      const __m512i start = _mm512_load_si512(w.starts[i][j]);
       for (int r = 0; r < rows; r++) dot[r][i] = start;
     }
     constexpr int steps = span / L::step_inputs;
 #pragma GCC unroll 8
     for (int step = 0; step < steps; step++) {
       const int k = j * steps + step;
-      typename L::Dots inputs[tiles];
-      for (int i = 0; i < tiles; i++) inputs[i] = L::load_inputs(x[i * stride], k);
+      __m512i inputs[tiles];
+      for (int i = 0; i < tiles; i++) inputs[i] = _mm512_load_si512(x[i * stride].q[k]);
       for (int r = 0; r < rows; r++) {
         const auto codes = L::splat_codes(w.codes[n + r] + L::step_inputs * k);
         for (int i = 0; i < tiles; i++) dot[r][i] = _mm512_dpbusd_epi32(dot[r][i], codes, inputs[i]);
@@ -167,7 +167,7 @@ struct KernelVnni : Kernel512 {
   // The integer sums of super-blocks.
   template <typename L, int rows, int tiles>
   static void sum_super_block(const Panel& w, const ActivationTile* x, int64_t stride, int n,
-                              typename L::Dots (&total)[rows][tiles]) {
+                              __m512i (&total)[rows][tiles]) {
     if constexpr (is_scaled) {
       dot_span<L, rows, tiles>(w, x, stride, n, 0, total);
       return;
@@ -176,7 +176,7 @@ struct KernelVnni : Kernel512 {
       for (int i = 0; i < tiles; i++) total[r][i] = _mm512_setzero_si512();
     }
     for (int j = 0; j < num_spans; j++) {
-      typename L::Dots dot[rows][tiles];
+      __m512i dot[rows][tiles];
       dot_span<L, rows, tiles>(w, x, stride, n, j, dot);
       for (int r = 0; r < rows; r++) {
         const __m512i scale = _mm512_set1_epi32(w.scales[n + r][j]);
@@ -206,7 +206,7 @@ struct KernelVnni : Kernel512 {
   template <typename L, int rows, int tiles>
   static void multiply_super_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int64_t g,
                                     Accumulators* p) {
-    typename L::Dots total[rows][tiles];
+    __m512i total[rows][tiles];
     sum_super_block<L, rows, tiles>(w, x, stride, n, total);
     typename L::Ints min_dots[rows][tiles];
     if constexpr (T::has_mins) sum_mins<L, rows, tiles>(w, x, stride, n, min_dots);
@@ -229,7 +229,7 @@ struct KernelVnni : Kernel512 {
   template <typename L, int rows, int tiles>
   static void multiply_blocks(const Panel& w, const ActivationTile* x, int64_t stride, int n, int b,
                               bool first, Accumulators* p) {
-    typename L::Dots dot[rows][tiles];
+    __m512i dot[rows][tiles];
     dot_span<L, rows, tiles>(w, x, stride, n, b, dot);
     for (int i = 0; i < tiles; i++) {
       const auto a = L::load_floats(x[i * stride].block_scales[b]);

@@ -71,8 +71,9 @@ __attribute__((noinline)) void gemm_of_type(const WeightRows& w, const Activatio
           Kernel::load(panel, i, padded);
         }
       }
-      const int64_t next = num_rows * g / groups, end = num_rows * (g + 1) / groups;
-      for (int64_t t = next; t < end; t++) {
+      // Rows of outputs lie far apart. A share of them is fetched in every group, for the stores behind the
+      // last.
+      for (int64_t t = num_rows * g / groups; t < num_rows * (g + 1) / groups; t++) {
         __builtin_prefetch(out[t] + n, 1, 2);
         __builtin_prefetch(out[t] + n + 16, 1, 2);
       }
