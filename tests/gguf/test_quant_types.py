@@ -24,3 +24,10 @@ def test_row_bytes() -> None:
     assert QuantType.F32.row_bytes(3) == 12
     with pytest.raises(ValueError, match="Q4_K rows hold multiples of 256 values, not 300"):
         QuantType.Q4_K.row_bytes(300)
+
+
+def test_blocks_are_as_aligned_as_their_matrix() -> None:
+    for kind in QuantType:
+        assert kind.alignment in (1, 2, 4, 8, 16)
+        assert kind.block_bytes % kind.alignment == 0
+        assert kind.block_bytes % (2 * kind.alignment)

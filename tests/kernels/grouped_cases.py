@@ -73,7 +73,7 @@ class Layer:
 
     @staticmethod
     def _offset(stack: QuantTensor, expert: int) -> int:
-        return 0 if stack.quant_type.block_bytes % 16 == 0 else 2 * expert
+        return expert * stack.quant_type.alignment
 
     def run(
         self, x: torch.Tensor, chosen: ChosenIds, item_rows: int, weights: ExpertMatrices | None = None

@@ -17,7 +17,7 @@ from same_bits import assert_same_bits
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.dequantize import reference
-from coldstream.kernels.dequantize.cuda import PROGRAM, alignment, dequantize_cuda, instance_of
+from coldstream.kernels.dequantize.cuda import PROGRAM, dequantize_cuda, instance_of
 from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -111,7 +111,7 @@ def test_values(quant_type: QuantType) -> None:
     weight = random_weight(quant_type, (3, cols), 1)
     for gap in (0, 1, 4):
         out = Guarded(3, cols, gap=gap, device=CUDA)
-        dequantize_cuda(on_gpu(weight, alignment(quant_type)), out.tensor)
+        dequantize_cuda(on_gpu(weight, quant_type.alignment), out.tensor)
         assert_same_bits(out.checked(), reference.dequantize(weight))
 
 

@@ -56,8 +56,7 @@ class Layer:
 
     @staticmethod
     def offset(stack: QuantTensor, expert: int) -> int:
-        bytes_ = stack.quant_type.block_bytes
-        return 0 if bytes_ % 16 == 0 else expert * (4 if stack.quant_type == QuantType.F32 else 2)
+        return expert * stack.quant_type.alignment
 
     def run(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens, ranks = ids.shape

@@ -1,6 +1,7 @@
 """GEMM on a GPU: the very bits of the exact reference."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_gemm
 from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.quant_tensor import QuantTensor
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 TYPES = tuple(TILINGS)
-ALIGNED = (QuantType.Q4_K, QuantType.Q5_K)
 
 
 @pytest.mark.sharded
@@ -56,7 +57,7 @@ def test_every_row_count(quant_type: QuantType, num_tokens: int) -> None:
 def test_every_width(quant_type: QuantType, num_rows: int) -> None:
     x = activations(7, 70, cols(quant_type, 1))
     weight = random_weight(quant_type, (num_rows, x.shape[1]), 6)
-    offset = 0 if quant_type in ALIGNED else 2 * (num_rows % 8)
+    offset = quant_type.alignment * (num_rows % 8)
     out = Guarded(70, num_rows)
     linear_gemm(device_activations(x, weight.quant_type), device_weight(weight, offset), out.tensor)
     assert same_numbers(out.checked(), linear_exact(x, weight))
@@ -108,12 +109,22 @@ def test_extreme_codes(quant_type: QuantType) -> None:
     assert same_numbers(out.checked(), linear_exact(x, weight))
 
 
-@pytest.mark.gpu
-def test_refuses_what_does_not_fit() -> None:
-    x = activations(1, 20, 256)
-    weight = random_weight(QuantType.Q4_K, (48, 512), 1)
-    with pytest.raises(ValueError, match="do not fit"):
-        linear_gemm(quantize_activations(x), weight, torch.empty(20, 48))
+def assert_refused(x: torch.Tensor, weight: QuantTensor, reason: str) -> None:
+    tiling, out = least_tiling(weight.quant_type), torch.zeros(len(x), weight.shape[0])
+    with pytest.raises(ValueError, match=reason):
+        launch_linear(PROGRAM, tiling, quantize_activations(x), weight, out)
+
+
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_refuses_what_does_not_fit(quant_type: QuantType) -> None:
+    weight = random_weight(quant_type, (48, 512), 1)
+    assert_refused(activations(1, 20, 256), weight, "do not fit")
+    step = quant_type.alignment
+    memory = torch.zeros(weight.blocks.numel() + 16, dtype=torch.uint8)
+    for offset in range(1, step):
+        start = -memory.data_ptr() % 16 + offset
+        misplaced = memory[start : start + weight.blocks.numel()].view(weight.blocks.shape)
+        assert_refused(activations(1, 20, 512), replace(weight, blocks=misplaced), "aligned address")
 
 
 @pytest.mark.parametrize("quant_type", TYPES)

@@ -12,7 +12,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.skinny_shapes import GROUP_TYPES, PASS_COLS, SKINNY_TYPES
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.cuda import MAX_MATRICES, alignment, linear_skinny_cuda
+from coldstream.kernels.linear.cuda import MAX_MATRICES, linear_skinny_cuda
 from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
 from coldstream.kernels.linear.skinny_layouts import FLOAT_ROW_BYTES, Walk
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -112,7 +112,7 @@ def test_matrices_at_any_address_of_their_alignment(quant_type: QuantType) -> No
     cols = 768
     weight, x = random_weight(quant_type, (21, cols), seed=3), activations(4, 2, cols)
     expected = linear_exact(x, weight)
-    step = alignment(quant_type)
+    step = quant_type.alignment
     for offset in range(step, 18, step):
         assert_same(run(x, [on_gpu(weight, offset)])[0], expected)
 

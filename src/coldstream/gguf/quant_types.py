@@ -48,6 +48,14 @@ class QuantType(IntEnum):
     MXFP4 = (39, 32, 17)
     Q2_0 = (42, 64, 18)
 
+    @property
+    def alignment(self) -> int:
+        """Bytes, a power of two, of which the addresses that kernels read are a multiple: 1 to 16.
+
+        It divides the block's size, so that every block of a matrix is as aligned as the first.
+        """
+        return self.block_bytes & -self.block_bytes
+
     def row_bytes(self, num_elements: int) -> int:
         """Bytes of a row of `num_elements` values. ValueError if they are not a whole number of blocks."""
         blocks, rest = divmod(num_elements, self.block_elements)

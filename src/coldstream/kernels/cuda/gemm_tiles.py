@@ -102,10 +102,10 @@ def has_minima(quant_type: QuantType) -> bool:
 
 def group_pitch(quant_type: QuantType) -> int:
     """Bytes from row to row for a group of 256 weights, which may begin anywhere in a window."""
-    group_bytes, block_bytes = quant_type.row_bytes(GROUP_SIZE), quant_type.block_bytes
+    group_bytes = quant_type.row_bytes(GROUP_SIZE)
     if quant_type in IN_PLACE:
         return group_bytes
-    return round_up(group_bytes + WINDOW - (block_bytes & -block_bytes), PITCH_UNIT)
+    return round_up(group_bytes + WINDOW - quant_type.alignment, PITCH_UNIT)
 
 
 def dense_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:

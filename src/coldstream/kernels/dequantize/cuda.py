@@ -24,11 +24,6 @@ def instance_of(quant_type: QuantType) -> str:
 PROGRAM = CudaProgram(Path(__file__).with_name("dequantize.cu"), tuple(map(instance_of, QuantType)))
 
 
-def alignment(quant_type: QuantType) -> int:
-    """Alignment of a matrix in bytes, that of its blocks: 1 to 16."""
-    return min(quant_type.block_bytes & -quant_type.block_bytes, 16)
-
-
 def dequantize_cuda(weight: QuantTensor, out: DeviceArray, row_ids: DeviceArray | None = None) -> None:
     """Writes the values of a matrix [rows, K], or of its rows `row_ids`, to float32 `out` [rows written, K].
 
@@ -42,7 +37,7 @@ def dequantize_cuda(weight: QuantTensor, out: DeviceArray, row_ids: DeviceArray 
             f"values of {num_rows} rows of {weight.shape} do not go into {tuple(out.shape)} with strides "
             f"{out.stride()}"
         )
-    if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
+    if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % weight.quant_type.alignment:
         raise ValueError(f"rows of {weight.quant_type.name} must be adjacent, and aligned as its blocks are")
     runs = -(-cols // RUN_VALUES)
     threads = min(MAX_THREADS, -(-runs // WARP_SIZE) * WARP_SIZE)

@@ -13,7 +13,7 @@ class ExpertTable:
     """One matrix of every routed expert: their addresses, and their common type and shape.
 
     addresses: int64 [num_experts] on the device; 0 for an expert that is not in its memory. Each points to
-    `rows` adjacent GGUF rows of `cols` values, aligned to 16 bytes for Q4_K and Q5_K, 4 for F32, otherwise 2.
+    `rows` adjacent GGUF rows of `cols` values, at a multiple of the type's alignment.
 
     If `is_partial`, the host has all experts too: host is the stack for the CPU's kernels (`_csrc.Weight`;
     None while memory is only planned), source the address at which expert 0 of it is mapped, mapped that at

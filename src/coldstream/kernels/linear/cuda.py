@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import device_limits
@@ -237,15 +236,10 @@ def _check(
             raise ValueError(f"{weight.quant_type.name} weights need rows of activations on 16 bytes")
         if x is not None and num_rows > MAX_GEMV_ROWS and not has_aligned_floats(weight, x):
             raise ValueError(f"{weight.quant_type.name} weights and {num_rows} rows need rows on 16 bytes")
-        if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % alignment(weight.quant_type):
+        if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % weight.quant_type.alignment:
             raise ValueError(f"{weight.quant_type.name} weights need adjacent bytes at an aligned address")
 
 
 def has_aligned_rows(x: DeviceArray) -> bool:
     """Whether every row of float32 x starts on 16 bytes."""
     return x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 4 == 0)
-
-
-def alignment(quant_type: QuantType) -> int:
-    """Alignment of a matrix in bytes."""
-    return 4 if quant_type == QuantType.F32 else quant_type.block_bytes & -quant_type.block_bytes

@@ -72,8 +72,8 @@ def launch_linear(
     check_array("out", out, "float32", is_contiguous=False)
     if num_rows > 1 and out.stride(1) != 1:
         raise ValueError("out: the values of a row must be adjacent")
-    if not weight.blocks.is_contiguous():
-        raise ValueError("the rows of the weight must be adjacent")
+    if not weight.blocks.is_contiguous() or weight.blocks.data_ptr() % weight.quant_type.alignment:
+        raise ValueError(f"{weight.quant_type.name} weights need adjacent rows at an aligned address")
     job = LinearJob(
         x=ActivationsArgument.of(x, weight.quant_type),
         weights=weight.blocks.data_ptr(),
