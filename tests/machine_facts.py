@@ -25,7 +25,7 @@ SOUND = MachineFacts(
     gpu=Gpu((CARD,), Driver((13, 1), 0, (DEVICE,)), "590.1", (), (13, 0), is_restricted=False),
     libraries=(
         Library("numpy", None, "2.4.1", "2.4.1"),
-        Library("fastapi", "serve", "0.200", "0.165"),
+        Library("fastapi", None, "0.200", "0.165"),
         Library("cuda-bindings", "cuda", "13.1.0", "13.0.3"),
     ),
     limits=Limits(

@@ -1,6 +1,8 @@
 """What a visitor of the repository finds: workflows that call `make`, forms that name what exists."""
 
+import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMES_WITH_OTHERS = {"anyio", "h11", "pydantic", "pydantic_core", "starlette"}  # with FastAPI and uvicorn
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", MAKEFILE, re.MULTILINE))
 
@@ -97,3 +100,25 @@ def test_the_types_with_new_bits_are_types_of_weights() -> None:
     found = re.split(r",\s+|\s+and\s+", names)
     assert len(found) == 14
     assert {QuantType[name] for name in found}
+
+
+def test_the_extra_serve_is_an_empty_name() -> None:
+    assert PROJECT["optional-dependencies"]["serve"] == []
+
+
+def test_what_the_package_imports_is_an_ordinary_dependency() -> None:
+    asked = {re.split("[<>=]", each)[0].replace("-", "_") for each in PROJECT["dependencies"]}
+    foreign = imported_by("src/coldstream/server") | imported_by("src/coldstream/engine")
+    assert {"fastapi", "llguidance"} <= foreign <= asked | COMES_WITH_OTHERS
+
+
+def imported_by(folder: str) -> set[str]:
+    """Packages that the files of a folder import, other than this one and Python's own."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {PROJECT["name"]}

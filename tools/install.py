@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ROOT / "docs" / "results" / "install.json"
 MIN_PYTHON = (3, 11)
-IMPLIED = {"test": {"cuda", "serve"}, "ray": {"serve"}}  # extras that an extra contains
+IMPLIED = {"test": {"cuda"}}  # extras that an extra contains
 COMPILERS = ("c++", "g++", "clang++")
 # Of what pip prints where no terminal shows its progress bars: what says how far it is.
 TELLING = re.compile(
@@ -49,7 +49,7 @@ def main() -> int:
         return 1
     if options.beside:
         return install_beside(options.folder, set(options.extras), options.beside)
-    extras = set(options.extras) or {"serve"} | ({"cuda"} if has_gpu() else set())
+    extras = set(options.extras) or ({"cuda"} if has_gpu() else set())
     return install(options.folder, extras, options.oldest)
 
 
@@ -160,7 +160,7 @@ def announcement(folder: Path, extras: set[str], oldest: bool, compiles: bool) -
     what = "coldstream" + (f" with the extra {', '.join(sorted(extras))}" if extras else "")
     if oldest:
         what += ", in the oldest versions allowed,"
-    kind = next((each for each in ("test", "cuda", "serve") if each in extras), "cpu")
+    kind = next((each for each in ("test", "cuda") if each in extras), "cpu")
     size = json.loads(SIZES.read_text())["installs"][kind]
     line = (
         f"Installing {what} into {folder}: downloads up to {size['download_bytes'] / 1e6:.0f} MB, "

@@ -48,10 +48,10 @@ class UserEnvironment:
         expected = (tier for tier, flags in TIERS.items() if flags <= words)
         return next((tier for tier in expected if tier not in done.stdout.split()), None)
 
-    def install(self, wheel: Path, extra: str = "") -> None:
+    def install(self, wheel: Path) -> None:
         """With its dependencies from wheels alone. Raises CalledProcessError."""
         options = ("--disable-pip-version-check", "install", "-q", "--only-binary=:all:")
-        self.output("pip", *options, f"{wheel}{extra}")
+        self.output("pip", *options, str(wheel))
 
     def output(self, *arguments: str) -> str:
         """What `python -m` with these arguments prints, away from any checkout. Raises CalledProcessError."""
@@ -100,13 +100,13 @@ def served(command: list[str], log: Path, variables: Mapping[str, str]) -> Itera
 
 
 def try_wheel(python: str, wheel: Path, folder: Path) -> dict[str, float]:
-    """Install a wheel with what `serve` takes, generate and chat; the seconds that each took.
+    """Install a wheel, generate and chat; the seconds that each took.
 
     Raises CalledProcessError where a command fails, and RuntimeError where nothing is generated.
     """
     user = UserEnvironment(python, folder)
     start = time.perf_counter()
-    user.install(wheel, "[serve]")
+    user.install(wheel)
     installed = time.perf_counter()
     missing = user.missing_tier()
     if missing:

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.results import ROOT, write_result
 from coldstream.placement.hardware import Hardware
 
-KINDS = {"cpu": "", "serve": "[serve]", "cuda": "[cuda,serve]", "test": "[test]"}
+KINDS = {"cpu": "", "cuda": "[cuda]", "test": "[test]"}
 DOWNLOAD = re.compile(r"\s*Downloading (?!\S*\.metadata)\S+ \(([\d.]+) (bytes|kB|MB|GB)\)")
 UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"

@@ -265,7 +265,7 @@ def wheels() -> str:
                     f"{each['disk_bytes'] / 1e6:.0f}",
                 ]
             )
-    header = ["wheel", "MB", "extension, MB", "built in", "Python", "`pip install [serve]`", "`run`"]
+    header = ["wheel", "MB", "extension, MB", "built in", "Python", "`pip install`", "`run`"]
     header += ["`serve` and a chat", "on disk, MB"]
     where = f"{r['machine']['num_physical_cores']} cores, at a load of {r['machine']['load_average']:.0f}"
     return table(header, rows) + f"\n{where}, commit {r['commit']}: `{r['command']}`\n"

@@ -30,8 +30,7 @@ RAM               64.00 GiB, 60.00 GiB available
 GPU 0             Example GPU, 8.00 GiB, compute capability 8.9
 driver            590.1, CUDA 13.1
 NVRTC             13.0
-libraries         numpy 2.4.1
-extra serve       fastapi 0.200
+libraries         numpy 2.4.1, fastapi 0.200
 extra cuda        cuda-bindings 13.1.0
 locked memory     no limit
 container memory  no limit

@@ -85,8 +85,8 @@ def test_extras_are_added_and_stay(folder: Path, ran: Ran) -> None:
     declared = install.read_project()["project"]
     cuda = declared["dependencies"] + declared["optional-dependencies"]["cuda"]
     extra = declared["optional-dependencies"]
-    test = [text for text in extra["test"] if text not in ("coldstream[cuda]", "coldstream[serve]")]
-    assert ran == [("-e", str(install.ROOT)), tuple(cuda), tuple(cuda + extra["serve"] + test)]
+    test = [text for text in extra["test"] if text not in ("coldstream[cuda]",)]
+    assert ran == [("-e", str(install.ROOT)), tuple(cuda), tuple(cuda + test)]
 
 
 def test_a_new_environment_or_a_changed_checkout_gets_the_package_with_its_extras(
@@ -201,7 +201,7 @@ def test_an_extra_is_installed_beside_an_environment_that_it_sees(
     assert len(ran) == 1
     declared = install.read_project()["project"]
     extras = declared["optional-dependencies"]
-    wanted = declared["dependencies"] + extras["ray"] + extras["serve"]
+    wanted = declared["dependencies"] + extras["ray"]
     assert set(ran[0]) == {each for each in wanted if not each.startswith("coldstream")}
     assert not any(each.startswith("torch") for each in ran[0])
     show = [str(folder / "bin" / "python"), "-c", "import both, edited; print(both.FROM)"]

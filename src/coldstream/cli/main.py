@@ -232,6 +232,8 @@ def _describe(error: Exception) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("coldstream"):
+        return f"the package {error.name} is missing: pip install coldstream", 1
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1
     return f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", 1

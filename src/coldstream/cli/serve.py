@@ -1,7 +1,6 @@
 """`coldstream serve`: a model behind OpenAI's and Anthropic's interfaces."""
 
 import asyncio
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _STDERR: Final = 2
 _SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget", "cache_type_v")
-_PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "msgspec")
 
 
 class _Serve(click.Command):
@@ -145,7 +143,6 @@ def command(
 
     Ctrl-C or SIGTERM lets answers under way finish; the second one ends them.
     """
-    _check_packages()
     from coldstream.server.http.settings import ServerSettings, check_exposure, read_api_keys
 
     settings = ServerSettings(
@@ -222,12 +219,3 @@ def _contexts(parallel: int | None, options: Mapping[str, Any]) -> dict[str, Any
     if options.get("plan") is not None:
         return {}
     return {"parallel": "auto" if parallel is None else parallel}
-
-
-def _check_packages() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"coldstream serve needs {', '.join(missing)}, which this installation lacks: "
-            "pip install 'coldstream[serve]'"
-        )

@@ -18,7 +18,7 @@ from coldstream.decoding import Grammar, SamplingParams, Thought
 from coldstream.engine.answer import Request
 from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
 from coldstream.engine.grammar_source import check_ends, grammar_source, is_dead_end
-from coldstream.engine.regular_languages import one_line, require_llguidance
+from coldstream.engine.regular_languages import one_line
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
 
@@ -108,7 +108,6 @@ class Grammars:
     @cached_property
     def _token_table(self) -> "LLTokenizer":
         """llguidance's view of the vocabulary: control tokens are no text, all end tokens end an answer."""
-        require_llguidance()
         from llguidance import LLTokenizer, TokenizerWrapper
 
         ends = sorted(self._tokenizer.eos_ids)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from coldstream.decoding import Grammar
 from coldstream.engine.json_schema import held_schema
-from coldstream.engine.regular_languages import END_ID, byte_matcher, one_line, require_llguidance
+from coldstream.engine.regular_languages import END_ID, byte_matcher, one_line
 from coldstream.errors import InvalidRequestError
 
 MAX_GBNF_CHARS: Final = 1 << 15
@@ -35,7 +35,6 @@ def lark_of_gbnf(text: str) -> str:
     """Raises ValueError for what is no GBNF, and for a grammar that is too large."""
     if len(text) > MAX_GBNF_CHARS or text.count("::=") > MAX_GBNF_RULES:
         raise ValueError(f"a GBNF has at most {MAX_GBNF_CHARS} characters and {MAX_GBNF_RULES} rules")
-    require_llguidance()
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     prepared = "".join(_prepared(match) for match in _PART.finditer(text))

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
-from coldstream.errors import ConfigError
-
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -20,14 +18,6 @@ MAX_PATTERN_CHARS: Final = 1 << 14
 ANYTHING: Final = "(?s:.*)"
 END_ID: Final = 256
 _SOURCE_LINES: Final = re.compile(r"\n\s*\d+ \| ")
-
-
-def require_llguidance() -> None:
-    """Raises ConfigError if llguidance is not installed."""
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        raise ConfigError("grammars need the package llguidance: pip install 'coldstream[serve]'") from None
 
 
 @lru_cache(maxsize=1024)
@@ -46,7 +36,6 @@ def occurs(pattern: str, text: str) -> bool:
 
 def term(expression: str) -> str:
     """A regular expression in the syntax of JSON schemas as a language: the texts that it matches whole."""
-    require_llguidance()
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(expression, use_ascii='dw')}/"
@@ -83,7 +72,6 @@ def whole_match(pattern: str) -> str:
 
 def byte_matcher(source: str) -> "LLMatcher":
     """A matcher of Lark, or of another text for llguidance, over the 256 bytes and an end token."""
-    require_llguidance()
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)

@@ -64,8 +64,8 @@ CASES: list[tuple[Change, str, str, str]] = [
     (part("program", commands=("/a/c", "~/c")), "two-commands", "warning", "PATH: /a/c, ~/c; .*`rm ~/c`"),
     (part("ram", available_bytes=LEAST_RAM_BYTES - 1), "ram-full", "error", "128 MiB of RAM.*`ps aux"),
     (part("limits", threads_left=7 + OTHER_THREADS), "threads", "error", "23 further threads.*ulimit -u"),
-    (library("numpy", version=None), "library-missing", "error", "numpy.*`pip install 'coldstream'`"),
-    (library("fastapi", version=None), "library-missing", "warning", "serve lacks fastapi.*coldstream.serve"),
+    (library("numpy", version=None), "library-missing", "error", "lacks numpy.*`pip install coldstream`"),
+    (library("fastapi", version=None), "library-missing", "error", "lacks fastapi.*install coldstream`"),
     (
         library("numpy", version="2.4.0"),
         "library-old",

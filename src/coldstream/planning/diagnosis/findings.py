@@ -77,14 +77,15 @@ def _versions(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _libraries(facts: MachineFacts) -> Iterator[Finding]:
-    for extra, what in ((None, "coldstream"), ("serve", "coldstream serve")):
-        of = [each for each in facts.libraries if each.extra == extra]
-        package = f"coldstream[{extra}]" if extra else "coldstream"
-        install = f"`pip install '{package}'`"
-        if missing := [each.name for each in of if each.version is None]:
-            level: Level = "warning" if extra else "error"
-            code = 0 if extra else ColdstreamError.exit_code
-            yield Finding("library-missing", level, f"{what} lacks {', '.join(missing)}", install, code)
+    required = [each for each in facts.libraries if each.extra is None]
+    if missing := [each.name for each in required if each.version is None]:
+        yield Finding(
+            "library-missing",
+            "error",
+            f"coldstream lacks {', '.join(missing)}",
+            "`pip install coldstream`",
+            ColdstreamError.exit_code,
+        )
     for each in facts.libraries:
         if each.version and each.least and _numbers(each.version) < _numbers(each.least):
             yield Finding(

@@ -37,7 +37,7 @@ from coldstream.planning.diagnosis.machine_facts import (
 from coldstream.planning.diagnosis.privacy import without_names
 
 _PACKAGE: Final = "coldstream"
-_EXTRAS: Final = (None, "serve", "cuda")  # None: what every installation has
+_EXTRAS: Final = (None, "cuda")  # None: what every installation has
 _NVIDIA: Final = "0x10de"
 _DISPLAY_CLASSES: Final = ("0x0300", "0x0302")  # cards with and without a connector
 
