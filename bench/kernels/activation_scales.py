@@ -34,7 +34,7 @@ from coldstream.assets import demo_model_path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES, activation_scale_size
 from coldstream.models.cpu.runner import CpuRunner
 from tools import llama_cpp as oracle
 from tools.train_demo.data import load_corpus

@@ -15,13 +15,13 @@ import torch
 from bench.device import graph_seconds
 from bench.kernels.random_blocks import random_blocks
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.gemm_tiles import Tiling
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.experts import cuda_gemm as experts
 from coldstream.kernels.linear import cuda_gemm as linear
 from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
-from coldstream.kernels.linear.reference import activation_scale_size
+from coldstream.kernels.linear.integer_types import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
 LAUNCHES = 20

@@ -25,8 +25,8 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import SPLIT_ROWS, IntegerKernels, kind_of
-from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,

@@ -27,7 +27,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda

@@ -31,8 +31,10 @@ from bench.results import write_result
 from coldstream.assets import demo_model_path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, quantize_activations
-from coldstream.kernels.linear.reference import INTEGER_TYPES, linear
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
+from coldstream.kernels.linear.reference import linear
 from coldstream.kernels.ops import Rows, Weight
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import ModelCache

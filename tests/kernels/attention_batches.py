@@ -19,8 +19,9 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import IntegerKernels, attend_in_parts
-from coldstream.kernels.attention.exact import CHUNK_SIZE, attention_exact, first_position
+from coldstream.kernels.attention.exact import attention_exact, first_position
 from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import batch_rows
 from coldstream.kernels.cuda.activations import Activations

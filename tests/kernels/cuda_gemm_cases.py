@@ -3,13 +3,9 @@
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import (
-    GROUP_SIZE,
-    SUM_SIZE,
-    QuantActivations,
-    quantize_activations,
-)
-from coldstream.kernels.linear.reference import activation_scale_size
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.linear.integer_types import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
 

@@ -4,13 +4,8 @@ import torch
 from guarded import Guarded
 from same_bits import assert_same_bits
 
-from coldstream.kernels.arithmetic.reference import (
-    GROUP_SIZE,
-    SUM_SIZE,
-    QuantActivations,
-    padded_cols,
-    quantize_activations,
-)
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
 

@@ -16,7 +16,8 @@ import torch
 from coldstream.kernels.arithmetic.reference import exp, fma, sum_lanes
 from coldstream.kernels.attention import exact
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
-from coldstream.kernels.attention.exact import BLOCK_SIZE, CHUNK_SIZE, Partial, grid_cells, heads_of
+from coldstream.kernels.attention.chunks import BLOCK_SIZE, CHUNK_SIZE
+from coldstream.kernels.attention.exact import Partial, grid_cells, heads_of
 from coldstream.kernels.attention.exact_integers import NUM_PLANES, IntegerHeads
 from coldstream.kernels.attention.planes import LOW_UNIT, Planes, multiply_planes, round_planes
 

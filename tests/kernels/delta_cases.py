@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import padded_cols, quantize_activations
+from coldstream.kernels.arithmetic.quantised import padded_cols
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
 

@@ -11,9 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.arithmetic.reference import (
-    BLOCK_SIZE,
-    GROUP_SIZE,
     dot_lanes,
     exp,
     fma,

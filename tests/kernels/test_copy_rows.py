@@ -7,7 +7,8 @@ import torch
 from cuda_row_cases import CUDA, check_compiles
 from guarded import Guarded
 
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols, quantize_activations
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.copy_rows import PROGRAM, copy_rows_cuda
 

@@ -11,7 +11,8 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, quantize_activations
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.dequantize.reference import dequantize
 
 EVERY_TYPE = pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)

@@ -9,7 +9,7 @@ from guarded import Guarded
 from machine_code import code_bytes, stack_bytes
 
 from all_pairs import all_pairs
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, PrefillWorkspace

@@ -16,7 +16,8 @@ from coldstream.kernels.dequantize.cuda import PROGRAM as DEQUANTIZE
 from coldstream.kernels.dequantize.cuda import instance_of
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
+from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda

@@ -5,7 +5,8 @@ import torch
 from gpu_cases import assert_same
 from random_blocks import activations
 
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols, quantize_activations
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
 )
 from coldstream.kernels.linear.cuda import INSTANCES as LINEAR_INSTANCES
 from coldstream.kernels.linear.cuda import LinearMatrix, share_blocks
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
 
 MAX_STACK_BYTES = 56  # a few registers set aside; an array in local memory is more

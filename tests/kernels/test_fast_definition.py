@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.exact import CHUNK_SIZE, attend, attend_chunk, grid_cells
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
+from coldstream.kernels.attention.exact import attend, attend_chunk, grid_cells
 
 INTEGER_TYPES = ("i16", "i8", "i4", "i3")
 

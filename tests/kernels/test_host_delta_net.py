@@ -10,7 +10,8 @@ from delta_cases import DeltaCase, weights_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols, quantize_activations
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.gated_delta_net import cuda
 from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace

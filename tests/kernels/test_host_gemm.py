@@ -13,7 +13,8 @@ from random_blocks import activations, extreme_weight, random_weight
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.gemm_tiles import least_tiling
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.reference import linear_exact
 
 pytestmark = pytest.mark.usefixtures("host")
 

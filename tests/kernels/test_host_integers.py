@@ -23,14 +23,9 @@ from hypothesis import strategies as st
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace, IntegerQueries
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import IntegerKernels
-from coldstream.kernels.attention.exact import (
-    CHUNK_SIZE,
-    attend_chunk,
-    first_position,
-    grid_cells,
-    heads_of,
-)
+from coldstream.kernels.attention.exact import attend_chunk, first_position, grid_cells, heads_of
 from coldstream.kernels.attention.exact_integers import NUM_PLANES
 from coldstream.kernels.attention.planes import round_planes
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from coldstream.kernels.arithmetic.reference import quantize_activations, sigmoid
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.attention.exact import CHUNK_SIZE, first_position, merge_chunks
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
+from coldstream.kernels.attention.exact import first_position, merge_chunks
 from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels
 from coldstream.kernels.attention.reference import finish, split_gate
 from coldstream.kernels.ops import AttentionHeads, Rows

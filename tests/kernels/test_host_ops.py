@@ -14,7 +14,8 @@ from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import INTEGER_TYPES, linear_exact
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
+from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, LARGEST_CODE
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.reference import LARGEST_CODE
 from coldstream.kernels.attention import cuda as integers
 from coldstream.kernels.attention import merge_cuda as merge
 from coldstream.kernels.attention import move_rows
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, LARGEST_NIBBLE
-from coldstream.kernels.attention.exact import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
+from coldstream.kernels.attention.chunks import BLOCK_SIZE as BLOCK_POSITIONS_OF_A_SUM
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import gemm_tiles, skinny_shapes
@@ -45,7 +46,7 @@ from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_skinny
 from coldstream.kernels.linear import cuda_gemm as linear_gemm
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES, MINIMUM_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
 from coldstream.kernels.router import cuda as router
@@ -228,7 +229,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         **{f"{each.name}::type": int(each) for each in INTEGER_TYPES},
         **{f"{each.name}::bytes": each.block_bytes for each in INTEGER_TYPES},
         **{f"{each.name}::elements": each.block_elements for each in INTEGER_TYPES},
-        **{f"{each.name}::has_mins": int(gemm_tiles.has_minima(each)) for each in INTEGER_TYPES},
+        **{f"{each.name}::has_mins": int(each in MINIMUM_TYPES) for each in INTEGER_TYPES},
     },
     "linear/parts.cu": {
         "part_unit_rows": skinny_shapes.PART_UNIT_ROWS,

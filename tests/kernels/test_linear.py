@@ -13,7 +13,8 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import fma, quantize_activations
 from coldstream.kernels.dequantize.integer_blocks import IntegerBlocks
 from coldstream.kernels.dequantize.reference import FLOAT_DTYPES, dequantize, unpack
-from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size, linear, linear_exact
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES, activation_scale_size
+from coldstream.kernels.linear.reference import linear, linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 
 F = np.float32

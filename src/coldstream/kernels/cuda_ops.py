@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
     DecodeWorkspace,
     IntegerQueries,
 )
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import IntegerKernels, attention_cuda
-from coldstream.kernels.attention.exact import CHUNK_SIZE
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cuda.activations import Activations

@@ -10,7 +10,7 @@ from bench.kernels.random_blocks import random_blocks
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.dequantize.reference import dequantize
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from host_device import HostDevice, HostMemory
 

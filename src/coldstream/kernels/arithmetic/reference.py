@@ -3,14 +3,12 @@
 Nothing here is fast or differentiable: it is the reference for the C++ and GPU kernels.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-GROUP_SIZE = 256  # inputs with one activation scale, for weights in super-blocks
-BLOCK_SIZE = 32  # inputs with one activation scale, for weights in blocks of 32
-SUM_SIZE = 16  # inputs that share one entry of `sums`
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
+
 NUM_LANES = 16
 LARGEST_CODE = 127
 SMALLEST_MAXIMUM = 2.0**-100
@@ -122,20 +120,6 @@ def dot_lanes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         used = lanes[..., : x_step.shape[-1]]
         used.copy_(fma(x_step, y_step, used))
     return sum_of_sixteen(lanes)
-
-
-@dataclass(frozen=True)
-class QuantActivations:
-    """Rows of K activations as int8, with one scale per group of 256 inputs or per block of 32."""
-
-    q: torch.Tensor  # int8 [T, K]
-    scales: torch.Tensor  # float32 [T, ceil(K / 256)] or [T, ceil(K / 32)]
-    sums: torch.Tensor  # int16 [T, ceil(K / 16)], of q over 16 inputs
-
-
-def padded_cols(cols: int) -> int:
-    """Codes in a row of `cols` activations in a GPU's memory: whole groups."""
-    return -(-cols // GROUP_SIZE) * GROUP_SIZE
 
 
 def quantize_activations(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> QuantActivations:

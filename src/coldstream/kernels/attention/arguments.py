@@ -6,8 +6,8 @@ T rows, H query heads, G key/value heads, D values a head.
 import ctypes
 from dataclasses import dataclass
 
-from coldstream.kernels.attention.cache_types import CacheType
-from coldstream.kernels.attention.exact import CHUNK_SIZE
+from coldstream.kernels.attention.cache_layout import CacheLayout
+from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.structs import declared_in
@@ -25,7 +25,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cache_type: CacheType
+    cache_type: CacheLayout
     output_gate: bool = True  # behind each query
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class AttentionShape:
         """The sizes of a layer's tensors."""
         head_dim = heads.q_norm.shape[0]
         num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate else head_dim)
-        cache_type = CacheType.of(caches.k, head_dim)
+        cache_type = CacheLayout.of(caches.k, head_dim)
         return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate)
 
     @property

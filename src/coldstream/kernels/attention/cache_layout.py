@@ -20,6 +20,9 @@ How codes and scales are chosen: docs/arithmetic.md, Attention over integers.
 """
 
 from dataclasses import dataclass
+from typing import Any, Self
+
+from coldstream.kernels.cuda.array import name_of
 
 ROW_ALIGNMENT = 16  # bytes
 ELEMENT_BYTES = {"float16": 2, "float32": 4, "int8": 1}
@@ -37,6 +40,15 @@ class CacheLayout:
     name: str
     element: str
     value_bits: int
+
+    @classmethod
+    def of(cls, cache: Any, head_dim: int) -> Self:
+        """The type of a cache [..., row] of heads of `head_dim`. ValueError if none fits."""
+        found = name_of(cache.dtype), cache.shape[-1]
+        for layout in CACHE_LAYOUTS.values():
+            if layout.holds(head_dim) and (layout.element, layout.row_elements(head_dim)) == found:
+                return cls(**vars(layout))
+        raise ValueError(f"rows of {found[1]} {found[0]} hold no head of {head_dim} values")
 
     @property
     def is_integer(self) -> bool:

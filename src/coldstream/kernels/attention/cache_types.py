@@ -1,7 +1,5 @@
 """Keys and values in the types of a cache, in PyTorch; `cache_layout.py` defines a row."""
 
-from typing import Self
-
 import torch
 
 from coldstream.kernels.arithmetic.reference import LARGEST_CODE
@@ -22,17 +20,6 @@ class CacheType(CacheLayout):
         """Element type of the cache tensor."""
         dtype: torch.dtype = getattr(torch, self.element)
         return dtype
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, head_dim: int) -> Self:
-        """The type of a cache [..., row] of heads of `head_dim`. ValueError if none fits."""
-        for cache_type in CACHE_TYPES.values():
-            if cache_type.holds(head_dim) and (cache.dtype, cache.shape[-1]) == (
-                cache_type.dtype,
-                cache_type.row_elements(head_dim),
-            ):
-                return cls(**vars(cache_type))
-        raise ValueError(f"rows of {cache.shape[-1]} {cache.dtype} hold no head of {head_dim} values")
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """float32 [..., D] → rows of the tensor, [..., row]; integer types are rotated first."""

@@ -27,7 +27,7 @@ from coldstream.kernels.attention.arguments import (
     IntegerQueries,
 )
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
-from coldstream.kernels.attention.exact import BLOCK_SIZE
+from coldstream.kernels.attention.chunks import BLOCK_SIZE
 from coldstream.kernels.attention.merge_cuda import MergeKernels
 from coldstream.kernels.attention.workspace_sizes import SPLIT_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations

@@ -19,6 +19,7 @@ from coldstream.kernels.arithmetic.reference import (
     sum_lanes,
 )
 from coldstream.kernels.attention.cache_types import CacheType
+from coldstream.kernels.attention.chunks import BLOCK_SIZE, CHUNK_SIZE
 from coldstream.kernels.attention.exact_integers import IntegerHeads
 from coldstream.kernels.attention.reference import finish, split_gate
 from coldstream.kernels.dequantize.integer_blocks import grouped
@@ -26,9 +27,6 @@ from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rope.reference import rotate_exact
 from coldstream.kernels.sequences import seen, written
-
-CHUNK_SIZE = 256  # positions
-BLOCK_SIZE = 64
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # maximum [H], denominator [H], numerator [H, D]
 

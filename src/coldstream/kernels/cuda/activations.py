@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import NormBefore
 

@@ -8,16 +8,17 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import ArrayError, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.dequantize.reference import unpack
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES, activation_scale_size
-from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.linear.integer_types import (
+    BLOCK_TYPES,
+    INTEGER_TYPES,
+    MINIMUM_TYPES,
+    activation_scale_size,
+)
 
 CODE_PITCH = GROUP_SIZE + 16
 SUM_PITCH = TABLE_PITCH = BLOCK_SCALE_PITCH = 48
@@ -66,7 +67,7 @@ class Tiling:
     @functools.cached_property
     def shared_bytes(self) -> int:
         in_place, is_small = self.quant_type in IN_PLACE, self.quant_type in BLOCK_TYPES
-        has_sums = has_minima(self.quant_type) and not is_small
+        has_sums = self.quant_type in MINIMUM_TYPES and not is_small
         row_bytes = group_pitch(self.quant_type)
         sum_bytes = 0 if not has_sums else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
         scale_bytes = BLOCK_SCALE_PITCH if is_small else 4
@@ -76,7 +77,7 @@ class Tiling:
             stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
         else:
             stage_bytes = sums_end + CODE_PITCH * self.tokens + row_bytes * self.rows
-        table_pitch = MINIMUM_TABLE_PITCH if is_small and has_minima(self.quant_type) else TABLE_PITCH
+        table_pitch = MINIMUM_TABLE_PITCH if is_small and self.quant_type in MINIMUM_TYPES else TABLE_PITCH
         unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + table_pitch
         waiting_bytes = 4 * self.shared_levels * self.tokens
         return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows
@@ -91,13 +92,6 @@ class Tiling:
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
         """As many blocks as run on the device at a time, but at most one per tile."""
         return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
-
-
-@functools.cache
-def has_minima(quant_type: QuantType) -> bool:
-    """Whether blocks of a quantised type have minima."""
-    block = torch.zeros(1, quant_type.block_bytes, dtype=torch.uint8)
-    return unpack(QuantTensor(block, quant_type, (1, quant_type.block_elements))).dmin is not None
 
 
 def group_pitch(quant_type: QuantType) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import torch
+import numpy as np
 
 from coldstream.kernels.dequantize import grids
 
 HEADER = "grids.cuh"
 VALUES = 4  # of an entry
-GRIDS: Mapping[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = MappingProxyType(
+GRIDS: Mapping[str, tuple[Callable[[], grids.Grid], tuple[int, ...]]] = MappingProxyType(
     {
         "iq1_grid": (grids.iq1_grid, grids.IQ1_LEVELS),
         "iq2_xxs_grid": (grids.iq2_xxs_grid, grids.IQ2_LEVELS),
@@ -25,7 +25,7 @@ def grids_header() -> str:
     """Arrays of uint16: each four values of a grid, as numbers of levels in nibbles, lowest first."""
     lines = ["#pragma once", '#include "cuda/common.cuh"', "namespace coldstream {"]
     for name, (grid, levels) in GRIDS.items():
-        numbers = torch.searchsorted(torch.tensor(levels), grid().reshape(-1, VALUES).contiguous())
-        entries = (numbers << torch.arange(0, 4 * VALUES, 4)).sum(dim=-1).tolist()
+        numbers = np.searchsorted(np.array(levels), grid().reshape(-1, VALUES))
+        entries = (numbers << np.arange(0, 4 * VALUES, 4)).sum(axis=-1).tolist()
         lines.append(f"__device__ const uint16_t {name}[{len(entries)}] = {{{','.join(map(str, entries))}}};")
     return "\n".join([*lines, "}", ""])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
 from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import BLOCK_SIZE, GROUP_SIZE
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 
 MAX_GEMV_ROWS = 8  # up to which a warp takes all rows of activations, and a launch has the whole router
 MAX_PAIR_ROWS = 64  # in one launch of experts, where every pair of a row and an expert has its own blocks

@@ -6,7 +6,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
-from coldstream.kernels.dequantize.reference import FLOAT_DTYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_THREADS = 128
@@ -16,7 +16,7 @@ RUN_VALUES = 8  # per thread
 
 def instance_of(quant_type: QuantType) -> str:
     """The instance of the kernel that reads a type."""
-    is_float = quant_type in FLOAT_DTYPES
+    is_float = quant_type not in INTEGER_TYPES
     source = f"Floats<coldstream::{quant_type.name.lower()}>" if is_float else quant_type.name
     return f"coldstream::dequantize_rows<coldstream::{source}>"
 

@@ -6,8 +6,11 @@ the few levels that the grid's values take.
 """
 
 from functools import cache
+from typing import Any
 
-import torch
+import numpy as np
+
+Grid = np.ndarray[Any, np.dtype[np.int32]]
 
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+,-./:;<=>?"
 
@@ -126,45 +129,46 @@ IQ3_S = (
 )
 
 
-def decode(text: str, levels: tuple[int, ...], digits_per_char: int, values_per_entry: int) -> torch.Tensor:
+def decode(text: str, levels: tuple[int, ...], digits_per_char: int, values_per_entry: int) -> Grid:
     """The grid that `text` writes: int32 [entries, values_per_entry]."""
-    numbers = torch.tensor([ALPHABET.index(char) for char in text])
-    places = torch.tensor([len(levels) ** place for place in range(digits_per_char)])
-    digits = numbers.unsqueeze(-1) // places % len(levels)
-    return torch.tensor(levels, dtype=torch.int32)[digits].reshape(-1, values_per_entry)
+    numbers = np.array([ALPHABET.index(char) for char in text])
+    places = np.array([len(levels) ** place for place in range(digits_per_char)])
+    digits = numbers[:, None] // places % len(levels)
+    grid: Grid = np.array(levels, np.int32)[digits].reshape(-1, values_per_entry)
+    return grid
 
 
 @cache
-def iq1_grid() -> torch.Tensor:
+def iq1_grid() -> Grid:
     """IQ1_S and IQ1_M: int32 [2048, 8]."""
     return decode(IQ1, IQ1_LEVELS, 4, 8)
 
 
 @cache
-def iq2_xxs_grid() -> torch.Tensor:
+def iq2_xxs_grid() -> Grid:
     """int32 [256, 8]."""
     return decode(IQ2_XXS, IQ2_LEVELS, 4, 8)
 
 
 @cache
-def iq2_xs_grid() -> torch.Tensor:
+def iq2_xs_grid() -> Grid:
     """int32 [512, 8]."""
     return decode(IQ2_XS, IQ2_LEVELS, 4, 8)
 
 
 @cache
-def iq2_s_grid() -> torch.Tensor:
+def iq2_s_grid() -> Grid:
     """int32 [1024, 8]."""
     return decode(IQ2_S, IQ2_LEVELS, 4, 8)
 
 
 @cache
-def iq3_xxs_grid() -> torch.Tensor:
+def iq3_xxs_grid() -> Grid:
     """int32 [256, 4]."""
     return decode(IQ3_XXS, IQ3_XXS_LEVELS, 2, 4)
 
 
 @cache
-def iq3_s_grid() -> torch.Tensor:
+def iq3_s_grid() -> Grid:
     """int32 [512, 4]."""
     return decode(IQ3_S, IQ3_S_LEVELS, 2, 4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.gemm_tiles import (
     BLOCK_SIZE,

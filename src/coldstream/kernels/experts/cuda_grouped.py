@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
@@ -30,7 +30,7 @@ from coldstream.kernels.experts.cuda import (
     gate_up_of,
     matrix_of,
 )
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 
 MAX_GROUPED_ROWS = 32
 MAX_ITEM_ROWS = 8

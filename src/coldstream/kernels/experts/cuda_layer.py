@@ -5,14 +5,14 @@ from collections.abc import Collection, Sequence
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.gemm_tiles import Tiling
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import cuda_gemm as experts_gemm
 from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.ops import ExpertWeights
 
 Stacks = tuple[ExpertTable, ExpertTable, ExpertTable]

@@ -9,7 +9,7 @@ from enum import Enum, auto
 import torch
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import QuantActivations
+from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.loader import CudaWeight
@@ -29,7 +29,7 @@ from coldstream.kernels.experts.cuda_layer import (
 )
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.kernels.linear.reference import INTEGER_TYPES, activation_scale_size
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.ops import ExpertWeights, FfnWeights, RouterWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda

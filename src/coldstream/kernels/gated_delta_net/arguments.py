@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from coldstream.kernels.arithmetic.reference import QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.ops import (
     MAX_TREE_ROWS,

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
     instance_for,
 )
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.linear.reference import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import (
     FLOAT_ROW_BYTES,
     MAX_TILE_ROWS,

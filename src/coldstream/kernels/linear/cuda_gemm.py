@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.gemm_tiles import (
     BLOCK_SIZE,
@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.gemm_tiles import (
 )
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
 
 TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {

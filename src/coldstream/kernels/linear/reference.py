@@ -2,23 +2,13 @@
 
 import torch
 
-from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import (
-    BLOCK_SIZE,
-    GROUP_SIZE,
-    SUM_SIZE,
-    QuantActivations,
-    dot_lanes,
-    fma,
-    quantize_activations,
-    sum_of_eight,
-)
+from coldstream.kernels.arithmetic.quantised import SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import dot_lanes, fma, quantize_activations, sum_of_eight
 from coldstream.kernels.dequantize.integer_blocks import IntegerBlocks, grouped
 from coldstream.kernels.dequantize.reference import dequantize, unpack
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES, activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
-INTEGER_TYPES = frozenset(kind for kind in QuantType if kind.block_elements > 1)
-BLOCK_TYPES = frozenset(kind for kind in INTEGER_TYPES if kind.block_elements < GROUP_SIZE)
 NUM_BLOCK_LANES = 8
 
 
@@ -33,11 +23,6 @@ def linear_exact(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
         scale_size = activation_scale_size(weight.quant_type)
         return integer_product(quantize_activations(x, scale_size), unpack(weight))
     return dot_lanes(x, dequantize(weight))
-
-
-def activation_scale_size(quant_type: QuantType) -> int:
-    """How many inputs share a scale in products with weights of an integer type: 256 or 32."""
-    return BLOCK_SIZE if quant_type in BLOCK_TYPES else GROUP_SIZE
 
 
 def integer_product(x: QuantActivations, weight: IntegerBlocks) -> torch.Tensor:

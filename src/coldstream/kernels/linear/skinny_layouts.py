@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.skinny_shapes import (
     PART_ROW_BYTES,
@@ -20,7 +20,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
     row_group_bytes,
     tile_shape,
 )
-from coldstream.kernels.linear.reference import BLOCK_TYPES
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES
 
 WARPS = 8  # of a block, or of each of its sets
 BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from coldstream.kernels.arithmetic.reference import (
+from coldstream.kernels.arithmetic.quantised import (
     BLOCK_SIZE,
     GROUP_SIZE,
     SUM_SIZE,

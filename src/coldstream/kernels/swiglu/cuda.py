@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coldstream.kernels.arithmetic.reference import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram

@@ -21,7 +21,7 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
-from coldstream.kernels.linear.reference import INTEGER_TYPES
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
