@@ -140,11 +140,12 @@ def test_every_field_of_json_is_documented_and_exists(
             ("plan", "--vram", "470M", "--ram", "1164M", "-c", "512"),
         ],
     }
+    commands["verify"] = [("verify", "--minutes", "0.001")]
     actual = {verb: set[str]() for verb in commands}
     for verb, calls in commands.items():
         for call in calls:
             code, out, error = run(*call, "--json")
-            assert (code, error) == (0, "")
+            assert (code, error if verb != "verify" else "") == (0, "")
             actual[verb] |= paths_of(json.loads(out))
     poor = replace(SOUND, gpu=NO_GPU, rates=replace(SOUND.rates, state="damaged"))
     actual["doctor"] = paths_of(as_json(SOUND)) | paths_of(as_json(poor))

@@ -164,6 +164,7 @@ _NAMES = {
     "ls": "--json",
     "convert-drafter": "--verbose",
     "doctor": "--json",
+    "verify": "--json --report --vram --ram --threads -t --model-draft --offline",
     "completion": "--verbose",
     "help": "--verbose",
 }

@@ -1,6 +1,7 @@
 """Files that come with the package: the demo model, its drafter, and which experts Python's source uses.
 
-How they were made: tools/train_demo and tools/demo_profile.py in the source.
+How they were made: tools/train_demo and tools/demo_profile.py in the source. The text that
+`coldstream verify` measures with was written for it.
 """
 
 from importlib import resources
@@ -25,3 +26,8 @@ def demo_drafter_path() -> Path:
 def demo_profile_path() -> Path:
     """Where the routing trace of the demo model lies, if the installation has it."""
     return Path(str(resources.files(__name__) / "demo.routing"))
+
+
+def verification_text() -> str:
+    """Prose and code, 4 KB, that no model was trained on when it was written."""
+    return (resources.files(__name__) / "verification.txt").read_text(encoding="utf-8")

@@ -5,13 +5,21 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
 from coldstream.cli.model_argument import complete_model, model_or_bundled
-from coldstream.cli.options import Command, common_options, engine_config, engine_options, parse_counts
+from coldstream.cli.options import (
+    Command,
+    check_writable,
+    common_options,
+    engine_config,
+    engine_options,
+    parse_counts,
+)
 from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
 from coldstream.engine import OpenedModel, open_model
@@ -31,6 +39,7 @@ from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import bytes_per_token, num_parameters
+from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.planning.machine import reconsider_rates
 
@@ -55,6 +64,13 @@ def _number(
 @_number("--repetitions", "-r", 5, click.IntRange(1, 1000), "Runs of each test that are counted.")
 @_number("--seed", "-s", 0, click.IntRange(0, 2**31), "Which part of the text is read.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
+@click.option(
+    "--report",
+    "report_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what the issue form for numbers from your rig asks for to FILE.",
+)
 @engine_options
 @common_options
 def command(
@@ -76,6 +92,7 @@ def command(
     if not tests:
         raise click.UsageError("nothing to measure: give -p or -n a number above 0")
     drafted = [DraftedTest(test) for test in tests if test.num_generated]
+    check_writable(options["report_path"], "--report")
     if options["ctx_size"] is None and options["plan"] is None:
         # Whether anything drafts is known once the model is open.
         options["ctx_size"] = max(_num_tokens([*tests, *drafted]))
@@ -95,25 +112,33 @@ def command(
     finally:
         opened.close()
     reconsider_rates(opened.planned.hardware, partial(report.times_as_fast, results))
+    experts = {
+        "experts_on_disk": asdict(disk) if disk else None,
+        "experts_on_gpu": asdict(on_gpu) if on_gpu else None,
+        "drafts": [drafts_to_json(result) for result in drafts],
+    }
+    document = json.dumps(report.to_json(results, seed) | experts)
+    remarks = [*map(describe_drafts, drafts), *_describe_experts(disk, on_gpu)]
     if as_json:
-        experts = {
-            "experts_on_disk": asdict(disk) if disk else None,
-            "experts_on_gpu": asdict(on_gpu) if on_gpu else None,
-            "drafts": [drafts_to_json(result) for result in drafts],
-        }
-        click.echo(json.dumps(report.to_json(results, seed) | experts))
-        return
-    report.print_table(results)
-    for result in drafts:
-        click.echo(describe_drafts(result))
-    if disk:
-        click.echo(describe_disk(disk))
+        click.echo(document)
+    else:
+        report.print_table(results)
+        for remark in remarks:
+            click.echo(remark)
+    if options["report_path"] is not None:
+        report.write(options["report_path"], results, (report.describe_ceiling(), *remarks), document)
+
+
+def _describe_experts(disk: DiskStatistics | None, on_gpu: GpuExpertStatistics | None) -> list[str]:
+    """A line for each thing that is known of experts that were not all in fast memory."""
+    lines = [describe_disk(disk)] if disk else []
     if on_gpu:
-        click.echo(describe_gpu(on_gpu))
+        lines.append(describe_gpu(on_gpu))
         if on_gpu.step_times.steps:
-            click.echo(describe_times(on_gpu.step_times))
+            lines.append(describe_times(on_gpu.step_times))
         if on_gpu.prefetch:
-            click.echo(describe_prefetch(on_gpu.prefetch))
+            lines.append(describe_prefetch(on_gpu.prefetch))
+    return lines
 
 
 def _check_room(tests: Sequence[BenchmarkTest | DraftedTest], ctx_size: int) -> None:
@@ -270,6 +295,33 @@ class _Report:
             )
         columns = ("model", "size", "params", "backend", "threads", "test", "t/s", "of ceiling")
         print_table(columns, rows, left=("model", "backend"), markdown=True)
+
+    def write(
+        self, path: Path, results: Sequence[BenchmarkResult], notes: tuple[str, ...], document: str
+    ) -> None:
+        """The report for others, with the plan's forecasts."""
+        # Imported here because few runs write one.
+        from coldstream.cli.rig_report import Figure, RigReport, describe_model, given_settings, write_report
+
+        figures = tuple(
+            Figure(
+                result.test.name,
+                f"{result.mean:.2f} ± {result.deviation:.2f} tok/s",
+                "" if (expected := self.forecast(result.test)) is None else f"{expected:.1f} tok/s",
+            )
+            for result in results
+        )
+        settings = given_settings(click.get_current_context())
+        described = f"{describe_model(self._name, self._size_bytes)}, {format_count(self._parameters)}"
+        write_report(RigReport("bench", settings, described, figures, notes, document), path)
+
+    def forecast(self, test: BenchmarkTest) -> float | None:
+        """Tokens per second that the plan expects; None for prompts of a length that it has none for."""
+        planned, context = self._planned, test.mean_context if test.num_generated else 0
+        expected = forecast(planned.plan, planned.known, context, planned.run.pool)
+        if test.num_generated:
+            return expected.decode
+        return None if test.depth else expected.prefill.get(test.num_prompt)
 
     def to_json(self, results: Sequence[BenchmarkResult], seed: int) -> dict[str, Any]:
         """The same as plain values. Speeds are tokens per second."""

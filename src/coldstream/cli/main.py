@@ -40,6 +40,7 @@ VERBS = {
     "ls": "List downloaded models.",
     "convert-drafter": "Convert a DFlash drafter to GGUF.",
     "doctor": "Check this machine and the installation.",
+    "verify": "Check that all ways to run a model give the same tokens.",
     "completion": "Print a script for a shell's completion.",
     "help": "Print a page of the documentation.",
 }
@@ -57,6 +58,9 @@ _OTHER_NAMES = {
     "man": "help",
     "check": "doctor",
     "diagnose": "doctor",
+    "perplexity": "verify",
+    "selftest": "verify",
+    "test": "verify",
 }
 _FIRST_STEPS = """\
 coldstream {version} runs Mixture-of-Experts language models from GGUF files,
@@ -68,10 +72,11 @@ also larger than the GPU.
   coldstream serve model.gguf         answers over OpenAI's and Anthropic's interfaces
   coldstream plan model.gguf          what goes into which memory, and the speed to expect
   coldstream doctor                   what this machine lacks, and what would make it faster
+  coldstream verify model.gguf        the same tokens in every way to run it, and how fast
   coldstream help                     pages of the documentation
   coldstream --help                   all commands"""
 EXIT_BROKEN_PIPE = 141
-_COMPUTING = ("run", "bench")  # in this process
+_COMPUTING = ("run", "bench", "verify")  # in this process
 _NO_GPU = {"cpu", "--device=cpu", "--help", "-h"}  # arguments with which no GPU is needed
 # Modules of those verbs whose libraries would otherwise wait for PyTorch's to be loaded.
 _LOADED_FIRST = ("numpy", "tokenizers", "coldstream.kernels._csrc")

@@ -187,89 +187,97 @@ def chat_template_options(command: Command) -> Command:
     )
 
 
-def engine_options(command: Command) -> Command:
-    """The fields of `EngineConfig` other than the model."""
-    cache_types = "|".join(INTEGER_CACHE_TYPES)
-    return _apply(
-        command,
-        option(
-            "--ctx-size",
-            "-c",
-            type=parse_size,
-            metavar="SIZE",
-            help="Tokens of context [default: the model's, or as many as memory allows].",
-        ),
-        option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
-        option(
-            "--plan", metavar="FILE", help="Place weights as FILE says, which `coldstream plan --out` wrote."
-        ),
-        option(
-            "--ram",
-            metavar="SIZE|auto",
-            help="RAM to use, also beside a GPU, e.g. 8G; experts beyond it come from the disk [default: "
-            "what is free].",
-        ),
-        option(
-            "--prefetch",
-            type=parse_number_or_auto,
-            metavar="N|auto",
-            help="How many experts of each layer the GPU fetches before they are chosen, at most [default: "
-            "auto, where it should pay].",
-        ),
-        option(
-            "--threads",
-            "-t",
-            type=parse_number_or_auto,
-            metavar="N|auto",
-            help="CPU threads [default: auto, one a core].",
-        ),
-        option(
-            "--device",
-            metavar="NAME",
-            shell_complete=_one_of(DEVICES),
-            help="Where to compute: auto, cpu or cuda [default: auto].",
-        ),
-        option("--cache-type-k", "-ctk", metavar=cache_types, help=_CACHE_HELP),
-        option("--cache-type-v", "-ctv", metavar=cache_types, help=_CACHE_HELP),
-        option(
-            "--attention-window",
-            type=int,
-            metavar="N",
-            help="Attend to the last N positions alone, which changes the answers [default: all].",
-        ),
-        option(
-            "--tier",
-            type=click.Choice(TIERS),
-            help="Instruction set of CPU kernels [default: auto, the best there is].",
-        ),
-        option(
-            "--spec-type",
-            metavar="|".join(SPEC_TYPES),
-            shell_complete=_one_of(SPEC_TYPES),
-            help="What drafts tokens for the model to verify, which changes none [default: auto, the "
-            "drafter of --model-draft, the model's own block on a GPU that holds all of it, or none].",
-        ),
-        option(
-            "--model-draft",
-            metavar="PATH",
-            shell_complete=lambda *_: [CompletionItem("", type="file")],
-            help="A DFlash drafter for the model: a GGUF file, or a folder with safetensors and config.json.",
-        ),
-        option(
-            "--tree-budget",
-            type=parse_number_or_auto,
-            metavar="N|auto",
-            help="Tokens of a draft [default: auto, as many as pay].",
-        ),
-        option(
-            "--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine."
-        ),
-    )
-
-
 def _one_of(values: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
     """Completes an option whose values the configuration checks."""
     return lambda ctx, param, incomplete: [CompletionItem(v) for v in values if v.startswith(incomplete)]
+
+
+_CACHE_TYPES: Final = "|".join(INTEGER_CACHE_TYPES)
+
+ENGINE_OPTIONS: Final = {
+    "ctx-size": option(
+        "--ctx-size",
+        "-c",
+        type=parse_size,
+        metavar="SIZE",
+        help="Tokens of context [default: the model's, or as many as memory allows].",
+    ),
+    "vram": option("--vram", metavar="SIZE|auto", help="GPU memory to use, e.g. 6G [default: what is free]."),
+    "plan": option(
+        "--plan", metavar="FILE", help="Place weights as FILE says, which `coldstream plan --out` wrote."
+    ),
+    "ram": option(
+        "--ram",
+        metavar="SIZE|auto",
+        help="RAM to use, also beside a GPU, e.g. 8G; experts beyond it come from the disk [default: "
+        "what is free].",
+    ),
+    "prefetch": option(
+        "--prefetch",
+        type=parse_number_or_auto,
+        metavar="N|auto",
+        help="How many experts of each layer the GPU fetches before they are chosen, at most [default: "
+        "auto, where it should pay].",
+    ),
+    "threads": option(
+        "--threads",
+        "-t",
+        type=parse_number_or_auto,
+        metavar="N|auto",
+        help="CPU threads [default: auto, one a core].",
+    ),
+    "device": option(
+        "--device",
+        metavar="NAME",
+        shell_complete=_one_of(DEVICES),
+        help="Where to compute: auto, cpu or cuda [default: auto].",
+    ),
+    "cache-type-k": option("--cache-type-k", "-ctk", metavar=_CACHE_TYPES, help=_CACHE_HELP),
+    "cache-type-v": option("--cache-type-v", "-ctv", metavar=_CACHE_TYPES, help=_CACHE_HELP),
+    "attention-window": option(
+        "--attention-window",
+        type=int,
+        metavar="N",
+        help="Attend to the last N positions alone, which changes the answers [default: all].",
+    ),
+    "tier": option(
+        "--tier",
+        type=click.Choice(TIERS),
+        help="Instruction set of CPU kernels [default: auto, the best there is].",
+    ),
+    "spec-type": option(
+        "--spec-type",
+        metavar="|".join(SPEC_TYPES),
+        shell_complete=_one_of(SPEC_TYPES),
+        help="What drafts tokens for the model to verify, which changes none [default: auto, the "
+        "drafter of --model-draft, the model's own block on a GPU that holds all of it, or none].",
+    ),
+    "model-draft": option(
+        "--model-draft",
+        metavar="PATH",
+        shell_complete=lambda *_: [CompletionItem("", type="file")],
+        help="A DFlash drafter for the model: a GGUF file, or a folder with safetensors and config.json.",
+    ),
+    "tree-budget": option(
+        "--tree-budget",
+        type=parse_number_or_auto,
+        metavar="N|auto",
+        help="Tokens of a draft [default: auto, as many as pay].",
+    ),
+    "offline": option(
+        "--offline", is_flag=True, default=None, help="Never ask the hub; use what is on this machine."
+    ),
+}
+
+
+def engine_options(command: Command) -> Command:
+    """The fields of `EngineConfig` other than the model."""
+    return _apply(command, *ENGINE_OPTIONS.values())
+
+
+def some_engine_options(*names: str) -> Callable[[Command], Command]:
+    """Those of `ENGINE_OPTIONS` with these names alone."""
+    return lambda command: _apply(command, *(ENGINE_OPTIONS[name] for name in names))
 
 
 def sampling_options(command: Command) -> Command:
