@@ -20,7 +20,7 @@ START_S = 120.0
 # What /proc/cpuinfo says of a CPU that can run a tier.
 AVX2 = {"avx2", "fma", "f16c", "bmi2"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi"}
-TIERS = {"avx2": AVX2, "avx512": AVX512}
+TIERS = {"avx2": AVX2, "avx_vnni": AVX2 | {"avx_vnni"}, "avx512": AVX512}
 
 
 class UserEnvironment:

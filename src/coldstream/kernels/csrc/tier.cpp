@@ -1,6 +1,7 @@
 #include "tier.h"
 
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -14,7 +15,7 @@ namespace coldstream {
 
 namespace {
 
-constexpr const char* names[] = {"generic", "avx2", "avx512", "amx"};
+constexpr const char* names[] = {"generic", "avx2", "avx_vnni", "avx512", "amx"};
 
 #if defined(__x86_64__)
 
@@ -42,6 +43,12 @@ bool has_avx2(const Features& cpu) {
 
 bool has_avx2() { return has_avx2(Features()); }
 
+// cpuid 7.1: EAX bit 4 is AVX-VNNI.
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+
 bool has_avx512() {
   constexpr unsigned masks_and_vectors = 0xe0;  // and the upper 16 vectors
   const Features cpu;
@@ -67,6 +74,7 @@ bool has_amx() {
 #else
 
 bool has_avx2() { return false; }
+bool has_avx_vnni() { return false; }
 bool has_avx512() { return false; }
 bool has_amx() { return false; }
 
@@ -80,6 +88,8 @@ bool tier_supported(Tier t) {
       return true;
     case Tier::avx2:
       return has_avx2();
+    case Tier::avx_vnni:
+      return has_avx_vnni();
     case Tier::avx512:
       return has_avx512();
     case Tier::amx:
@@ -89,7 +99,7 @@ bool tier_supported(Tier t) {
 }
 
 Tier tier_best() {
-  for (Tier t : {Tier::amx, Tier::avx512, Tier::avx2}) {
+  for (Tier t : {Tier::amx, Tier::avx512, Tier::avx_vnni, Tier::avx2}) {
     if (tier_supported(t)) return t;
   }
   return Tier::generic;
@@ -98,11 +108,11 @@ Tier tier_best() {
 const char* tier_name(Tier t) { return names[static_cast<int>(t)]; }
 
 Tier tier_from_name(const char* name) {
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < static_cast<int>(std::size(names)); i++) {
     if (std::strcmp(name, names[i]) == 0) return static_cast<Tier>(i);
   }
   throw std::invalid_argument(std::string("unknown tier '") + name +
-                              "': use generic, avx2, avx512, amx or auto");
+                              "': use generic, avx2, avx_vnni, avx512, amx or auto");
 }
 
 }  // namespace coldstream

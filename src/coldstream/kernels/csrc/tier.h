@@ -4,7 +4,7 @@
 
 namespace coldstream {
 
-enum class Tier : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+enum class Tier : int { generic = 0, avx2 = 1, avx_vnni = 2, avx512 = 3, amx = 4 };
 
 // The best tier that this machine (CPU and, for amx, kernel permission) can run.
 Tier tier_best();

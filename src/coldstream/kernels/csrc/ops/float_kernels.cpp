@@ -24,7 +24,7 @@ const FloatKernels& float_kernels_for(Tier t) {
     return kernels;
   }
   if (t == Tier::avx512) return float_kernels_avx512;
-  if (t == Tier::avx2) return float_kernels_avx2;
+  if (t == Tier::avx2 || t == Tier::avx_vnni) return float_kernels_avx2;
 #endif
   static_cast<void>(t);
   return float_kernels_generic;

@@ -36,10 +36,10 @@ inline __attribute__((always_inline)) Codes256 load_codes(const typename Traits<
 }
 
 // The integer scales of a super-block as int16, and the factors of the sums over 16 inputs: the minimums, or
-// minus the offset times the scales.
-template <QuantType Q>
+// minus the scales times what the codes have added.
+template <QuantType Q, int offset = Traits<Q>::is_signed ? 0 : Traits<Q>::offset>
 struct WideScales {
-  static constexpr bool has_factors = Traits<Q>::has_mins || !Traits<Q>::is_signed;
+  static constexpr bool has_factors = Traits<Q>::has_mins || offset != 0;
   __m256i scales;  // sixteen, or eight twice over
   __m256i factors;
   __m128i factors_32;  // of the sums over 32 inputs, for sub-blocks of 32
@@ -53,7 +53,7 @@ struct WideScales {
       if constexpr (T::has_mins) {
         factors_32 = widen_8(T::mins(*b).low);
       } else if constexpr (has_factors) {
-        factors_32 = _mm_mullo_epi16(eight, _mm_set1_epi16(-T::offset));
+        factors_32 = _mm_mullo_epi16(eight, _mm_set1_epi16(-offset));
       }
       if constexpr (has_factors) {
         factors = _mm256_set_m128i(_mm_unpackhi_epi16(factors_32, factors_32),
@@ -64,7 +64,7 @@ struct WideScales {
       if constexpr (T::has_mins) {
         factors = widen_16(T::mins(*b));
       } else if constexpr (has_factors) {
-        factors = _mm256_mullo_epi16(scales, _mm256_set1_epi16(-T::offset));
+        factors = _mm256_mullo_epi16(scales, _mm256_set1_epi16(-offset));
       }
     }
   }

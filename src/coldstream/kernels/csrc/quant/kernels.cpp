@@ -9,6 +9,8 @@ const QuantKernels& quant_kernels_for(Tier t) {
       return quant_kernels_generic;
     case Tier::avx2:
       return quant_kernels_avx2;
+    case Tier::avx_vnni:
+      return quant_kernels_avx_vnni;
     case Tier::avx512:
       return quant_kernels_avx512;
     case Tier::amx:

@@ -58,6 +58,7 @@ struct QuantKernels {
 
 extern const QuantKernels quant_kernels_generic;
 extern const QuantKernels quant_kernels_avx2;
+extern const QuantKernels quant_kernels_avx_vnni;
 extern const QuantKernels quant_kernels_avx512;
 extern const QuantKernels quant_kernels_amx;
 
