@@ -93,6 +93,7 @@ SITE := $(VENV)-site
 site:
 	@$(INSTALL)
 	$(PYTHON) tools/install.py $(SITE) site --beside $(VENV)
+	$(BIN)/python -m bench.report.result_files docs/result_files.md
 	$(SITE)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/site
 	rm -rf build/site/results && cp -r docs/results build/site/
 

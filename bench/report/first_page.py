@@ -61,3 +61,40 @@ def laptop() -> str:
         row += [f"**{r['cases'][name]['ours_tok_s']:.0f}**", f"{r['cases'][name]['llama_cpp_tok_s']:.0f}"]
     header = ["bundled model", "prompt of 512, tok/s", "llama.cpp", "generated tok/s", "llama.cpp"]
     return table(header, [row]) + f"\n{r['machine']['cpu_name']}, commit {r['commit']}: `{r['command']}`\n"
+
+
+def own_card() -> str:
+    """The full-size model on cards: measured where there was one, forecast by a plan elsewhere."""
+    decode, prefill, expected = load("gpu/hybrid_ahead"), prompts(), load("card_forecast")
+    whole = max((row for row in decode["rows"] if row["depth"] == 0), key=lambda row: row["experts_share"])
+    measured = [("all that it takes", whole, f"{prefill[None][PROMPT]:,.0f}")]
+    measured += [
+        (f"{row['vram_bytes'] / 2**30:.0f} GiB of its memory", row, f"{prefill[prompt_gib][PROMPT]:,.0f}")
+        for gib, prompt_gib, _ in SIZES
+        for row in decode["rows"]
+        if row["depth"] == 0 and abs(row["experts_bytes"] / 2**30 - gib) < 0.1
+    ]
+    name = decode["machine"]["gpu"]
+    rows = [
+        [f"{name}, {budget}", f"{row['experts_share']:.0%}", f"{row['tok_s']:.0f}", prompt, "**measured**"]
+        for budget, row, prompt in measured
+    ]
+    rows += [
+        [
+            f"{row['name']}, {row['memory_gib']} GB",
+            f"{row['experts_share']:.0%}",
+            f"{row['decode_tok_s']:.0f}",
+            f"{row['prefill_tok_s']:,.0f}",
+            "forecast",
+        ]
+        for row in expected["rows"]
+    ]
+    header = ["card", "experts on it", "generated tok/s", f"prompt of {PROMPT}, tok/s", "how it is known"]
+    machine, computer = decode["machine"], expected["computer"]
+    ram = decode["hardware"]["read_bytes_per_s"] / 1e9
+    where = (
+        f"Measured with {machine['cores']} cores and RAM of {ram:.0f} GB/s, commit {decode['commit']}. "
+        f"Forecast for {computer['cores']} cores with AVX2 and RAM of "
+        f"{computer['read_bytes_per_s'] / 1e9:.0f} GB/s, commit {expected['commit']}: `{expected['command']}`"
+    )
+    return table(header, rows) + f"\n{where}\n"

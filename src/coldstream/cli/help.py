@@ -16,7 +16,7 @@ from coldstream.cli.options import common_options
 from coldstream.cli.tables import print_table, width_of
 from coldstream.errors import ColdstreamError
 
-_OF_THE_SITE: Final = frozenset({"index", "api"})  # which only its builder can lay out
+_OF_THE_SITE: Final = frozenset({"index", "api", "result_files"})  # which only its builder can lay out
 _WIDEST: Final = 110  # cells of a line that is laid out
 
 
