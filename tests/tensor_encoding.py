@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 import gguf
-from bench.quantise import q2_0_blocks
+from bench.quantise_q2_0 import q2_0_blocks
 from gguf import GGMLQuantizationType as GgmlType
 
 # For types that are filled with random blocks: byte offset → factor of each float16 scale within a block. The
