@@ -57,8 +57,8 @@ class CapturedGraph(Generic[Outputs]):
 class CpuOps(ComposedOps):
     """`Ops` over the C++ kernels; one thread pool and one instruction-set tier.
 
-    tier is "auto" or one of generic, avx2, avx_vnni, avx512, amx. A tier that this machine lacks raises
-    UnsupportedError.
+    tier is "auto" or one of generic, avx2, avx_vnni, avx512, amx, neon and dotprod. UnsupportedError for one
+    that this machine lacks.
     """
 
     def __init__(self, threads: int, tier: str = "auto") -> None:

@@ -19,7 +19,7 @@ from coldstream.placement.plan import Tier
 
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_TYPES = ("auto", *run_plan.SPEC_TYPES)
-TIERS = ("auto", "generic", "avx2", "avx_vnni", "avx512", "amx")
+TIERS = ("auto", "generic", "avx2", "avx_vnni", "avx512", "amx", "neon", "dotprod")
 MAX_THREADS = 1024
 MAX_BYTES = 2**60
 MAX_PARALLEL = 64  # whole contexts

@@ -1,5 +1,6 @@
 #include "tier.h"
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
@@ -9,13 +10,15 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace coldstream {
 
 namespace {
 
-constexpr const char* names[] = {"generic", "avx2", "avx_vnni", "avx512", "amx"};
+constexpr const char* names[] = {"generic", "avx2", "avx_vnni", "avx512", "amx", "neon", "dotprod"};
 
 #if defined(__x86_64__)
 
@@ -80,6 +83,14 @@ bool has_amx() { return false; }
 
 #endif
 
+#if defined(__aarch64__)
+bool has_neon() { return true; }  // which compilers take for granted
+bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+#else
+bool has_neon() { return false; }
+bool has_dotprod() { return false; }
+#endif
+
 }  // namespace
 
 bool tier_supported(Tier t) {
@@ -94,25 +105,24 @@ bool tier_supported(Tier t) {
       return has_avx512();
     case Tier::amx:
       return has_amx();
+    case Tier::neon:
+      return has_neon();
+    case Tier::dotprod:
+      return has_dotprod();
   }
   return false;
 }
 
-Tier tier_best() {
-  for (Tier t : {Tier::amx, Tier::avx512, Tier::avx_vnni, Tier::avx2}) {
-    if (tier_supported(t)) return t;
-  }
-  return Tier::generic;
-}
+Tier tier_best() { return *std::find_if(std::rbegin(tiers), std::rend(tiers), tier_supported); }
 
 const char* tier_name(Tier t) { return names[static_cast<int>(t)]; }
 
 Tier tier_from_name(const char* name) {
-  for (int i = 0; i < static_cast<int>(std::size(names)); i++) {
-    if (std::strcmp(name, names[i]) == 0) return static_cast<Tier>(i);
+  for (Tier t : tiers) {
+    if (std::strcmp(name, tier_name(t)) == 0) return t;
   }
   throw std::invalid_argument(std::string("unknown tier '") + name +
-                              "': use generic, avx2, avx_vnni, avx512, amx or auto");
+                              "': use generic, avx2, avx_vnni, avx512, amx, neon, dotprod or auto");
 }
 
 }  // namespace coldstream

@@ -25,6 +25,8 @@ const FloatKernels& float_kernels_for(Tier t) {
   }
   if (t == Tier::avx512) return float_kernels_avx512;
   if (t == Tier::avx2 || t == Tier::avx_vnni) return float_kernels_avx2;
+#elif defined(__aarch64__)
+  if (t == Tier::neon || t == Tier::dotprod) return float_kernels_neon;
 #endif
   static_cast<void>(t);
   return float_kernels_generic;

@@ -162,6 +162,7 @@ struct FloatKernels {
 extern const FloatKernels float_kernels_generic;
 extern const FloatKernels float_kernels_avx2;  // exist on x86-64 only
 extern const FloatKernels float_kernels_avx512;
+extern const FloatKernels float_kernels_neon;  // exists on AArch64 only
 extern const CacheKernels integer_cache_kernels_amx[num_integer_cache_types];
 
 const FloatKernels& float_kernels_for(Tier t);

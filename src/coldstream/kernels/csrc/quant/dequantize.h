@@ -11,5 +11,6 @@ namespace coldstream {
 void dequantize_row_generic(QuantType type, const uint8_t* data, int64_t cols, float* out);
 void dequantize_row_avx2(QuantType type, const uint8_t* data, int64_t cols, float* out);
 void dequantize_row_avx512(QuantType type, const uint8_t* data, int64_t cols, float* out);
+void dequantize_row_neon(QuantType type, const uint8_t* data, int64_t cols, float* out);
 
 }  // namespace coldstream

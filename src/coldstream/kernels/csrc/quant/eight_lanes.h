@@ -7,6 +7,13 @@
 
 namespace coldstream {
 
+using FloatLanes = __m256;
+
+// To the second-level cache.
+static inline __attribute__((always_inline)) void prefetch_line(const char* p) {
+  _mm_prefetch(p, _MM_HINT_T1);
+}
+
 namespace {
 
 // half(0) … half(count - 1), float16 bits, as floats. In scalar registers, whose units have nothing else to
@@ -76,6 +83,16 @@ inline __attribute__((always_inline)) __m256 load_small_mins(const typename Trai
 // All ones in the first `count` of eight lanes.
 static inline __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+static inline __attribute__((always_inline)) FloatLanes zero_lanes() { return _mm256_setzero_ps(); }
+
+static inline __attribute__((always_inline)) void store_lanes(float* p, FloatLanes v) {
+  _mm256_storeu_ps(p, v);
+}
+
+static inline __attribute__((always_inline)) void store_first_lanes(float* p, int count, FloatLanes v) {
+  _mm256_maskstore_ps(p, first_lanes(count), v);
 }
 
 static inline float sum_lanes(__m256 p) {

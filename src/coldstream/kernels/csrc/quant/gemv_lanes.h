@@ -14,8 +14,12 @@
 
 #include <cstring>
 
-#include "quant/eight_lanes.h"
 #include "quant/kernels.h"
+#if defined(__aarch64__)
+#include "quant/eight_lanes_neon.h"
+#else
+#include "quant/eight_lanes.h"
+#endif
 
 namespace coldstream {
 
@@ -30,7 +34,7 @@ inline constexpr int capacity_of = rows != 0 ? rows : gemv_max_rows;
 static inline void prefetch_weights(const void* block, size_t bytes) {
   constexpr int distance = 8192;
   const auto* p = static_cast<const char*>(block) + distance;
-  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+  for (size_t i = 0; i < bytes; i += 64) prefetch_line(p + i);
 }
 
 // Weight rows n … n + count - 1, at most eight, which are the lanes: for rows that do not fill eight lanes
@@ -40,9 +44,9 @@ inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows&
                                                                const ActivationRow* x, int num_rows,
                                                                float* const* out) {
   using Block = typename Kernel::T::Block;
-  __m256 p[8][capacity_of<rows>];
+  FloatLanes p[8][capacity_of<rows>];
   for (int lane = 0; lane < 8; lane++) {
-    for (int t = 0; t < num_rows; t++) p[lane][t] = _mm256_setzero_ps();
+    for (int t = 0; t < num_rows; t++) p[lane][t] = zero_lanes();
   }
   const uint8_t* data = w.data + n * w.row_bytes;
   for (int64_t g = 0; g < w.cols / group_elements; g++) {
@@ -50,11 +54,11 @@ inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows&
         data + g * static_cast<int64_t>(sizeof(Block)), w.row_bytes, count, x, g, num_rows, p[g % 8]);
   }
   for (int t = 0; t < num_rows; t++) {
-    const __m256 of_row[8] = {p[0][t], p[1][t], p[2][t], p[3][t], p[4][t], p[5][t], p[6][t], p[7][t]};
+    const FloatLanes of_row[8] = {p[0][t], p[1][t], p[2][t], p[3][t], p[4][t], p[5][t], p[6][t], p[7][t]};
     if constexpr (full) {
-      _mm256_storeu_ps(out[t] + n, sum_accumulators(of_row));
+      store_lanes(out[t] + n, sum_accumulators(of_row));
     } else {
-      _mm256_maskstore_ps(out[t] + n, first_lanes(count), sum_accumulators(of_row));
+      store_first_lanes(out[t] + n, count, sum_accumulators(of_row));
     }
   }
 }
@@ -65,9 +69,9 @@ inline __attribute__((always_inline)) void multiply_whole_rows(const WeightRows&
                                                                int64_t distance, const ActivationRow* x,
                                                                int num_rows, float* const* out) {
   using Block = typename Kernel::T::Block;
-  __m256 p[streams][capacity_of<rows>];
+  FloatLanes p[streams][capacity_of<rows>];
   for (int s = 0; s < streams; s++) {
-    for (int t = 0; t < num_rows; t++) p[s][t] = _mm256_setzero_ps();
+    for (int t = 0; t < num_rows; t++) p[s][t] = zero_lanes();
   }
   for (int64_t b = 0; b < w.cols / group_elements; b += 8) {
     for (int s = 0; s < streams; s++) {
@@ -112,7 +116,7 @@ inline constexpr int blocks_in_group = group_elements / Kernel::T::block_inputs;
 template <typename Kernel>
 inline __attribute__((always_inline)) void add_last_blocks(const WeightRows& w, int64_t n, int64_t b,
                                                            int rest, const ActivationRow* x, int num_rows,
-                                                           __m256* p) {
+                                                           FloatLanes* p) {
   using Block = typename Kernel::T::Block;
   constexpr int per_group = blocks_in_group<Kernel>;
   const uint8_t* data = w.data + n * w.row_bytes + b * static_cast<int64_t>(sizeof(Block));
@@ -137,8 +141,8 @@ void gemv_of_small_blocks(const WeightRows& w, const ActivationRow* x, int num_r
   const int64_t num_blocks = w.cols / Kernel::T::block_inputs;
   for (int64_t n = 0; n < w.count; n++) {
     const auto* row = reinterpret_cast<const Block*>(w.data + n * w.row_bytes);
-    __m256 p[capacity_of<rows>];
-    for (int t = 0; t < num_rows; t++) p[t] = _mm256_setzero_ps();
+    FloatLanes p[capacity_of<rows>];
+    for (int t = 0; t < num_rows; t++) p[t] = zero_lanes();
     int64_t b = 0;
     for (; b + per_group <= num_blocks; b += per_group) {
       prefetch_weights(row + b, per_group * sizeof(Block));

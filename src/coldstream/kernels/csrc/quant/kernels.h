@@ -61,6 +61,8 @@ extern const QuantKernels quant_kernels_avx2;
 extern const QuantKernels quant_kernels_avx_vnni;
 extern const QuantKernels quant_kernels_avx512;
 extern const QuantKernels quant_kernels_amx;
+extern const QuantKernels quant_kernels_neon;
+extern const QuantKernels quant_kernels_dotprod;
 
 // The table of a tier that this machine supports.
 const QuantKernels& quant_kernels_for(Tier t);

@@ -439,6 +439,8 @@ concept HasHalfScale = requires(const typename T::Block& b) { T::half_d(b); };
 inline float half_bits_to_float(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
+#elif defined(__aarch64__)
+  return std::bit_cast<__fp16>(bits);
 #else
   return half_to_float(bits);
 #endif

@@ -44,7 +44,7 @@ Tier tier_from_argument(const std::string& name) {
 
 std::vector<std::string> supported_tiers() {
   std::vector<std::string> names;
-  for (Tier t : {Tier::generic, Tier::avx2, Tier::avx_vnni, Tier::avx512, Tier::amx}) {
+  for (Tier t : tiers) {
     if (tier_supported(t)) names.push_back(tier_name(t));
   }
   return names;
