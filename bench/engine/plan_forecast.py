@@ -3,7 +3,8 @@
     python -m bench.engine.plan_forecast --mix Q4_K_M Q2_K --device cpu --layers 4 --vocab 32768
     python -m bench.engine.plan_forecast --mix UD-IQ3_S --device cuda --vram auto 8G --experts 3 0
 
-The file of a mix is written to `--folder`, measured with each budget, and removed. The plan that is measured
+The file of a mix is written to `--folder`, measured with each budget, and removed; with --keep it stays, and
+one that is there is used. The plan that is measured
 is the one that is asked for its forecast; the machine's rates are measured anew before the first. Decoding
 follows text that walks through the vocabulary, so that experts are used as often as the plan's hit rates say.
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -171,9 +173,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "mixes": {},
     }
     for number, mix in enumerate(options.mix):
-        with TemporaryDirectory(dir=options.folder) as folder:
+        with ExitStack() as stack:
+            folder = options.keep or stack.enter_context(TemporaryDirectory(dir=options.folder))
             path = Path(folder) / f"{mix.name}.gguf"
-            FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), mix=mix).write()
+            if not path.exists():
+                FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), mix=mix).write()
             result["mixes"][mix.name] = {
                 "file_bytes": path.stat().st_size,
                 "rows": measure_mix(path, options, work, again=not number),
@@ -209,6 +213,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--timed-tokens", type=int, default=256)
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="instead, where the files stay")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     return parser

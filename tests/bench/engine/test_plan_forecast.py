@@ -73,6 +73,18 @@ def test_each_mix_has_its_forecast_beside_its_run(
     assert status == int(not all(near))
 
 
+def test_a_file_that_is_kept_is_used_again(
+    tmp_path: Path, plans: list[tuple[Planned, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--mix", "IQ4_XS", "--keep", str(tmp_path))
+    _, first = run(tmp_path, monkeypatch, *words)
+    (kept,) = tmp_path.glob("*.gguf")
+    written = kept.stat().st_mtime_ns
+    _, second = run(tmp_path, monkeypatch, *words)
+    assert kept.stat().st_mtime_ns == written
+    assert first["mixes"]["IQ4_XS"]["file_bytes"] == second["mixes"]["IQ4_XS"]["file_bytes"]
+
+
 def test_a_run_of_another_text_is_no_figure(
     tmp_path: Path, plans: list[tuple[Planned, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
