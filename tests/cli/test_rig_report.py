@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 from builders import write_gguf
 from coldstream.cli.doctor import finding_lines, summary
-from coldstream.cli.rig_report import Figure, RigReport, render
+from coldstream.cli.rig_report import Figure, RigReport, given_settings, render
 from coldstream.planning.diagnosis import find
 from machine_facts import SOUND
 
@@ -78,3 +79,10 @@ def test_the_form_asks_for_the_commands_that_write_one() -> None:
     assert "coldstream bench MODEL" in fields["report"]["description"]
     assert "coldstream verify MODEL" in fields["report"]["description"]
     assert FORM.read_text().count("--report") == 2
+
+
+def test_a_file_that_an_option_names_goes_by_its_last_part() -> None:
+    parameters = [click.Option(["--plan"]), click.Option(["--threads"], default=2), click.Argument(["model"])]
+    command = click.Command("bench", params=parameters)
+    with command.make_context("bench", ["--plan", "/data/ann/a.json", "/data/ann/model.gguf"]) as context:
+        assert given_settings(context) == ("plan a.json",)

@@ -34,8 +34,9 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """The room of the package in which it lies; a module beside the rooms is its own."""
-        return Path(self.file).parts[2].removesuffix(".py")
+        """The room of the package in which it lies, or `tools`; a module beside the rooms is its own."""
+        first, *others = Path(self.file).parts
+        return others[1].removesuffix(".py") if first == "src" else first
 
     @property
     def is_compiled(self) -> bool:
