@@ -15,7 +15,7 @@ import pytest
 
 from coldstream.cli.doctor import document, finding_lines, summary
 from coldstream.cli.tables import pair_lines
-from coldstream.planning.diagnosis import find
+from coldstream.planning.diagnosis import Finding, find
 from coldstream.planning.machine import measured_hardware
 from fake_driver import build_driver
 from machine_facts import GIB, NO_GPU, SOUND
@@ -98,6 +98,11 @@ def test_a_finding_is_a_line_with_its_level() -> None:
     assert error.startswith("error: 1 further threads may be started")
     assert advice.startswith("faster: 1.0 GiB of RAM may be locked")
     assert max(map(len, finding_lines(find(small), 60))) <= 60
+
+
+def test_a_finding_does_not_control_the_terminal() -> None:
+    finding = Finding("x", "error", "the folder \x1b[2J is full", "`rm a\x1b[31m`")
+    assert finding_lines((finding,), None) == ["error: the folder \\x1b[2J is full: `rm a\\x1b[31m`"]
 
 
 def test_text_of_others_does_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
