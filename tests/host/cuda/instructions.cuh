@@ -51,6 +51,16 @@ inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
 
 inline int signed_byte(uint32_t word, int i) { return int8_t(word >> 8 * i); }
 
+inline uint32_t in_register(uint32_t number) { return number; }
+
+// Bit 3 of a nibble takes the sign of the byte.
+inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint32_t bytes = __byte_perm(low, high, selector), signs = (selector >> 3 & 1) * 0xff |
+                         (selector >> 7 & 1) * 0xff00 | (selector >> 11 & 1) * 0xff0000 |
+                         (selector >> 15 & 1) * 0xff000000;
+  return (bytes & ~signs) | ((bytes >> 7 & 0x01010101u) * 255 & signs);
+}
+
 template <int count>
 void meet_at(int barrier) {
   meet_some(barrier, count);

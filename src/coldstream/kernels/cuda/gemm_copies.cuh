@@ -7,7 +7,7 @@
 // is ever −0.
 #pragma once
 
-#include "cuda/gemm_weights.cuh"
+#include "cuda/gemm_lookups.cuh"
 
 namespace coldstream::gemm {
 
@@ -43,7 +43,10 @@ struct Tiling {
   static constexpr int sums_at = offsets_at + (Group::in_place ? 0 : 4 * rows);
   static constexpr int token_sums_bytes = by_warpgroups ? plain_bytes / swizzled_rows : sum_pitch;
   static constexpr int sums_end = sums_at + (Group::has_sums ? token_sums_bytes * tokens : 0);
-  static constexpr int codes_at = by_warpgroups ? round_up(sums_end, swizzle_bytes) : sums_end;
+  // The sum of a token's codes.
+  static constexpr bool has_totals = by_warpgroups && Lookup<Weights>::is_halved;
+  static constexpr int totals_at = sums_end, totals_end = totals_at + (has_totals ? 4 * tokens : 0);
+  static constexpr int codes_at = by_warpgroups ? round_up(totals_end, swizzle_bytes) : totals_end;
   static constexpr int weights_at = codes_at + (by_warpgroups ? group_size : code_pitch) * tokens;
   static constexpr int stage_end = weights_at + weight_pitch * rows;
   static constexpr int stage_bytes = by_warpgroups ? round_up(stage_end, swizzle_bytes) : stage_end;
@@ -52,7 +55,9 @@ struct Tiling {
   // registers.
   static constexpr int shared_levels = !Weights::is_super ? 0 : Group::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
-  static constexpr int shared_bytes = waiting_at + shared_levels * 4 * rows * tokens;
+  static constexpr int lookups_at = waiting_at + shared_levels * 4 * rows * tokens;
+  static constexpr int lookup_words = by_warpgroups ? Lookup<Weights>::words : 0;
+  static constexpr int shared_bytes = lookups_at + 4 * lookup_words;
 
   static_assert(tokens % 16 == 0);
   static_assert(Group::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
@@ -118,6 +123,7 @@ struct Copier {
   static constexpr int code_tokens = copying_threads / chunks;  // in a pass
   static constexpr int code_passes = (T::tokens + code_tokens - 1) / code_tokens;
   static constexpr bool converts_sums = Group::has_sums && T::by_warpgroups;  // to float16
+  static constexpr bool loads_sums = converts_sums || T::has_totals;
   static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one or both for its scales
 
   const Job& job;
@@ -140,7 +146,7 @@ struct Copier {
         phase ^= 1;
       }
       uint4 sums;
-      if constexpr (converts_sums) sums = load_sums();
+      if constexpr (loads_sums) sums = load_sums();
       wait_barrier(stage + T::empty_at, phase);
       const auto following = position.next(job.x.num_groups);
       if (lane == 0) {
@@ -152,6 +158,7 @@ struct Copier {
         copy_weights(stage);
         copy_activations(stage);
         if constexpr (converts_sums) store_sums(stage, sums);
+        if constexpr (T::has_totals) store_total(stage, sums);
       }
       arrive_after_copies(stage + T::full_at);
       arrive_barrier(stage + T::full_at);
@@ -224,6 +231,16 @@ struct Copier {
   __device__ void store_sums(uint32_t stage, const uint4& sums) const {
     store_shared_16(stage + T::sums_at + plain_place(lane / 2, lane % 2), halves_of(sums.x),
                     halves_of(sums.y), halves_of(sums.z), halves_of(sums.w));
+  }
+
+  // Two threads have the sums of a token.
+  __device__ void store_total(uint32_t stage, const uint4& sums) const {
+    const uint32_t words[4] = {sums.x, sums.y, sums.z, sums.w};
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) total += int16_t(words[i]) + (int(words[i]) >> 16);
+    total += __shfl_xor_sync(all_lanes, total, 1);
+    if (lane % 2 == 0) store_shared_4(stage + T::totals_at + 4 * (lane / 2), total);
   }
 
   __device__ void copy_activations(uint32_t stage) {

@@ -33,6 +33,16 @@ __device__ __forceinline__ void add_group_of(int count, const Fragment& at, cons
     add_group<T, T::nt>(at, stage, unpacked, num_blocks, sums);
 }
 
+// The tables of planes, by the warps that multiply, while the others copy.
+template <class T>
+__device__ __forceinline__ void fill_lookups(uint8_t* shared) {
+  uint32_t* words = reinterpret_cast<uint32_t*>(shared + T::lookups_at);
+#pragma unroll 4
+  for (int k = threadIdx.x; k < T::lookup_words; k += T::multiplying_threads)
+    words[k] = Lookup<typename T::Weights>::word(k);
+  meet_at<T::multiplying_threads>(1);
+}
+
 // The warps that multiply, each for itself or in fours.
 template <class T, class Job>
 __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
@@ -42,6 +52,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   Accumulators<T> sums;
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();
+  if constexpr (T::lookup_words > 0) fill_lookups<T>(shared);
   for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
     if (offset == T::stages * T::stage_bytes) {
       offset = 0;
@@ -57,7 +68,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
       meet_at<T::multiplying_threads>(1);
     }
     if constexpr (T::by_warpgroups)
-      add_group_of_by_warpgroups<T>(head.count, at, stage, sums.p[0][0]);
+      add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0][0]);
     else
       add_group_of<T>(head.count, at, stage, unpacked, head.progress >> 16, sums);
     __syncwarp();

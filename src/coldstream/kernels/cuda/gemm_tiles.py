@@ -27,6 +27,17 @@ WINDOW = 16  # bytes
 PITCH_UNIT = 32  # of rows of weights that are unpacked
 HEADER_BYTES = 32  # of a stage, with its barriers
 COPYING_WARPS = 4
+# Bytes of the tables of `gemm_lookups.cuh`, and the types whose planes are halves of odd products.
+LOOKUP_BYTES = {
+    QuantType.IQ1_S: 8256,
+    QuantType.IQ1_M: 8256,
+    QuantType.IQ2_XXS: 24576,
+    QuantType.IQ2_XS: 40960,
+    QuantType.IQ2_S: 65568,
+    QuantType.IQ3_XXS: 49152,
+    QuantType.IQ3_S: 32832,
+}
+HALVED = frozenset({QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ3_S})
 IN_PLACE = frozenset(kind for kind in INTEGER_TYPES if kind.block_bytes % WINDOW == 0)
 BLOCK_SIZE = 32
 SWIZZLE_BYTES = 1024
@@ -73,6 +84,7 @@ class Tiling:
         scale_bytes = BLOCK_SCALE_PITCH if is_small else 4
         sums_end = HEADER_BYTES + (scale_bytes + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
         if self.by_warpgroups:
+            sums_end += 4 * self.tokens * (self.quant_type in HALVED)
             codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
             stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
         else:
@@ -80,7 +92,8 @@ class Tiling:
         table_pitch = MINIMUM_TABLE_PITCH if is_small and self.quant_type in MINIMUM_TYPES else TABLE_PITCH
         unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + table_pitch
         waiting_bytes = 4 * self.shared_levels * self.tokens
-        return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows
+        lookup_bytes = LOOKUP_BYTES.get(self.quant_type, 0) if self.by_warpgroups else 0
+        return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows + lookup_bytes
 
     @property
     def shared_levels(self) -> int:

@@ -12,7 +12,7 @@ namespace coldstream::gemm {
 constexpr int copying_registers = 72, multiplying_registers = 216;
 
 // The sums of both planes of one group, or of the low one alone.
-template <class T, int nt, bool has_high>
+template <class T, int nt, bool has_high, bool is_halved>
 struct PlaneProducts {
   int high[has_high ? nt : 1][4], low[nt][4];
   uint32_t codes;  // shared address
@@ -32,9 +32,12 @@ struct PlaneProducts {
     if constexpr (has_high) take_products(high);
     take_products(low);
   }
-  __device__ float total(int n, int i) const {
-    if constexpr (has_high) return float(high[n][i] * 256 + low[n][i]);
-    return float(of_folded<typename T::Weights>(low[n][i]));
+  // `sum` is that of the activations' codes.
+  __device__ float total(int n, int i, int sum) const {
+    int total = low[n][i];
+    if constexpr (has_high) total += high[n][i] * 256;
+    if constexpr (is_halved) return float(2 * total + sum);
+    return float(has_high ? total : of_folded<typename T::Weights>(total));
   }
 };
 
@@ -48,14 +51,18 @@ __device__ __forceinline__ void split_products(uint32_t bytes, int scale, uint32
   high = __byte_perm(even, odd, 0x7351);
 }
 
-// Q4_K and Q5_K: the planes of 32 inputs at a time.
+// Planes of 32 inputs at a time. With two of these steps together, their loads overlap.
+
+// Q4_K and Q5_K.
 template <class T>
 struct BlockPlanes {
   using Weights = typename T::Weights;
+  static constexpr bool has_high = true, is_halved = false;
+  static constexpr int steps_together = 1;
   static constexpr bool has_high_bits = is_same<Weights, Q5_K>;
   uint32_t bytes[4][4], scales[2][2], high_bits[4];  // all of them early: loads take long
 
-  __device__ __forceinline__ BlockPlanes(const Fragment& at, const uint8_t* stage) {
+  __device__ __forceinline__ BlockPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*) {
     const uint8_t* base = stage + T::weights_at;
     const uint32_t address = shared_address(base) + at.matrix_of_weights(T::weight_pitch);
 #pragma unroll
@@ -91,10 +98,12 @@ __device__ __forceinline__ typename T::Weights::Near lane_block(const Fragment& 
 // The same for Q6_K. While half-words are together, products have 32768 added.
 template <class T>
 struct Q6_KPlanes {
+  static constexpr bool has_high = true, is_halved = false;
+  static constexpr int steps_together = 1;
   typename T::Weights::Near rows[2];
   uint32_t low_bits[4][2], high_bits[4], scales[2][2];  // of 128 inputs, for the four registers of A
 
-  __device__ __forceinline__ Q6_KPlanes(const Fragment& at, const uint8_t* stage)
+  __device__ __forceinline__ Q6_KPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*)
       : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
 
   __device__ __forceinline__ void load_half_of(int half) {
@@ -126,43 +135,102 @@ struct Q6_KPlanes {
   }
 };
 
-// The same for other types without a header.
+// The same for types whose scales are folded into their codes.
 template <class T>
-struct UnpackedPlanes {
+struct FoldedPlanes {
   using Weights = typename T::Weights;
-  // Of interleaved types a byte serves four steps.
-  static constexpr int steps_at_once = Weights::is_interleaved ? 4 : 1;
+  static_assert(Weights::folds_scales && Weights::is_interleaved);
+  static constexpr bool has_high = false, is_halved = false;
+  static constexpr int steps_together = 2, byte_steps = 4;  // a byte has codes of so many
   typename Weights::Near rows[2];
-  uint32_t codes[steps_at_once][4];  // for the four registers of A
+  uint32_t words[byte_steps][4];  // for the four registers of A
 
-  __device__ __forceinline__ UnpackedPlanes(const Fragment& at, const uint8_t* stage)
+  __device__ __forceinline__ FoldedPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*)
       : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
 
   __device__ __forceinline__ void load(int step) {
     const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int k = 0; k < steps_at_once; k++)
+    for (int k = 0; k < byte_steps; k++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const SplitIndex word = {t, 8 * (step + k) + i / 2 * 4};
-        if constexpr (Weights::folds_scales)
-          codes[k][i] = Weights::folded_word(rows[i % 2], word);
-        else
-          codes[k][i] = Weights::word(rows[i % 2], word) ^ 0x80808080u;  // 128 more
-      }
+      for (int i = 0; i < 4; i++)
+        words[k][i] = Weights::folded_word(rows[i % 2], SplitIndex{t, 8 * (step + k) + i / 2 * 4});
   }
 
-  __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
-    if (step % steps_at_once == 0) load(step);
+  __device__ __forceinline__ void make(int step, uint32_t (&)[4], uint32_t (&low)[4]) {
+    if (step % byte_steps == 0) load(step);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t bytes = codes[step % steps_at_once][i];
-      if constexpr (Weights::folds_scales) {
-        low[i] = bytes;
-      } else {
-        const int scale = Weights::scale(rows[i % 2], Weights::sub_blocks == 16 ? 2 * step + i / 2 : step);
-        split_products(bytes, scale, 0x80008000u - 0x00800080u * scale, high[i], low[i]);
-        high[i] ^= 0x80808080u;
+    for (int i = 0; i < 4; i++) low[i] = words[step % byte_steps][i];
+  }
+};
+
+// The same for IQ4_XS. A word of the file has the codes of a lane's two words, in turn. The levels have 128
+// added, and products 32768 while half-words are together.
+template <class T>
+struct IQ4_XSPlanes {
+  using Weights = typename T::Weights;
+  static constexpr bool has_high = true, is_halved = false;
+  static constexpr int steps_together = 2;
+  typename Weights::Near rows[2];
+  const uint32_t in_order = in_register(0x32103210u);
+  const uint32_t levels[4] = {level_word(0), level_word(1), level_word(2), level_word(3)};
+
+  __device__ __forceinline__ IQ4_XSPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*)
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
+
+  __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t codes = rows[h].word(SplitIndex{4 * t, 8 + 16 * step});
+      const uint32_t numbers = codes & 0x77777777u, halves = (codes >> 1 & 0x44444444u) | in_order;
+      const uint32_t bytes[2] = {levels_of(numbers, halves), levels_of(numbers >> 16, halves >> 16)};
+      const int scale = Weights::scale(rows[h], step);
+      const uint32_t bias = in_register(0x80008000u - 0x00800080u * scale);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        uint32_t products[2];  // two half-words each
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          products[k] = (c == 0 ? bytes[k] & 0x00ff00ffu : __byte_perm(bytes[k], 0, 0x4341)) * scale + bias;
+        low[2 * c + h] = __byte_perm(products[0], products[1], 0x6420);
+        high[2 * c + h] = __byte_perm(products[0], products[1], 0x7531) ^ 0x80808080u;
+      }
+    }
+  }
+
+ private:
+  // Of four numbers below 8 among the first eight levels or the last eight: 4 more in a nibble of `halves`.
+  __device__ __forceinline__ uint32_t levels_of(uint32_t numbers, uint32_t halves) const {
+    return permute(permute(levels[0], levels[1], numbers), permute(levels[2], levels[3], numbers), halves);
+  }
+  __device__ static __forceinline__ uint32_t level_word(int k) {
+    return in_register(iq4_values.words[k] ^ 0x80808080u);
+  }
+};
+
+// The same by look-ups.
+template <class T>
+struct LookupPlanes {
+  using Look = Lookup<typename T::Weights>;
+  static constexpr bool has_high = Look::has_high, is_halved = Look::is_halved;
+  static constexpr int steps_together = 2;
+  typename T::Weights::Near rows[2];
+  const uint8_t* tables;
+
+  __device__ __forceinline__ LookupPlanes(const Fragment& at, const uint8_t* stage, const uint8_t* tables)
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)}, tables(tables) {}
+
+  __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
+    const LaneWords lane(threadIdx.x % warp_size);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      uint32_t high_words[2], low_words[2];
+      Look::make(rows[h], step, lane, tables, high_words, low_words);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        if constexpr (has_high) high[2 * c + h] = high_words[c];
+        low[2 * c + h] = low_words[c];
       }
     }
   }
@@ -251,25 +319,30 @@ struct Choose<false, A, B> {
 template <class T, int nt>
 struct Kinds {
   using Weights = typename T::Weights;
-  using Loaded = typename Choose<is_same<Weights, Q6_K>, Q6_KPlanes<T>, UnpackedPlanes<T>>::Type;
-  using Planes = typename Choose<T::Group::in_place, BlockPlanes<T>, Loaded>::Type;
+  using Loaded = typename Choose<is_same<Weights, Q6_K>, Q6_KPlanes<T>, FoldedPlanes<T>>::Type;
+  using Sixteen = typename Choose<is_same<Weights, IQ4_XS>, IQ4_XSPlanes<T>, Loaded>::Type;
+  using Own = typename Choose<T::Group::in_place, BlockPlanes<T>, Sixteen>::Type;
+  using Planes = typename Choose<(T::lookup_words > 0), LookupPlanes<T>, Own>::Type;
   using Floats = typename Choose<Weights::has_mins, MinimumFloats<T, nt>, PlainFloats<T, nt>>::Type;
 };
 
 // Adds the group at `stage` for 8 * nt activation rows.
 template <class T, int nt>
 __device__ __forceinline__ void add_group_by_warpgroups(const Fragment& at, const uint8_t* stage,
-                                                        float (&p)[T::nt][4]) {
-  using Kind = Kinds<T, nt>;
-  typename Kind::Planes planes(at, stage);
-  typename Kind::Floats floats(at, stage);
-  PlaneProducts<T, nt, !T::Weights::folds_scales> products(stage);
+                                                        const uint8_t* lookups, float (&p)[T::nt][4]) {
+  using Planes = typename Kinds<T, nt>::Planes;
+  Planes planes(at, stage, lookups);
+  typename Kinds<T, nt>::Floats floats(at, stage);
+  PlaneProducts<T, nt, Planes::has_high, Planes::is_halved> products(stage);
+  constexpr int steps = Planes::steps_together;
 #pragma unroll
-  for (int i = 0; i < group_size / 32; i++) {
-    uint32_t high[4], low[4];
-    planes.make(i, high, low);
+  for (int i = 0; i < group_size / 32; i += steps) {
+    uint32_t high[steps][4], low[steps][4];
+#pragma unroll
+    for (int k = 0; k < steps; k++) planes.make(i + k, high[k], low[k]);
     begin_products();
-    products.add(high, low, i);
+#pragma unroll
+    for (int k = 0; k < steps; k++) products.add(high[k], low[k], i + k);
     commit_products();
     wait_for_products<1>();  // so that few planes are in registers
   }
@@ -279,23 +352,27 @@ __device__ __forceinline__ void add_group_by_warpgroups(const Fragment& at, cons
 #pragma unroll
   for (int n = 0; n < nt; n++) {
     const float2 scales = scales_of<T>(at, stage, n);
+    int2 sums = {};
+    if constexpr (T::has_totals) sums = totals_of<T>(at, stage, n);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      p[n][i] = floats.add(products.total(n, i), i % 2 ? scales.y : scales.x, n, i, p[n][i]);
+      p[n][i] = floats.add(products.total(n, i, i % 2 ? sums.y : sums.x), i % 2 ? scales.y : scales.x, n, i,
+                           p[n][i]);
   }
 }
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
 __device__ __forceinline__ void add_group_of_by_warpgroups(int count, const Fragment& at,
-                                                           const uint8_t* stage, float (&p)[T::nt][4]) {
+                                                           const uint8_t* stage, const uint8_t* lookups,
+                                                           float (&p)[T::nt][4]) {
   see_copies();
   if (count <= 16)
-    add_group_by_warpgroups<T, 2>(at, stage, p);
+    add_group_by_warpgroups<T, 2>(at, stage, lookups, p);
   else if (count <= 32)
-    add_group_by_warpgroups<T, 4>(at, stage, p);
+    add_group_by_warpgroups<T, 4>(at, stage, lookups, p);
   else
-    add_group_by_warpgroups<T, 8>(at, stage, p);
+    add_group_by_warpgroups<T, 8>(at, stage, lookups, p);
 }
 
 }  // namespace coldstream::gemm

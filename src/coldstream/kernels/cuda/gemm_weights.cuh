@@ -149,6 +149,13 @@ __device__ __forceinline__ float2 scales_of(const Fragment& at, const uint8_t* s
                                           4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
 }
 
+// The sums of the codes of the activation rows 2t and 2t + 1 of tile n.
+template <class T>
+__device__ __forceinline__ int2 totals_of(const Fragment& at, const uint8_t* stage, int n) {
+  return *reinterpret_cast<const int2*>(stage + T::totals_at +
+                                        4 * ((n * T::columns + at.column) * 8 + 2 * at.t));
+}
+
 // M by two more products: the bytes of the int16 sums are a row of B, low bytes unsigned, high bytes signed.
 __device__ __forceinline__ void minimum_sums(float (&offsets)[4], const uint32_t (&a_low)[4],
                                              const uint32_t (&a_high)[4], const uint32_t (&b)[2]) {

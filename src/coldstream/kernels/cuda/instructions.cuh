@@ -99,6 +99,19 @@ __device__ __forceinline__ int signed_byte(uint32_t word, int i) {
   return byte;
 }
 
+// Bytes of two words by the nibbles of the selector, all of them below 8. __byte_perm masks nibbles first.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
+// A number in a register: of a constant the compiler does not know it, and it does not rearrange a sum.
+__device__ __forceinline__ uint32_t in_register(uint32_t number) {
+  asm("" : "+r"(number));
+  return number;
+}
+
 // A barrier of `count` threads of the block, whole warps, with one of the numbers 1 … 15.
 template <int count>
 __device__ __forceinline__ void meet_at(int barrier) {
