@@ -1,0 +1,210 @@
+# ruff: noqa: N802 — functions have the driver's names
+"""What the runtime calls, on the host: memory is the host's, and queued work runs at once.
+
+Streams and events order nothing here; `device_model.py` is for that. A recorded graph keeps its calls and
+makes them again when it is launched.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from coldstream.kernels.cuda.runtime import allocations, calls, copies, graphs, streams
+
+ALIGNMENT = 256
+DONE = driver.CUresult.CUDA_SUCCESS
+REFUSED = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+TOTAL_BYTES = 2**36
+RUBBISH = 0xA5
+CAPABILITY = (8, 0)
+
+
+class HostStream:
+    """A stream without pending work, which counts calls. Queued work has run when a call returns."""
+
+    handle = 0
+    core = None
+
+    def __init__(self, core: object = None) -> None:
+        self.num_waits = self.num_uploads = self.num_downloads = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+    def wait_event(self, event: "HostEvent") -> None: ...
+
+    def wait_stream(self, other: "HostStream") -> None: ...
+
+
+class HostEvent:
+    """An event that has happened."""
+
+    def __init__(self, *, has_time: bool = False) -> None: ...
+
+    def record(self, stream: HostStream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def milliseconds_since(self, begin: "HostEvent") -> float:
+        return 1.0
+
+
+@dataclass
+class _Buffer:
+    """Memory of a resource."""
+
+    driver: "HostDriver"
+    handle: int
+
+    def close(self, stream: object = None) -> None:
+        self.driver.cuMemFree(self.handle)
+
+
+@dataclass
+class _Resource:
+    """In place of a memory resource of cuda.core."""
+
+    driver: "HostDriver"
+    handle: int = 0
+
+    def allocate(self, size: int, *, stream: object = None) -> _Buffer:
+        return _Buffer(self.driver, self.driver.cuMemAlloc(size)[1])
+
+
+@dataclass
+class _Recorded:
+    """In place of a graph of cuda.core: calls that are made again."""
+
+    calls: list[Callable[[], object]]
+
+    def launch(self, stream: object) -> None:
+        for call in self.calls:
+            call()
+
+
+class HostDriver:
+    """Replaces what the runtime has of cuda.core, and functions of `cuda.bindings.driver`.
+
+    current: the default stream. recording: the calls of the capture that is going on, else None.
+    """
+
+    def __init__(self) -> None:
+        self.current = HostStream()
+        self.recording: list[Callable[[], object]] | None = None
+        self.taken_bytes = 0
+        self._blocks: dict[int, np.ndarray[Any, Any]] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator["HostDriver"]:
+        """Inside, the runtime finds this driver, on every thread."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in dir(self):
+                if name.startswith("cu") and name[2].isupper():
+                    patch.setattr(driver, name, getattr(self, name))
+            for module in (calls, streams, graphs, allocations, copies):
+                patch.setattr(module, "attach", lambda: None)
+            for module in (calls, allocations):
+                patch.setattr(module, "synchronize", lambda: None)
+            patch.setattr(calls, "is_usable_here", lambda: True)
+            patch.setattr(calls, "capability", lambda: CAPABILITY)
+            patch.setattr(streams, "Stream", HostStream)
+            patch.setattr(streams, "Event", HostEvent)
+            patch.setattr(streams, "_DEFAULT", self.current)
+            patch.setattr(streams, "_current", streams._Current())
+            patch.setattr(graphs, "_recorded", self.recorded)
+            patch.setattr(allocations, "_pool", lambda: _Resource(self))
+            patch.setattr(allocations, "_page_locked", lambda: _Resource(self))
+            yield self
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Does it, or records it."""
+        if self.recording is not None:
+            self.recording.append(work)
+        else:
+            work()
+
+    def recorded(self, step: Callable[[], Any]) -> tuple[_Recorded, Any]:
+        """In place of `graphs._recorded`."""
+        assert self.recording is None
+        self.recording = []
+        try:
+            outputs = step()
+            return _Recorded(self.recording), outputs
+        finally:
+            self.recording = None
+
+    def cuMemAlloc(self, size: int) -> tuple[object, int]:
+        if self.taken_bytes + size > TOTAL_BYTES:
+            return REFUSED, 0
+        memory = np.full(size + ALIGNMENT, RUBBISH, np.uint8)
+        address = memory.ctypes.data + -memory.ctypes.data % ALIGNMENT
+        self._blocks[address] = memory
+        self.taken_bytes += size
+        return DONE, address
+
+    def cuMemFree(self, address: int) -> tuple[object]:
+        self.taken_bytes -= len(self._blocks.pop(address)) - ALIGNMENT
+        return (DONE,)
+
+    def cuGetErrorString(self, status: Any) -> tuple[object, bytes]:
+        return DONE, status.name.lower().encode()
+
+    def cuMemGetInfo(self) -> tuple[object, int, int]:
+        return DONE, TOTAL_BYTES - self.taken_bytes, TOTAL_BYTES
+
+    def cuMemPoolTrimTo(self, pool: object, size: int) -> tuple[object]:
+        return (DONE,)
+
+    def cuMemcpyHtoD(self, target: int, source: int, size: int) -> tuple[object]:
+        return self._copy(target, source, size)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
+        self.current.num_uploads += 1
+        return self._copy(target, source, size)
+
+    def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
+        self.current.num_downloads += 1
+        return self._copy(target, source, size)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
+        return self._copy(target, source, size)
+
+    def cuMemcpyBatchAsync(
+        self, targets: list[Any], sources: list[Any], sizes: list[int], *_: Any
+    ) -> tuple[object]:
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self._copy(target, source, size)
+        return (DONE,)
+
+    def _copy(self, target: Any, source: Any, size: int) -> tuple[object]:
+        self.queue(lambda: ctypes.memmove(int(target), int(source), size))
+        return (DONE,)
+
+    def cuMemsetD8Async(self, address: int, byte: int, size: int, stream: int) -> tuple[object]:
+        self.queue(lambda: ctypes.memset(int(address), byte, size))
+        return (DONE,)
+
+    def cuMemsetD32Async(self, address: int, word: int, count: int, stream: int) -> tuple[object]:
+        def fill() -> None:
+            np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(int(address))).fill(word)
+
+        self.queue(fill)
+        return (DONE,)
+
+    def cuMemHostRegister(self, *_: object) -> tuple[object]:
+        return (DONE,)
+
+    def cuMemHostGetDevicePointer(self, address: int, _: int) -> tuple[object, int]:
+        return DONE, address
+
+    def cuMemHostUnregister(self, address: int) -> tuple[object]:
+        return (DONE,)
