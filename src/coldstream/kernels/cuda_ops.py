@@ -4,10 +4,12 @@ GEMV, skinny and GEMM kernels compute the same bits; everything runs on PyTorch'
 current stream and can be captured into a CUDA graph.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -21,6 +23,7 @@ from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import IntegerKernels, attention_cuda
 from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.attention.workspace_sizes import rows_at_once
+from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
@@ -62,12 +65,12 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda, rms_norm_pair_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
-from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.cuda import NormBefore
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 
 # Each block of a router's launch norms all rows, so that with more of them a launch of its own is faster.
 MAX_NORMED_ROWS = 2
+MOST_THREADS = 8  # for the table of angles
 
 
 class CudaOps(CudaProducts):
@@ -166,7 +169,9 @@ class CudaOps(CudaProducts):
         """The angles of all positions, computed on the CPU so that they are the same on every device."""
         table = self.memory.persistent((self._max_positions, rope.num_dims // 2, 2), torch.float32)
         if not self.planning:
-            table.copy_(rope_angles(torch.arange(self._max_positions, dtype=torch.int32), rope))
+            on_host = CpuOps(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+            positions = np.arange(self._max_positions, dtype=np.int32)
+            table.copy_(torch.from_numpy(on_host.rope_angles(positions, rope)))
         return table
 
     def attention(

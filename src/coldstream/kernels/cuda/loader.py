@@ -12,9 +12,9 @@ import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
-from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -32,6 +32,7 @@ class CudaLoader:
         self.memory = memory
         self.planning = isinstance(memory, MemoryPlan)
         self._uploads: list[Upload] = []
+        self._on_host = CpuOps(threads=1)  # for small tensors
 
     def finish_loading(self, progress: Progress | None) -> None:
         """Copies all queued weights. Raises ModelChangedError if the file ends early."""
@@ -69,12 +70,7 @@ class CudaLoader:
         return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
-        data = file.read(info)
-        if info.quant_type is QuantType.F32:
-            return data.view(np.float32).reshape(info.shape)
-        tensor = QuantTensor.from_bytes(torch.from_numpy(data), info.quant_type, info.shape)
-        values: np.ndarray[Any, Any] = dequantize(tensor).numpy()
-        return values
+        return self._on_host.read_values(file, info)
 
     def float_array(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._copied(torch.from_numpy(values))
