@@ -205,6 +205,11 @@ def startup() -> str:
     rows = [
         [opening, f"{r['open_s']:.2f} s (floor {r['floor_s']:.2f})"],
         ["`coldstream --help`", f"{r['help_s']:.2f} s"],
+        [
+            "`coldstream run -n 1` of the bundled model on the CPU, to its end",
+            f"{r['token_s']:.2f} s, of which imports {r['token_imports_s']:.2f}",
+        ],
+        ["machine", f"{r['cpu']}, at a load of {r['load_average']:.0f}, commit {r['commit']}"],
         ["command", f"`{r['command']}`"],
     ]
     return table(["starting", ""], rows)

@@ -3,31 +3,23 @@
 import sys
 import unicodedata
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from coldstream.cli.tables import width_of, wrap
 from coldstream.errors import escape_controls
 
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Called where a BrokenPipeError is caught: it goes on, as `Console` would end the program itself."""
-        raise
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class ProgressLine:
     """A line on standard error that shows how far something is and then vanishes; only on a terminal."""
 
     def __init__(self) -> None:
-        console = _Console(stderr=True)
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        is_shown = sys.stderr is not None and sys.stderr.isatty()
+        self._progress: Progress | None = _progress() if is_shown else None
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
@@ -53,6 +45,21 @@ class ProgressLine:
             self._progress.stop()
             self._progress.remove_task(self._task)
             self._task = None
+
+
+def _progress() -> "Progress":
+    """What draws the line. Raises BrokenPipeError where the terminal is gone."""
+    # Imported here because most starts of a program that is not on a terminal would wait for nothing.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class TerminalConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Called where a BrokenPipeError is caught: it goes on, as `Console` would end the program."""
+            raise
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    return Progress(*columns, TimeRemainingColumn(), console=TerminalConsole(stderr=True), transient=True)
 
 
 def visible(text: str) -> str:
