@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path, verification_text
-from coldstream.engine import LLM, EngineConfig, verification
+from coldstream.engine import LLM, EngineConfig, opened_model, verification
 from coldstream.engine.verification import AMOUNTS, Amount, Measured, Part, amount_for, difference, verify
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.planning import gather
+from host_device import HostDevice
+from host_gpu import gpu_on
 
 LITTLE = Amount(32, 6, 1)
 
@@ -172,3 +176,32 @@ MEASURED = Measured(((1, 2, 3), (4, 5)), (10.0, 20.0), 510, 32, 1.0, 1.0, None)
 )
 def test_a_difference_names_its_place(changed: dict[str, object], found: str | None) -> None:
     assert difference(MEASURED, replace(MEASURED, **changed)) == found
+
+
+def test_a_gpu_and_the_cpu_give_the_same(
+    tmp_path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the model of a GPU, with experts that it holds in three numbers."""
+    (path,) = write_gguf(tmp_path / "small.gguf", dims=Dims(layers=4, hidden=128, experts=16, experts_used=3))
+    gpu = GpuHardware("a GPU", "0", 2**36, 2**36)
+    machine = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=gpu)
+    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: machine)
+    monkeypatch.setattr(opened_model, "with_rates", lambda *_: machine)
+    monkeypatch.setattr(gather, "measured_hardware", lambda *_, **__: machine)
+    monkeypatch.setattr(verification, "amount_for", lambda *given: Amount(16, 3, 1, 32))
+    with gpu_on(compiled_for_the_host):
+        found = verify(EngineConfig(str(path), threads=1, vram="454M"), math.inf)
+    assert [outcome.part.name for outcome in found.outcomes] == [
+        "GPU, largest budget",
+        "GPU, middle budget",
+        "GPU, smallest budget",
+        "GPU, drafts",
+        "CPU, all threads",
+        "CPU, one thread",
+    ]
+    assert [outcome.part.reason for outcome in found.outcomes[:5]] == [""] * 5
+    assert found.has_passed
+    assert {outcome.part.config.device for outcome in found.outcomes[:4]} == {"cuda"}
+    assert found.outcomes[4].part.config.device == "cpu"
+    largest, middle, smallest = (outcome.part.planned.plan.num_resident for outcome in found.outcomes[:3])
+    assert largest > middle > smallest
