@@ -9,6 +9,7 @@ import torch
 from cuda_gemm_cases import device_activations, device_weight
 from cuda_row_cases import check_compiles
 from guarded import Guarded
+from machine_code import stack_bytes
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
@@ -31,6 +32,7 @@ from coldstream.kernels.experts.cuda_gemm import (
     plan_tiles,
 )
 from coldstream.kernels.experts.reference import routed_experts
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.swiglu.reference import swiglu_exact
@@ -51,7 +53,8 @@ def test_compiles(quant_type: QuantType, arch: str, tmp_path: Path) -> None:
     for tiling, gated in product(dict.fromkeys(tilings), (True, False)):
         assert instance(tiling, gated) in PROGRAM.instances
         if arch == "sm_90a" or not tiling.by_warpgroups:
-            assert compile_instance(PROGRAM.source, instance(tiling, gated), arch, tmp_path).cubin
+            code = compile_instance(PROGRAM.source, instance(tiling, gated), arch, tmp_path)
+            assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
 
 
 def new_groups(num_pairs: int, num_experts: int) -> Groups:
@@ -174,6 +177,9 @@ def test_kn01_every_token_count(num_tokens: int) -> None:
         (QuantType.Q4_0, QuantType.Q4_0, QuantType.Q5_0),
         (QuantType.Q5_0, QuantType.Q5_0, QuantType.Q8_0),
         (QuantType.Q4_K, QuantType.Q8_0, QuantType.Q4_0),
+        (QuantType.Q4_1, QuantType.Q4_1, QuantType.Q5_1),
+        (QuantType.MXFP4, QuantType.MXFP4, QuantType.IQ4_NL),
+        (QuantType.Q2_0, QuantType.Q2_0, QuantType.MXFP4),
     ],
 )
 def test_every_type(gate: QuantType, up: QuantType, down: QuantType, num_tokens: int) -> None:

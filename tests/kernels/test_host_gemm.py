@@ -33,10 +33,13 @@ def test_every_type(quant_type: QuantType) -> None:
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES - BLOCK_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_products_of_four_warps(quant_type: QuantType) -> None:
     (tiling,) = (each for each in TILINGS[quant_type] if each.by_warpgroups)
-    for cols, rows in ((512, 70), (2304, 9)):
+    sizes = [(512, 70), (2304, 9)]
+    if quant_type in BLOCK_TYPES:  # one block, some accumulators with one, or one more than others
+        sizes += [(64, 40), (7 * 64, 17), (33 * 64, 65)]
+    for cols, rows in sizes:
         weight, x = random_weight(quant_type, (150, cols), seed=cols), activations(rows, rows, cols)
         out = Guarded(rows, 150, device=CPU)
         codes = device_activations(x, quant_type, "cpu")

@@ -1,7 +1,7 @@
 // Tiles of GEMM, and the warps that copy their operands group by group, without a pause
 // between tiles.
 //
-// K-types add a group to accumulator g mod 8. A tile takes its groups in the order in which the final tree
+// Super-block g adds to accumulator g mod 8. A tile takes its groups in the order in which the final tree
 // needs the accumulators (0, 4, 2, 6, 1, 5, 3, 7: the leaves of the tree from left to right) and so keeps
 // four of them, not eight. Adding an accumulator that no group has added to changes nothing, as no sum here
 // is ever −0.
@@ -17,6 +17,13 @@ constexpr int copying_threads = 4 * warp_size;
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Of stages of blocks of 32 or 64: products of 32 inputs in one, and the bytes of the aligned windows that
+// hold a block.
+constexpr int stage_blocks = 8;
+template <class Weights>
+constexpr int block_room =
+    (Weights::bytes + copy_bytes - Weights::alignment + copy_bytes - 1) / copy_bytes * copy_bytes;
+
 // A tile of rows * tokens outputs for warp_rows * warp_columns warps of mt * nt products each. By warpgroups
 // (sm_90 only), four warps multiply together and nothing is unpacked in shared memory.
 template <class Weights_, int mt_, int nt_, int warp_rows, int warp_columns, int stages_, int blocks_ = 1,
@@ -31,18 +38,21 @@ struct Tiling {
   static constexpr int warps = warp_rows * warp_columns;  // that multiply
   static constexpr int multiplying_threads = warp_size * warps;
   static constexpr int threads = multiplying_threads + copying_threads;
-  static constexpr int num_sums = Weights::is_super ? 1 : 8;  // accumulators kept in full
-  static constexpr bool unpacks = !Group::in_place && !by_warpgroups;
+  static constexpr bool gathers = !Weights::is_super;  // single blocks, see gemm_gather.cuh
+  static constexpr bool unpacks = !Group::in_place && !by_warpgroups && !gathers;
   // An odd number of chunks, so that the same word of eight rows lies in different banks.
-  static constexpr int weight_pitch = by_warpgroups ? Group::pitch | copy_bytes : Group::pitch;
+  static constexpr int row_bytes = gathers ? stage_blocks * block_room<Weights> : Group::pitch;
+  static constexpr int weight_pitch = by_warpgroups || gathers ? row_bytes | copy_bytes : row_bytes;
 
   static constexpr int full_at = 16, empty_at = 24;  // barriers, after the header
   static constexpr int scales_at = 32;
-  static constexpr int token_scales_bytes = Weights::is_super ? 4 : block_scale_pitch;
+  static constexpr int token_scales_bytes = gathers ? 4 * stage_blocks : 4;
   static constexpr int offsets_at = scales_at + token_scales_bytes * tokens;
   static constexpr int sums_at = offsets_at + (Group::in_place ? 0 : 4 * rows);
-  static constexpr int token_sums_bytes = by_warpgroups ? plain_bytes / swizzled_rows : sum_pitch;
-  static constexpr int sums_end = sums_at + (Group::has_sums ? token_sums_bytes * tokens : 0);
+  static constexpr int token_sums_bytes = gathers         ? 4 * stage_blocks
+                                          : by_warpgroups ? plain_bytes / swizzled_rows
+                                                          : sum_pitch;
+  static constexpr int sums_end = sums_at + (Weights::has_mins ? token_sums_bytes * tokens : 0);
   // The sum of a token's codes.
   static constexpr bool has_totals = by_warpgroups && Lookup<Weights>::is_halved;
   static constexpr int totals_at = sums_end, totals_end = totals_at + (has_totals ? 4 * tokens : 0);
@@ -53,15 +63,16 @@ struct Tiling {
   static constexpr int unpacked_bytes = unpacks ? (code_pitch + Group::table_pitch) * rows : 0;
   // Subtrees that wait for their right siblings: these levels of the tree in shared memory, others in
   // registers.
-  static constexpr int shared_levels = !Weights::is_super ? 0 : Group::in_place ? 3 : 2;
+  static constexpr int shared_levels = Group::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
   static constexpr int lookups_at = waiting_at + shared_levels * 4 * rows * tokens;
   static constexpr int lookup_words = by_warpgroups ? Lookup<Weights>::words : 0;
   static constexpr int shared_bytes = lookups_at + 4 * lookup_words;
 
   static_assert(tokens % 16 == 0);
-  static_assert(Group::in_place || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
-  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0 && Weights::is_super));
+  static_assert(Group::in_place || gathers || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
+  static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0));
+  static_assert(!gathers || mt == 1);
 
   // Where a token's codes lie; 16 bytes from chunk to chunk of 16, or swizzled.
   __device__ static constexpr int code_place(int token, int chunk) {
@@ -87,21 +98,25 @@ struct Header {
   int count;     // rows of activations; 0: there are no more tiles
   int first;     // the first of them
   int row;       // the first weight row
-  int progress;  // leaf, the next group's leaf (8: none, the tile ends), blocks of 32 in this group: a byte
-                 // each
+  int progress;  // of super-blocks: leaf, and the next group's leaf (8: none, the tile ends), a byte each
 };
 
-// The order of groups. `leaf` counts accumulators in the order of the tree.
-template <bool super>
+// The order of super-blocks or of blocks of 32. `leaf` counts accumulators in the order of the tree.
 struct Walk {
   int leaf = 0, group = 0;
 
-  __device__ Walk next(int num_groups) const {
-    if (group + (super ? 8 : 1) < num_groups) return {leaf, group + (super ? 8 : 1)};
-    int following = super ? leaf + 1 : 8;
+  __device__ Walk next(int num_groups) const { return after(1, num_groups); }
+  __device__ Walk next_leaf(int num_groups) const {
+    int following = leaf + 1;
     while (following < 8 && accumulator(following) >= num_groups) following++;
     return {following, accumulator(following)};
   }
+  // After `count` groups of this leaf.
+  __device__ Walk after(int count, int num_groups) const {
+    return count < rest_of_leaf(num_groups) ? Walk{leaf, group + 8 * count} : next_leaf(num_groups);
+  }
+  // The leaf's groups from this one on.
+  __device__ int rest_of_leaf(int num_groups) const { return (num_groups - group + 7) / 8; }
   __device__ static int accumulator(int leaf) { return __brev(leaf) >> 29; }
 };
 
@@ -112,7 +127,14 @@ struct Source {
   const uint8_t* rows_8;  // the matrix of rows 8 … 15 of every sixteen
 };
 
-// The warps that copy. Job says where rows are.
+// Row `row` of a tile, the last of the matrix for those beyond it.
+template <class T, class Job>
+__device__ __forceinline__ const uint8_t* start_of_row(const Job& job, const Source& tile, int row) {
+  return job.template weight_matrix<T>(tile, row) +
+         int64_t(job.template weight_row<T>(tile, row)) * job.row_bytes;
+}
+
+// The warps that copy super-blocks. Job says where rows are.
 template <class T, class Job>
 struct Copier {
   using Weights = typename T::Weights;
@@ -122,7 +144,7 @@ struct Copier {
   static constexpr int weight_passes = (weight_chunks_in_all + copying_threads - 1) / copying_threads;
   static constexpr int code_tokens = copying_threads / chunks;  // in a pass
   static constexpr int code_passes = (T::tokens + code_tokens - 1) / code_tokens;
-  static constexpr bool converts_sums = Group::has_sums && T::by_warpgroups;  // to float16
+  static constexpr bool converts_sums = Weights::has_mins && T::by_warpgroups;  // to float16
   static constexpr bool loads_sums = converts_sums || T::has_totals;
   static_assert(2 * T::tokens <= copying_threads);  // two for the sums of a token, one or both for its scales
 
@@ -131,7 +153,7 @@ struct Copier {
   const int lane = threadIdx.x - T::multiplying_threads;
   int index = blockIdx.x;  // of the tile
   Source tile;
-  Walk<Weights::is_super> position;
+  Walk position;
   const uint8_t* weight_chunks[Group::in_place ? weight_passes : 1];
   uint32_t code_chunks[code_passes];  // offsets in the activations
   uint32_t extra_row;                 // the activation row whose sums and scales this thread copies
@@ -148,12 +170,10 @@ struct Copier {
       uint4 sums;
       if constexpr (loads_sums) sums = load_sums();
       wait_barrier(stage + T::empty_at, phase);
-      const auto following = position.next(job.x.num_groups);
-      if (lane == 0) {
-        const int blocks = min(job.num_blocks - 8 * position.group, 8);
-        const int progress = position.leaf | following.leaf << 8 | blocks << 16;
-        store_shared_16(stage, tile.head.count, tile.head.first, tile.head.row, progress);
-      }
+      const Walk following = position.next(job.x.num_groups);
+      if (lane == 0)
+        store_shared_16(stage, tile.head.count, tile.head.first, tile.head.row,
+                        position.leaf | following.leaf << 8);
       if (tile.head.count > 0) {
         copy_weights(stage);
         copy_activations(stage);
@@ -178,8 +198,7 @@ struct Copier {
 #pragma unroll
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane;
-        weight_chunks[i] =
-            job.template weight_row<T>(tile, chunk / row_chunks) + chunk % row_chunks * copy_bytes;
+        weight_chunks[i] = start_of_row<T>(job, tile, chunk / row_chunks) + chunk % row_chunks * copy_bytes;
       }
     }
 #pragma unroll
@@ -205,16 +224,13 @@ struct Copier {
                       to + i * copying_threads * copy_bytes, weight_chunks[i] + offset);
       }
     } else {
-      int valid = Group::bytes;
-      if constexpr (!Weights::is_super)
-        valid = min(job.num_blocks - 8 * position.group, 8) * (Group::bytes / 8);
 #pragma unroll 4
       for (int i = 0; i < weight_passes; i++) {
         const int chunk = i * copying_threads + lane, row = chunk / row_chunks, part = chunk % row_chunks;
         // Windows of 16 aligned bytes that hold at least one of the row's.
-        const uint8_t* from = job.template weight_row<T>(tile, row) + offset;
+        const uint8_t* from = start_of_row<T>(job, tile, row) + offset;
         const int begin = int(reinterpret_cast<uint64_t>(from)) & 15;
-        copy_if_below(begin + valid, part * copy_bytes, to + i * copying_threads * copy_bytes,
+        copy_if_below(begin + Group::bytes, part * copy_bytes, to + i * copying_threads * copy_bytes,
                       from - begin + part * copy_bytes);
         if (part == 0) store_shared_4(stage + T::offsets_at + 4 * row, begin);
       }
@@ -253,17 +269,11 @@ struct Copier {
     for (int i = 0; i < code_passes; i++)
       copy_if_below(count, code_tokens * i + token, to + i * pass_bytes, q + code_chunks[i]);
     const int64_t at = extra_row + position.group;
-    if (Group::has_sums && !converts_sums)
+    if (Weights::has_mins && !converts_sums)
       copy_if_below(count, lane / 2, stage + T::sums_at + sum_pitch * (lane / 2) + lane % 2 * copy_bytes,
                     job.x.sums + at * chunks + lane % 2 * 8);
-    if constexpr (Weights::is_super) {
-      copy_word_if_below(count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2),
-                         job.x.scales + at);
-    } else {
-      copy_if_below(count, lane / 2,
-                    stage + T::scales_at + block_scale_pitch * (lane / 2) + lane % 2 * copy_bytes,
-                    job.x.scales + at * 8 + lane % 2 * 4);
-    }
+    copy_word_if_below(count, lane % 2 ? count : lane / 2, stage + T::scales_at + 4 * (lane / 2),
+                       job.x.scales + at);
   }
 };
 

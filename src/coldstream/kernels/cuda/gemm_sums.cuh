@@ -8,53 +8,40 @@ namespace coldstream::gemm {
 
 template <class T>
 struct Accumulators {
-  float p[T::num_sums][T::mt][T::nt][4];
+  float p[T::mt][T::nt][4];
   float left[T::mt][T::nt][4];  // left siblings of the lowest level, where that level is not in shared memory
   float4* waiting;              // this thread's left siblings in shared memory
 
   __device__ void clear() {
+    each([&](int m, int n) {
 #pragma unroll
-    for (int k = 0; k < T::num_sums; k++)
-      each([&](int m, int n) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) p[k][m][n][i] = 0.0f;
-      });
+      for (int i = 0; i < 4; i++) p[m][n][i] = 0.0f;
+    });
   }
 
   // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
-  // and p[0] becomes the root.
+  // and p becomes the root. Of the tiles of eight activation rows only the first nt count.
+  template <int nt = T::nt>
   __device__ void close(int leaf, int next) {
-    if constexpr (T::Weights::is_super) {
-      if (close_level<0>(leaf, next) && close_level<1>(leaf, next)) close_level<2>(leaf, next);
-    } else {
-      each([&](int m, int n) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float lanes[8];
-#pragma unroll
-          for (int k = 0; k < 8; k++) lanes[k] = p[k][m][n][i];
-          p[0][m][n][i] = sum_of_eight(lanes);
-        }
-      });
-    }
+    if (close_level<0, nt>(leaf, next) && close_level<1, nt>(leaf, next)) close_level<2, nt>(leaf, next);
   }
 
  private:
   // True if the parent's subtree is complete too.
-  template <int level>
+  template <int level, int nt>
   __device__ bool close_level(int leaf, int next) {
     if (leaf >> level & 1) {
-      each([&](int m, int n) {
+      each<nt>([&](int m, int n) {
         float sibling[4];
         load<level>(m, n, sibling);
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[0][m][n][i] = sibling[i] + p[0][m][n][i];
+        for (int i = 0; i < 4; i++) p[m][n][i] = sibling[i] + p[m][n][i];
       });
     } else if (leaf >> (level + 1) == next >> (level + 1)) {
-      each([&](int m, int n) {
-        store<level>(m, n, p[0][m][n]);
+      each<nt>([&](int m, int n) {
+        store<level>(m, n, p[m][n]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[0][m][n][i] = 0.0f;
+        for (int i = 0; i < 4; i++) p[m][n][i] = 0.0f;
       });
       return false;
     }
@@ -90,12 +77,12 @@ struct Accumulators {
     }
   }
 
-  template <class F>
+  template <int nt = T::nt, class F>
   __device__ static void each(F f) {
 #pragma unroll
     for (int m = 0; m < T::mt; m++)
 #pragma unroll
-      for (int n = 0; n < T::nt; n++) f(m, n);
+      for (int n = 0; n < nt; n++) f(m, n);
   }
 };
 
@@ -116,8 +103,15 @@ __device__ __forceinline__ void store_tile(const Job& job, const Header& head, c
       if ((n * T::columns + at.column) * 8 + 2 * at.t + i >= head.count) continue;
 #pragma unroll
       for (int m = 0; m < T::mt; m++)
-        job.store(rows[n][i], head.row, at.row + 16 * m + at.g, sums.p[0][m][n][i], sums.p[0][m][n][2 + i]);
+        job.store(rows[n][i], head.row, at.row + 16 * m + at.g, sums.p[m][n][i], sums.p[m][n][2 + i]);
     }
+}
+
+template <class T, class Job>
+__device__ __forceinline__ void end_tile(const Job& job, const Header& head, const Fragment& at,
+                                         Accumulators<T>& sums) {
+  store_tile<T>(job, head, at, sums);
+  sums.clear();
 }
 
 // Ends a group of inputs. The last group of a leaf also ends the leaf, and the last leaf ends the tile.
@@ -126,10 +120,7 @@ __device__ __forceinline__ void end_group(const Job& job, const Header& head, co
                                           Accumulators<T>& sums) {
   const int leaf = head.progress & 255, next = head.progress >> 8 & 255;
   if (leaf != next) sums.close(leaf, next);
-  if (next == 8) {
-    store_tile<T>(job, head, at, sums);
-    sums.clear();
-  }
+  if (next == 8) end_tile<T>(job, head, at, sums);
 }
 
 }  // namespace coldstream::gemm

@@ -3,6 +3,7 @@
 // multiply; both sides meet at barriers in shared memory, so that no warp waits for all others.
 #pragma once
 
+#include "cuda/gemm_blocks.cuh"
 #include "cuda/gemm_unpack.cuh"
 #include "cuda/gemm_warpgroups.cuh"
 
@@ -12,25 +13,23 @@ namespace coldstream::gemm {
 
 template <class T, int nt>
 __device__ __forceinline__ void add_group(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
-                                          int num_blocks, Accumulators<T>& sums) {
+                                          Accumulators<T>& sums) {
   if constexpr (T::Group::in_place)
-    add_in_place<T, nt>(at, stage, sums.p[0]);
-  else if constexpr (T::Weights::is_super)
-    add_unpacked<T, nt>(at, stage, unpacked, sums.p[0]);
+    add_in_place<T, nt>(at, stage, sums.p);
   else
-    add_blocks<T, nt>(at, stage, unpacked, num_blocks, sums.p);
+    add_unpacked<T, nt>(at, stage, unpacked, sums.p);
 }
 
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
 __device__ __forceinline__ void add_group_of(int count, const Fragment& at, const uint8_t* stage,
-                                             const uint8_t* unpacked, int num_blocks, Accumulators<T>& sums) {
+                                             const uint8_t* unpacked, Accumulators<T>& sums) {
   if (T::nt == 1 || count <= 8 * T::columns)
-    add_group<T, 1>(at, stage, unpacked, num_blocks, sums);
+    add_group<T, 1>(at, stage, unpacked, sums);
   else if (T::nt == 2 || count <= 16 * T::columns)
-    add_group<T, (T::nt < 2 ? T::nt : 2)>(at, stage, unpacked, num_blocks, sums);
+    add_group<T, (T::nt < 2 ? T::nt : 2)>(at, stage, unpacked, sums);
   else
-    add_group<T, T::nt>(at, stage, unpacked, num_blocks, sums);
+    add_group<T, T::nt>(at, stage, unpacked, sums);
 }
 
 // The tables of planes, by the warps that multiply, while the others copy.
@@ -53,6 +52,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();
   if constexpr (T::lookup_words > 0) fill_lookups<T>(shared);
+  Walk position;  // of blocks of 32 or 64
   for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
     if (offset == T::stages * T::stage_bytes) {
       offset = 0;
@@ -67,13 +67,20 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
       unpack_stage<T>(stage, unpacked);
       meet_at<T::multiplying_threads>(1);
     }
-    if constexpr (T::by_warpgroups)
-      add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0][0]);
+    if constexpr (T::gathers)
+      add_blocks_of<T>(head.count, job.num_blocks, at, stage, position, sums);
+    else if constexpr (T::by_warpgroups)
+      add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0]);
     else
-      add_group_of<T>(head.count, at, stage, unpacked, head.progress >> 16, sums);
+      add_group_of<T>(head.count, at, stage, unpacked, sums);
     __syncwarp();
     if (lane == 0) arrive_barrier(shared_address(stage) + T::empty_at);
-    end_group<T>(job, head, at, sums);
+    if constexpr (!T::gathers) {
+      end_group<T>(job, head, at, sums);
+    } else if (position.leaf == 8) {
+      end_tile<T>(job, head, at, sums);
+      position = {};
+    }
   }
 }
 
@@ -99,7 +106,10 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
       take_registers<multiplying_registers>();
   }
   if (!is_copying) return multiply<T>(job, shared);
-  Copier<T, Job>(job, address).run();
+  if constexpr (T::gathers)
+    BlockCopier<T, Job>(job, address).run();
+  else
+    Copier<T, Job>(job, address).run();
 }
 
 }  // namespace coldstream::gemm

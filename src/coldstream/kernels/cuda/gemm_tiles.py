@@ -21,8 +21,7 @@ from coldstream.kernels.linear.integer_types import (
 )
 
 CODE_PITCH = GROUP_SIZE + 16
-SUM_PITCH = TABLE_PITCH = BLOCK_SCALE_PITCH = 48
-MINIMUM_TABLE_PITCH = 80  # of blocks of 32 or 64 with minima
+SUM_PITCH = TABLE_PITCH = 48
 WINDOW = 16  # bytes
 PITCH_UNIT = 32  # of rows of weights that are unpacked
 HEADER_BYTES = 32  # of a stage, with its barriers
@@ -40,6 +39,7 @@ LOOKUP_BYTES = {
 HALVED = frozenset({QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ3_S})
 IN_PLACE = frozenset(kind for kind in INTEGER_TYPES if kind.block_bytes % WINDOW == 0)
 BLOCK_SIZE = 32
+STAGE_BLOCKS = 8  # of 32 inputs, in a stage of blocks of 32 or 64
 SWIZZLE_BYTES = 1024
 
 
@@ -77,29 +77,40 @@ class Tiling:
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        in_place, is_small = self.quant_type in IN_PLACE, self.quant_type in BLOCK_TYPES
-        has_sums = self.quant_type in MINIMUM_TYPES and not is_small
-        row_bytes = group_pitch(self.quant_type)
-        sum_bytes = 0 if not has_sums else 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
-        scale_bytes = BLOCK_SCALE_PITCH if is_small else 4
-        sums_end = HEADER_BYTES + (scale_bytes + sum_bytes) * self.tokens + 4 * (not in_place) * self.rows
+        stage_bytes, unpacked_row_bytes = self._sums_end, 0
         if self.by_warpgroups:
-            sums_end += 4 * self.tokens * (self.quant_type in HALVED)
-            codes_end = round_up(sums_end, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
-            stage_bytes = round_up(codes_end + (row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
+            stage_bytes += 4 * self.tokens * (self.quant_type in HALVED)
+            stage_bytes = round_up(stage_bytes, SWIZZLE_BYTES) + GROUP_SIZE * self.tokens
+            stage_bytes = round_up(stage_bytes + (self._row_bytes | WINDOW) * self.rows, SWIZZLE_BYTES)
         else:
-            stage_bytes = sums_end + CODE_PITCH * self.tokens + row_bytes * self.rows
-        table_pitch = MINIMUM_TABLE_PITCH if is_small and self.quant_type in MINIMUM_TYPES else TABLE_PITCH
-        unpacked_bytes = 0 if in_place or self.by_warpgroups else CODE_PITCH + table_pitch
+            stage_bytes += CODE_PITCH * self.tokens + self._row_bytes * self.rows
+            if self.quant_type not in IN_PLACE | BLOCK_TYPES:
+                unpacked_row_bytes = CODE_PITCH + TABLE_PITCH
         waiting_bytes = 4 * self.shared_levels * self.tokens
         lookup_bytes = LOOKUP_BYTES.get(self.quant_type, 0) if self.by_warpgroups else 0
-        return self.stages * stage_bytes + (unpacked_bytes + waiting_bytes) * self.rows + lookup_bytes
+        return self.stages * stage_bytes + (unpacked_row_bytes + waiting_bytes) * self.rows + lookup_bytes
+
+    @property
+    def _sums_end(self) -> int:
+        """Bytes of a stage before the activations' codes."""
+        has_sums = self.quant_type in MINIMUM_TYPES
+        if self.quant_type in BLOCK_TYPES:
+            scale_bytes, sum_bytes = 4 * STAGE_BLOCKS, 4 * STAGE_BLOCKS
+        else:
+            scale_bytes, sum_bytes = 4, 2 * GROUP_SIZE // SUM_SIZE if self.by_warpgroups else SUM_PITCH
+        offset_bytes = 0 if self.quant_type in IN_PLACE else 4
+        return HEADER_BYTES + (scale_bytes + has_sums * sum_bytes) * self.tokens + offset_bytes * self.rows
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes from row to row of the weights in a stage."""
+        if self.quant_type in BLOCK_TYPES:
+            return STAGE_BLOCKS * block_room(self.quant_type) | WINDOW
+        return group_pitch(self.quant_type)
 
     @property
     def shared_levels(self) -> int:
         """Levels of the tree of sums that are kept in shared memory."""
-        if self.quant_type.block_elements != GROUP_SIZE:
-            return 0
         return 3 if self.quant_type in IN_PLACE else 2
 
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
@@ -108,19 +119,23 @@ class Tiling:
 
 
 def group_pitch(quant_type: QuantType) -> int:
-    """Bytes from row to row for a group of 256 weights, which may begin anywhere in a window."""
-    group_bytes = quant_type.row_bytes(GROUP_SIZE)
+    """Bytes from row to row for super-blocks, which may begin anywhere in a window."""
     if quant_type in IN_PLACE:
-        return group_bytes
-    return round_up(group_bytes + WINDOW - quant_type.alignment, PITCH_UNIT)
+        return quant_type.block_bytes
+    return round_up(quant_type.block_bytes + WINDOW - quant_type.alignment, PITCH_UNIT)
+
+
+def block_room(quant_type: QuantType) -> int:
+    """Bytes of the windows that hold a block of 32 or 64 wherever it begins."""
+    return round_up(quant_type.block_bytes + WINDOW - quant_type.alignment, WINDOW)
 
 
 def dense_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:
     """Tilings for all rows of a matrix, in order of preference."""
-    if quant_type in BLOCK_TYPES:
-        return (Tiling(quant_type, 1, 2, 4, 2, 2),)
+    is_large = block_room(quant_type) > 2 * WINDOW or quant_type in MINIMUM_TYPES
+    stages = 2 if quant_type in BLOCK_TYPES and is_large else 3
     numbers = (1, 4, 8, 2, 3) if quant_type in IN_PLACE else (1, 4, 4, 2, 2)
-    return Tiling(quant_type, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(quant_type, *numbers)
+    return Tiling(quant_type, 1, 8, 8, 1, stages, by_warpgroups=True), Tiling(quant_type, *numbers)
 
 
 def least_tiling(quant_type: QuantType) -> Tiling:

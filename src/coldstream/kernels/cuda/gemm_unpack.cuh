@@ -1,5 +1,5 @@
-// From the bytes of a file to int8 codes and scales in shared memory, for the types that the tensor cores
-// cannot read in place.
+// From the bytes of a file to int8 codes and scales in shared memory, for the types with super-blocks that
+// the tensor cores cannot read in place.
 #pragma once
 
 #include "cuda/gemm_copies.cuh"
@@ -33,25 +33,11 @@ __device__ __forceinline__ void unpack_super(const typename Weights::Near& block
   }
 }
 
-// A block of 32, `part` of the row's eight.
-template <class Weights>
-__device__ __forceinline__ void unpack_block(const uint8_t* group, int part, uint32_t* codes,
-                                             uint8_t* table) {
-  constexpr int parts = Weights::elements / 32;
-  const NearBytes<Weights::alignment> block = {group + part / parts * Weights::bytes};
-  const int first = part % parts * 8;
-#pragma unroll
-  for (int w = 0; w < 8; w++) codes[8 * part + w] = Weights::word(block, first + w);
-  reinterpret_cast<float*>(table)[part] = Weights::d(block);
-  if constexpr (Weights::has_mins)
-    reinterpret_cast<float*>(table + small_mins_at)[part] = Weights::minimum(block);
-}
-
-// All rows of a stage, by all threads of the block. Blocks that the row does not have become what lies there.
+// All rows of a stage, by all threads of the block.
 template <class T>
 __device__ void unpack_stage(const uint8_t* stage, uint8_t* unpacked) {
   using Weights = typename T::Weights;
-  constexpr int items = Weights::is_super ? 16 : 8;  // a row's
+  constexpr int items = 16;  // a row's
   const int* offsets = reinterpret_cast<const int*>(stage + T::offsets_at);
 #pragma unroll 2
   for (int first = 0; first < T::rows * items; first += T::multiplying_threads) {
@@ -60,10 +46,7 @@ __device__ void unpack_stage(const uint8_t* stage, uint8_t* unpacked) {
     const uint8_t* group = stage + T::weights_at + row * T::Group::pitch + offsets[row];
     uint32_t* codes = reinterpret_cast<uint32_t*>(unpacked + row * code_pitch);
     uint8_t* table = unpacked + T::rows * code_pitch + row * T::Group::table_pitch;
-    if constexpr (Weights::is_super)
-      unpack_super<Weights>({group}, part, codes, table);
-    else
-      unpack_block<Weights>(group, part, codes, table);
+    unpack_super<Weights>({group}, part, codes, table);
   }
 }
 

@@ -14,25 +14,22 @@ namespace coldstream::gemm {
 constexpr int group_size = 256;
 constexpr int code_pitch = group_size + 16;  // eight rows of 16 bytes fall into different banks
 constexpr int sum_pitch = 48;
-constexpr int block_scale_pitch = 48;  // eight scales; those of the tokens of a product in different banks
 // 1.5 * 2^23: the bits plus an integer below 2^22 become its float by one subtraction.
 constexpr int magic_bits = 0x4B400000;
 constexpr float magic = 12582912.0f;
 
-// A group of 256 weights of a row: one super-block, or blocks of 32 or 64 with a float scale each.
+// A group of 256 weights of a row: one super-block.
 template <class Weights>
 struct WeightGroup {
-  static constexpr int bytes = Weights::bytes * (group_size / Weights::elements);
-  static constexpr bool is_super = Weights::is_super;
-  static constexpr bool in_place = Weights::has_header;            // multiplied without unpacking
-  static constexpr bool has_sums = is_super && Weights::has_mins;  // the sums of the activations count
+  static constexpr int bytes = Weights::bytes;
+  static constexpr bool in_place = Weights::has_header;  // multiplied without unpacking
   // Whole aligned windows of 16 bytes, so many that threads copy equal shares.
   static constexpr int pitch = in_place ? bytes : (bytes + 16 - Weights::alignment + 31) / 32 * 32;
-  // Beside unpacked codes. Of a super-block: scales of sixteen sub-blocks or of eight, d, dmin, minima. Of
-  // eight blocks: each one's d, then each one's minimum. Rows begin in different banks.
-  static constexpr int table_pitch = !is_super && Weights::has_mins ? 80 : 48;
+  // Beside unpacked codes: scales of sixteen sub-blocks or of eight, d, dmin, minima. Rows begin in different
+  // banks.
+  static constexpr int table_pitch = 48;
 };
-constexpr int d_at = 16, dmin_at = 20, mins_at = 24, small_mins_at = 32;  // in a row of the table
+constexpr int d_at = 16, dmin_at = 20, mins_at = 24;  // in a row of the table
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -340,54 +337,6 @@ __device__ __forceinline__ void add_unpacked(const Fragment& at, const uint8_t* 
         d[h] = *reinterpret_cast<const float*>(table + (at.row + 16 * m + 8 * h + at.g) * table_pitch + d_at);
 #pragma unroll
       for (int n = 0; n < nt; n++) add_product<T>(at, stage, d, n, total[m][n], p[m][n]);
-    }
-  }
-}
-
-// Eight blocks of 32, unpacked, of which the row has `num_blocks`; block b adds to accumulator b.
-template <class T, int nt>
-__device__ __forceinline__ void add_blocks(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
-                                           int num_blocks, float (&p)[8][T::mt][T::nt][4]) {
-  const uint32_t a_address = shared_address(unpacked) + at.matrix_of_weights(code_pitch);
-  const uint32_t b_address = shared_address(stage + T::codes_at) + at.matrix_of_codes();
-  const uint8_t* table = unpacked + T::rows * code_pitch;
-  constexpr bool has_mins = T::Weights::has_mins;
-#pragma unroll
-  for (int block = 0; block < 8; block++) {
-    if (block >= num_blocks) break;
-#pragma unroll
-    for (int m = 0; m < T::mt; m++) {
-      uint32_t a[4];
-      float d[2], minima[2];
-      load_matrices(a, a_address + 16 * m * code_pitch + 32 * block);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const uint8_t* row = table + (at.row + 16 * m + 8 * h + at.g) * T::Group::table_pitch;
-        d[h] = *reinterpret_cast<const float*>(row + 4 * block);
-        if constexpr (has_mins) minima[h] = *reinterpret_cast<const float*>(row + small_mins_at + 4 * block);
-      }
-#pragma unroll
-      for (int n = 0; n < nt; n++) {
-        uint32_t b[2];
-        load_two_matrices(b, b_address + n * T::columns * 8 * code_pitch + 32 * block - at.lane / 16 * 32);
-        const float* x = reinterpret_cast<const float*>(
-            stage + T::scales_at + block_scale_pitch * ((n * T::columns + at.column) * 8 + 2 * at.t));
-        const float scales[2] = {x[block], x[block_scale_pitch / 4 + block]};
-        int s[4];
-        multiply_bytes(s, a, b[0], b[1], magic_bits);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          p[block][m][n][i] =
-              __fmaf_rn(d[i / 2] * scales[i % 2], __int_as_float(s[i]) - magic, p[block][m][n][i]);
-        if constexpr (has_mins) {
-          const uint32_t ones[4] = {four_ones, four_ones, four_ones, four_ones};
-          multiply_bytes(s, ones, b[0], b[1], magic_bits);
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            p[block][m][n][i] =
-                __fmaf_rn(minima[i / 2] * scales[i % 2], __int_as_float(s[i]) - magic, p[block][m][n][i]);
-        }
-      }
     }
   }
 }

@@ -33,12 +33,14 @@ struct ExpertsJob {
     return tile;
   }
 
-  // Row `row` of a tile, the last of the matrix for those beyond it.
+  // Of row `row` of a tile: its matrix, and its number there, of rows beyond the matrix the last one's.
   template <class T>
-  __device__ const uint8_t* weight_row(const Source& tile, int row) const {
-    const int row_in_matrix = tile.head.row + (gated ? row / 16 * 8 + row % 8 : row);
-    return (gated && row / 8 % 2 ? tile.rows_8 : tile.rows) +
-           int64_t(min(row_in_matrix, num_rows - 1)) * row_bytes;
+  __device__ const uint8_t* weight_matrix(const Source& tile, int row) const {
+    return gated && row / 8 % 2 ? tile.rows_8 : tile.rows;
+  }
+  template <class T>
+  __device__ int weight_row(const Source& tile, int row) const {
+    return min(tile.head.row + (gated ? row / 16 * 8 + row % 8 : row), num_rows - 1);
   }
 
   __device__ int activation_row(int place) const { return x_rows ? x_rows[place] : place; }

@@ -18,10 +18,14 @@ struct LinearJob {
     return {{min(max(num_tokens - first, 0), T::tokens), first, first_row, 0}, weights, weights};
   }
 
-  // Row `row` of a tile, the last of the matrix for those beyond it.
+  // Of row `row` of a tile: its matrix, and its number there, of rows beyond the matrix the last one's.
   template <class T>
-  __device__ const uint8_t* weight_row(const Source& tile, int row) const {
-    return weights + int64_t(min(tile.head.row + row, num_rows - 1)) * row_bytes;
+  __device__ const uint8_t* weight_matrix(const Source& tile, int row) const {
+    return weights;
+  }
+  template <class T>
+  __device__ int weight_row(const Source& tile, int row) const {
+    return min(tile.head.row + row, num_rows - 1);
   }
 
   __device__ int activation_row(int token) const { return token; }
