@@ -3,8 +3,8 @@
     python -m bench.engine.wheels --newer python3.13 --out docs/results/wheels.json
 
 Each Python of `--python` makes a wheel of what is committed. That for the stable ABI is also tried with those
-of `--newer`. A trial installs the wheel with the extra `serve`, generates 16 tokens with the bundled model,
-and asks a server for a chat of as many.
+of `--newer`. A trial installs the wheel, generates 16 tokens with the bundled model, and asks a server for a
+chat of as many.
 """
 
 import argparse

@@ -84,6 +84,14 @@ def test_the_report_has_what_the_table_has(run: Run, tiny: str, tmp_path: Path) 
     assert json.loads(page.split("```json\n")[1].split("\n```")[0]) == json.loads(out)
 
 
+def test_where_nothing_is_compared_it_says_so(run: Run, tiny: str) -> None:
+    code, out, error = run("verify", tiny, "--threads", "2", "--minutes", "1e-9")
+    assert code == 0
+    assert out.count("not run") == 5
+    assert "nothing was compared" in error
+    assert "gave what the first one gave" not in error
+
+
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(run: Run, tiny: str) -> None:
     code, _, error = run("verify", tiny, "--report", "/nonexistent/report.md")
     assert code == 2

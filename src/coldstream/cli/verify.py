@@ -133,7 +133,11 @@ def remarks(found: "Verification") -> tuple[str, ...]:
             )
     compared = [outcome for outcome in found.outcomes if outcome.measured and not outcome.is_reference]
     same = sum(outcome.difference is None for outcome in compared)
-    lines.append(f"{same} of {len(compared)} parts that ran gave what the first one gave")
+    lines.append(
+        f"{same} of {len(compared)} parts that ran gave what the first one gave"
+        if compared
+        else "nothing was compared: no part ran beside the first"
+    )
     return tuple(visible(line) for line in lines)
 
 
