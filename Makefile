@@ -3,7 +3,7 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: ci demo test test-gpu ray agents lint wheels sanitize sanitizers sanitize-gpu faults site clean install-test
+.PHONY: ci demo test test-gpu test-aarch64 ray agents lint wheels sanitize sanitizers sanitize-gpu faults site clean install-test
 
 demo:
 	@$(INSTALL)
@@ -83,9 +83,16 @@ faults: install-test
 	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)
 
 # The sdist and the wheels of what is committed, each tried as a user would: one for CPython 3.11 and one for 3.12 and newer. With
-# TRIAL=1 only that of this Python, not optimised, nor kept in dist.
+# TRIAL=1 only that of this Python, not optimised, nor kept in dist. With MACHINE=aarch64 for such machines; those are not tried.
 wheels:
-	$(PYTHON) -m tools.package $(if $(TRIAL),build/trial --trial --python $(PYTHON),dist)
+	$(PYTHON) -m tools.package $(if $(TRIAL),build/trial --trial --python $(PYTHON),dist) $(if $(MACHINE),--machine $(MACHINE))
+
+# The tests that run the CPU's kernels, in a wheel for aarch64 of what is committed, on a CPU that qemu emulates. Takes
+# python3.11, and debootstrap, which takes root.
+test-aarch64:
+	rm -rf build/aarch64/wheel
+	$(PYTHON) -m tools.package build/aarch64/wheel --machine aarch64 --python python3.11
+	$(PYTHON) -m tools.aarch64 build/aarch64/wheel/*_aarch64.whl
 
 # docs/ as a website in build/site, in an environment of its own over the other one. Broken links and anchors are errors.
 SITE := $(VENV)-site

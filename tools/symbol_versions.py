@@ -18,7 +18,10 @@ from elftools.elf.elffile import ELFFile
 
 TAG = re.compile(r"-manylinux_(\d+)_(\d+)_\w+\.whl$")
 GLIBC = re.compile(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?")
-LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2"}
+LIBRARIES = {
+    *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"),
+    *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
+}
 
 
 def problems(wheel: Path) -> list[str]:

@@ -3,7 +3,9 @@
 Needs nothing but Python, whose `venv` makes the environment. Nothing of the caller's settings is passed on.
 """
 
+import ctypes
 import json
+import platform
 import re
 import subprocess
 import time
@@ -17,10 +19,32 @@ RUN = ("run", "-p", PROMPT, "-n", "16", "--temp", "0", "-q", "--no-echo")
 SERVE = ("serve", "--port", "0", "--log-format", "json")
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
 START_S = 120.0
-# What /proc/cpuinfo says of a CPU that can run a tier.
+# What the kernel says of a CPU that can run a tier, by the names of /proc/cpuinfo.
 AVX2 = {"avx2", "fma", "f16c", "bmi2"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi"}
-TIERS = {"avx2": AVX2, "avx_vnni": AVX2 | {"avx_vnni"}, "avx512": AVX512}
+TIERS = {
+    "avx2": AVX2,
+    "avx_vnni": AVX2 | {"avx_vnni"},
+    "avx512": AVX512,
+    "neon": {"asimd"},
+    "dotprod": {"asimddp"},
+}
+AT_HWCAP = 16  # of <sys/auxv.h>
+HWCAPS = {1: "asimd", 20: "asimddp"}  # of <asm/hwcap.h>, by the number of the bit
+
+
+def cpu_flags() -> set[str]:
+    """Words that name what this CPU can do, among others.
+
+    On aarch64 by the list that the kernel gives each process. An emulated CPU has its own, and /proc/cpuinfo
+    is that of the machine below.
+    """
+    if platform.machine() != "aarch64":
+        return set(Path("/proc/cpuinfo").read_text().split())
+    libc = ctypes.CDLL(None)
+    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    bits = libc.getauxval(AT_HWCAP)
+    return {name for bit, name in HWCAPS.items() if bits >> bit & 1}
 
 
 class UserEnvironment:
@@ -44,8 +68,8 @@ class UserEnvironment:
         script = "from coldstream.kernels import _csrc; print(*_csrc.supported_tiers())"
         command = [self.command()[0], "-c", script]
         done = subprocess.run(command, env=self.variables, check=True, stdout=subprocess.PIPE, text=True)
-        words = set(Path("/proc/cpuinfo").read_text().split())
-        expected = (tier for tier, flags in TIERS.items() if flags <= words)
+        flags = cpu_flags()
+        expected = (tier for tier, wanted in TIERS.items() if wanted <= flags)
         return next((tier for tier in expected if tier not in done.stdout.split()), None)
 
     def install(self, wheel: Path) -> None:

@@ -30,7 +30,7 @@ _MASKS = (
     (re.compile(r"\d+%(?= \|$)"), "#%"),
     (re.compile(r"(?<=tok/s )(?: *[\d.]+)+$"), "#"),
     (re.compile(r" · [\d.]+ tokens a step by \w+(, \d+ experts a draft, \d+ not at hand)?"), ""),
-    (re.compile(r"\b(?:generic|avx2|avx_vnni|avx512|amx)\b"), "TIER"),
+    (re.compile(r"\b(?:generic|avx2|avx_vnni|avx512|amx|neon|dotprod)\b"), "TIER"),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d"), "DATE"),
     (re.compile(r"\S+(?=/models--)"), "CACHE"),
     (re.compile(r"(?<=^coldstream )\d\S*(?= runs)"), "VERSION"),

@@ -89,3 +89,15 @@ def test_a_python_that_is_not_there_is_named(
     assert package.main() == 1
     assert "there is no python3.99: name others" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_headers_of_another_machine_have_its_place(tmp_path: Path) -> None:
+    """Debian keeps a part of them in a folder with the name of the machine."""
+    include, split = tmp_path / "include" / "python3.99", tmp_path / "include" / "x-linux-gnu" / "python3.99"
+    split.mkdir(parents=True)
+    (split / "pyconfig.h").touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {include} x-linux-gnu\n")
+    python.chmod(0o755)
+    found = package.link_headers(python, tmp_path / "links", "aarch64")
+    assert (found / "aarch64-linux-gnu" / "python3.99" / "pyconfig.h").exists()
