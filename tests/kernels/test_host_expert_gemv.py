@@ -31,6 +31,8 @@ Q4K, Q6K, Q8, Q5, F16 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantTyp
         ((Q8, Q8, Q5), (Q8, Q8, Q8)),
         ((Q4K, Q8, Q5), (Q5, Q6K, Q4K)),
         ((Q4K, Q4K, Q8), (F16, F16, Q8)),
+        ((QuantType.IQ4_NL, Q5, QuantType.MXFP4), (QuantType.MXFP4, QuantType.IQ4_NL, Q8)),
+        ((QuantType.IQ2_S, QuantType.IQ3_XXS, Q4K), (QuantType.IQ3_S, QuantType.IQ1_M, QuantType.IQ2_XS)),
         *(((kind, kind, kind), (kind, kind, kind)) for kind in sorted(INTEGER_TYPES)),
     ],
     ids=str,

@@ -99,6 +99,17 @@ def test_types_of_both_kinds_of_scales_in_one_launch(rows: int) -> None:
     check(activations(rows, rows, 512), weights)
 
 
+@pytest.mark.parametrize("cols", [512, 2048, 2304])
+def test_grids_and_orders_of_several_types_in_one_launch(cols: int) -> None:
+    kinds = (
+        *(QuantType.IQ3_S, QuantType.IQ2_XXS, QuantType.IQ3_XXS, QuantType.IQ1_S),
+        *(QuantType.IQ4_NL, QuantType.Q4_0, QuantType.MXFP4),
+    )
+    weights = [random_weight(quant_type, (9 + 8 * i, cols), seed=i) for i, quant_type in enumerate(kinds)]
+    check(activations(cols, 1, cols), weights)
+    check(activations(cols, 1, cols), [weights[4], weights[6]])
+
+
 def test_a_value_that_is_not_finite_spoils_only_its_row() -> None:
     for quant_type in (QuantType.Q4_K, QuantType.Q8_0):
         weight, x = random_weight(quant_type, (9, 512), seed=2), activations(5, 3, 512)

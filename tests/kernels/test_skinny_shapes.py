@@ -1,11 +1,27 @@
 """How much shared memory the blocks of GEMV and skinny kernels take."""
 
+import re
+
 import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.skinny_shapes import RESERVED_BYTES, STATIC_BYTES, plan_ring
+from coldstream.kernels.cuda.skinny_shapes import (
+    BANK_BYTES,
+    GRID_ENTRIES,
+    INTEGER_PASS_COLS,
+    REPEATED_GRIDS,
+    RESERVED_BYTES,
+    ROW_SHIFT,
+    ROW_SHIFTS,
+    STATIC_BYTES,
+    matrix_shape,
+    plan_ring,
+)
+from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 
 MORE = STATIC_BYTES + RESERVED_BYTES  # that a block takes beside
 
@@ -32,3 +48,21 @@ def test_a_block_may_take_all_that_is_left_beside_what_it_declares() -> None:
     assert too_large is None
     least = plan_ring(limits, 10, 0, 1, least_bytes=most)
     assert (least and (least.stages, least.shared_bytes)) == (2, most)
+
+
+def test_grids_have_the_sizes_that_device_code_sees() -> None:
+    text = (KERNELS / "cuda/weight_traits.cuh").read_text()
+    structs = {part.split(" ", 1)[0]: part for part in text.split("\nstruct ")}
+    found = {name: re.search(r"grid_entries = (\d+);", part) for name, part in structs.items()}
+    assert {name: int(match[1]) for name, match in found.items() if match} == {
+        kind.name: entries for kind, entries in GRID_ENTRIES.items()
+    }
+    repeated = {name for name, part in structs.items() if "repeats_grid = true" in part}
+    assert repeated == {kind.name for kind in REPEATED_GRIDS}
+
+
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+@pytest.mark.parametrize("cols", [INTEGER_PASS_COLS, INTEGER_PASS_COLS + 256, 3 * INTEGER_PASS_COLS])
+def test_rows_of_a_ring_begin_where_lanes_read_different_banks(quant_type: QuantType, cols: int) -> None:
+    shape = matrix_shape(quant_type, 100, cols)
+    assert shape.stage_stride % BANK_BYTES == ROW_SHIFTS.get(quant_type, ROW_SHIFT)

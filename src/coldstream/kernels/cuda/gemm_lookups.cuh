@@ -46,9 +46,6 @@ __device__ __forceinline__ uint32_t four_bytes(const uint8_t* from) {
   return *reinterpret_cast<const uint32_t*>(from);
 }
 
-// Byte `i` of a word.
-__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) { return permute(word, 0, 0x4440 | i); }
-
 // Words of tables.
 
 __device__ __forceinline__ uint32_t pair_of(uint32_t low, uint32_t high) { return low | high << 16; }
@@ -167,8 +164,8 @@ struct Lookup<IQ2_S> : IQ2Lookup {
     const uint32_t scales = block.byte(74 + step);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      const uint32_t entry = 64 * block.byte(2 + 4 * step + lane.pair(c)) +
-                             ((high_bits >> 4 * c & 0xc000) | lane.own_half);
+      const uint32_t entry =
+          64 * block.byte(2 + 4 * step + lane.pair(c)) + ((high_bits >> 4 * c & 0xc000) | lane.own_half);
       const uint32_t sign = shift_to(1, signs, c, 16) & 0x1e;
       const Products products(c ? scales >> 4 : scales & 15);
       products.choose(two_bytes(tables + grid_at + entry) | two_bytes(tables + sign), high[c], low[c]);
@@ -284,8 +281,8 @@ struct Lookup<IQ1_S> : IQ1Lookup {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const int pair = lane.pair(c);
-      low[c] = permute(
-          scaled, 0, entry(tables, bits << (10 - 3 * pair), block.byte(2 + 4 * step + pair), lane));
+      low[c] =
+          permute(scaled, 0, entry(tables, bits << (10 - 3 * pair), block.byte(2 + 4 * step + pair), lane));
     }
   }
 };

@@ -27,5 +27,6 @@ def grids_header() -> str:
     for name, (grid, levels) in GRIDS.items():
         numbers = np.searchsorted(np.array(levels), grid().reshape(-1, VALUES))
         entries = (numbers << np.arange(0, 4 * VALUES, 4)).sum(axis=-1).tolist()
-        lines.append(f"__device__ const uint16_t {name}[{len(entries)}] = {{{','.join(map(str, entries))}}};")
+        text = ",".join(map(str, entries))
+        lines.append(f"__device__ alignas(4) const uint16_t {name}[{len(entries)}] = {{{text}}};")
     return "\n".join([*lines, "}", ""])

@@ -99,7 +99,8 @@ __device__ __forceinline__ int signed_byte(uint32_t word, int i) {
   return byte;
 }
 
-// Bytes of two words by the nibbles of the selector, all of them below 8. __byte_perm masks nibbles first.
+// Bytes of two words by the low four nibbles of the selector; with bit 3 of a nibble, eight times the sign of
+// its byte. __byte_perm masks nibbles first.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));

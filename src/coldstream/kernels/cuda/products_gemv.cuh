@@ -72,11 +72,21 @@ __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, co
 }
 
 // Keeps group `group` of a row, quantised by the whole warp.
-template <int scale_elements>
+template <int scale_elements, bool is_interleaved = false>
 __device__ __forceinline__ void keep_group(const SharedRow& x, int group, const GroupShare& share) {
   const int lane = threadIdx.x % warp_size;
-  uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
-  reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
+  if constexpr (is_interleaved) {
+    // A lane has two words of the eight of a block, and exchanges one with the lane that has those four
+    // behind.
+    const bool is_second = lane & 2;
+    const uint32_t other = __shfl_xor_sync(all_lanes, is_second ? share.codes.x : share.codes.y, 2);
+    const uint32_t a = is_second ? other : share.codes.x, b = is_second ? share.codes.y : other;
+    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 4 * 2 + lane % 2) * 16;
+    reinterpret_cast<uint2*>(chunk)[is_second] = {interleave_low(a, b), interleave_high(a, b)};
+  } else {
+    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
+    reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
+  }
   if constexpr (scale_elements == block_elements) {
     if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
   } else {
@@ -87,12 +97,12 @@ __device__ __forceinline__ void keep_group(const SharedRow& x, int group, const 
 }
 
 // Quantises one row of floats, aligned to 16 bytes, into shared memory by the whole block.
-template <int scale_elements>
+template <int scale_elements, bool is_interleaved = false>
 __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
   for (int group = threadIdx.x / warp_size; group < x.groups; group += blockDim.x / warp_size) {
     float share_of[8];
     load_share(values + group * group_elements, cols - group * group_elements, share_of);
-    keep_group<scale_elements>(x, group, quantize_group<scale_elements>(share_of));
+    keep_group<scale_elements, is_interleaved>(x, group, quantize_group<scale_elements>(share_of));
   }
 }
 
@@ -100,8 +110,9 @@ __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* v
 struct Inputs {
   SharedRow quantized;
   const float* values;
-  int stride;    // of a row of values
-  int num_rows;  // up to T; rows after the last repeat it
+  int stride;             // of a row of values
+  int num_rows;           // up to T; rows after the last repeat it
+  const uint32_t* grids;  // of the launch's types, in shared memory
 };
 
 // Sub-block scales of the quarters that a lane computes, from those of the row that it keeps: result i
@@ -175,25 +186,6 @@ __device__ __forceinline__ HeaderK header_of(const uint8_t* block) {
   }
 }
 
-// Sums of the codes of x in a quarter's runs of 16, for minima of sixteen sub-blocks: two to a word.
-struct RunSums {
-  uint32_t pairs[2];
-
-  __device__ __forceinline__ explicit RunSums(const uint32_t (&x)[16]) {
-#pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
-      int sums[2] = {};
-#pragma unroll
-      for (int i = 0; i < 8; i++) sums[i / 4] = dot_signed(four_ones, x[8 * pair + i], sums[i / 4]);
-      pairs[pair] = __byte_perm(uint32_t(sums[0]), uint32_t(sums[1]), 0x5410);
-    }
-  }
-  // With the minima of the runs, a byte each.
-  __device__ __forceinline__ int dot(uint32_t mins) const {
-    return __dp2a_hi(int(pairs[1]), int(mins), __dp2a_lo(int(pairs[0]), int(mins), 0));
-  }
-};
-
 // What a lane has of the four rows of a quad: its shares of their products and, without a header, of the sums
 // of minima.
 struct Shares {
@@ -214,15 +206,16 @@ __device__ __forceinline__ float add_super_block(const HeaderK& header, const Sh
   return place.exists ? sum : p;
 }
 
-template <class Weights>
+template <class Weights, class Grid>
 __device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
-                                                 const SharedRow& x, float& p) {
+                                                 const SharedRow& x, const Grid& grid, float& p) {
   constexpr bool is_aligned = Weights::alignment == 16,
                  has_run_mins = Weights::has_mins && !Weights::has_header;
   const LanePlace place(shape, pass, x.groups);
   const int offset = place.g * Weights::bytes;
   uint32_t codes_x[16], scales[4];
   load_quarter<Weights>(x, place, codes_x);
+  Weights::arrange(codes_x);
   const HeaderK header = header_of<Weights>(staged.row<is_aligned>(place.quad * 4 + place.s) + offset);
   if constexpr (Weights::has_header) exchange_scales(header.scales, place.s, scales);
   Shares shares;
@@ -230,9 +223,7 @@ __device__ __forceinline__ void add_super_blocks(const Staged& staged, const Mat
   for (int i = 0; i < 4; i++) {
     const uint8_t* block = staged.row<is_aligned>(place.quad * 4 + (place.s ^ i)) + offset;
     if constexpr (!Weights::has_header) scales[i] = Weights::scales(block, place.s);
-    uint32_t codes[16];
-    Weights::unpack(block, place.s, codes);
-    shares.products[i] = Weights::dot(codes, codes_x, scales[i]);
+    shares.products[i] = Weights::product(block, place.s, codes_x, scales[i], grid);
     if constexpr (has_run_mins) shares.mins[i] = RunSums(codes_x).dot(Weights::mins(block, place.s));
     if constexpr (!Weights::overlaps_rows) __syncwarp();
   }
@@ -257,30 +248,19 @@ struct SmallPlace {
   static constexpr int parts = Weights::elements / 32;
 };
 
+// p with a block of 32, whose minimum is `m` and whose product of integers `product`.
 template <class Weights>
-__device__ __forceinline__ int dot_block(const uint32_t (&codes)[8], const uint32_t (&x)[8]) {
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) sum = dot_signed(codes[i], x[i], sum);
-  return sum >> Weights::shift;
-}
-
-// p with a block of 32, whose minimum is `m`.
-template <class Weights>
-__device__ __forceinline__ float add_block(const uint32_t (&codes)[8], float d, float m,
-                                           const uint32_t (&x)[8], float scale, float p) {
-  p = __fmaf_rn(d * scale, float(dot_block<Weights>(codes, x)), p);
+__device__ __forceinline__ float add_block(int product, float d, float m, const uint32_t (&x)[8], float scale,
+                                           float p) {
+  p = __fmaf_rn(d * scale, float(product), p);
   if constexpr (Weights::has_mins) {
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum = dot_signed(four_ones, x[i], sum);
-    p = __fmaf_rn(m * scale, float(sum), p);
+    p = __fmaf_rn(m * scale, float(sum_of_codes(x)), p);
   }
   return p;
 }
 
-template <class Weights>
-__device__ __forceinline__ float minimum_of(const NearBytes<Weights::alignment>& block) {
+template <class Weights, class B>
+__device__ __forceinline__ float minimum_of(const B& block) {
   if constexpr (Weights::has_mins)
     return Weights::minimum(block);
   else
@@ -294,22 +274,82 @@ __device__ __forceinline__ void load_block(const SharedRow& x, int group, int j,
   codes[4] = second.x, codes[5] = second.y, codes[6] = second.z, codes[7] = second.w;
 }
 
-template <class Weights>
+// A block of 32 in memory, `offset` bytes behind another, so that loads of several share addresses. `codes`
+// is where the first block of its bytes would begin; it differs in the second half of a block of 64.
+template <int alignment, int offset>
+struct BytesBehind {
+  NearBytes<alignment> block, codes;
+
+  __device__ __forceinline__ uint32_t word(int at) const { return codes.word(SplitIndex{0, offset + at}); }
+  __device__ __forceinline__ uint32_t two(int at) const { return block.two(offset + at); }
+  __device__ __forceinline__ uint32_t byte(int at) const { return block.byte(offset + at); }
+};
+
+// A lane's blocks of a pass: block lane / 4 of one group after the other, of row lane % 4.
+template <class Weights, bool is_interleaved>
+class LaneBlocks {
+ public:
+  // `group`: an even number, of the first group in x.
+  __device__ __forceinline__ LaneBlocks(const uint8_t* row, const SharedRow& x, int group) {
+    const int j = threadIdx.x % warp_size / 4, first = swizzled(2 * j);
+    block.memory = row + j / parts * Weights::bytes;
+    codes.memory = block.memory + j % parts * part_bytes;
+#pragma unroll
+    for (int i = 0; i < 4; i++) chunks[i] = x.codes + group * group_elements + (first ^ i) * 16;
+    scales = x.scales + group * scales_in_group + j;
+  }
+
+  // p with the block of group g from here.
+  template <int g>
+  __device__ __forceinline__ float add(float p) const {
+    const BytesBehind<Weights::alignment, g * step> own = {block, codes};
+    uint32_t x[8];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 chunk = load_16(chunks[g % 2 * 2 + half] + g * group_elements);
+      x[4 * half] = chunk.x, x[4 * half + 1] = chunk.y, x[4 * half + 2] = chunk.z, x[4 * half + 3] = chunk.w;
+    }
+    if constexpr (Weights::interleaves_x && !is_interleaved) interleave(x);
+    return add_block<Weights>(Weights::product(own, x), Weights::d(own), minimum_of<Weights>(own), x,
+                              scales[g * scales_in_group], p);
+  }
+
+  __device__ __forceinline__ void advance(int groups) {
+    block.memory += groups * step, codes.memory += groups * step;
+#pragma unroll
+    for (int i = 0; i < 4; i++) chunks[i] += groups * group_elements;
+    scales += groups * scales_in_group;
+  }
+
+ private:
+  static constexpr int parts = Weights::elements / 32, part_bytes = parts == 1 ? 0 : 8;
+  static constexpr int step = scales_in_group / parts * Weights::bytes;
+
+  NearBytes<Weights::alignment> block, codes;
+  const uint8_t* chunks[4];  // the two of a block, in groups with even numbers and with odd ones
+  const float* scales;
+};
+
+template <class Weights, bool is_interleaved>
 __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixShape& shape, int pass,
                                            const SharedRow& x, float& p) {
   const int lane = threadIdx.x % warp_size, j = lane / 4;
-  const uint8_t* row = staged.row<false>(lane % 4);
-  const int num_groups = min(8, x.groups - pass * 8), num_blocks = shape.num_cols / 32;
-#pragma unroll 2
-  for (int g = 0; g < num_groups; g++) {
-    const int group = pass * 8 + g;
-    if (group * 8 + j >= num_blocks) break;
-    const SmallPlace<Weights> place(row, g * 8 + j);
-    uint32_t codes[8], codes_x[8];
-    place.unpack(codes);
-    load_block(x, group, j, codes_x);
-    p = add_block<Weights>(codes, Weights::d(place.block), minimum_of<Weights>(place.block), codes_x,
-                           x.scales[group * 8 + j], p);
+  const int num_blocks = min(64, shape.num_cols / 32 - pass * 64);
+  LaneBlocks<Weights, is_interleaved> blocks(staged.row<false>(lane % 4), x, pass * 8);
+  int block = 0;
+#pragma unroll 1
+  for (; block + 32 <= num_blocks; block += 32) {
+    p = blocks.template add<0>(p);
+    p = blocks.template add<1>(p);
+    p = blocks.template add<2>(p);
+    p = blocks.template add<3>(p);
+    blocks.advance(4);
+  }
+#pragma unroll 1
+  for (block += j; block < num_blocks; block += 16) {
+    p = blocks.template add<0>(p);
+    if (block + 8 < num_blocks) p = blocks.template add<1>(p);
+    blocks.advance(2);
   }
   __syncwarp();
 }
@@ -390,7 +430,7 @@ __device__ __forceinline__ void warm_values(const float* values, int stride, int
 }
 
 // One pass of one unit. Integer types take one row of x; products_tiles.cuh is for several.
-template <Types types, int T>
+template <Types types, int T, int grid_room>
 __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape& shape, int pass,
                                          const Inputs& x, float (&p)[T]) {
   const int type = shape.type;
@@ -398,9 +438,10 @@ __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape
     const auto add = [&](auto weights) {
       using Weights = decltype(weights);
       if constexpr (Weights::is_super)
-        add_super_blocks<Weights>(staged, shape, pass, x.quantized, p[0]);
+        add_super_blocks<Weights>(staged, shape, pass, x.quantized,
+                                  grid_of<types, Weights, grid_room>(x.grids), p[0]);
       else
-        add_blocks<Weights>(staged, shape, pass, x.quantized, p[0]);
+        add_blocks<Weights, interleaves_x<types>>(staged, shape, pass, x.quantized, p[0]);
     };
     with_weights<types>(type, add);
   }
@@ -438,7 +479,7 @@ template <typename Add, typename EndUnit>
 __device__ __forceinline__ void walk_units(const Work& work, const Ring& ring, Cursor ahead, Add&& add,
                                            EndUnit&& end_unit) {
   const MatrixShape& shape = work.shape;
-  const int row_step = shape.num_passes == 1 ? 0 : shape.row_bytes;
+  const int row_step = shape.is_copied_at_once() ? 0 : shape.row_bytes;
   int index = 0;
   for (Cursor now = {work.first_unit, 0}; now.unit < work.num_units; now.advance(work)) {
     const int first_row = now.unit * shape.unit_rows;
@@ -456,12 +497,14 @@ __device__ __forceinline__ void walk_units(const Work& work, const Ring& ring, C
 
 // All units of the warp. Calls finish(row, sums) with the sums of weight row `row` in the lanes that write
 // them, and with a row out of range in the others.
-template <Types types, int T, typename Finish>
+template <Types types, int T, int grid_room, typename Finish>
 __device__ __forceinline__ void multiply(const Work& work, const Ring& ring, Cursor ahead, const Inputs& x,
                                          Finish&& finish) {
   const MatrixShape& shape = work.shape;
   float p[T] = {};
-  const auto add = [&](const Staged& staged, int pass) { add_pass<types, T>(staged, shape, pass, x, p); };
+  const auto add = [&](const Staged& staged, int pass) {
+    add_pass<types, T, grid_room>(staged, shape, pass, x, p);
+  };
   walk_units(work, ring, ahead, add, [&](int first_row) {
     const LaneRow lane(shape);
     if (is_float<types>(shape.type)) {

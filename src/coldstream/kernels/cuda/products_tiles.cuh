@@ -96,8 +96,6 @@ __device__ __forceinline__ TileGroup tile_group(const TileRows& x, int slice, in
 
 __device__ __forceinline__ uint32_t load_4(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
-__device__ __forceinline__ int byte_of(uint32_t word, int i) { return int(word >> (8 * i)) & 0xff; }
-
 // sums += scale of the row · d.
 __device__ __forceinline__ void add_scaled(int (&sums)[4], const int (&d)[4], int scale, int scale_8) {
   sums[0] += scale * d[0];
@@ -143,8 +141,8 @@ __device__ __forceinline__ void add_block_k(const uint8_t* block, const uint8_t*
         a[i] = (words[i] >> (k % 2 * 4)) & 0x0f0f0f0f;
         if constexpr (has_fifth_bit) a[i] |= (k < 4 ? high[i] << (4 - k) : high[i] >> (k - 4)) & 0x10101010;
       }
-      const int scale = byte_of(header.scales[k / 4], k % 4),
-                scale_8 = byte_of(header_8.scales[k / 4], k % 4);
+      const int scale = int(byte_of(header.scales[k / 4], k % 4)),
+                scale_8 = int(byte_of(header_8.scales[k / 4], k % 4));
 #pragma unroll
       for (int n = 0; n < slices; n++) {
         int d[4];

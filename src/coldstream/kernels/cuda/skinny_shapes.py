@@ -21,6 +21,10 @@ COPY_BYTES = 16
 QUAD_ROWS = 4  # weight rows that a group of four lanes works on
 TILE_ROWS = 16  # weight rows of a product of the tensor cores
 BANK_BYTES = 128  # one word of each bank of shared memory
+# Bytes from a row in a warp's ring to the next, modulo BANK_BYTES. Lanes read words of four rows at once, and
+# with these fewest of them meet in a bank. The first is for all types but those of the table.
+ROW_SHIFT = 32
+ROW_SHIFTS = {QuantType.Q4_K: 0, QuantType.Q5_K: 0, QuantType.Q6_K: 48, QuantType.IQ4_XS: 64}
 NUM_GROUPS = 8  # of four lanes in a warp
 PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
@@ -30,6 +34,18 @@ SKINNY_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
 BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in small blocks: codes, scales
+# Words of the grids that a block with one row of activations keeps in shared memory, as in weight_traits.cuh.
+GRID_ENTRIES = {
+    QuantType.IQ2_XXS: 256,
+    QuantType.IQ2_XS: 512,
+    QuantType.IQ2_S: 1024,
+    QuantType.IQ3_XXS: 256,
+    QuantType.IQ3_S: 512,
+    QuantType.IQ1_S: 2048,
+    QuantType.IQ1_M: 2048,
+}
+REPEATED_GRIDS = {QuantType.IQ3_XXS, QuantType.IQ3_S}
+GRID_COPIES = 16
 SLACK_BYTES = 4  # after the scales, which the compiler loads in pairs, of which the last may be half
 RESERVED_BYTES = 1024  # shared memory per block that the system takes
 STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
@@ -52,6 +68,16 @@ def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:
     return sum(needed) if at_once else max(needed, default=0)
 
 
+def grid_bytes(types: Iterable[int], room: int) -> int:
+    """Shared memory for the grids of all of these types, in a kernel with `room` bytes for copies of one."""
+    numbers = {int(each) for each in types}
+    words = {kind: size for kind, size in GRID_ENTRIES.items() if int(kind) in numbers}
+    for kind in REPEATED_GRIDS & words.keys():
+        if 4 * GRID_COPIES * words[kind] <= room:
+            words[kind] *= GRID_COPIES
+    return 4 * sum(words.values())
+
+
 @declared_in("cuda/weight_ring.cuh")
 class MatrixShape(ctypes.Structure):
     @property
@@ -70,10 +96,13 @@ def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None
     spread = natural_spread(quant_type, cols) if spread is None else spread
     unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
     shape = _shape(quant_type, rows, cols, unit_rows, spread)
-    # Rows that are copied one by one may each begin anywhere in a chunk.
-    shape.stage_stride = (
-        shape.row_bytes if shape.num_passes == 1 else _chunk_bytes(shape.pass_bytes) + COPY_BYTES
-    )
+    shift = ROW_SHIFTS.get(quant_type, ROW_SHIFT)
+    is_spread = spread > 0 or shape.row_bytes % BANK_BYTES == shift or quant_type in PASS_COLS
+    shape.stage_stride = shape.row_bytes
+    if shape.num_passes > 1 or not is_spread:
+        # Rows that are copied one by one may each begin anywhere in a chunk.
+        least = _chunk_bytes(shape.pass_bytes) + COPY_BYTES
+        shape.stage_stride = least + (0 if quant_type in PASS_COLS else (shift - least) % BANK_BYTES)
     return shape
 
 

@@ -30,6 +30,10 @@ struct WeightBlock {
   // Whether loads for several weight rows may be under way in a thread; other types need the registers.
   static constexpr bool overlaps_rows = false;
   static constexpr int shift = 0;
+  // Words of a grid that GEMV keeps in shared memory: grid_entry(i). With a look-up for every word of codes a
+  // grid is kept sixteen times where it fits, so that no more than two lanes meet in a bank.
+  static constexpr int grid_entries = 0;
+  static constexpr bool repeats_grid = false;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
@@ -42,13 +46,57 @@ __device__ __forceinline__ float half_at(const B& block, int at) {
   return half_to_float(uint16_t(block.two(at)));
 }
 
+// Σ q_x of 32 codes.
+__device__ __forceinline__ int sum_of_codes(const uint32_t (&x)[8]) {
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = dot_signed(four_ones, x[i], sum);
+  return sum;
+}
+
 // Blocks of 32 or 64.
 
 template <class Own, int type, int bytes, int elements = 32>
 struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
+  // Whether `product` takes the codes of x in the order of `interleave`.
+  static constexpr bool interleaves_x = false;
+
+  // I of a block of 32.
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    uint32_t codes[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) codes[i] = Own::shifted_word(block, i);
+    return dot(codes, x);
+  }
+  __device__ static __forceinline__ int dot(const uint32_t (&codes)[8], const uint32_t (&x)[8]) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = dot_signed(codes[i], x[i], sum);
+    return sum >> Own::shift;
+  }
   template <class B>
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0);
+  }
+};
+
+// Sums of the codes of x in a quarter's runs of 16, two to a word.
+struct RunSums {
+  uint32_t pairs[2];
+
+  __device__ __forceinline__ explicit RunSums(const uint32_t (&x)[16]) {
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      int sums[2] = {};
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[i / 4] = dot_signed(four_ones, x[8 * pair + i], sums[i / 4]);
+      pairs[pair] = __byte_perm(uint32_t(sums[0]), uint32_t(sums[1]), 0x5410);
+    }
+  }
+  // With the minima or scales of the runs, a signed byte each.
+  __device__ __forceinline__ int dot(uint32_t factors) const {
+    return __dp2a_hi(int(pairs[1]), int(factors), __dp2a_lo(int(pairs[0]), int(factors), 0));
   }
 };
 
@@ -112,6 +160,16 @@ struct SuperBlock : WeightBlock<Own, type, bytes, 256, sub_blocks> {
       sum += int(int8_t(scales >> (8 * c))) * run;
     }
     return sum >> Own::shift;
+  }
+  // Puts the codes of x under a quarter into the order that `product` takes.
+  __device__ static __forceinline__ void arrange(uint32_t (&)[16]) {}
+  // A quarter's part of I. `scales`: of types with a header; `grid`: the type's, in shared memory.
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t scales, const Grid&) {
+    uint32_t codes[16];
+    Own::unpack(block, s, codes);
+    return Own::dot(codes, x, scales);
   }
 };
 

@@ -77,9 +77,9 @@ struct ExactBytes {
 // Words that start at p, a multiple of 2, near which more may be read.
 template <int count>
 __device__ __forceinline__ void load_words(const uint8_t* p, uint32_t (&words)[count]) {
-  const uint64_t address = reinterpret_cast<uint64_t>(p);
-  const uint32_t* aligned = reinterpret_cast<const uint32_t*>(p - (address & 2));
-  const uint32_t shift = (address & 2) * 8;
+  const uint32_t before = uint32_t(reinterpret_cast<uint64_t>(p)) & 2;
+  const uint32_t* aligned = reinterpret_cast<const uint32_t*>(p - before);
+  const uint32_t shift = before * 8;
   uint32_t low = aligned[0];
 #pragma unroll
   for (int i = 0; i < count; i++) {
@@ -95,6 +95,7 @@ __device__ __forceinline__ int dot_signed(uint32_t weights, uint32_t x, int sum)
   return __dp4a(int(weights), int(x), sum);
 }
 
+__device__ __forceinline__ uint2 load_8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
 __device__ __forceinline__ uint4 load_16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
 
 // Bytes minus `offset`; each byte is below 128 + offset.
@@ -114,6 +115,12 @@ __device__ __forceinline__ uint32_t spread_crumbs(uint32_t byte) {
   return (nibbles | nibbles << 6) & 0x03030303u;
 }
 
+// The four fields of three bits in twelve, one to a byte each.
+__device__ __forceinline__ uint32_t spread_thirds(uint32_t fields) {
+  const uint32_t pairs = (fields & 0x3f) | (fields << 10 & 0x003f0000u);
+  return (pairs & 0x00070007u) | (pairs << 5 & 0x07000700u);
+}
+
 // The four nibbles of two bytes, one to a byte each.
 __device__ __forceinline__ uint32_t spread_nibbles(uint32_t two) {
   const uint32_t bytes = (two & 0xff) | (two & 0xff00) << 8;
@@ -129,14 +136,14 @@ struct SixteenValues {
 __device__ __forceinline__ uint32_t look_up(const SixteenValues& values, uint32_t indices) {
   const uint32_t nibbles = __byte_perm(indices | indices >> 4, 0, 0x4420);
   const uint32_t low = nibbles & 0x7777u;
-  const uint32_t first = __byte_perm(values.words[0], values.words[1], low);
-  const uint32_t second = __byte_perm(values.words[2], values.words[3], low);
-  return __byte_perm(first, second, 0x3210u | (nibbles & 0x8888u) >> 1);
+  const uint32_t first = permute(values.words[0], values.words[1], low);
+  const uint32_t second = permute(values.words[2], values.words[3], low);
+  return permute(first, second, 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
 // The values of an entry of a grid, whose four nibbles are numbers of bytes among eight.
 __device__ __forceinline__ uint32_t levels_of(uint32_t entry, uint32_t low, uint32_t high) {
-  return __byte_perm(low, high, entry);
+  return permute(low, high, entry);
 }
 
 // Positive bytes with signs: a set bit of the low four of `signs` makes its byte negative.
@@ -147,5 +154,140 @@ __device__ __forceinline__ uint32_t with_signs(uint32_t bytes, uint32_t signs) {
 
 // Signs of eight values of which seven are given: an even number of them is negative.
 __device__ __forceinline__ uint32_t even_signs(uint32_t bits) { return bits | (__popc(bits) & 1) << 7; }
+
+// Byte i of a word.
+__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) { return permute(word, 0, 0x4440 | i); }
+
+// A grid of words in shared memory, of which there are so many copies. A lane's own has words of its own
+// banks.
+template <int copies>
+struct SharedGrid {
+  const uint8_t* memory;
+  uint32_t own;  // bytes of the other copies before the lane's word of an entry
+
+  __device__ __forceinline__ explicit SharedGrid(const uint32_t* grid)
+      : memory(reinterpret_cast<const uint8_t*>(grid)), own(threadIdx.x % copies * 4) {}
+  __device__ __forceinline__ uint32_t operator[](uint32_t index) const { return at((index << shift) + own); }
+  // The entry whose number is byte i of a word.
+  __device__ __forceinline__ uint32_t at_byte(uint32_t word, int i) const {
+    return (*this)[byte_of(word, i)];
+  }
+
+ private:
+  static constexpr int shift = copies == 1 ? 2 : 6;  // from entries to bytes
+  static_assert(copies * 4 == 1 << shift);
+
+  __device__ __forceinline__ uint32_t at(uint32_t offset) const {
+    return *reinterpret_cast<const uint32_t*>(memory + offset);
+  }
+};
+
+// Byte i of `low`, and above it byte j of `high`, whose bytes are below 128.
+__device__ __forceinline__ uint32_t bytes_together(uint32_t low, uint32_t high, int i, int j) {
+  return permute(low, high, 0xcc40 + 0x1110 * j + i);
+}
+__device__ __forceinline__ uint32_t bytes_together(uint32_t low, uint32_t high, int i) {
+  return bytes_together(low, high, i, i);
+}
+
+// The signs of eight values, a set bit for a negative one, added as bit 2 to the nibbles of `entry`. Of
+// `quads` the first four bits of each half are taken. The multiplications put copies side by side, of which
+// masks take pairs of bits and then single ones.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t quads, uint32_t entry) {
+  const uint32_t pairs = (quads & 0x000f000fu) * 0x104 & 0x0c0c0c0cu;
+  return (pairs * 9 & 0x44444444u) | entry;
+}
+// Those of byte i of `signs`; `high` is signs >> 4.
+__device__ __forceinline__ uint32_t with_sign_bits(uint32_t entry, uint32_t signs, uint32_t high, int i) {
+  return spread_signs(permute(signs, high, 0x4400 + 0x1111 * i), entry);
+}
+// Seven of them, when an even number of all eight is negative.
+__device__ __forceinline__ uint32_t with_even_sign_bits(uint32_t entry, uint32_t signs) {
+  return spread_signs(signs * 0x1001 + (uint32_t(__popc(signs)) << 19), entry);
+}
+
+// sum + products of eight values, whose selectors of bytes of `low` and `high` are the nibbles of
+// `selectors`.
+__device__ __forceinline__ int dot_selected(uint32_t selectors, uint32_t low, uint32_t high,
+                                            const uint32_t* x, int sum) {
+  sum = dot_signed(permute(low, high, selectors), x[0], sum);
+  return dot_signed(permute(low, high, selectors >> 16), x[1], sum);
+}
+
+// The low eight bits of `bits`, each as the top bit of a byte, with others below. Without the last bit, the
+// copies of a product do not meet.
+struct EightBits {
+  uint32_t first, second;
+};
+__device__ __forceinline__ EightBits to_top_bits(uint32_t bits) {
+  const uint32_t seven = bits & 127;
+  return {seven * 0x10204080u, seven * 0x00020408u + (bits << 24)};
+}
+
+// Bytes of ones where a value is negative, for eight values.
+struct SignMasks {
+  uint32_t first, second;
+};
+// Of the top bits of bytes.
+__device__ __forceinline__ uint32_t signs_of_bytes(uint32_t bytes) { return permute(bytes, 0, 0xba98); }
+__device__ __forceinline__ SignMasks sign_masks(uint32_t signs) {
+  const EightBits top = to_top_bits(signs);
+  return {signs_of_bytes(top.first), signs_of_bytes(top.second)};
+}
+// Of seven signs, when an even number of all eight is negative.
+__device__ __forceinline__ SignMasks even_sign_masks(uint32_t signs) {
+  return {signs_of_bytes(signs * 0x10204080u),
+          signs_of_bytes(signs * 0x00020408u + (uint32_t(__popc(signs)) << 31))};
+}
+
+// Sums of the products of values with the signs of x's, and of those that are negative.
+struct SignedSum {
+  int all = 0, negative = 0;
+
+  __device__ __forceinline__ void add(uint32_t values, uint32_t mask, uint32_t x) {
+    all = dot_signed(values, x, all);
+    negative = dot_signed(values & mask, x, negative);
+  }
+  __device__ __forceinline__ int total() const { return all - 2 * negative; }
+};
+
+// Sixteen values as two tables of bytes that are not negative: of the indices below 8, and of the others.
+struct SplitValues {
+  uint32_t low[2], high[2];
+};
+
+// The order of the codes in words of nibbles: those of the low nibbles of a word, x[i], and of its high ones,
+// x[i
+// + 4], in turn.
+__device__ __forceinline__ uint32_t interleave_low(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5140);
+}
+__device__ __forceinline__ uint32_t interleave_high(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7362);
+}
+__device__ __forceinline__ void interleave(uint32_t* x) {
+  uint32_t natural[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) natural[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    x[2 * i] = interleave_low(natural[i], natural[4 + i]);
+    x[2 * i + 1] = interleave_high(natural[i], natural[4 + i]);
+  }
+}
+
+// Sums of the products of interleaved x's with the low values of a word's nibbles, and with the high ones:
+// each table gives 0 for the indices of the other, as the sign of a byte that is not negative.
+struct SplitSum {
+  int low = 0, high = 0;
+
+  __device__ __forceinline__ void add(const SplitValues& values, uint32_t nibbles, const uint32_t* x) {
+    const uint32_t others = nibbles ^ 0x88888888u;
+    low = dot_signed(permute(values.low[0], values.low[1], nibbles), x[0], low);
+    low = dot_signed(permute(values.low[0], values.low[1], nibbles >> 16), x[1], low);
+    high = dot_signed(permute(values.high[0], values.high[1], others), x[0], high);
+    high = dot_signed(permute(values.high[0], values.high[1], others >> 16), x[1], high);
+  }
+};
 
 }  // namespace coldstream

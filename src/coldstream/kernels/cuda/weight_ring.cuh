@@ -17,6 +17,11 @@ struct MatrixShape {
   int unit_rows;
   int stage_stride;  // bytes from row to row in the ring
   int spread;        // log2 of the quads of a unit
+
+  // Whether a unit is copied as it lies in the matrix, otherwise row by row.
+  __device__ __forceinline__ bool is_copied_at_once() const {
+    return num_passes == 1 && stage_stride == row_bytes;
+  }
 };
 
 // A pass of a unit in shared memory.
@@ -33,12 +38,12 @@ struct Staged {
   }
 };
 
-// Starts the copies of one pass of a unit: all its rows as one where there is only one pass, otherwise row by
-// row. Chunks of 16 aligned bytes are copied that hold a byte of the rows.
+// Starts the copies of one pass of a unit. Chunks of 16 aligned bytes are copied that hold a byte of the
+// rows.
 __device__ __forceinline__ void stage(uint8_t* memory, const MatrixShape& shape, const uint8_t* data,
                                       int unit, int pass) {
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
-  const bool at_once = shape.num_passes == 1;
+  const bool at_once = shape.is_copied_at_once();
   const int skipped = pass * shape.pass_bytes;
   const int bytes = at_once ? rows * shape.row_bytes : min(shape.pass_bytes, shape.row_bytes - skipped);
   const uint8_t* from = data + int64_t(first_row) * shape.row_bytes + skipped;

@@ -20,6 +20,34 @@ __device__ __forceinline__ uint32_t nibbles_of_32(const B& block, At at, W w) {
   return (block.word(at + (w & 3) * 4) >> ((w >> 2) * 4)) & 0x0f0f0f0fu;
 }
 
+// Σ c q_x of a block of 32 whose 16 bytes of nibbles begin at `at`.
+template <class B>
+__device__ __forceinline__ int dot_nibbles(const B& block, int at, const uint32_t (&x)[8]) {
+  int low = 0, high = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t bytes = block.word(at + 4 * i);
+    low = dot_unsigned(bytes & 0x0f0f0f0fu, x[i], low);
+    high = dot_unsigned(bytes & 0xf0f0f0f0u, x[4 + i], high);
+  }
+  return low + (high >> 4);
+}
+// The same of codes whose fifth bits are in the word at `at`, with 16 bytes of nibbles behind. Words have the
+// factor 8.
+template <class B>
+__device__ __forceinline__ int dot_five_bits(const B& block, int at, const uint32_t (&x)[8]) {
+  const uint32_t bits = block.word(at);
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const EightBits top = to_top_bits(bits >> (4 * i));
+    const uint32_t a = block.word(at + 4 + i % 4 * 4), b = block.word(at + 8 + i % 4 * 4);
+    sum = dot_unsigned(((i < 4 ? a << 3 : a >> 1) & 0x78787878u) | (top.first & 0x80808080u), x[i], sum);
+    sum = dot_unsigned(((i < 4 ? b << 3 : b >> 1) & 0x78787878u) | (top.second & 0x80808080u), x[i + 1], sum);
+  }
+  return sum >> 3;
+}
+
 struct Q4_0 : SmallBlock<Q4_0, q4_0, 18> {
   static constexpr int shift = 4;
 
@@ -31,6 +59,10 @@ struct Q4_0 : SmallBlock<Q4_0, q4_0, 18> {
   __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
     const uint32_t bytes = block.word(2 + (w & 3) * 4);
     return ((w < 4 ? bytes << 4 : bytes) & 0xf0f0f0f0u) ^ 0x80808080u;
+  }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    return dot_nibbles(block, 2, x) - 8 * sum_of_codes(x);
   }
 };
 
@@ -44,6 +76,10 @@ struct Q4_1 : SmallBlock<Q4_1, q4_1, 20> {
   template <class B>
   __device__ static __forceinline__ float minimum(const B& block) {
     return half_at(block, 2);
+  }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    return dot_nibbles(block, 4, x);
   }
 };
 
@@ -61,6 +97,10 @@ struct Q5_0 : SmallBlock<Q5_0, q5_0, 22> {
     const uint32_t low = (w < 4 ? bytes << 3 : bytes >> 1) & 0x78787878u;
     return low | (~((bits & 15) * 0x10204080u) & 0x80808080u);
   }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    return dot_five_bits(block, 2, x) - 16 * sum_of_codes(x);
+  }
 };
 
 struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
@@ -73,6 +113,10 @@ struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
   template <class B>
   __device__ static __forceinline__ float minimum(const B& block) {
     return half_at(block, 2);
+  }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    return dot_five_bits(block, 4, x);
   }
 };
 
@@ -87,18 +131,45 @@ struct Q8_0 : SmallBlock<Q8_0, q8_0, 34> {
 constexpr SixteenValues iq4_values = {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}};
 // Twice the values of E2M1: 0 1 2 3, 4 6 8 12, and the same with a minus.
 constexpr SixteenValues e2m1_doubled = {{0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}};
+// The same without signs: eight are negative, and eight are not.
+constexpr SplitValues iq4_split = {{0x4153687fu, 0x0a162331u}, {0x26190d01u, 0x71594535u}};
+constexpr SplitValues e2m1_split = {{0x03020100u, 0x0c080604u}, {0x03020100u, 0x0c080604u}};
+
+// I of a block of 32 whose 16 bytes of nibbles begin at `at`.
+template <class B>
+__device__ __forceinline__ SplitSum split_product(const SplitValues& values, const B& block, int at,
+                                                  const uint32_t (&x)[8]) {
+  SplitSum sum;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum.add(values, block.word(at + 4 * i), x + 2 * i);
+  return sum;
+}
 
 struct IQ4_NL : SmallBlock<IQ4_NL, iq4_nl, 18> {
+  static constexpr bool interleaves_x = true;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return look_up(iq4_values, nibbles_of_32(block, 2, w));
   }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    const SplitSum sum = split_product(iq4_split, block, 2, x);
+    return sum.high - sum.low;
+  }
 };
 
 struct MXFP4 : SmallBlock<MXFP4, mxfp4, 17> {
+  static constexpr bool interleaves_x = true;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return look_up(e2m1_doubled, nibbles_of_32(block, 1, w));
+  }
+  template <class B>
+  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+    const SplitSum sum = split_product(e2m1_split, block, 1, x);
+    return sum.low - sum.high;
   }
   // 2^(e − 128): the float32 exponent is e − 1, and the two smallest powers are denormal.
   template <class B>
@@ -159,6 +230,37 @@ struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return subtract<4>(unsigned_word(block, w));
+  }
+  // As the general ones, with half the operations.
+  __device__ static __forceinline__ uint32_t scales(const uint8_t* block, int s) {
+    uint32_t words[3];
+    load_words(block + 96, words);
+    const uint32_t low = of_interleaved(words[0], words[1], s) >> (4 * (s >> 1)),
+                   high = words[2] >> (4 * (s >> 1));
+    return subtract<32>((low & 0x0f0f0f0fu) | (of_interleaved(high, high >> 2, s) << 4 & 0x30303030u));
+  }
+  // Bits stay where they are in their bytes, and runs of products with them are shifted back.
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t scales, const Grid&) {
+    const int half = s >> 1, part = 16 * (s & 1);
+    uint32_t low[4], high[4];
+    load_words(block + 32 + 32 * half + part, low);
+    load_words(block + part, high);
+#pragma unroll
+    for (int i = 0; i < 4; i++) high[i] >>= 4 * half;
+    int sum = 0;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      int lows = 0, highs = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        lows = dot_unsigned(low[i] & 0x03030303u << (2 * c), x[4 * c + i], lows);
+        highs = dot_unsigned(high[i] & 0x01010101u << c, x[4 * c + i], highs);
+      }
+      sum += signed_byte(scales, c) * ((lows >> (2 * c)) + 4 * (highs >> c));
+    }
+    return sum - 4 * RunSums(x).dot(scales);
   }
   // While bytes are together, products have 128 added.
   template <class B, class W>
@@ -328,16 +430,49 @@ struct IQ4_XS : SuperBlock<IQ4_XS, iq4_xs, 136, 8> {
     const uint32_t low = block.byte(4 + (j >> 1)) >> ((j & 1) * 4) & 15, high = block.two(2) >> (2 * j) & 3;
     return int(low | high << 4) - 32;
   }
+  __device__ static __forceinline__ void arrange(uint32_t (&x)[16]) {
+    interleave(x);
+    interleave(x + 8);
+  }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t, const Grid&) {
+    const uint2 header = load_8(block);
+    const uint32_t low = header.y >> (8 * s), high = header.x >> (16 + 4 * s);
+    const int scales[2] = {int((low & 15) | (high << 4 & 0x30)) - 32,
+                           int((low >> 4 & 15) | (high << 2 & 0x30)) - 32};
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      SplitSum sum;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint2 nibbles = load_8(block + 8 + 32 * s + 16 * half + 8 * i);
+        sum.add(iq4_split, nibbles.x, x + 8 * half + 4 * i);
+        sum.add(iq4_split, nibbles.y, x + 8 * half + 4 * i + 2);
+      }
+      total += scales[half] * (sum.high - sum.low);
+    }
+    return total;
+  }
 };
 
 // Grids: an entry has four values, in two-byte words of grids.cuh.
-constexpr uint32_t iq2_levels = 0x002b1908u;                        // 8 25 43
+constexpr uint32_t iq2_levels = 0x002b1908u;  // 8 25 43
+constexpr uint32_t iq2_negated = 0x00d5e7f8u;
 constexpr uint32_t iq3_xxs_levels[2] = {0x1c140c04u, 0x3e342c24u};  // 4 12 … 44 52 62
 constexpr uint32_t iq3_s_levels[2] = {0x07050301u, 0x0f0d0b09u};    // 1 3 … 15
 constexpr uint32_t iq1_levels_above = 0x000901f9u,
                    iq1_levels_below = 0x0007fff7u;  // −8 0 8, and 1 more or less
 
+// Entries 2 i and 2 i + 1 of a grid of eight values.
+__device__ __forceinline__ uint32_t two_entries(const uint16_t* grid, int i) {
+  return reinterpret_cast<const uint32_t*>(grid)[i];
+}
+
 struct IQ2_XXS : SuperBlock<IQ2_XXS, iq2_xxs, 66, 8> {
+  static constexpr int grid_entries = 256;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t index = block.word(2 + (w >> 3) * 8) >> ((w >> 1 & 3) * 8) & 255;
@@ -352,9 +487,32 @@ struct IQ2_XXS : SuperBlock<IQ2_XXS, iq2_xxs, 66, 8> {
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0) * 0.125f;
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_xxs_grid, i); }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t, const Grid& grid) {
+    uint32_t words[4];
+    load_words(block + 2 + 16 * s, words);
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32_t indices = words[2 * half], signs = words[2 * half + 1];
+      int sum = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint32_t entry = grid.at_byte(indices, k);
+        sum = dot_selected(with_even_sign_bits(entry, signs >> (7 * k) & 127), iq2_levels, iq2_negated,
+                           x + 8 * half + 2 * k, sum);
+      }
+      total += int(signs >> 27 | 1) * sum;
+    }
+    return total;
+  }
 };
 
 struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
+  static constexpr int grid_entries = 512;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t bits = block.word(2 + (w >> 2) * 4) >> ((w >> 1 & 1) * 16) & 0xffff;
@@ -370,9 +528,31 @@ struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0) * 0.125f;
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_xs_grid, i); }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t scales, const Grid& grid) {
+    uint32_t words[4];
+    load_words(block + 2 + 16 * s, words);
+    int total = 0;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      int sum = 0;
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const uint32_t bits = words[c] >> (16 * k);
+        sum = dot_selected(with_even_sign_bits(grid[bits & 511], bits >> 9 & 127), iq2_levels, iq2_negated,
+                           x + 4 * c + 2 * k, sum);
+      }
+      total += signed_byte(scales, c) * sum;
+    }
+    return total;
+  }
 };
 
 struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
+  static constexpr int grid_entries = 1024;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t low = block.word(2 + (w >> 3) * 4) >> ((w >> 1 & 3) * 8) & 255;
@@ -388,9 +568,35 @@ struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0) * 0.125f;
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_s_grid, i); }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t scales, const Grid& grid) {
+    uint32_t low[2], signs[2];
+    load_words(block + 2 + 8 * s, low);
+    load_words(block + 34 + 8 * s, signs);
+    const uint32_t fields = Near{block}.two(66 + 2 * s);
+    const uint32_t high[2] = {spread_crumbs(fields & 255), spread_crumbs(fields >> 8)};
+    int total = 0;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      int sum = 0;
+#pragma unroll
+      for (int k = 2 * c; k < 2 * c + 2; k++) {
+        const uint32_t index = bytes_together(low[k / 4], high[k / 4], k % 4);
+        sum = dot_selected(with_sign_bits(grid[index], signs[k / 4], signs[k / 4] >> 4, k % 4), iq2_levels,
+                           iq2_negated, x + 2 * k, sum);
+      }
+      total += signed_byte(scales, c) * sum;
+    }
+    return total;
+  }
 };
 
 struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
+  static constexpr int grid_entries = 256;
+  static constexpr bool repeats_grid = true;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t index = block.word(2 + (w >> 2) * 4) >> ((w & 3) * 8) & 255;
@@ -406,9 +612,37 @@ struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0) * 0.25f;
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) {
+    return levels_of(iq3_xxs_grid[i], iq3_xxs_levels[0], iq3_xxs_levels[1]);
+  }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t, const Grid& grid) {
+    uint32_t indices[4], signs[2];
+    load_words(block + 2 + 16 * s, indices);
+    load_words(block + 66 + 8 * s, signs);
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      SignedSum sum;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const SignMasks masks = even_sign_masks(signs[half] >> (7 * k) & 127);
+        const uint32_t four = indices[2 * half + k / 2];
+        const int first = 2 * (k % 2);
+        sum.add(grid.at_byte(four, first), masks.first, x[8 * half + 2 * k]);
+        sum.add(grid.at_byte(four, first + 1), masks.second, x[8 * half + 2 * k + 1]);
+      }
+      total += int(signs[half] >> 27 | 1) * sum.total();
+    }
+    return total;
+  }
 };
 
 struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
+  static constexpr int grid_entries = 512;
+  static constexpr bool repeats_grid = true;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t low = block.word(2 + (w >> 2) * 4) >> ((w & 3) * 8) & 255;
@@ -420,10 +654,38 @@ struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return 1 + 2 * (block.byte(106 + (j >> 1)) >> ((j & 1) * 4) & 15);
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) {
+    return levels_of(iq3_s_grid[i], iq3_s_levels[0], iq3_s_levels[1]);
+  }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t, const Grid& grid) {
+    uint32_t low[4], signs[2];
+    load_words(block + 2 + 16 * s, low);
+    load_words(block + 74 + 8 * s, signs);
+    const uint32_t high = Near{block}.two(66 + 2 * s), scales = Near{block}.byte(106 + s);
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      SignedSum sum;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const SignMasks masks = sign_masks(signs[half] >> (8 * k));
+        const uint32_t four = low[2 * half + k / 2], bits = spread_bits(high >> (8 * half + k / 2 * 4));
+        const int first = 2 * (k % 2);
+        sum.add(grid[bytes_together(four, bits, first)], masks.first, x[8 * half + 2 * k]);
+        sum.add(grid[bytes_together(four, bits, first + 1)], masks.second, x[8 * half + 2 * k + 1]);
+      }
+      total += int(2 * (scales >> (4 * half) & 15) + 1) * sum.total();
+    }
+    return total;
+  }
 };
 
 // Codes are eight times the grid's values, and one more or one less.
 struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
+  static constexpr int grid_entries = 2048;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t bits = block.two(34 + (w >> 3) * 2),
@@ -439,9 +701,32 @@ struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
   __device__ static __forceinline__ float d(const B& block) {
     return half_at(block, 0) * 0.125f;
   }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq1_grid, i); }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t, const Grid& grid) {
+    uint32_t low[2], bits[1];
+    load_words(block + 2 + 8 * s, low);
+    load_words(block + 34 + 4 * s, bits);
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32_t fields = bits[0] >> (16 * half), high = spread_thirds(fields);
+      const uint32_t levels = fields & 0x8000 ? iq1_levels_below : iq1_levels_above;
+      int sum = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        sum = dot_selected(grid[bytes_together(low[half], high, k)], levels, 0, x + 8 * half + 2 * k, sum);
+      }
+      total += int((fields >> 11 & 14) + 1) * sum;
+    }
+    return total;
+  }
 };
 
 struct IQ1_M : SuperBlock<IQ1_M, iq1_m, 56, 16> {
+  static constexpr int grid_entries = 2048;
+
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     const uint32_t bits = block.word(32 + (w >> 4) * 4) >> ((w >> 1 & 7) * 4);
@@ -462,6 +747,28 @@ struct IQ1_M : SuperBlock<IQ1_M, iq1_m, 56, 16> {
 #pragma unroll
     for (int i = 0; i < 4; i++) bits |= block.two(48 + 2 * i) >> 12 << (4 * i);
     return half_to_float(uint16_t(bits)) * 0.125f;
+  }
+  __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq1_grid, i); }
+  template <class Grid>
+  __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
+                                                uint32_t scales, const Grid& grid) {
+    const uint2 low = load_8(block + 8 * s);
+    // Of each index the nibble with its three high bits and the sign of its values, in a byte of its own.
+    const uint32_t bits = Near{block}.word(32 + 4 * s), nibbles[2] = {bits << 4, bits};
+    const uint32_t high[2] = {bits & 0x07070707u, bits >> 4 & 0x07070707u};
+    int total = 0;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      int sum = 0;
+#pragma unroll
+      for (int k = 2 * c; k < 2 * c + 2; k++) {
+        const uint32_t index = bytes_together(k < 4 ? low.x : low.y, high[k % 2], k % 4, k / 2);
+        const uint32_t below = permute(nibbles[k % 2], 0, 0x8888 + 0x1111 * (k / 2)) & 0x44444444u;
+        sum = dot_selected(grid[index] | below, iq1_levels_above, iq1_levels_below, x + 2 * k, sum);
+      }
+      total += signed_byte(scales, c) * sum;
+    }
+    return total;
   }
 };
 

@@ -17,6 +17,45 @@ constexpr Types small_types_of(WeightList<Weights...>) {
 }
 constexpr Types block_types = small_types_of(AllWeights{});  // of blocks of 32 or 64
 
+template <class Weights>
+constexpr Types interleaving_type() {
+  if constexpr (!Weights::is_super)
+    return Weights::interleaves_x ? type_bit(Weights::type) : 0;
+  else
+    return 0;
+}
+
+// Copies of a type's grid in a kernel that has `room` bytes for them.
+template <class Weights>
+constexpr int grid_copies(int room) {
+  return Weights::repeats_grid && 16 * 4 * Weights::grid_entries <= room ? 16 : 1;
+}
+// Words of the grids of the types in front of type `type`.
+template <Types types, int room, class... Weights>
+constexpr int grid_words(int type, WeightList<Weights...>) {
+  return ((Weights::type < type && (types >> Weights::type & 1)
+               ? Weights::grid_entries * grid_copies<Weights>(room)
+               : 0) +
+          ... + 0);
+}
+// Shared memory for the grids of a kernel's types, a multiple of 16.
+template <Types types, int room>
+constexpr int grid_bytes = 4 * grid_words<types, room>(64, AllWeights{});
+
+// The grid of one of the types.
+template <Types types, class Weights, int room>
+__device__ __forceinline__ SharedGrid<grid_copies<Weights>(room)> grid_of(const uint32_t* grids) {
+  return SharedGrid<grid_copies<Weights>(room)>(grids + grid_words<types, room>(Weights::type, AllWeights{}));
+}
+
+template <class... Weights>
+constexpr Types interleaving_types_of(WeightList<Weights...>) {
+  return (interleaving_type<Weights>() | ...);
+}
+// Whether a kernel keeps rows for blocks of 32 in the order of `interleave`: if all its types take them so.
+template <Types types>
+constexpr bool interleaves_x = (types & block_types & ~interleaving_types_of(AllWeights{})) == 0;
+
 // Whether `type`, one of `types`, is `which`.
 template <Types types, int which>
 __device__ __forceinline__ bool is_type(int type) {
@@ -56,6 +95,48 @@ __device__ __forceinline__ void use_one(int type, Use& use, WeightList<Weights..
 template <Types types, class Use>
 __device__ __forceinline__ void with_weights(int type, Use&& use) {
   use_one<types>(type, use, AllWeights{});
+}
+
+template <int copies>
+__device__ __forceinline__ void keep_entry(uint32_t* grid, int at, uint32_t entry) {
+  if constexpr (copies == 1) {
+    grid[at] = entry;
+  } else {
+    uint4* fours = reinterpret_cast<uint4*>(grid + at * copies);
+    // Neighbouring threads begin in different banks.
+#pragma unroll
+    for (int i = 0; i < copies / 4; i++) fours[(i + at / 2) % (copies / 4)] = {entry, entry, entry, entry};
+  }
+}
+
+template <Types types, class Weights, int room>
+__device__ __forceinline__ void keep_grid(uint32_t* grids) {
+  if constexpr ((types >> Weights::type & 1) != 0 && Weights::grid_entries > 0) {
+    constexpr int batch = 4;  // whose loads are under way together
+    uint32_t* grid = grids + grid_words<types, room>(Weights::type, AllWeights{});
+    for (int first = threadIdx.x; first < Weights::grid_entries; first += batch * blockDim.x) {
+      uint32_t entries[batch];
+#pragma unroll
+      for (int i = 0; i < batch; i++)
+        entries[i] = Weights::grid_entry(min(first + i * int(blockDim.x), Weights::grid_entries - 1));
+#pragma unroll
+      for (int i = 0; i < batch; i++) {
+        const int at = first + i * blockDim.x;
+        if (at < Weights::grid_entries) keep_entry<grid_copies<Weights>(room)>(grid, at, entries[i]);
+      }
+    }
+  }
+}
+
+template <Types types, int room, class... Weights>
+__device__ __forceinline__ void keep_each_grid(uint32_t* grids, WeightList<Weights...>) {
+  (keep_grid<types, Weights, room>(grids), ...);
+}
+
+// Writes the grids of a kernel's types into shared memory by the whole block, without a barrier.
+template <Types types, int room>
+__device__ __forceinline__ void keep_grids(uint32_t* grids) {
+  keep_each_grid<types, room>(grids, AllWeights{});
 }
 
 }  // namespace coldstream

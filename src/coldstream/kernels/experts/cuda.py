@@ -15,6 +15,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
     SKINNY_TYPES,
     SLACK_BYTES,
     MatrixShape,
+    grid_bytes,
     instance_for,
     matrix_shape,
     natural_spread,
@@ -29,6 +30,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
+GRID_ROOM = 16 << 10  # bytes for the copies of a grid, as in gemv.cuh
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("gemv.cu"),
@@ -165,14 +167,15 @@ def _launch(
 ) -> None:
     limits = device_limits()
     stage_bytes = max(shape.stage_bytes for shape in shapes)
-    plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, BLOCKS_PER_PROCESSOR)
+    types = {int(shape.type) for shape in shapes}
+    others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
+    plan = plan_ring(limits, WARPS * stage_bytes, others, BLOCKS_PER_PROCESSOR)
     if plan is None:
         raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")
     num_pairs = topk_ids.shape[0] * pairs_per_token
     # One unit per team of warps while the blocks fit the device together, then more.
     most = -(-max(shape.num_units for shape in shapes) // teams)
     blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
-    types = (shape.type for shape in shapes)
     PROGRAM.kernel(instance_for(name, types)).launch(
         (blocks, num_pairs, 1),
         WARPS * 32,

@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
                    const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
                    int stages) {
-  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  uint32_t* const grids = reinterpret_cast<uint32_t*>(dynamic_shared);
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared) + grid_bytes<types, expert_grid_room>;
   __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
@@ -66,6 +67,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Work work = share_units(shape, !is_here ? nullptr : is_up ? up : gate, team, expert_warps / 2);
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
+  if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);
   if (pair.is_shared) wait_for_previous_grid();
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   // Gate and up may need different forms of the row.
   uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
   Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
-                   x + int64_t(pair.token) * x_stride, 0, 1};
+                   x + int64_t(pair.token) * x_stride, 0, 1, grids};
   if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
   } else if (is_here) {
@@ -85,14 +87,14 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
                sums + token * groups * (group_elements / sum_elements));
     if (is_block || is_other_block) {
       const SharedRow row = shared_block_row(behind, groups);
-      quantize_into<block_elements>(row, inputs.values, shape.num_cols);
+      quantize_into<block_elements, interleaves_x<types>>(row, inputs.values, shape.num_cols);
       if (is_block) inputs.quantized = row;
     }
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
   int turn = 0;
-  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
+  multiply<types, 1, expert_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
     const bool exists = row < shape.num_rows;
     if (!is_up && exists) *kept = y[0];
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
                 int stage_bytes, int stages) {
-  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  uint32_t* const grids = reinterpret_cast<uint32_t*>(dynamic_shared);
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared) + grid_bytes<types, expert_grid_room>;
   release_next_grid();
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const uint8_t* down = data_of(matrices.down, pair, ids, num_ranks);
@@ -116,22 +119,23 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Work work = share_units(shape, down, threadIdx.x / warp_size, expert_warps);
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
+  if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);
 
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
-  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1};
+  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1, grids};
   if (work.num_units > 0 && !is_float<types>(shape.type)) {
     if (is_block_type<types>(shape.type)) {
       inputs.quantized = shared_block_row(behind_rings(memory, stage_bytes, stages), groups);
-      quantize_into<block_elements>(inputs.quantized, values, cols);
+      quantize_into<block_elements, interleaves_x<types>>(inputs.quantized, values, cols);
     } else {
       quantize_into<group_elements>(inputs.quantized, values, cols);
     }
   }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);
-  multiply<types, 1>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
+  multiply<types, 1, expert_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     if (row < shape.num_rows) y_row[row] = y[0];
   });
 }

@@ -8,6 +8,7 @@ namespace coldstream {
 constexpr int expert_warps = 4;
 constexpr int expert_threads = expert_warps * warp_size;
 constexpr int expert_max_unit_rows = 32;
+constexpr int expert_grid_room = 16 << 10;  // most bytes for the copies of a grid
 
 // Shared memory for each group of a row that weights in blocks of 32 read.
 constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }

@@ -9,6 +9,7 @@ namespace coldstream {
 constexpr int linear_warps = 8;
 constexpr int linear_threads = linear_warps * warp_size;
 constexpr int linear_max_matrices = 8;
+constexpr int linear_grid_room = 32 << 10;  // most bytes for the copies of a grid
 
 // One matrix, and its blocks of the grid.
 struct LinearMatrix {
@@ -82,24 +83,28 @@ template <Types types, int T>
 __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, const LinearInputs& x,
                                                   int first_row, uint8_t* memory, int stage_bytes,
                                                   int stages) {
+  constexpr Types kept = T == 1 ? types : 0;
+  uint32_t* const grids = reinterpret_cast<uint32_t*>(memory);
+  memory += grid_bytes<kept, linear_grid_room>;
   const Work work = share_units(matrix, true);
   const Ring ring = {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
   const Cursor ahead = fill_ring(work, ring);
+  keep_grids<kept, linear_grid_room>(grids);
   wait_for_previous_grid();
   uint8_t* behind = memory + linear_warps * stages * stage_bytes;
   const int type = matrix.shape.type, cols = matrix.shape.num_cols;
   const bool is_block = is_block_type<types>(type);
   const SharedRow row_x = is_block ? shared_block_row(behind, x.groups) : shared_row(behind, x.groups);
-  const Inputs inputs = {row_x, x.values, x.stride, x.num_rows};
+  const Inputs inputs = {row_x, x.values, x.stride, x.num_rows, grids};
   if (is_float<types>(type)) {
     warm_values(x.values, x.stride, x.num_rows, cols);
   } else if (is_block) {
-    quantize_into<block_elements>(inputs.quantized, x.values, cols);
+    quantize_into<block_elements, interleaves_x<types>>(inputs.quantized, x.values, cols);
   } else {
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }
   __syncthreads();
-  multiply<types, T>(work, ring, ahead, inputs, [&](int row, const float (&y)[T]) {
+  multiply<types, T, linear_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[T]) {
     if (row >= matrix.shape.num_rows) return;
 #pragma unroll
     for (int t = 0; t < T; t++)

@@ -14,6 +14,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
     WARP_SIZE,
     MatrixShape,
     RingPlan,
+    grid_bytes,
     matrix_shape,
     part_shape,
     plan_ring,
@@ -47,6 +48,7 @@ TILE_BLOCKS = {
     8: 1,
 }  # on a processor, by slices of a set; where there is one set, as in skinny.cu
 PART_BLOCKS = {1: 3, 2: 2, 4: 2, 8: 2}  # the same, as in parts.cu
+GRID_ROOM = 32 << 10  # bytes for the copies of a grid, as in skinny.cuh
 PARTIAL_BYTES = WARPS * WARP_SIZE * 16  # accumulators of a slice that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
 
@@ -186,7 +188,8 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     row_bytes = -(-weights[0][2] // GROUP_SIZE) * row_group_bytes(types, at_once=False)
     if walk is Walk.ONE:
         stage_bytes = max(stage_bytes, value_bytes)
-        plan = plan_ring(limits, WARPS * stage_bytes, row_bytes + SLACK_BYTES, most)
+        others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
+        plan = plan_ring(limits, WARPS * stage_bytes, others, most)
         return None if plan is None else Layout(walk, shapes, part_rows, plan, (stage_bytes, plan.stages))
     if walk is Walk.ROWS:
         return _rows_layout(limits, shapes, part_rows, (stage_bytes, value_bytes), row_bytes, most)
