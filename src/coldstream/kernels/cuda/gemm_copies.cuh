@@ -66,8 +66,8 @@ struct Tiling {
   static constexpr int shared_levels = Group::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
   static constexpr int lookups_at = waiting_at + shared_levels * 4 * rows * tokens;
-  static constexpr int lookup_words = by_warpgroups ? Lookup<Weights>::words : 0;
-  static constexpr int shared_bytes = lookups_at + 4 * lookup_words;
+  static constexpr int lookup_bytes = by_warpgroups ? Lookup<Weights>::table_bytes : 0;
+  static constexpr int shared_bytes = lookups_at + lookup_bytes;
 
   static_assert(tokens % 16 == 0);
   static_assert(Group::in_place || gathers || rows * weight_pitch % (copy_bytes * copying_threads) == 0);

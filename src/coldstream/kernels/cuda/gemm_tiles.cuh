@@ -35,10 +35,10 @@ __device__ __forceinline__ void add_group_of(int count, const Fragment& at, cons
 // The tables of planes, by the warps that multiply, while the others copy.
 template <class T>
 __device__ __forceinline__ void fill_lookups(uint8_t* shared) {
-  uint32_t* words = reinterpret_cast<uint32_t*>(shared + T::lookups_at);
+  uint4* parts = reinterpret_cast<uint4*>(shared + T::lookups_at);
 #pragma unroll 4
-  for (int k = threadIdx.x; k < T::lookup_words; k += T::multiplying_threads)
-    words[k] = Lookup<typename T::Weights>::word(k);
+  for (int i = threadIdx.x; i < T::lookup_bytes / 16; i += T::multiplying_threads)
+    parts[i] = Lookup<typename T::Weights>::part(i);
   meet_at<T::multiplying_threads>(1);
 }
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   Accumulators<T> sums;
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();
-  if constexpr (T::lookup_words > 0) fill_lookups<T>(shared);
+  if constexpr (T::lookup_bytes > 0) fill_lookups<T>(shared);
   Walk position;  // of blocks of 32 or 64
   for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
     if (offset == T::stages * T::stage_bytes) {

@@ -30,11 +30,12 @@ COPYING_WARPS = 4
 LOOKUP_BYTES = {
     QuantType.IQ1_S: 8256,
     QuantType.IQ1_M: 8256,
-    QuantType.IQ2_XXS: 24576,
-    QuantType.IQ2_XS: 40960,
-    QuantType.IQ2_S: 65568,
-    QuantType.IQ3_XXS: 49152,
+    QuantType.IQ2_XXS: 24704,
+    QuantType.IQ2_XS: 41088,
+    QuantType.IQ2_S: 65696,
+    QuantType.IQ3_XXS: 49408,
     QuantType.IQ3_S: 32832,
+    QuantType.IQ4_XS: 32,
 }
 HALVED = frozenset({QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ3_S})
 IN_PLACE = frozenset(kind for kind in INTEGER_TYPES if kind.block_bytes % WINDOW == 0)

@@ -101,7 +101,8 @@ struct Q6_KPlanes {
   static constexpr bool has_high = true, is_halved = false;
   static constexpr int steps_together = 1;
   typename T::Weights::Near rows[2];
-  uint32_t low_bits[4][2], high_bits[4], scales[2][2];  // of 128 inputs, for the four registers of A
+  uint32_t low_bits[4][2], high_bits[4];  // of 128 inputs, for the four registers of A
+  int scales[4][4];                       // of 32 inputs each, for the same
 
   __device__ __forceinline__ Q6_KPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*)
       : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
@@ -114,7 +115,8 @@ struct Q6_KPlanes {
       low_bits[i][0] = rows[i % 2].word(64 * half + word);
       low_bits[i][1] = rows[i % 2].word(64 * half + 32 + word);
       high_bits[i] = rows[i % 2].word(128 + 32 * half + word);
-      scales[i % 2][i / 2] = rows[i % 2].word(192 + 8 * half + 4 * (i / 2));
+#pragma unroll
+      for (int k = 0; k < 4; k++) scales[k][i] = int8_t(rows[i % 2].byte(192 + 8 * half + 2 * k + i / 2));
     }
   }
 
@@ -127,7 +129,7 @@ struct Q6_KPlanes {
           quarter < 2 ? high_bits[i] << (4 - 2 * quarter) : high_bits[i] >> (2 * quarter - 4);
       const uint32_t codes =
           ((low_bits[i][quarter % 2] >> quarter / 2 * 4) & 0x0f0f0f0fu) | (bits & 0x30303030u);
-      const int scale = signed_byte(scales[i % 2][quarter / 2], quarter % 2 * 2 + i / 2);
+      const int scale = scales[quarter][i];
       // 32 is subtracted from every code: from the half-words as 32 scales.
       split_products(codes, scale, 0x80008000u - 0x00200020u * scale, high[i], low[i]);
       high[i] ^= 0x80808080u;
@@ -172,11 +174,20 @@ struct IQ4_XSPlanes {
   static constexpr bool has_high = true, is_halved = false;
   static constexpr int steps_together = 2;
   typename Weights::Near rows[2];
-  const uint32_t in_order = in_register(0x32103210u);
-  const uint32_t levels[4] = {level_word(0), level_word(1), level_word(2), level_word(3)};
+  const uint4 levels;
+  const uint32_t in_order;
+  uint32_t scales[2][2];  // a byte each, of even steps and of odd ones
 
-  __device__ __forceinline__ IQ4_XSPlanes(const Fragment& at, const uint8_t* stage, const uint8_t*)
-      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)} {}
+  __device__ __forceinline__ IQ4_XSPlanes(const Fragment& at, const uint8_t* stage, const uint8_t* tables)
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)},
+        levels(load_16(tables)),
+        in_order(four_bytes(tables + 16)) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t low = rows[i / 2].word(4) >> i % 2 * 4, high = rows[i / 2].two(2) >> i % 2 * 2;
+      scales[i / 2][i % 2] = subtract<32>((low & 0x0f0f0f0fu) | spread_nibbles(high & 0x3333) << 4);
+    }
+  }
 
   __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
     const int t = threadIdx.x % 4;
@@ -185,7 +196,7 @@ struct IQ4_XSPlanes {
       const uint32_t codes = rows[h].word(SplitIndex{4 * t, 8 + 16 * step});
       const uint32_t numbers = codes & 0x77777777u, halves = (codes >> 1 & 0x44444444u) | in_order;
       const uint32_t bytes[2] = {levels_of(numbers, halves), levels_of(numbers >> 16, halves >> 16)};
-      const int scale = Weights::scale(rows[h], step);
+      const int scale = signed_byte(scales[h][step % 2], step / 2);
       const uint32_t bias = in_register(0x80008000u - 0x00800080u * scale);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
@@ -202,10 +213,7 @@ struct IQ4_XSPlanes {
  private:
   // Of four numbers below 8 among the first eight levels or the last eight: 4 more in a nibble of `halves`.
   __device__ __forceinline__ uint32_t levels_of(uint32_t numbers, uint32_t halves) const {
-    return permute(permute(levels[0], levels[1], numbers), permute(levels[2], levels[3], numbers), halves);
-  }
-  __device__ static __forceinline__ uint32_t level_word(int k) {
-    return in_register(iq4_values.words[k] ^ 0x80808080u);
+    return permute(permute(levels.x, levels.y, numbers), permute(levels.z, levels.w, numbers), halves);
   }
 };
 
@@ -216,17 +224,20 @@ struct LookupPlanes {
   static constexpr bool has_high = Look::has_high, is_halved = Look::is_halved;
   static constexpr int steps_together = 2;
   typename T::Weights::Near rows[2];
+  const typename Look::Header headers[2];
   const uint8_t* tables;
 
   __device__ __forceinline__ LookupPlanes(const Fragment& at, const uint8_t* stage, const uint8_t* tables)
-      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)}, tables(tables) {}
+      : rows{lane_block<T>(at, stage, 0), lane_block<T>(at, stage, 1)},
+        headers{typename Look::Header(rows[0]), typename Look::Header(rows[1])},
+        tables(tables) {}
 
   __device__ __forceinline__ void make(int step, uint32_t (&high)[4], uint32_t (&low)[4]) {
     const LaneWords lane(threadIdx.x % warp_size);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       uint32_t high_words[2], low_words[2];
-      Look::make(rows[h], step, lane, tables, high_words, low_words);
+      Look::make(rows[h], headers[h], step, lane, tables, high_words, low_words);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         if constexpr (has_high) high[2 * c + h] = high_words[c];
@@ -320,9 +331,9 @@ template <class T, int nt>
 struct Kinds {
   using Weights = typename T::Weights;
   using Loaded = typename Choose<is_same<Weights, Q6_K>, Q6_KPlanes<T>, FoldedPlanes<T>>::Type;
-  using Sixteen = typename Choose<is_same<Weights, IQ4_XS>, IQ4_XSPlanes<T>, Loaded>::Type;
-  using Own = typename Choose<T::Group::in_place, BlockPlanes<T>, Sixteen>::Type;
-  using Planes = typename Choose<(T::lookup_words > 0), LookupPlanes<T>, Own>::Type;
+  using Own = typename Choose<T::Group::in_place, BlockPlanes<T>, Loaded>::Type;
+  using Looked = typename Choose<is_same<Weights, IQ4_XS>, IQ4_XSPlanes<T>, LookupPlanes<T>>::Type;
+  using Planes = typename Choose<(T::lookup_bytes > 0), Looked, Own>::Type;
   using Floats = typename Choose<Weights::has_mins, MinimumFloats<T, nt>, PlainFloats<T, nt>>::Type;
 };
 
