@@ -1,4 +1,4 @@
-"""What types of weights cost on a CPU: their bytes or their instructions, whichever take longer."""
+"""What types of weights cost: their bytes or their instructions, whichever take longer."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.cost import (
     CPU_LAYER_S,
     CPU_SHARE,
-    MEASURED_TYPE,
+    VRAM_SHARE,
     decode_seconds,
     decode_seconds_on_cpu,
     miss_times_of,
@@ -22,6 +22,7 @@ from coldstream.placement.cost import (
     prefill_seconds_on_cpu,
     rates_of_experts,
 )
+from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
@@ -147,3 +148,51 @@ def test_rates_between_measured_numbers_of_rows() -> None:
     assert rates.product_seconds(QuantType.Q4_K, 10**9, 2 * last) == pytest.approx(2 * last / 7)
     between = [rates.product_seconds(QuantType.Q4_K, 10**9, rows) for rows in range(first, last)]
     assert between == sorted(between)
+
+
+def on_gpu(
+    model: ModelSizes, vram_bytes_per_s: float, product_ops_per_s: float = 1e30
+) -> tuple[float, float]:
+    """Seconds of a token and of a prompt of 512, all resident; launches take no part."""
+    rates = [
+        replace(rates_with(), vram_bytes_per_s=memory, product_ops_per_s=ops)
+        for memory, ops in ((vram_bytes_per_s, product_ops_per_s), (1e30, 1e30))
+    ]
+    resident = np.ones((LAYERS, EXPERTS), bool)
+    tokens = [decode_seconds(model, each, (1.0,) * LAYERS) for each in rates]
+    prompts = [prefill_seconds(model, each, resident, None, 512, 512) for each in rates]
+    return tokens[0] - tokens[1], prompts[0] - prompts[1]
+
+
+@given(types, types)
+def test_a_gpu_takes_the_measured_multiple_for_a_type(dense: QuantType, experts: QuantType) -> None:
+    """Of the time for as many weights of the measured type, in a token and in a prompt."""
+    other, same = model_of(dense, experts), model_of(MEASURED_TYPE, MEASURED_TYPE)
+    weights = {dense: DENSE_VALUES, experts: 0}
+    weights[experts] += CHOSEN * LAYERS * EXPERT_VALUES
+    whole = sum(weights.values())
+    token, prompt = (
+        sum(time * weights[kind] for kind, time in pairs) / whole
+        for pairs in (
+            [(kind, product_time(kind).one_row) for kind in weights],
+            [(kind, product_time(kind).prompt) for kind in weights],
+        )
+    )
+    assert on_gpu(other, 1e9)[0] == pytest.approx(token * on_gpu(same, 1e9)[0])
+    assert on_gpu(other, 1e30, 1e9)[1] == pytest.approx(prompt * on_gpu(same, 1e30, 1e9)[1])
+
+
+def test_float_types_are_bound_by_bytes_in_one_row() -> None:
+    assert product_time(QuantType.F16).one_row == pytest.approx(16 / 4.5)
+    assert product_time(QuantType.F32).one_row == pytest.approx(32 / 4.5)
+
+
+def test_a_dense_model_on_a_gpu_has_types_too() -> None:
+    model, same = (
+        replace(model_of(MEASURED_TYPE, kind), num_experts=1, num_experts_per_tok=1, is_dense=True)
+        for kind in (QuantType.IQ1_M, MEASURED_TYPE)
+    )
+    rates = rates_with()
+    further = decode_seconds(model, rates, (1.0,) * LAYERS) - decode_seconds(same, rates, (1.0,) * LAYERS)
+    num_bytes = LAYERS * (product_time(QuantType.IQ1_M).one_row - 1) * MEASURED_TYPE.row_bytes(EXPERT_VALUES)
+    assert further == pytest.approx(num_bytes / (VRAM_SHARE * rates.vram_bytes_per_s))

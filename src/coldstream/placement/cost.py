@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
@@ -35,7 +35,6 @@ KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
 PREFILL_VRAM_SHARE: Final = 0.36  # of a copy's rate in GPU memory: a prefill's products
 PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices: a prefill's products
 FLOAT_SHARE: Final = 0.035  # of the rate of large int8 matrices: attention, which computes in float32
-MEASURED_TYPE: Final = QuantType.Q4_K  # of the experts that `Rates.expert_bytes_per_s` are of
 CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
 MISSES_SHARE: Final = 0.6  # of the rate at which threads read: what a GPU asks for in a layer
 LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
@@ -153,7 +152,8 @@ def decode_seconds(
     """
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
     seconds = launches * LAUNCH_S
-    seconds += (model.dense_token_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products)
+    seconds += (dense_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
     if model.is_dense:
         return seconds + _layers_seconds(model, rates, hit_rates)
@@ -271,7 +271,7 @@ def prefill_seconds(
         compute = (
             model.num_layers * LAYER_LAUNCHES * LAUNCH_S
             + moved / (PREFILL_VRAM_SHARE * rates.vram_bytes_per_s)
-            + 2 * count * model.token_parameters / (PRODUCT_SHARE * rates.product_ops_per_s)
+            + 2 * count * _prompt_weights(model) / (PRODUCT_SHARE * rates.product_ops_per_s)
             + 4 * pairs / (FLOAT_SHARE * rates.product_ops_per_s)
         )
         # The copies of the first layer's experts overlap with nothing.
@@ -335,14 +335,39 @@ def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched
     return seconds
 
 
+def _bytes_on_gpu(num_bytes: int, products: Sequence[Products]) -> float:
+    """Bytes of MEASURED_TYPE that a GPU multiplies by one row in the time that these weights take.
+
+    products: of these weights; what they leave of the bytes counts as it is.
+    """
+    measured = sum(product_time(each.quant_type).one_row * each.num_values for each in products)
+    rest = max(0, num_bytes - sum(each.num_bytes for each in products))
+    return rest + measured * MEASURED_TYPE.block_bytes / MEASURED_TYPE.block_elements
+
+
+def _prompt_weights(model: ModelSizes) -> float:
+    """Weights of MEASURED_TYPE that take a GPU as long, with a row of a prompt, as those of a token."""
+
+    def further(products: Sequence[Products]) -> float:
+        return sum((product_time(each.quant_type).prompt - 1) * each.num_values for each in products)
+
+    experts = sum(map(further, map(model.products_of_expert, range(model.num_layers))))
+    return model.token_parameters + further(model.dense_products) + model.num_experts_per_tok * experts
+
+
 @lru_cache(maxsize=256)
 def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...]) -> Rates:
-    """`rates` in which the CPU's bytes per second are those of experts with these weights.
+    """`rates` in which bytes per second of the CPU and of the GPU's memory are those of experts with these
+    weights.
 
     Experts of `MEASURED_TYPE` were measured where they lie. Of other types, the time of as many weights is
     in proportion to what bytes and instructions take by themselves.
     """
-    if not products or not rates.product_values_per_s:
+    if not products:
+        return rates
+    in_vram = rates.vram_bytes_per_s * num_bytes / _bytes_on_gpu(num_bytes, products)
+    rates = replace(rates, vram_bytes_per_s=in_vram)
+    if not rates.product_values_per_s:
         return rates
     read = CPU_SHARE * rates.read_bytes_per_s
     num_values = sum(each.num_values for each in products)
@@ -407,7 +432,11 @@ def _experts_seconds(
 
 def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds of a dense model's FFNs: first on the GPU, then on the CPU and the bus."""
-    held = [size for size, rate in zip(model.expert_bytes, hit_rates, strict=True) if rate]
+    held = [
+        _bytes_on_gpu(size, model.products_of_expert(layer))
+        for layer, (size, rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True))
+        if rate
+    ]
     seconds = model.num_layers * EXPERT_LAUNCHES * LAUNCH_S
     seconds += sum(held) / (VRAM_SHARE * rates.vram_bytes_per_s)
     missing = [1] * (model.num_layers - len(held))
