@@ -48,6 +48,7 @@ from bench.report.gpu import (
     same_bits,
 )
 from bench.report.gpu_mixes import desktop_mix, gpu_mixes
+from bench.report.gpu_types import gpu_types
 from bench.report.mixes import mixes
 from bench.report.partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
 from bench.report.programs import programs
@@ -364,6 +365,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "mixes": mixes,
     "weight_types": weight_types,
     "gpu_mixes": gpu_mixes,
+    "gpu_types": gpu_types,
     "desktop_mix": desktop_mix,
     "versus_commits": versus_commits,
     "wheels": wheels,

@@ -7,6 +7,9 @@ from statistics import mean
 from typing import Any, Final
 
 from bench.report.drafts import speeds
+from bench.report.gpu_types import CASES as GPU_CASES
+from bench.report.gpu_types import ROWS as GPU_ROWS
+from bench.report.gpu_types import cells
 from bench.report.partial import decode_tok_s
 from bench.report.peer_figures import nearest, peer_figures
 from bench.report.tables import load, table
@@ -25,6 +28,7 @@ ON_CPU: Final = "drafts-cpu.md#the-bundled-drafter"
 CLIENTS: Final = "serving.md#64-clients-on-two-cores"
 TYPES: Final = "cpu-kernels.md#where-a-decoded-tokens-time-goes"
 TYPES_IN_ROWS: Final = "cpu-kernels.md#long-prompts-on-avx-512"
+GPU_TYPES: Final = "gpu-prefill.md#weight-types"
 FIRST_TOKENS: Final = "serving.md#a-first-token-beside-a-long-prompt"
 
 
@@ -195,6 +199,23 @@ def _types() -> Iterator[Aim]:
             yield Aim(what, aim, ratios[least], f"{name}.json", 2, "×", why=why)
 
 
+def aims_gpu_types() -> str:
+    """Products on a GPU by type of weights, beside Q4_K's."""
+    return _rows(_gpu_types())
+
+
+def _gpu_types() -> Iterator[Aim]:
+    found = cells(load("gpu/types"))
+    for rows, name in GPU_ROWS.items():
+        for what in GPU_CASES:
+            ratios = {kind: cell["ratio"] for (kind, *place), cell in found.items() if place == [rows, what]}
+            aim = {1: 1.15, 2048: 1.25}[rows]
+            most = max(ratios, key=ratios.__getitem__)
+            reached = sum(ratio <= aim for ratio in ratios.values())
+            text = f"{what}, {name}: most of {len(ratios)} types ({most}; {reached} reach it)"
+            yield Aim(text, aim, ratios[most], "gpu/types.json", 2, "×", is_most=True, why=GPU_TYPES)
+
+
 def _over_the_better(case: Mapping[str, Any]) -> float:
     return float(case["ratios"][case["better_peer"]]["median"])
 
@@ -308,5 +329,5 @@ def _long_lived() -> Iterator[Aim]:
 
 BLOCKS: Final[dict[str, Callable[[], str]]] = {
     each.__name__: each
-    for each in (aims_resident, aims_partial, aims_dense, aims_cpu, aims_types, aims_drafts, aims_serving)
+    for each in (aims_resident, aims_partial, aims_dense, aims_cpu, aims_types, aims_gpu_types, aims_drafts, aims_serving)
 }

@@ -1,0 +1,34 @@
+"""The block on products by type of weights on a GPU, beside Q4_K in the same run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.report.tables import load, table
+
+CASES = {"dense": "dense", "experts": "experts"}
+ROWS = {1: "one row", 2048: "2,048 rows"}
+
+
+def gpu_types() -> str:
+    """Microseconds, and the ratio to Q4_K's, for each type; in the order of bytes."""
+    result = load("gpu/types")
+    found = cells(result)
+    header = ["type", "bytes over Q4_K's"]
+    header += [f"{what}, {name}: µs (over Q4_K)" for name in ROWS.values() for what in CASES.values()]
+    bytes_of = {kind: found[kind, 1, "dense"]["bytes_ratio"] for kind, _, _ in found}
+    rows = [
+        [kind, f"{bytes_of[kind]:.2f}", *(text(found[kind, rows, what]) for rows in ROWS for what in CASES)]
+        for kind in sorted(bytes_of, key=bytes_of.__getitem__)
+    ]
+    where = f"{result['machine']['gpu']}, commit {result['commit']}"
+    return table(header, rows) + f"\n{where}: `{result['command']}`\n"
+
+
+def cells(result: Mapping[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """What was measured, by type, rows and case."""
+    return {(row["type"], row["rows"], row["what"]): row for row in result["results"]}
+
+
+def text(cell: Mapping[str, Any]) -> str:
+    """A time and its ratio."""
+    return f"{cell['us']:,.1f} ({cell['ratio']:.2f})"
