@@ -329,5 +329,14 @@ def _long_lived() -> Iterator[Aim]:
 
 BLOCKS: Final[dict[str, Callable[[], str]]] = {
     each.__name__: each
-    for each in (aims_resident, aims_partial, aims_dense, aims_cpu, aims_types, aims_gpu_types, aims_drafts, aims_serving)
+    for each in (
+        aims_resident,
+        aims_partial,
+        aims_dense,
+        aims_cpu,
+        aims_types,
+        aims_gpu_types,
+        aims_drafts,
+        aims_serving,
+    )
 }

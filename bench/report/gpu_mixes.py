@@ -3,20 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report.tables import Row, load, table
+from bench.report.tables import Row, has, load, table
 from coldstream.planning.config import parse_size
 
 PROMPTS = ("512", "2048")
 
 
 def gpu_mixes() -> str:
-    """Every mix with all of its experts on the GPU, with some, and with none."""
+    """Every mix with all of its experts on the GPU, some, or none; beside llama.cpp where it was measured."""
     result = load("gpu/mixes")
     rows = []
     for name, mix in result["mixes"].items():
-        peer = load(f"gpu/peer_{name}")
+        placements = load(f"gpu/peer_{name}")["placements"] if has(f"gpu/peer_{name}") else []
         for row in mix["rows"]:
-            placement = nearest(peer["placements"], row["experts_share"])
+            placement = nearest(placements, row["experts_share"]) if placements else None
             first = [name, f"{mix['file_bytes'] / 1e9:.1f}", f"{row['experts_share']:.0%}"]
             rows.append([*first, *figures(row, placement), forecasts(row)])
     header = ["mix", "GB", "experts on the GPU", "decode: ours, llama.cpp, ratio"]
@@ -59,11 +59,16 @@ def fitting(peer: Mapping[str, Any], budget: int) -> dict[str, Any]:
     return max(fit, key=lambda each: each["resident_share"])
 
 
-def figures(row: Mapping[str, Any], placement: Mapping[str, Any]) -> Row:
+def figures(row: Mapping[str, Any], placement: Mapping[str, Any] | None) -> Row:
     """Decoding and prompts, in tokens a second: ours, llama.cpp's, and the ratio."""
-    prompts = {str(each["tokens"]): each["tok_s"]["median"] for each in placement["prefill"]}
-    theirs = {"decode": placement["depths"][0]["decode_tok_s"]["median"], **prompts}
+    theirs = {} if placement is None else speeds(placement)
     return [beside(row["figures"][name]["measured_tok_s"], theirs.get(name)) for name in ("decode", *PROMPTS)]
+
+
+def speeds(placement: Mapping[str, Any]) -> dict[str, float]:
+    """llama.cpp's decoding, and its prompts by their length."""
+    prompts = {str(each["tokens"]): each["tok_s"]["median"] for each in placement["prefill"]}
+    return {"decode": placement["depths"][0]["decode_tok_s"]["median"], **prompts}
 
 
 def beside(ours: float, theirs: float | None) -> str:

@@ -17,11 +17,16 @@ def gpu_types() -> str:
     header += [f"{what}, {name}: µs (over Q4_K)" for name in ROWS.values() for what in CASES.values()]
     bytes_of = {kind: found[kind, 1, "dense"]["bytes_ratio"] for kind, _, _ in found}
     rows = [
-        [kind, f"{bytes_of[kind]:.2f}", *(text(found[kind, rows, what]) for rows in ROWS for what in CASES)]
+        [
+            kind,
+            f"{bytes_of[kind]:.2f}",
+            *(text(found.get((kind, rows, what))) for rows in ROWS for what in CASES),
+        ]
         for kind in sorted(bytes_of, key=bytes_of.__getitem__)
     ]
-    where = f"{result['machine']['gpu']}, commit {result['commit']}"
-    return table(header, rows) + f"\n{where}: `{result['command']}`\n"
+    commits = ", ".join(sorted({row["commit"] for row in result["results"]}))
+    where = f"{result['machine']['gpu']}, commits {commits}: `{result['command']}`"
+    return table(header, rows) + f"\n{where}. {result['note']}\n"
 
 
 def cells(result: Mapping[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:
@@ -29,6 +34,6 @@ def cells(result: Mapping[str, Any]) -> dict[tuple[str, int, str], dict[str, Any
     return {(row["type"], row["rows"], row["what"]): row for row in result["results"]}
 
 
-def text(cell: Mapping[str, Any]) -> str:
-    """A time and its ratio."""
-    return f"{cell['us']:,.1f} ({cell['ratio']:.2f})"
+def text(cell: Mapping[str, Any] | None) -> str:
+    """A time and its ratio; a dash if it was not measured."""
+    return "–" if cell is None else f"{cell['us']:,.1f} ({cell['ratio']:.2f})"

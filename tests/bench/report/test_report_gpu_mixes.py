@@ -52,8 +52,17 @@ def cells(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| Q2_K")]
 
 
+def test_a_mix_without_a_peer_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"gpu/mixes": OURS}
+    monkeypatch.setattr(report, "load", files.__getitem__)
+    monkeypatch.setattr(report, "has", files.__contains__)
+    assert cells(report.gpu_mixes())[0][3:5] == ["**500**, –", "**15,000**, –"]
+
+
 def test_each_budget_is_beside_the_nearest_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "load", {"gpu/mixes": OURS, "gpu/peer_Q2_K": PEER}.__getitem__)
+    files = {"gpu/mixes": OURS, "gpu/peer_Q2_K": PEER}
+    monkeypatch.setattr(report, "load", files.__getitem__)
+    monkeypatch.setattr(report, "has", files.__contains__)
     text = report.gpu_mixes()
     whole, part = cells(text)
     assert whole[:4] == ["Q2_K", "13.2", "100%", "**500**, 200, 2.5×"]

@@ -11,13 +11,21 @@ from bench.report import gpu_types as report
 def result(**ratios: float) -> dict[str, Any]:
     """ratios: of one row by type; prompts take twice that."""
     rows = [
-        {"what": what, "type": kind, "rows": count, "us": 1234.56, "ratio": ratio * more, "bytes_ratio": size}
+        {
+            "what": what,
+            "type": kind,
+            "rows": count,
+            "us": 1234.56,
+            "ratio": ratio * more,
+            "bytes_ratio": size,
+            "commit": "c0ffee",
+        }
         for size, (kind, ratio) in enumerate(ratios.items(), start=1)
         for count, more in ((1, 1), (2048, 2))
         for what in ("dense", "experts")
     ]
     machine = {"gpu": "a GPU"}
-    return {"commit": "c0ffee", "command": "python -m bench", "machine": machine, "results": rows}
+    return {"note": "In parts.", "command": "python -m bench", "machine": machine, "results": rows}
 
 
 def test_types_are_in_the_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +36,14 @@ def test_types_are_in_the_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
         ["Q8_0", "1.00", *["1,234.6 (1.00)"] * 2, *["1,234.6 (2.00)"] * 2],
         ["IQ1_S", "2.00", *["1,234.6 (0.50)"] * 2, *["1,234.6 (1.00)"] * 2],
     ]
-    assert "a GPU, commit c0ffee: `python -m bench`" in text
+    assert "a GPU, commits c0ffee: `python -m bench`. In parts." in text
+
+
+def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = result(Q8_0=1.0)
+    found["results"].pop()
+    monkeypatch.setattr(report, "load", {"gpu/types": found}.__getitem__)
+    assert report.gpu_types().count("| – |") == 1
 
 
 def test_an_aim_is_of_the_slowest_type(monkeypatch: pytest.MonkeyPatch) -> None:
