@@ -92,7 +92,7 @@ struct BlockCopier {
 #pragma unroll
     for (int i = 0; i < code_passes; i++) {
       const int token = min(code_tokens * i + first_row, tile.head.count - 1);
-      code_rows[i] = job.activation_row(tile.head.first + token) * job.x.num_groups * group_size;
+      code_rows[i] = uint32_t(job.activation_row(tile.head.first + token)) * job.x.num_groups * group_size;
     }
   }
 
