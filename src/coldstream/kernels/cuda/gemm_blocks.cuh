@@ -72,9 +72,9 @@ template <class T>
 struct BlockStage {
   using Weights = typename T::Weights;
   using Bytes = ShiftedBytes<Weights::alignment>;
-  // From one block of an accumulator to the next, begins of blocks in their windows move by 0 or by 8.
-  static constexpr int block_step = block_begin<Weights>(8) % copy_bytes;
-  static_assert(block_step == 0 || block_step == 8);
+  // From one block of a leaf to the next, begins of blocks in their windows move by so much.
+  static constexpr int block_step = block_begin<Weights>(4) % copy_bytes;
+  static_assert(block_step % 4 == 0);
 
   const uint8_t* rows[2];
   int offsets[2];        // of the rows in their windows
@@ -97,15 +97,20 @@ struct BlockStage {
   __device__ __forceinline__ uint32_t begin(int h, int block) const {
     return uint32_t(offsets[h] + block_begin<Weights>(block)) % copy_bytes;
   }
-  // Blocks of entry `entry` that begin there in their windows.
-  template <bool shifted>
+  // Blocks of entry `entry`, `number` after one that begins there in its windows, even or odd as `odd` says.
+  template <bool shifted, int odd>
   __device__ __forceinline__ BlockRows<Weights, shifted> load(int entry, const uint32_t (&begins)[2],
-                                                              int step, int first_word) const {
+                                                              int number, int first_word) const {
     Bytes blocks[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint32_t before = begins[h] % 4, aligned = begins[h] - before;
-      blocks[h] = {rows[h] + (aligned ^ step) + entry * block_room<Weights>, before};
+      const uint32_t before = begins[h] % 4;
+      uint32_t aligned = begins[h] - before;
+      if constexpr (block_step == 8)
+        aligned ^= 8 * odd;
+      else if constexpr (block_step > 0)
+        aligned = (aligned + number * block_step) % copy_bytes;
+      blocks[h] = {rows[h] + aligned + entry * block_room<Weights>, before};
     }
     return {blocks, first_word};
   }
@@ -114,37 +119,45 @@ struct BlockStage {
   }
 };
 
-// Adds entries `entry` to end - 1 of a stage, which are of one accumulator and the first of which is `block`,
-// by products of single warps.
-template <class T, int nt>
-__device__ __forceinline__ void add_run(const BlockStage<T>& stage, uint32_t codes, int entry, int end,
-                                        int block, float (&p)[T::nt][4]) {
+// Adds entry `entry` of a stage, whose blocks are `rows`, by products of single warps.
+template <class T, int nt, class Rows>
+__device__ __forceinline__ void add_entry(const BlockStage<T>& stage, uint32_t codes, int entry,
+                                          const Rows& rows, float (&p)[T::nt][4]) {
   using Weights = typename T::Weights;
   // The sums begin at 1.5 * 2^(23 - shift) as a float, and become floats by one subtraction.
   constexpr int first_bits = magic_bits - (Weights::shift << 23);
   constexpr float first_float = magic / (1 << Weights::shift);
-  const int first_word = stage.first_word(block);
-  uint32_t begins[2] = {stage.begin(0, block), stage.begin(1, block)};
-#pragma unroll 2
-  for (; entry < end; entry++) {
-    const auto rows = stage.template load<true>(entry, begins, 0, first_word);
-    const uint8_t* words = stage.words_of(entry);
+  const uint8_t* words = stage.words_of(entry);
 #pragma unroll
-    for (int n = 0; n < nt; n++) {
-      uint32_t b[2];
-      load_two_matrices(b, codes + n * T::columns * 8 * code_pitch + small_block * entry);
-      int bits[4];
-      multiply_bytes(bits, rows.a, b[0], b[1], first_bits);
-      float sums[4];
+  for (int n = 0; n < nt; n++) {
+    uint32_t b[2];
+    load_two_matrices(b, codes + n * T::columns * 8 * code_pitch + small_block * entry);
+    int bits[4];
+    multiply_bytes(bits, rows.a, b[0], b[1], first_bits);
+    float sums[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[i] = __int_as_float(bits[i]) - first_float;
-      const uint8_t* found = words + 8 * n * T::columns;
-      float2 code_sums;
-      if constexpr (Weights::has_mins) code_sums = *reinterpret_cast<const float2*>(found + T::sums_at);
-      rows.add(sums, *reinterpret_cast<const float2*>(found + T::scales_at), code_sums, p[n]);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) begins[h] ^= BlockStage<T>::block_step;
+    for (int i = 0; i < 4; i++) sums[i] = __int_as_float(bits[i]) - first_float;
+    const uint8_t* found = words + 8 * n * T::columns;
+    float2 code_sums;
+    if constexpr (Weights::has_mins) code_sums = *reinterpret_cast<const float2*>(found + T::sums_at);
+    rows.add(sums, *reinterpret_cast<const float2*>(found + T::scales_at), code_sums, p[n]);
+  }
+}
+
+// Adds entries `entry` to end - 1 of a stage, which are of one leaf and the first of which is `block`.
+template <class T, int nt>
+__device__ __forceinline__ void add_run(const BlockStage<T>& stage, uint32_t codes, int entry, int end,
+                                        int block, float (&p)[T::num_sums][T::mt][T::nt][4]) {
+  const int first = entry, first_word = stage.first_word(block);
+  const uint32_t begins[2] = {stage.begin(0, block), stage.begin(1, block)};
+#pragma unroll 1
+  for (; entry < end; entry += 2) {
+    const int number = entry - first;
+    add_entry<T, nt>(stage, codes, entry, stage.template load<true, 0>(entry, begins, number, first_word),
+                     p[0][0]);
+    if (entry + 1 < end)
+      add_entry<T, nt>(stage, codes, entry + 1,
+                       stage.template load<true, 1>(entry + 1, begins, number + 1, first_word), p[1][0]);
   }
 }
 
@@ -170,65 +183,114 @@ __device__ __forceinline__ void add_products(const Rows& rows, const int (&produ
   }
 }
 
-// The same by products of four warps: two at a time, of which one becomes floats while the other runs.
+// The same by products of four warps: while one becomes floats, the next runs. Of entries beyond the last,
+// the last one's products are begun and left.
 template <class T, int nt>
 __device__ __forceinline__ void add_run_by_warpgroups(const BlockStage<T>& stage, uint32_t codes, int entry,
-                                                      int end, int block, float (&p)[T::nt][4]) {
+                                                      int end, int block,
+                                                      float (&p)[T::num_sums][T::mt][T::nt][4]) {
   const auto describe = [&](uint32_t entry) {
     return describe_swizzled_from(codes,
                                   entry / 4 * (T::tokens * swizzled_row_bytes) + entry % 4 * small_block);
   };
-  const int first_word = stage.first_word(block);
+  const int first = entry, first_word = stage.first_word(block);
   const uint32_t begins[2] = {stage.begin(0, block), stage.begin(1, block)};
+  int products[2][nt][4];
+  const auto start = [&](auto& rows, int (&into)[nt][4], int at) {
+    begin_products();
+    multiply_by_four<false>(into, rows.a, describe(at), false);
+    commit_products();
+  };
+  const auto add = [&](const auto& rows, int (&from)[nt][4], int at, float (&sums)[T::nt][4]) {
+    take_products(from);
+    if (at < end) add_products<T, nt>(rows, from, stage.words_of(at), sums);
+  };
 #pragma unroll 1
-  for (; entry < end; entry += 2) {
-    const int second = min(entry + 1, end - 1);
-    int products[nt][4], second_products[nt][4];
-    const auto rows = stage.template load<false>(entry, begins, 0, first_word);
-    begin_products();
-    multiply_by_four<false>(products, rows.a, describe(entry), false);
-    commit_products();
-    const auto second_rows =
-        stage.template load<false>(second, begins, BlockStage<T>::block_step, first_word);
-    begin_products();
-    multiply_by_four<false>(second_products, second_rows.a, describe(second), false);
-    commit_products();
+  for (; entry < end; entry += 4) {
+    const int last = end - 1, number = entry - first;
+    const auto rows_0 = stage.template load<false, 0>(entry, begins, number, first_word);
+    start(rows_0, products[0], entry);
+    const auto rows_1 = stage.template load<false, 1>(min(entry + 1, last), begins, number + 1, first_word);
+    start(rows_1, products[1], min(entry + 1, last));
     wait_for_products<1>();
-    take_products(products);
-    add_products<T, nt>(rows, products, stage.words_of(entry), p);
+    add(rows_0, products[0], entry, p[0][0]);
+    const auto rows_2 = stage.template load<false, 0>(min(entry + 2, last), begins, number + 2, first_word);
+    start(rows_2, products[0], min(entry + 2, last));
+    wait_for_products<1>();
+    add(rows_1, products[1], entry + 1, p[1][0]);
+    const auto rows_3 = stage.template load<false, 1>(min(entry + 3, last), begins, number + 3, first_word);
+    start(rows_3, products[1], min(entry + 3, last));
+    wait_for_products<1>();
+    add(rows_2, products[0], entry + 2, p[0][0]);
     wait_for_products<0>();
-    take_products(second_products);
-    if (second != entry) add_products<T, nt>(second_rows, second_products, stage.words_of(second), p);
+    add(rows_3, products[1], entry + 3, p[1][0]);
   }
 }
 
-// Adds the blocks of a stage from `position` on, and closes the leaves that end with them.
-template <class T, int nt>
-__device__ __forceinline__ void add_blocks(int num_blocks, const Fragment& at, const uint8_t* stage,
-                                           Walk& position, Accumulators<T>& sums) {
-  const BlockStage<T> blocks(at, stage);
+// Where the lane's products find the activations' codes of a stage.
+template <class T>
+__device__ __forceinline__ uint32_t codes_of(const Fragment& at, const uint8_t* stage) {
   const uint32_t codes = shared_address(stage + T::codes_at);
-  const uint32_t operand = T::by_warpgroups
-                               ? same_for_warp(codes)
-                               : codes + (at.column * 8 + at.lane % 8) * code_pitch + at.lane / 8 % 2 * 16;
+  if constexpr (T::by_warpgroups) return same_for_warp(codes);
+  return codes + (at.column * 8 + at.lane % 8) * code_pitch + at.lane / 8 % 2 * 16;
+}
+
+// Adds the blocks of a stage from `position` on, which are in the order of memory.
+template <class T, int nt>
+__device__ __forceinline__ void add_eight(int num_blocks, const Fragment& at, const uint8_t* stage,
+                                          BlockWalk& position, Accumulators<T>& sums) {
+  const BlockStage<T> blocks(at, stage);
+  const uint32_t codes = codes_of<T>(at, stage);
+#pragma unroll
+  for (int entry = 0; entry < stage_blocks; entry++) {
+    const int block = position.group + entry;
+    if (block >= num_blocks) break;
+    const uint32_t begins[2] = {blocks.begin(0, block), blocks.begin(1, block)};
+    add_entry<T, nt>(blocks, codes, entry,
+                     blocks.template load<true, 0>(entry, begins, 0, blocks.first_word(block)),
+                     sums.p[entry][0]);
+  }
+  position = position.next_eight(num_blocks);
+  if (position.leaf == 8) sums.close_eight();
+}
+
+// The same in the order of the tree: also closes the leaves that end in the stage.
+template <class T, int nt>
+__device__ __forceinline__ void add_leaves(int num_blocks, const Fragment& at, const uint8_t* stage,
+                                           BlockWalk& position, Accumulators<T>& sums) {
+  const BlockStage<T> blocks(at, stage);
+  const uint32_t codes = codes_of<T>(at, stage);
   for (int entry = 0; entry < stage_blocks && position.leaf < 8;) {
     const int count = min(position.rest_of_leaf(num_blocks), stage_blocks - entry);
     if constexpr (T::by_warpgroups)
-      add_run_by_warpgroups<T, nt>(blocks, operand, entry, entry + count, position.group, sums.p[0]);
+      add_run_by_warpgroups<T, nt>(blocks, codes, entry, entry + count, position.group, sums.p);
     else
-      add_run<T, nt>(blocks, operand, entry, entry + count, position.group, sums.p[0]);
-    entry += count;
-    const Walk following = position.after(count, num_blocks);
+      add_run<T, nt>(blocks, codes, entry, entry + count, position.group, sums.p);
+    entry += round_up(count, 2);
+    const BlockWalk following = position.after(count, num_blocks);
     if (following.leaf != position.leaf) sums.template close<nt>(position.leaf, following.leaf);
     position = following;
   }
 }
 
+template <class T, int nt>
+__device__ __forceinline__ void add_blocks(int num_blocks, const Fragment& at, const uint8_t* stage,
+                                           BlockWalk& position, Accumulators<T>& sums) {
+  if constexpr (T::num_sums == 8)
+    add_eight<T, nt>(num_blocks, at, stage, position, sums);
+  else
+    add_leaves<T, nt>(num_blocks, at, stage, position, sums);
+}
+
 // The narrowest set of products that covers `count` activation rows.
 template <class T>
 __device__ __forceinline__ void add_blocks_of(int count, int num_blocks, const Fragment& at,
-                                              const uint8_t* stage, Walk& position, Accumulators<T>& sums) {
-  if constexpr (T::by_warpgroups) see_copies();
+                                              const uint8_t* stage, BlockWalk& position,
+                                              Accumulators<T>& sums) {
+  if constexpr (T::by_warpgroups)
+    see_copies();
+  else if (count <= 8 * T::columns)
+    return add_blocks<T, 1>(num_blocks, at, stage, position, sums);
   if (T::nt == 2 || count <= 16 * T::columns)
     add_blocks<T, 2>(num_blocks, at, stage, position, sums);
   else if (T::nt == 4 || count <= 32 * T::columns)

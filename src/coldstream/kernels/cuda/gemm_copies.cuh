@@ -39,6 +39,9 @@ struct Tiling {
   static constexpr int multiplying_threads = warp_size * warps;
   static constexpr int threads = multiplying_threads + copying_threads;
   static constexpr bool gathers = !Weights::is_super;  // single blocks, see gemm_gather.cuh
+  // Of blocks of 32 two accumulators are added at a time, j and j + 4. Where few activation rows leave
+  // registers for all eight, blocks come in the order of memory, so that sectors are read once.
+  static constexpr int num_sums = !gathers ? 1 : nt <= 2 ? 8 : 2;
   static constexpr bool unpacks = !Group::in_place && !by_warpgroups && !gathers;
   // An odd number of chunks, so that the same word of eight rows lies in different banks.
   static constexpr int row_bytes = gathers ? stage_blocks * block_room<Weights> : Group::pitch;
@@ -63,7 +66,7 @@ struct Tiling {
   static constexpr int unpacked_bytes = unpacks ? (code_pitch + Group::table_pitch) * rows : 0;
   // Subtrees that wait for their right siblings: these levels of the tree in shared memory, others in
   // registers.
-  static constexpr int shared_levels = Group::in_place ? 3 : 2;
+  static constexpr int shared_levels = num_sums == 8 ? 0 : Group::in_place ? 3 : 2;
   static constexpr int waiting_at = stages * stage_bytes + unpacked_bytes;
   static constexpr int lookups_at = waiting_at + shared_levels * 4 * rows * tokens;
   static constexpr int lookup_bytes = by_warpgroups ? Lookup<Weights>::table_bytes : 0;
@@ -101,22 +104,29 @@ struct Header {
   int progress;  // of super-blocks: leaf, and the next group's leaf (8: none, the tile ends), a byte each
 };
 
-// The order of super-blocks or of blocks of 32. `leaf` counts accumulators in the order of the tree.
+// The order of super-blocks or of blocks of 32. `leaf` counts accumulators in the order of the tree. Leaves
+// have one accumulator each and a stride of 8, or two and a stride of 4.
+template <int stride = 8>
 struct Walk {
+  static constexpr int accumulators = 8 / stride;
   int leaf = 0, group = 0;
 
   __device__ Walk next(int num_groups) const { return after(1, num_groups); }
   __device__ Walk next_leaf(int num_groups) const {
-    int following = leaf + 1;
-    while (following < 8 && accumulator(following) >= num_groups) following++;
+    int following = leaf + accumulators;
+    while (following < 8 && accumulator(following) >= num_groups) following += accumulators;
     return {following, accumulator(following)};
   }
   // After `count` groups of this leaf.
   __device__ Walk after(int count, int num_groups) const {
-    return count < rest_of_leaf(num_groups) ? Walk{leaf, group + 8 * count} : next_leaf(num_groups);
+    return count < rest_of_leaf(num_groups) ? Walk{leaf, group + stride * count} : next_leaf(num_groups);
   }
   // The leaf's groups from this one on.
-  __device__ int rest_of_leaf(int num_groups) const { return (num_groups - group + 7) / 8; }
+  __device__ int rest_of_leaf(int num_groups) const { return (num_groups - group + stride - 1) / stride; }
+  // The next eight in the order of memory, in which there are no leaves.
+  __device__ Walk next_eight(int num_groups) const {
+    return group + 8 < num_groups ? Walk{0, group + 8} : Walk{8, 0};
+  }
   __device__ static int accumulator(int leaf) { return __brev(leaf) >> 29; }
 };
 
@@ -153,7 +163,7 @@ struct Copier {
   const int lane = threadIdx.x - T::multiplying_threads;
   int index = blockIdx.x;  // of the tile
   Source tile;
-  Walk position;
+  Walk<> position;
   const uint8_t* weight_chunks[Group::in_place ? weight_passes : 1];
   uint32_t code_chunks[code_passes];  // offsets in the activations
   uint32_t extra_row;                 // the activation row whose sums and scales this thread copies
@@ -170,7 +180,7 @@ struct Copier {
       uint4 sums;
       if constexpr (loads_sums) sums = load_sums();
       wait_barrier(stage + T::empty_at, phase);
-      const Walk following = position.next(job.x.num_groups);
+      const Walk<> following = position.next(job.x.num_groups);
       if (lane == 0)
         store_shared_16(stage, tile.head.count, tile.head.first, tile.head.row,
                         position.leaf | following.leaf << 8);

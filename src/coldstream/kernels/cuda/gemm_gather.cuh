@@ -1,11 +1,14 @@
 // The warps that copy blocks of 32 or 64 one by one, in the order in which the final tree needs their
-// accumulators: accumulator j has the blocks of 32 with index mod 8 = j. A stage has the next eight blocks of
-// 32 of that order, whichever accumulators they belong to.
+// accumulators: accumulator j has the blocks of 32 with index mod 8 = j. A leaf has the blocks of
+// accumulators j and j + 4 by turns, j first. A stage has the next eight of that order, of one leaf or
+// several; each leaf's begin at an even place.
 #pragma once
 
 #include "cuda/gemm_copies.cuh"
 
 namespace coldstream::gemm {
+
+using BlockWalk = Walk<4>;
 
 constexpr int small_block = 32;  // inputs that have a product of their own
 
@@ -42,8 +45,8 @@ struct BlockCopier {
   const int first_row = lane / chunks, entry = lane % chunks / 2, half = lane % 2;
   int index = blockIdx.x;  // of the tile
   Source tile;
-  Walk position = {8, 0};           // the stage's first block; before a tile 8
-  Walk own;                         // of this thread's block
+  BlockWalk position = {8, 0};      // the stage's first block; before a tile 8
+  BlockWalk own;                    // of this thread's block
   const uint8_t* weights[2];        // the tile's first row in the matrices of even and of odd eights of rows
   int offset;                       // of weight row `lane` in its window
   uint32_t code_rows[code_passes];  // offsets of activation rows
@@ -58,7 +61,7 @@ struct BlockCopier {
         phase ^= 1;
       }
       if (position.leaf == 8) open();
-      const Walk following = choose_block();
+      const BlockWalk following = choose_block();
       int sums[code_passes / 2];
       if constexpr (Weights::has_mins) load_sums(sums);
       wait_barrier(stage + T::empty_at, phase);
@@ -97,13 +100,18 @@ struct BlockCopier {
   }
 
   // Sets `own` and returns the first block of the next stage.
-  __device__ Walk choose_block() {
-    Walk walk = position;
+  __device__ BlockWalk choose_block() {
+    if constexpr (T::num_sums == 8) {
+      const int block = position.group + entry;
+      own = block < job.num_blocks ? BlockWalk{0, block} : BlockWalk{8, 0};
+      return position.next_eight(job.num_blocks);
+    }
+    BlockWalk walk = position;
     own = {8, 0};
     for (int first = 0; first < stage_blocks && walk.leaf < 8;) {
       const int count = min(walk.rest_of_leaf(job.num_blocks), stage_blocks - first);
-      if (entry >= first && entry < first + count) own = {walk.leaf, walk.group + 8 * (entry - first)};
-      first += count;
+      if (entry >= first && entry < first + count) own = {walk.leaf, walk.group + 4 * (entry - first)};
+      first += round_up(count, 2);
       walk = walk.after(count, job.num_blocks);
     }
     return walk;

@@ -8,21 +8,47 @@ namespace coldstream::gemm {
 
 template <class T>
 struct Accumulators {
-  float p[T::mt][T::nt][4];
+  float p[T::num_sums][T::mt][T::nt][4];
   float left[T::mt][T::nt][4];  // left siblings of the lowest level, where that level is not in shared memory
   float4* waiting;              // this thread's left siblings in shared memory
 
   __device__ void clear() {
+#pragma unroll
+    for (int k = 0; k < T::num_sums; k++)
+      each([&](int m, int n) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[k][m][n][i] = 0.0f;
+      });
+  }
+
+  // Of eight accumulators, whose sum p[0] becomes.
+  __device__ void close_eight() {
     each([&](int m, int n) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) p[m][n][i] = 0.0f;
+      for (int i = 0; i < 4; i++) {
+        float lanes[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) lanes[k] = p[k][m][n][i];
+        p[0][m][n][i] = sum_of_eight(lanes);
+      }
     });
   }
 
   // Adds the complete leaf `leaf` to the tree; `next` is the leaf that follows. If that is 8, there is none,
-  // and p becomes the root. Of the tiles of eight activation rows only the first nt count.
+  // and p[0] becomes the root. Of the tiles of eight activation rows only the first nt count.
   template <int nt = T::nt>
   __device__ void close(int leaf, int next) {
+    if constexpr (T::num_sums == 2) {
+      each<nt>([&](int m, int n) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          p[0][m][n][i] += p[1][m][n][i];
+          p[1][m][n][i] = 0.0f;
+        }
+      });
+      if (close_level<1, nt>(leaf, next)) close_level<2, nt>(leaf, next);
+      return;
+    }
     if (close_level<0, nt>(leaf, next) && close_level<1, nt>(leaf, next)) close_level<2, nt>(leaf, next);
   }
 
@@ -35,13 +61,13 @@ struct Accumulators {
         float sibling[4];
         load<level>(m, n, sibling);
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[m][n][i] = sibling[i] + p[m][n][i];
+        for (int i = 0; i < 4; i++) p[0][m][n][i] = sibling[i] + p[0][m][n][i];
       });
     } else if (leaf >> (level + 1) == next >> (level + 1)) {
       each<nt>([&](int m, int n) {
-        store<level>(m, n, p[m][n]);
+        store<level>(m, n, p[0][m][n]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[m][n][i] = 0.0f;
+        for (int i = 0; i < 4; i++) p[0][m][n][i] = 0.0f;
       });
       return false;
     }
@@ -103,7 +129,7 @@ __device__ __forceinline__ void store_tile(const Job& job, const Header& head, c
       if ((n * T::columns + at.column) * 8 + 2 * at.t + i >= head.count) continue;
 #pragma unroll
       for (int m = 0; m < T::mt; m++)
-        job.store(rows[n][i], head.row, at.row + 16 * m + at.g, sums.p[m][n][i], sums.p[m][n][2 + i]);
+        job.store(rows[n][i], head.row, at.row + 16 * m + at.g, sums.p[0][m][n][i], sums.p[0][m][n][2 + i]);
     }
 }
 

@@ -15,9 +15,9 @@ template <class T, int nt>
 __device__ __forceinline__ void add_group(const Fragment& at, const uint8_t* stage, const uint8_t* unpacked,
                                           Accumulators<T>& sums) {
   if constexpr (T::Group::in_place)
-    add_in_place<T, nt>(at, stage, sums.p);
+    add_in_place<T, nt>(at, stage, sums.p[0]);
   else
-    add_unpacked<T, nt>(at, stage, unpacked, sums.p);
+    add_unpacked<T, nt>(at, stage, unpacked, sums.p[0]);
 }
 
 // The narrowest set of products that covers `count` activation rows.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   sums.waiting = reinterpret_cast<float4*>(shared + T::waiting_at) + threadIdx.x;
   sums.clear();
   if constexpr (T::lookup_bytes > 0) fill_lookups<T>(shared);
-  Walk position;  // of blocks of 32 or 64
+  BlockWalk position;  // of blocks of 32 or 64
   for (int offset = 0, phase = 0;; offset += T::stage_bytes) {
     if (offset == T::stages * T::stage_bytes) {
       offset = 0;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
     if constexpr (T::gathers)
       add_blocks_of<T>(head.count, job.num_blocks, at, stage, position, sums);
     else if constexpr (T::by_warpgroups)
-      add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0]);
+      add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0][0]);
     else
       add_group_of<T>(head.count, at, stage, unpacked, sums);
     __syncwarp();

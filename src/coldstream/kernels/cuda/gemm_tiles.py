@@ -112,6 +112,8 @@ class Tiling:
     @property
     def shared_levels(self) -> int:
         """Levels of the tree of sums that are kept in shared memory."""
+        if self.quant_type in BLOCK_TYPES and self.token_products <= 2:
+            return 0  # all accumulators are in registers
         return 3 if self.quant_type in IN_PLACE else 2
 
     def grid(self, num_tiles: int) -> tuple[int, int, int]:
