@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda.runtime.streams import current_stream, on_stream
 from host_driver import HostDriver
 
-MANY = 2**20  # bytes: a copy of them takes a while
+LENGTH = 2**20  # bytes: a copy of them takes a while
 GPU = pytest.mark.gpu
 
 
@@ -75,18 +75,18 @@ def test_a_view_keeps_page_locked_memory() -> None:
 
 def test_streams_wait_for_each_other() -> None:
     first, second, reached = streams.Stream(), streams.Stream(), streams.Event()
-    source, target = allocations.block(MANY), allocations.block(MANY)
-    found = allocations.page_locked((MANY,), "uint8")
-    copies.fill_bytes(source.address, 0, MANY)
+    source, target = allocations.block(LENGTH), allocations.block(LENGTH)
+    found = allocations.page_locked((LENGTH,), "uint8")
+    copies.fill_bytes(source.address, 0, LENGTH)
     first.wait_stream(current_stream())
     with on_stream(first):
         assert current_stream() is first
         for byte in range(50):
-            copies.fill_bytes(source.address, byte, MANY)
+            copies.fill_bytes(source.address, byte, LENGTH)
         reached.record()
     second.wait_event(reached)
     with on_stream(second):
-        copies.within_device(target.address, source.address, MANY)
+        copies.within_device(target.address, source.address, LENGTH)
         copies.to_host(found, target.address)
     second.synchronize()
     np.testing.assert_array_equal(found, 49)
@@ -108,14 +108,14 @@ def test_an_event_that_was_never_recorded_counts_as_reached() -> None:
 
 
 def test_scratch_is_reused_in_the_order_of_the_work() -> None:
-    found = allocations.page_locked((64, MANY), "uint8")
+    found = allocations.page_locked((64, LENGTH), "uint8")
     for byte, row in enumerate(found):
-        there = allocations.scratch(MANY)
-        copies.fill_bytes(there.address, byte, MANY)
+        there = allocations.scratch(LENGTH)
+        copies.fill_bytes(there.address, byte, LENGTH)
         copies.to_host(row, there.address)
         del there  # before the work has run
     current_stream().synchronize()
-    np.testing.assert_array_equal(found[:, ::4096], np.repeat(np.arange(64)[:, None], MANY // 4096, 1))
+    np.testing.assert_array_equal(found[:, ::4096], np.repeat(np.arange(64)[:, None], LENGTH // 4096, 1))
 
 
 def test_a_graph_runs_again_with_what_it_reads_then() -> None:

@@ -1,6 +1,6 @@
 // The warps that copy blocks of 32 or 64 one by one, in the order in which the final tree needs their
 // accumulators: accumulator j has the blocks of 32 with index mod 8 = j. A leaf has the blocks of
-// accumulators j and j + 4 by turns, j first. A stage has the next eight of that order, of one leaf or
+// accumulators j and j + 4 alternating, j first. A stage has the next eight of that order, of one leaf or
 // several; each leaf's begin at an even place.
 #pragma once
 
