@@ -5,14 +5,28 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from coldstream.kernels.cuda.runtime import streams
+from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+
+Outputs = TypeVar("Outputs")
 
 REPLAYS = 15
 WARM_S = 0.25  # of work before a measurement: an idle GPU runs at a fraction of its clock
+
+
+def captured(step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+    """`Graph.capture`, with PyTorch's operations recorded as well."""
+
+    def on_both() -> Outputs:
+        with torch.cuda.stream(torch.cuda.ExternalStream(streams.current_stream().handle)):
+            return step()
+
+    return Graph.capture(on_both)
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
@@ -23,19 +37,16 @@ def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS)
     for call in calls:
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph, _ = captured(lambda: [call() for call in calls])
     until = time.perf_counter() + WARM_S
     while time.perf_counter() < until:
-        graph.replay()
+        graph.launch()
         torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(replays):
         begin.record()
-        graph.replay()
+        graph.launch()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3)

@@ -23,6 +23,8 @@ from random import Random
 import numpy as np
 import torch
 
+from coldstream.kernels.cuda.array import DeviceArray, num_bytes_of
+
 RUBBISH = 0xA5
 _VERBS = {True: "writes", False: "reads"}
 WAIT_LIMIT_S = 20.0  # for threads of the host; exceeded only after an error
@@ -174,6 +176,25 @@ class ModelDevice:
             effect=lambda operation: _move([(target.data_ptr(), source.data_ptr(), size)]),
         )
 
+    def fill(self, address: int, byte: int, size: int, handle: int) -> None:
+        """Queues writing the same byte everywhere."""
+        self.queue(
+            "fill",
+            self._streams[handle],
+            writes=[(address, size)],
+            effect=lambda operation: ctypes.memset(address, byte, size),
+        )
+
+    def bring_to_host(self, target: int, source: int, size: int, handle: int) -> None:
+        """Queues a copy to the host, by addresses."""
+        self.queue(
+            "copy to the host",
+            self._streams[handle],
+            reads=[(source, size)],
+            host_writes=[(target, size)],
+            effect=lambda operation: _move([(target, source, size)]),
+        )
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """uint8, full of garbage; work of the current stream may still write it for another tensor, as in
         PyTorch. When it is freed, no operation on it may be unfinished.
@@ -315,11 +336,11 @@ class ModelDevice:
 
 
 class ModelStream:
-    """In place of torch.cuda.Stream."""
+    """In place of the runtime's streams."""
 
     def __init__(self, device: ModelDevice) -> None:
         self._device = device
-        self.number = self.cuda_stream = len(device._streams)
+        self.number = self.handle = len(device._streams)
         self.queued: deque[Operation] = deque()
         self.last: Operation | None = None
         self.count = 0
@@ -338,10 +359,10 @@ class ModelStream:
 
 
 class ModelEvent:
-    """In place of torch.cuda.Event."""
+    """In place of the runtime's events."""
 
-    def __init__(self, device: ModelDevice, *, enable_timing: bool = False) -> None:
-        self._device, self._has_time = device, enable_timing
+    def __init__(self, device: ModelDevice, *, has_time: bool = False) -> None:
+        self._device, self._has_time = device, has_time
         self.operation: Operation | None = None
 
     def record(self, stream: ModelStream | None = None) -> None:
@@ -353,18 +374,17 @@ class ModelEvent:
     def synchronize(self) -> None:
         self._device.wait_for(self.operation)
 
-    def elapsed_time(self, end: "ModelEvent") -> float:
-        """Milliseconds."""
-        times = [event.operation and event.operation.ended_at for event in (self, end)]
-        if None in times or not (self._has_time and end._has_time):
+    def milliseconds_since(self, begin: "ModelEvent") -> float:
+        times = [event.operation and event.operation.ended_at for event in (begin, self)]
+        if None in times or not (self._has_time and begin._has_time):
             raise RuntimeError("both events must have happened, and keep their time")
         return float(times[1] - times[0])  # type: ignore[operator]
 
 
-def range_of(tensor: torch.Tensor) -> Range:
-    """The range of a contiguous tensor."""
-    assert tensor.is_contiguous()
-    return tensor.data_ptr(), tensor.nbytes
+def range_of(array: DeviceArray) -> Range:
+    """The range of a contiguous array."""
+    assert array.is_contiguous()
+    return array.data_ptr(), num_bytes_of(array)
 
 
 def _overlap(one: Range, other: Range) -> bool:

@@ -1,4 +1,4 @@
-"""Puts a `ModelDevice` where the package meets PyTorch's streams, the driver's copies and its own kernels."""
+"""Puts a `ModelDevice` where the package meets streams, the driver's copies and its own kernels."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -13,9 +13,11 @@ from cuda.bindings import driver
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from coldstream.kernels.cuda.array import HostArray
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.runtime import allocations, calls, copies, graphs, streams
 from coldstream.kernels.experts.mailbox import WORDS_PER_LINE
-from device_model import ModelDevice, ModelEvent, ModelStream, Operation, range_of
+from device_model import ModelDevice, ModelEvent, ModelStream, Operation
 
 # Without shrinking: no seed of a schedule is simpler than another.
 seeds = st.integers(0, 2**32 - 1)
@@ -38,17 +40,22 @@ def model_device(seed: int) -> Iterator[ModelDevice]:
 
 
 def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
-    patch.setattr(torch.cuda, "Stream", lambda: ModelStream(device))
-    patch.setattr(torch.cuda, "Event", partial(ModelEvent, device))
-    patch.setattr(torch.cuda, "current_stream", lambda: device.current)
-    patch.setattr(torch.cuda, "stream", device.on)
-    patch.setattr(torch.cuda, "synchronize", device.synchronize)
+    for module in (calls, streams, graphs, allocations, copies):
+        patch.setattr(module, "attach", lambda: None)
+    patch.setattr(streams, "Stream", lambda: ModelStream(device))
+    patch.setattr(streams, "Event", partial(ModelEvent, device))
+    patch.setattr(streams, "current_stream", lambda: device.current)
+    patch.setattr(streams, "on_stream", device.on)
+    patch.setattr(calls, "synchronize", device.synchronize)
+    patch.setattr(calls, "free_memory", lambda: (device.free_bytes, 2**41))
     patch.setattr(torch.cuda, "empty_cache", lambda: None)
-    patch.setattr(torch.cuda, "mem_get_info", lambda: (device.free_bytes, 2**41))
     patch.setattr(torch, "empty", _without_gpu(torch.empty, device))
     patch.setattr(torch, "zeros", _without_gpu(torch.zeros, device))
-    patch.setattr(torch.Tensor, "copy_", _copying(torch.Tensor.copy_, device))
+    patch.setattr(allocations, "page_locked", np.zeros)
     patch.setattr(driver, "cuMemcpyHtoDAsync", partial(_copy, device))
+    patch.setattr(driver, "cuMemsetD8Async", partial(_fill, device))
+    patch.setattr(driver, "cuMemcpyHtoD", partial(_copy_at_once, device))
+    patch.setattr(driver, "cuMemcpyDtoHAsync", partial(_copy_back, device))
     patch.setattr(driver, "cuMemcpyBatchAsync", partial(_copy_batch, device))
     patch.setattr(driver, "cuMemHostRegister", lambda *_: (DONE if device.registers else REFUSED,))
     patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address + DEVICE_OFFSET))
@@ -68,7 +75,7 @@ class _Kernel:
 
 
 def _without_gpu(make: Callable[..., torch.Tensor], device: ModelDevice) -> Callable[..., torch.Tensor]:
-    def made(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def made(*size: Any, **options: Any) -> torch.Tensor:
         if options.get("device") != "cuda":
             return make(*size, **options)
         assert options == {"device": "cuda", "dtype": torch.uint8}
@@ -77,20 +84,24 @@ def _without_gpu(make: Callable[..., torch.Tensor], device: ModelDevice) -> Call
     return made
 
 
-def _copying(copy: Callable[..., torch.Tensor], device: ModelDevice) -> Callable[..., torch.Tensor]:
-    def copying(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if not non_blocking:
-            return copy(target, source)
-        assert target.shape == source.shape
-        assert target.dtype == source.dtype
-        device.copy_to_host(target, source)
-        return target
-
-    return copying
-
-
 def _copy(device: ModelDevice, target: int, source: int, size: int, handle: int) -> tuple[object]:
     return (DONE if device.copy_to_device([(target, source, size)], handle) else REFUSED,)
+
+
+def _copy_at_once(device: ModelDevice, target: int, source: int, size: int) -> tuple[object]:
+    device.copy_to_device([(target, source, size)], device.default.handle)
+    device.default.synchronize()
+    return (DONE,)
+
+
+def _fill(device: ModelDevice, address: int, byte: int, size: int, handle: int) -> tuple[object]:
+    device.fill(address, byte, size, handle)
+    return (DONE,)
+
+
+def _copy_back(device: ModelDevice, target: int, source: int, size: int, handle: int) -> tuple[object]:
+    device.bring_to_host(target, source, size, handle)
+    return (DONE,)
 
 
 def _copy_batch(
@@ -112,18 +123,19 @@ def _copy_batch(
     return (DONE if device.copy_to_device(pieces, handle) else REFUSED,)
 
 
-def _write_addresses(device: ModelDevice, entries: torch.Tensor, count: int) -> None:
+def _write_addresses(device: ModelDevice, entries: HostArray, count: int) -> None:
     """Like write_addresses.cu: values to addresses, both read from host memory when it is executed."""
+    pairs, place = entries.numpy()[:count], (entries.data_ptr(), 16 * count)
 
     def write(operation: Operation) -> None:
-        for address, value in entries[:count].tolist():
+        for address, value in pairs.tolist():
             ctypes.c_int64.from_address(address).value = value
 
-    device.written_by_host(range_of(entries[:count]))
+    device.written_by_host(place)
     device.queue(
         "write_addresses",
-        host_reads=[range_of(entries[:count])],
-        writes=[(address, 8) for address in entries[:count, 0].tolist()],
+        host_reads=[place],
+        writes=[(address, 8) for address in pairs[:, 0].tolist()],
         effect=write,
     )
 

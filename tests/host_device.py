@@ -12,16 +12,20 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from coldstream.kernels.cuda import compiler, limits, program
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.memory import ALIGNMENT, Memory
+from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
+from host_driver import HostDriver
 
 HOST = Path(__file__).with_name("host")
 OPTIONS = (
@@ -57,10 +61,8 @@ class HostMemory(Memory):
         begin = -self._kept[-1].data_ptr() % ALIGNMENT
         return self._kept[-1][begin : begin + num_bytes]
 
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def _workspace_part(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 class HostDevice:
@@ -69,6 +71,7 @@ class HostDevice:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
+        self.driver = HostDriver()  # while installed
         self.launches = 0  # each has its own order of threads
         self.before_launch: Callable[[], None] | None = None
         self.keeps_time = False  # whether the clock is the host's; otherwise each read advances it by 1 ms
@@ -76,8 +79,7 @@ class HostDevice:
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
         """A context in which every `CudaProgram` is launched here, with LIMITS."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "current_device", lambda: 0)
+        with HostDriver().installed() as self.driver, pytest.MonkeyPatch.context() as patch:
             patch.setattr(limits, "_limits_of", lambda index: LIMITS)
             patch.setattr(CudaProgram, "kernel", lambda own, instance: HostKernel(self, own, instance))
             yield self
@@ -138,12 +140,16 @@ class HostKernel:
         """As `Kernel.launch`. AssertionError for errors of threads."""
         if 0 in grid:
             return
-        if self._device.before_launch is not None:
-            self._device.before_launch()
         values = [program._as_c(arg) for arg in args]
+        self._device.driver.queue(partial(self._run, grid, block, values, shared_bytes))
+
+    def _run(self, grid: Grid, block: int, values: Sequence[Any], shared_bytes: int) -> None:
+        device = self._device
+        if device.before_launch is not None:
+            device.before_launch()
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        self._device.launches += 1
-        order, size = ctypes.c_uint64(self._device.launches), (ctypes.c_uint * 3)(*grid)
-        keeps_time = ctypes.c_bool(self._device.keeps_time)
+        device.launches += 1
+        order, size = ctypes.c_uint64(device.launches), (ctypes.c_uint * 3)(*grid)
+        keeps_time = ctypes.c_bool(device.keeps_time)
         failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order, keeps_time)
         assert failure is None, f"{self._name}: {failure.decode()}"

@@ -152,6 +152,7 @@ class HostDriver:
         return DONE, address
 
     def cuMemFree(self, address: int) -> tuple[object]:
+        assert self.recording is None, "a capture allows no free"
         self.taken_bytes -= len(self._blocks.pop(address)) - ALIGNMENT
         return (DONE,)
 

@@ -1,82 +1,27 @@
 """A GPU on the host: queued work runs at once, so that whole models run, with their kernels' bits.
 
 Streams and events order nothing here; `device_model.py` is for that. Kernels are those of
-`host_device.py`, memory is the host's, and a captured step is computed anew when it is replayed.
+`host_device.py`, and memory is the host's.
 """
 
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cuda.bindings import driver
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.array import RawArray
 from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda import runner as cuda_runner
-from coldstream.models.cuda.graphs import CapturedStep
 from host_device import HostDevice
+from host_driver import TOTAL_BYTES, HostStream
 
 ALIGNMENT = 256
-TOTAL_BYTES = 2**36
-DONE = driver.CUresult.CUDA_SUCCESS
-
-
-class Stream:
-    """A stream without pending work, which counts calls."""
-
-    cuda_stream = 0
-
-    def __init__(self) -> None:
-        self.num_waits = 0
-        self.num_uploads = 0
-
-    def synchronize(self) -> None:
-        self.num_waits += 1
-
-    def wait_stream(self, other: "Stream") -> None: ...
-
-    def wait_event(self, event: "Event") -> None: ...
-
-
-class Event:
-    """An event that has happened."""
-
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
-
-
-@dataclass
-class Replayed:
-    """Replaces a captured step: `graph.replay` computes it."""
-
-    step: Callable[[], Any]
-    without_memory: Callable[[Any], Any]
-    outputs: Any = None
-    graph: "Replayed" = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph = self
-
-    def replay(self) -> None:
-        self.outputs = self.without_memory(self.step())
 
 
 class Servers:
@@ -128,41 +73,23 @@ class ServerOnDemand:
 
 
 @contextmanager
-def gpu_on(device: HostDevice) -> Iterator[Stream]:
+def gpu_on(device: HostDevice) -> Iterator[HostStream]:
     """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
-    current, servers = Stream(), Servers()
+    servers = Servers()
     properties = SimpleNamespace(name="the host", major=8, minor=0, multi_processor_count=3)
-
-    def upload(target: int, source: int, size: int, stream: int) -> tuple[object]:
-        current.num_uploads += 1
-        ctypes.memmove(int(target), int(source), size)
-        return (DONE,)
 
     with device.installed(), pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "Stream": Stream,
-            "Event": Event,
-            "current_stream": lambda: current,
-            "stream": lambda stream: nullcontext(),
-            "synchronize": lambda: None,
             "empty_cache": lambda: None,
             "is_available": lambda: True,
             "mem_get_info": lambda: (TOTAL_BYTES, TOTAL_BYTES),
             "get_device_properties": lambda: properties,
-            "is_current_stream_capturing": lambda: False,
         }.items():
             patch.setattr(torch.cuda, name, value)
         for name in ("empty", "zeros"):
             patch.setattr(torch, name, _on_host(getattr(torch, name)))
         patch.setattr(torch, "as_tensor", _at_address(torch.as_tensor))
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-        patch.setattr(driver, "cuMemcpyHtoDAsync", upload)
-        patch.setattr(driver, "cuMemcpyBatchAsync", _copy_batch)
-        patch.setattr(driver, "cuMemHostRegister", lambda *_: (DONE,))
-        patch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (DONE, address))
-        patch.setattr(driver, "cuMemHostUnregister", lambda *_: (DONE,))
-        patch.setattr(CapturedStep, "of", Replayed)
         # Threads of the host compute what kernels wait for.
         patch.setattr(device, "keeps_time", True)
         patch.setattr(_csrc, "ExpertServer", servers.make)
@@ -171,7 +98,7 @@ def gpu_on(device: HostDevice) -> Iterator[Stream]:
         for each in (cuda_runner, cuda_dflash):
             patch.setattr(each, "kernels_of", lambda *_: frozenset())
             patch.setattr(each, "loading_kernels", lambda *_: nullcontext())
-        yield current
+        yield device.driver.current
 
 
 def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -201,9 +128,3 @@ def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         return values[:num_bytes].view(dtype).view(data.shape)
 
     return made
-
-
-def _copy_batch(targets: list[Any], sources: list[Any], sizes: list[int], *_: Any) -> tuple[object]:
-    for target, source, size in zip(targets, sources, sizes, strict=True):
-        ctypes.memmove(int(target), int(source), size)
-    return (DONE,)

@@ -2,6 +2,7 @@
 
 import torch
 
+from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.fused.cuda import FusedKernels
 from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.fused_draft import CudaFusedSteps, FusedShape
@@ -23,9 +24,10 @@ class ScriptedSteps(CudaFusedSteps):
     def draft(self, kernels: FusedKernels, shape: FusedShape) -> None:
         """See `CudaFusedSteps`."""
         super().draft(kernels, shape)
-        arrays = self.memory.arrays
-        token_ids = self.script.index_select(0, arrays.state[:1])[0]  # of the root's position
-        arrays.model_columns[1 : shape.num_rows].copy_(token_ids[: shape.num_rows - 1])
+        arrays, num_nodes = self.memory.arrays, shape.num_rows - 1
+        if num_nodes:  # those of the root's position
+            target = arrays.model_columns[1 : shape.num_rows].reshape(1, num_nodes)
+            copy_values_cuda(self.script[:, :num_nodes], target, arrays.state[:1])
 
 
 def script_fused_steps(block: CudaMtp | CudaDflash, num_positions: int, num_depths: int) -> torch.Tensor:

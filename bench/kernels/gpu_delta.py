@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from bench.device import graph_seconds, measure_bandwidth
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.gated_delta_net.arguments import PrefillWorkspace
 from coldstream.kernels.gated_delta_net.cuda import (
     DecodeWorkspace,
@@ -24,7 +25,6 @@ from coldstream.kernels.gated_delta_net.cuda import (
 )
 from coldstream.kernels.gated_delta_net.reference import recurrent
 from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
-from coldstream.kernels.quantize.cuda import empty_activations
 
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 CHANNELS, WIDTH = (2 * KEY_HEADS + VALUE_HEADS) * SIZE, VALUE_HEADS * SIZE

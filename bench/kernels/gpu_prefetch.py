@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 
-from bench.device import describe, graph_seconds
+from bench.device import captured, describe, graph_seconds
 from bench.full_size_model import FULL_SHAPE
 from bench.kernels.prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make_layers, matrices_of
 from bench.results import ROOT, write_result
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.kernels.cuda.memory import ALIGNMENT, DeviceMemory, Memory, MemoryPlan
+from coldstream.kernels.cuda.memory import DeviceMemory, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, loading_kernels, note_kernels
+from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
@@ -135,12 +137,9 @@ class Stepper:
         torch.cuda.synchronize()
         return stepper
 
-    def capture(self, pause: Pause) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    def capture(self, pause: Pause) -> tuple[Graph, tuple[torch.Tensor, ...]]:
         """A step as a graph, and what it writes."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = run_step(self.ops, self.layers, pause)
-        return graph, outputs
+        return captured(lambda: run_step(self.ops, self.layers, pause))
 
     def chosen(self) -> list[int]:
         """By the routers in the last step, which the device has ended; RuntimeError if a guess was wrong."""
@@ -196,7 +195,7 @@ class Way:
     """One of the three ways to the same result, and what was measured of it."""
 
     stepper: Stepper
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     outputs: tuple[torch.Tensor, ...]
     missing: int
     samples_us: list[float] = field(default_factory=list)  # medians of batches
@@ -206,7 +205,7 @@ class Way:
         """Copies of the results of one replay."""
         for output in self.outputs:
             output.fill_(torch.nan)
-        self.graph.replay()
+        self.graph.launch()
         return [output.clone() for output in self.outputs]
 
     def run_batch(self, flush: torch.Tensor) -> None:
@@ -215,7 +214,7 @@ class Way:
         for begin, end in events:
             flush.sum()
             begin.record()
-            self.graph.replay()
+            self.graph.launch()
             end.record()
         torch.cuda.synchronize()
         self.samples_us.append(statistics.median(1e3 * begin.elapsed_time(end) for begin, end in events))

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from bench.device import graph_seconds, measure_bandwidth
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.ops import ExpertOutputs, Routing
-from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.router.cuda import RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows

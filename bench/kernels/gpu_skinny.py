@@ -25,6 +25,7 @@ import torch
 
 from bench.device import graph_seconds, measure_bandwidth
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.cuda import compiler
 from coldstream.kernels.cuda.program import Kernel
 from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES, instance_for
@@ -34,7 +35,7 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import linear_skinny_cuda
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 
 HIDDEN, FFN, EXPERTS, TOP_K, VOCAB = 2048, 512, 256, 8, 248320
 EXPERT_ROWS = 16

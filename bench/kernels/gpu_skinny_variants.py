@@ -19,6 +19,7 @@ import torch
 from bench import device
 from bench.kernels import gpu_skinny
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.cuda.program import loading_kernels, note_kernels
 from coldstream.kernels.experts import cuda as pairwise
 from coldstream.kernels.experts import cuda_gemm, cuda_layer
@@ -29,7 +30,7 @@ from coldstream.kernels.linear.cuda import linear_skinny_cuda
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
 from coldstream.kernels.router.cuda import MAX_TOKENS, NormBefore, RouterBuffers, router_gemv_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda

@@ -67,7 +67,7 @@ def weight_bytes(ops: CudaOps, quant_type: QuantType, *shape: int) -> torch.Tens
     """Random blocks; a part of the rows is repeated, as making all takes long."""
     part = torch.from_numpy(random_blocks(quant_type, (RANDOM_ROWS, shape[-1]), int(quant_type)))
     num_rows = torch.Size(shape[:-1]).numel()
-    memory = ops.memory.persistent((num_rows // RANDOM_ROWS, *part.shape), torch.uint8)
+    memory = ops.memory.persistent((num_rows // RANDOM_ROWS, *part.shape), "uint8")
     return memory.copy_(part.expand(memory.shape)).reshape(-1)
 
 
@@ -97,9 +97,7 @@ def experts_case(ops: CudaOps, quant_type: QuantType, rows: int) -> Case:
     generator = torch.Generator().manual_seed(rows)
     # Of a few tokens the next launch reads other experts, so that the caches hold none of them.
     scores = [torch.rand(rows, EXPERTS, generator=generator) for _ in range(LAUNCHES)]
-    ids = [
-        ops.memory.persistent((rows, RANKS), torch.int32).copy_(each.topk(RANKS).indices) for each in scores
-    ]
+    ids = [ops.memory.persistent((rows, RANKS), "int32").copy_(each.topk(RANKS).indices) for each in scores]
     x = activations(ops, rows, HIDDEN)
 
     def launch(i: int) -> None:

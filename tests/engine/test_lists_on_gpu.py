@@ -17,7 +17,8 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
 from hash_runner import opened_with
 from host_device import HostDevice
-from host_gpu import Stream, gpu_on
+from host_driver import HostStream
+from host_gpu import gpu_on
 
 CONTEXT = 128
 SIZE = CacheSize.of(8, CONTEXT)
@@ -40,7 +41,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def stream(compiled_for_the_host: HostDevice) -> Iterator[Stream]:
+def stream(compiled_for_the_host: HostDevice) -> Iterator[HostStream]:
     with gpu_on(compiled_for_the_host) as stream:
         yield stream
 
@@ -90,7 +91,9 @@ def test_answers_of_the_demo_model_to_a_list_are_those_of_the_cpu_on_a_gpu() -> 
         check_lists(gpu, cpu)
 
 
-def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(path: Path, stream: Stream) -> None:
+def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(
+    path: Path, stream: HostStream
+) -> None:
     with on_gpu(path) as llm:
         asked = []
         for count in (2, 4, 8):

@@ -1,7 +1,9 @@
 """Policies and executors of a caller's own: they are asked, change no answer, and what is none is refused."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import call
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +57,13 @@ class CountingLru(Policy):
 
 
 class Noting:
-    """Wraps the product's; notes by layer the pairs that `compute` was asked for, and calls of `route`."""
+    """Wraps the product's; notes by layer the pairs that are computed, and calls of `route`.
 
-    def __init__(self, product: Executor) -> None:
-        self.product = product
+    queue: does a step's work, or records it for a graph; by default pairs are noted when they are asked for.
+    """
+
+    def __init__(self, product: Executor, queue: Callable[[Callable[[], None]], None] = call) -> None:
+        self.product, self._queue = product, queue
         self.num_routed = 0
         self.layers: dict[int, int] = {}
         self.pairs: Counter[int] = Counter()
@@ -69,8 +74,11 @@ class Noting:
 
     def compute(self, x: Any, routing: Any, weights: Any) -> Any:
         layer = self.layers.setdefault(id(weights.gate), len(self.layers))
-        self.pairs[layer] += routing.ids.numel()
+        self._queue(partial(self._note, layer, routing.ids.numel()))
         return self.product.compute(x, routing, weights)
+
+    def _note(self, layer: int, count: int) -> None:
+        self.pairs[layer] += count
 
 
 class OfKernels:
@@ -136,12 +144,12 @@ def test_a_policy_decides_what_stays_in_ram_and_changes_no_token() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_policy_and_an_executor_on_a_gpu_with_some_experts(
-    path: Path, expected: list[tuple[int, ...]]
+    path: Path, expected: list[tuple[int, ...]], compiled_for_the_host: HostDevice
 ) -> None:
     mine, made = CountingLru(), list[Noting]()
 
     def make(product: Executor, kernels: object) -> Executor:
-        made.append(Noting(product))
+        made.append(Noting(product, compiled_for_the_host.driver.queue))
         return made[0]
 
     with LLM(path, **ON_GPU, policy=mine, executor=make) as llm:

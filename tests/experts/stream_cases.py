@@ -126,7 +126,7 @@ class Prompts:
             _csrc.routed_experts(
                 runtime, torch.from_numpy(values), torch.from_numpy(on_cpu), *weights, expected
             )
-            rows_there = elsewhere.rows[torch.from_numpy(~on_gpu)]
+            rows_there = torch.from_numpy(elsewhere.rows.numpy())[torch.from_numpy(~on_gpu)]
             assert torch.equal(rows_there, expected[torch.from_numpy(~on_gpu)]), "the CPU's rows"
 
         self.device.queue(

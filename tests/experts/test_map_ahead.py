@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from builders import write_gguf
@@ -13,6 +14,7 @@ from coldstream.experts import host
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.experts.mailbox import Mailbox
 
 EXPERTS = "blk.0.ffn_gate_exps.weight"
@@ -38,10 +40,8 @@ def file(tmp_path: Path) -> GGUFFile:
 
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> HostExperts:
-    monkeypatch.setattr(host.torch.Tensor, "pin_memory", lambda tensor: tensor)
-    zeros = host.torch.zeros
-    monkeypatch.setattr(host.torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
-    return HostExperts(1, Mailbox._of(2, 256, 1), Mailbox._of(2, 256, 1), 8)
+    monkeypatch.setattr(allocations, "page_locked", np.zeros)
+    return HostExperts(1, Mailbox.planned(2, 256, 1), Mailbox.planned(2, 256, 1), 8)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

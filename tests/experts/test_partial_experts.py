@@ -182,23 +182,23 @@ def test_an_answer_that_came_too_late_is_an_error(path: Path, place: str) -> Non
     with decode_steps_of(path) as runner:
         box: Mailbox = getattr(runner.partial.host, place)
         runner.partial.start_step(1 if place == "mailbox" else MAX_MAILBOX_ROWS + 1)
-        box.words[WORDS_PER_LINE + 1] = 3
+        box.words.numpy()[WORDS_PER_LINE + 1] = 3
         with pytest.raises(GenerationFault, match="in time"):
             runner.partial.ended()
-        box.words[WORDS_PER_LINE + 1] = 0
+        box.words.numpy()[WORDS_PER_LINE + 1] = 0
         runner.partial.ended()
 
 
 def test_a_mailbox_is_answered_at_first_and_shared_with_the_host(path: Path) -> None:
     with model_device(0):
         box = Mailbox.create(2, 8, 5)
-        assert box.done.tolist() == [1, 0]
-        assert box.request.tolist() == [0]
+        assert box.done.numpy().tolist() == [1, 0]
+        assert box.request.numpy().tolist() == [0]
         assert abs(box.done.data_ptr() - box.request.data_ptr()) >= 64
         request, done, x, ids, out = box.arrays()
         request[0], done[0], x[4, 7], ids[4, 1], out[4, 1, 7] = 1, 2, 3, 4, 5
-        assert (int(box.request[0]), int(box.done[0])) == (1, 2)
-        assert (float(box.x[4, 7]), int(box.ids[4, 1]), float(box.out[4, 1, 7])) == (3, 4, 5)
+        assert (int(box.request.numpy()[0]), int(box.done.numpy()[0])) == (1, 2)
+        assert (box.x.numpy()[4, 7], box.ids.numpy()[4, 1], box.out.numpy()[4, 1, 7]) == (3, 4, 5)
         box.check()
 
 
@@ -301,12 +301,12 @@ def test_an_error_of_one_step_leaves_the_next_one_prepared_for(path: Path) -> No
             runner.queue(1)
             partial.launched()
         assert partial.must_wait(1), "two steps run, and there is room for what two leave"
-        late = partial.host.mailbox.words[WORDS_PER_LINE + 1 :][:1]
-        late.fill_(3)
+        late = partial.host.mailbox.words.numpy()[WORDS_PER_LINE + 1 :][:1]
+        late.fill(3)
         with pytest.raises(GenerationFault, match="in time"):
             partial.ended(1)
         assert residency.events == ["start", "prepare", "start", "end", "prepare"]
-        late.fill_(0)
+        late.fill(0)
         runner.device.current.synchronize()
         partial.ended()
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from coldstream.experts.prefetch import MAX_PREFETCHED, GuessCounter, Prefetching, PrefetchStatistics
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT
 
 distances, counts = st.integers(1, 4), st.integers(1, MAX_PREFETCHED)
 

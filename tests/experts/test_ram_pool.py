@@ -60,8 +60,9 @@ def ask(host: HostExperts, layer: int, experts: list[int]) -> None:
     """Has the CPU compute experts, as for a prompt."""
     host.bulk_server.begin()
     ids = np.array([experts], np.int32)
-    host.bulk.ids.zero_()
-    host.bulk.ids[0, len(experts) :] = -1
+    asked = host.bulk.ids.numpy()
+    asked.fill(0)
+    asked[0, len(experts) :] = -1
     host.ask_bulk(layer, np.pad(ids, ((0, 0), (0, 3 - len(experts))), mode="edge"), experts)
     deadline = time.monotonic() + 20
     while not host.bulk_done[0]:

@@ -12,7 +12,7 @@ from deep_attention import random_rows
 from hypothesis import strategies as st
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
     DecodeWorkspace,
@@ -35,7 +35,6 @@ from coldstream.kernels.ops import (
     RopeSpec,
     Rows,
 )
-from coldstream.kernels.quantize.cuda import empty_activations
 from coldstream.kernels.rope.reference import rope_angles
 
 T = TypeVar("T")

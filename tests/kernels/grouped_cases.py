@@ -9,6 +9,7 @@ from guarded import Guarded
 from random_blocks import random_weight
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows
 from coldstream.kernels.experts.cuda_grouped import ITEM_ROWS, ChosenIds, experts_grouped_cuda
 from coldstream.kernels.experts.reference import routed_experts
@@ -16,7 +17,7 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
 Types = tuple[QuantType, QuantType, QuantType]

@@ -12,11 +12,12 @@ from cuda.bindings import driver
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 from coldstream.kernels.cuda import ahead, device, program
 from coldstream.kernels.cuda.device import device_errors, find_gpu
+from coldstream.kernels.cuda.runtime import calls
 
 
 @pytest.fixture(autouse=True)
 def _half_a_gibibyte_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 2**33))
+    monkeypatch.setattr(calls, "free_memory", lambda: (2**29, 2**33))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,7 @@ def test_other_errors_stay_what_they_are() -> None:
 
 def test_a_kernel_that_finds_no_memory_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     status = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(calls, "attach", lambda: None)
     monkeypatch.setattr(program.driver, "cuModuleLoadData", lambda cubin: (status, None))
     with pytest.raises(OutOfMemoryError, match="GiB are free"):
         program.Kernel(program.MachineCode(b"", "kernel"))

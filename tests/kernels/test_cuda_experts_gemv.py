@@ -7,13 +7,14 @@ from guarded import Guarded
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_gemv_cuda
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
 pytestmark = pytest.mark.gpu

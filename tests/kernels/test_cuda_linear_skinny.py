@@ -10,6 +10,7 @@ from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.cuda.skinny_shapes import GROUP_TYPES, PASS_COLS, SKINNY_TYPES
 from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.cuda import MAX_MATRICES, linear_skinny_cuda
@@ -17,7 +18,7 @@ from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.linear.skinny_layouts import FLOAT_ROW_BYTES, Walk
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 
 pytestmark = pytest.mark.gpu
 

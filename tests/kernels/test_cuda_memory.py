@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coldstream.kernels.cuda.memory import ALIGNMENT, Intervals, MemoryPlan
+from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.cuda.memory import Intervals, MemoryPlan
 
 
 class IntervalsMachine(RuleBasedStateMachine):
@@ -51,14 +52,14 @@ TestIntervals = IntervalsMachine.TestCase
 
 def test_workspace_comes_back_with_the_last_view() -> None:
     memory = MemoryPlan()
-    first = memory.workspace((10, 100), torch.float32)
+    first = memory.workspace((10, 100), "float32")
     size = memory.workspace_bytes
     view = first[2:].reshape(-1).view(torch.int32)
     del first
-    memory.workspace((10, 100), torch.float32)
+    memory.workspace((10, 100), "float32")
     assert memory.workspace_bytes == 2 * size
     del view
-    held = memory.workspace((20, 100), torch.float32)
+    held = memory.workspace((20, 100), "float32")
     assert memory.workspace_bytes == 2 * size
     assert held.shape == (20, 100)
 
@@ -68,15 +69,15 @@ def test_what_outlives_its_step_takes_nothing_of_the_next() -> None:
     kept = []
     for _ in range(5):
         memory.start_step()
-        first = memory.workspace((100,), torch.float32)
-        kept.append(memory.workspace((1,), torch.float32))  # lies between what comes back
+        first = memory.workspace((100,), "float32")
+        kept.append(memory.workspace((1,), "float32"))  # lies between what comes back
         del first
-        memory.workspace((200,), torch.float32)
+        memory.workspace((200,), "float32")
     peak = memory.workspace_bytes
     memory.start_step()
-    everything = memory.workspace((peak,), torch.uint8)
+    everything = memory.workspace((peak,), "uint8")
     kept.clear()  # gives nothing back of what the new step has
-    other = memory.workspace((1,), torch.float32)
+    other = memory.workspace((1,), "float32")
     assert memory.workspace_bytes == peak + ALIGNMENT, (everything.shape, other.shape)
 
 
@@ -84,14 +85,14 @@ def test_the_largest_step_is_planned_for() -> None:
     memory = MemoryPlan()
     for size, largest in ((3, 3), (5, 5), (2, 5)):
         memory.start_step()
-        memory.workspace((size * ALIGNMENT,), torch.uint8)
+        memory.workspace((size * ALIGNMENT,), "uint8")
         assert memory.workspace_bytes == largest * ALIGNMENT
 
 
 def test_persistent_memory_stays() -> None:
     memory = MemoryPlan()
     for _ in range(3):
-        memory.persistent((3,), torch.float16)
+        memory.persistent((3,), "float16")
     assert memory.persistent_bytes == 3 * ALIGNMENT
     assert memory.workspace_bytes == 0
 
@@ -125,12 +126,12 @@ def test_tensors_may_die_while_memory_is_searched() -> None:
     memory = MemoryPlan()
     memory._workspace._free = Collecting()
     for step in range(20):
-        held = [memory.workspace((1 + 100 * (step + i) % 7,), torch.float32) for i in range(6)]
+        held = [memory.workspace((1 + 100 * (step + i) % 7,), "float32") for i in range(6)]
         Cycle(held.pop(step % 6))
         Cycle(held.pop(step % 5))
         del held[step % 4]
     held.clear()
     gc.collect(0)
     size = memory.workspace_bytes
-    everything = memory.workspace((size,), torch.uint8)
+    everything = memory.workspace((size,), "uint8")
     assert memory.workspace_bytes == size, everything.shape

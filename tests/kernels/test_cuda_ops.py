@@ -1,5 +1,8 @@
 """The operations on a GPU with weights of every quantised type."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cuda_row_cases import CUDA
@@ -49,9 +52,9 @@ def stack_on_gpu(stack: QuantTensor) -> tuple[ExpertTable, list[QuantTensor]]:
 @pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
 def test_kernels_are_known_before_anything_runs(quant_type: QuantType) -> None:
     ops = CudaOps(MemoryPlan(), 16, 512, notes_kernels=True)
-    blocks = ops.memory.persistent((50, quant_type.row_bytes(512)), torch.uint8)
+    blocks = ops.memory.persistent((50, quant_type.row_bytes(512)), "uint8")
     with note_kernels() as noted:
-        x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), torch.int32))
+        x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), "int32"))
         ops.swiglu(x, x)
     assert noted == {(DEQUANTIZE, instance_of(quant_type)), (SWIGLU, "swiglu_rows<true, 256>")}
 
@@ -87,3 +90,24 @@ def test_experts(quant_type: QuantType, tokens: int) -> None:
     hidden = swiglu_exact(linear_exact(x, gate), linear_exact(x, up))
     assert_same_bits(outputs.shared.cpu(), linear_exact(hidden, down))
     del kept
+
+
+def test_operations_that_outlive_the_interpreter_keep_no_runtime_of_the_cpu() -> None:
+    """As those of a model that is open when a command ends: nanobind would report what it finds then."""
+    script = """
+import gc
+from coldstream.assets import demo_model_path
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.memory import MemoryPlan
+from coldstream.kernels.cuda_ops import CudaOps
+
+ops = CudaOps(MemoryPlan(), 8, 8)
+ops.itself = ops
+file = GGUFFile.open(demo_model_path())
+for info in file.tensors.values():
+    if len(info.shape) == 1 or "norm" in info.name:
+        ops.read_values(file, info)
+gc.freeze()
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")

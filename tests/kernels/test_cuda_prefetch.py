@@ -12,7 +12,7 @@ from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import Partition, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM

@@ -6,8 +6,8 @@ from gpu_cases import assert_same
 from random_blocks import activations
 
 from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
-from coldstream.kernels.arithmetic.reference import quantize_activations
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations
+from coldstream.kernels.quantize.cuda import quantize_cuda
 
 pytestmark = pytest.mark.gpu
 

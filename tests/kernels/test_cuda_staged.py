@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("cuda.bindings")
 
+from coldstream.kernels.cuda.runtime import copies
+from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda.staged import StagedMemory
 
 
@@ -18,13 +20,15 @@ def test_what_is_only_planned_takes_no_host_memory_and_is_not_copied() -> None:
 def test_a_graph_brings_what_the_host_has_when_it_runs() -> None:
     staged = StagedMemory(torch.zeros(6, dtype=torch.int32, device="cuda"))
     seen = torch.zeros(6, dtype=torch.int32, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         staged.copy(4)
-        seen.copy_(staged.values)
+        copies.within_device(seen.data_ptr(), staged.values.data_ptr(), staged.values.nbytes)
+
+    graph, _ = Graph.capture(step)
     for step in range(5):
         staged.on_host[:] = range(step, step + 6)
-        graph.replay()
+        graph.launch()
         torch.cuda.synchronize()
         assert seen.tolist() == [*range(step, step + 4), 0, 0]
     staged.copy(6)

@@ -92,7 +92,7 @@ class Layer:
         if tokens > 1:
             partition_experts_cuda(self.ids, self.x, self.sharing)
         torch.cuda.synchronize()
-        self.mailbox.done[0] = 1  # there is no CPU's answer to wait for
+        self.mailbox.done.numpy()[0] = 1  # there is no CPU's answer to wait for
         box, stamps = self.mailbox, self.places.stamps if stamped else None
         elsewhere = RowsElsewhere(self.places.cpu_ids, box.out[:tokens], box.done, stamps)
         routing = Routing(self.ids, self.weights, self.shared_gate)

@@ -10,7 +10,7 @@ from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations
-from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES
 from coldstream.kernels.linear import skinny_layouts
@@ -19,7 +19,7 @@ from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.linear.skinny_layouts import Walk, layout_for
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import empty_activations, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from host_device import LIMITS
 
 pytestmark = pytest.mark.usefixtures("host")

@@ -25,7 +25,7 @@ class Device:
         self.registered: list[int] = []
         self.answer = SUCCESS
 
-    def synchronize(self) -> None:
+    def attach(self) -> None:
         self.with_context.add(threading.get_ident())
 
     def register(self, address: int, num_bytes: int, flags: int) -> tuple[driver.CUresult]:
@@ -39,7 +39,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
-    monkeypatch.setattr(host_memory.torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(host_memory.calls, "attach", device.attach)
     monkeypatch.setattr(driver, "cuMemHostRegister", device.register)
     monkeypatch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (SUCCESS, address + 4096))
     return device

@@ -6,7 +6,7 @@ from deep_attention import LARGEST_CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.arithmetic.reference import quantize_activations, sigmoid
+from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations, sigmoid
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.chunks import CHUNK_SIZE
@@ -14,7 +14,6 @@ from coldstream.kernels.attention.exact import first_position, merge_chunks
 from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels
 from coldstream.kernels.attention.reference import finish, split_gate
 from coldstream.kernels.ops import AttentionHeads, Rows
-from coldstream.kernels.quantize.cuda import empty_activations
 
 MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
 SHARED_PER_BLOCK = (99 << 10, 227 << 10)  # of consumers' devices, and of Hopper

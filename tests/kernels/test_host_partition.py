@@ -103,11 +103,11 @@ class Shared:
     def __init__(self, layer: Layer, ids: torch.Tensor, x: torch.Tensor, *, notes_used: bool = True) -> None:
         tokens, ranks = ids.shape
         self.ids, self.x = ids, x
-        self.box = Mailbox._of(ranks, x.shape[1], tokens)
+        self.box = Mailbox.planned(ranks, x.shape[1], tokens)
         self.used = torch.full((tokens, ranks), NOTHING_WRITTEN).int() if notes_used else None
         self.arrivals = torch.zeros(1, dtype=torch.int32)
-        self.box.words.fill_(NOTHING_WRITTEN)
-        self.box.x.fill_(NOTHING_WRITTEN)
+        self.box.words.numpy().fill(NOTHING_WRITTEN)
+        self.box.x.numpy().fill(NOTHING_WRITTEN)
         self.places = Partition(
             torch.full((MATRICES, layer.num_experts), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
@@ -147,17 +147,19 @@ class Shared:
         wanted = [places.get(expert, nothing) for expert in range(layer.num_experts)]
         assert [tuple(place) for place in self.places.addresses.T.tolist()] == wanted
         cpu_ids = [[expert if places[expert] == ON_CPU else -1 for expert in token] for token in rows]
-        assert self.places.cpu_ids.tolist() == self.box.ids.tolist() == cpu_ids
+        assert self.places.cpu_ids.tolist() == self.box.ids.numpy().tolist() == cpu_ids
         assert self.used is None or self.used.tolist() == rows
         assert self.arrivals.item() == 0
         for token, each in enumerate(cpu_ids):
             is_sent = any(expert >= 0 for expert in each)
             kept = torch.full_like(self.x[token], NOTHING_WRITTEN)
-            assert torch.equal(self.box.x[token], self.x[token] if is_sent else kept)
+            assert torch.equal(
+                torch.from_numpy(self.box.x[token].numpy()), self.x[token] if is_sent else kept
+            )
         is_asked = any(expert >= 0 for token in cpu_ids for expert in token)
         request = (layer.number + 1) | len(rows) << ROWS_SHIFT
-        assert self.box.request.item() == (request if is_asked else NOTHING_WRITTEN)
-        assert self.box.done[0].item() == (0 if is_asked else NOTHING_WRITTEN)
+        assert self.box.request.numpy()[0] == (request if is_asked else NOTHING_WRITTEN)
+        assert self.box.done.numpy()[0] == (0 if is_asked else NOTHING_WRITTEN)
         assert self.places.stamps is not None
         assert self.places.stamps[2].item() == sum(expert in streamed for token in rows for expert in token)
         listed = [len(streamed), *streamed] if is_staged else []
@@ -327,8 +329,8 @@ def test_rows_beyond_a_mailbox_have_a_launch_of_their_own(
         )
         shared.share_out()
     assert shared.places.cpu_ids.ge(0).any()
-    assert shared.box.request.item() == NOTHING_WRITTEN
-    assert shared.box.x.eq(NOTHING_WRITTEN).all()
+    assert shared.box.request.numpy()[0] == NOTHING_WRITTEN
+    assert (shared.box.x.numpy() == NOTHING_WRITTEN).all()
 
 
 def test_rows_beyond_a_mailbox_need_an_array_for_arrivals() -> None:
@@ -349,7 +351,7 @@ def test_sizes_beyond_a_block_are_refused() -> None:
 def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
     """One mailbox between the kernel and the server in C++: layer, rows, ids and x arrive as sent."""
     tokens, ranks = 5, RANKS
-    box, used = Mailbox._of(ranks, WIDTH, tokens), torch.zeros(tokens, ranks).int()
+    box, used = Mailbox.planned(ranks, WIDTH, tokens), torch.zeros(tokens, ranks).int()
     request, done, x_there, ids_there, out = box.arrays()
     runtime = _csrc.Runtime(2)
     server = _csrc.ExpertServer(runtime, request, done, x_there, ids_there, out)
@@ -374,7 +376,7 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
         on_cpu = cpu_ids >= 0
         assert on_cpu.any()
         assert not on_cpu.all()
-        assert_same_bits(box.out[on_cpu], answer[on_cpu])
+        assert_same_bits(torch.from_numpy(box.out.numpy())[on_cpu], answer[on_cpu])
     server.end()
     server.check()
     assert [requests for requests, _, _ in server.work()] == [1, 1]

@@ -11,7 +11,7 @@ from test_cuda_prefetch import wanted
 from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.table import ExpertTable
 

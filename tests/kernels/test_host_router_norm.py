@@ -6,7 +6,7 @@ from guarded import Guarded
 from same_bits import assert_same_bits
 from test_host_router import CPU, Outputs
 
-from coldstream.kernels.quantize.cuda import empty_activations
+from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda
 from coldstream.kernels.router.cuda import Ahead, NormBefore, RouterBuffers, router_gemv_cuda
 

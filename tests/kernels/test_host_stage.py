@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.experts import stage
 from coldstream.kernels.experts.partition import ExpertPlaces, Staging
 from coldstream.kernels.experts.shapes import MATRICES

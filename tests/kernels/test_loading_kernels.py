@@ -5,17 +5,17 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from coldstream.kernels.cuda.compiler import CompileError
 from coldstream.kernels.cuda.program import CudaProgram, NotedKernel, loading_kernels
+from coldstream.kernels.cuda.runtime import calls
 
 WAIT_S = 20.0
 
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> CudaProgram:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(calls, "attach", lambda: None)
     return CudaProgram(Path("some.cu"), ("one", "two"))
 
 

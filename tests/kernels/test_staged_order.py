@@ -15,7 +15,7 @@ from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.cuda import SETTINGS_WORDS, _RowSettings
 from coldstream.kernels.sample.settings import RowSettings
 from coldstream.models.cuda.logits import Sampler
-from device_model import ModelDevice, Operation, range_of
+from device_model import ModelDevice, ModelEvent, Operation, range_of
 from device_seams import any_schedule, model_device, seeds
 
 
@@ -54,7 +54,7 @@ def _sampler_scan(device: ModelDevice, sampling: ctypes.Structure) -> None:
     device.queue("sampler_scan", reads=[settings], writes=[chosen], effect=choose)
 
 
-def _wait(event: torch.cuda.Event) -> None:
+def _wait(event: ModelEvent) -> None:
     event.synchronize()
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 class AllocateZeros(Protocol):
     """Allocates persistent memory, all zero."""
 
-    def __call__(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
+    def __call__(self, shape: tuple[int, ...], dtype: str) -> DeviceArray: ...
 
 
 @dataclass(frozen=True)

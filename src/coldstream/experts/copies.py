@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from cuda.bindings import driver
 
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
 from coldstream.experts.staging import NUM_PINNED_BUFFERS, StagingCopy
+from coldstream.kernels.cuda.runtime import allocations, calls, streams
 
 NUM_READERS = 8
 READ_BYTES = 4 * 2**20
@@ -29,15 +29,15 @@ READ_BYTES = 4 * 2**20
 class Arrival:
     """The event behind the last copy of a group, and what its duration is measured from."""
 
-    event: torch.cuda.Event
-    begun: torch.cuda.Event | float  # event on the copies' stream, or seconds of reading the file
+    event: streams.Event
+    begun: streams.Event | float  # event on the copies' stream, or seconds of reading the file
 
     @property
     def seconds(self) -> float:
         """How long the copies took; only after the event."""
         if isinstance(self.begun, float):
             return self.begun
-        return float(self.begun.elapsed_time(self.event) / 1e3)
+        return float(self.event.milliseconds_since(self.begun) / 1e3)
 
 
 class Transfer:
@@ -55,7 +55,7 @@ class Transfer:
     @property
     def is_over(self) -> bool:
         """Whether the bytes are there."""
-        return self.is_queued and bool(self._result().event.query())  # type: ignore[no-untyped-call]
+        return self.is_queued and bool(self._result().event.query())
 
     @property
     def seconds(self) -> float:
@@ -64,7 +64,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Makes the current stream wait for the bytes. Raises ModelChangedError, DeviceError."""
-        torch.cuda.current_stream().wait_event(self._result().event)
+        streams.current_stream().wait_event(self._result().event)
 
     def finish(self) -> None:
         """Returns when the transfer writes no more, even if it failed."""
@@ -78,7 +78,7 @@ class Transfer:
 class Copies(Protocol):
     """Transfers from the host to the device, in the order in which they are begun."""
 
-    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: streams.Event | None) -> Transfer:
         """Copies to the device address `target`, once `after` has happened."""
 
     def close(self) -> None:
@@ -89,9 +89,9 @@ class DirectCopies:
     """`Copies` from registered memory."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = streams.Stream()
 
-    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: streams.Event | None) -> Transfer:
         if after is not None:
             self._stream.wait_event(after)
         begun = _recorded(self._stream)
@@ -110,29 +110,26 @@ class FileCopies:
 
     def __init__(self, host: HostExperts, buffer_bytes: int) -> None:
         self._host = host
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._buffers = [
-            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_PINNED_BUFFERS)
-        ]
-        self._free: list[torch.cuda.Event | None] = [None] * NUM_PINNED_BUFFERS
+        self._stream = streams.Stream()
+        self._buffers = [allocations.page_locked((buffer_bytes,), "uint8") for _ in range(NUM_PINNED_BUFFERS)]
+        self._free: list[streams.Event | None] = [None] * NUM_PINNED_BUFFERS
         self._count = 0
         # A thread gets the device's context with its first call to the runtime.
-        self._in_order = ThreadPoolExecutor(1, initializer=torch.cuda.synchronize)
+        self._in_order = ThreadPoolExecutor(1, initializer=calls.synchronize)
         self._readers = ThreadPoolExecutor(NUM_READERS)
 
-    def begin(self, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None) -> Transfer:
+    def begin(self, copies: Sequence[StagingCopy], target: int, after: streams.Event | None) -> Transfer:
         index, self._count = self._count % NUM_PINNED_BUFFERS, self._count + 1
         future = self._in_order.submit(self._bring, index, copies, target, after)
         return Transfer(num_bytes_of(copies), future)
 
     def _bring(
-        self, index: int, copies: Sequence[StagingCopy], target: int, after: torch.cuda.Event | None
+        self, index: int, copies: Sequence[StagingCopy], target: int, after: streams.Event | None
     ) -> Arrival:
-        buffer, free = self._buffers[index], self._free[index]
+        pinned, free = self._buffers[index], self._free[index]
         if free is not None:
             free.synchronize()
         begun = time.perf_counter()
-        pinned = buffer.numpy()
         pieces = [
             (
                 copy.source + begin,
@@ -146,7 +143,7 @@ class FileCopies:
         seconds = time.perf_counter() - begun
         if after is not None:
             self._stream.wait_event(after)
-        copy_to_device(copies, target, self._stream, buffer.data_ptr())
+        copy_to_device(copies, target, self._stream, pinned.ctypes.data)
         self._free[index] = event = _recorded(self._stream)
         return Arrival(event, seconds)
 
@@ -163,7 +160,7 @@ def num_bytes_of(copies: Sequence[StagingCopy]) -> int:
 def copy_to_device(
     copies: Sequence[StagingCopy],
     target: int,
-    stream: torch.cuda.Stream,
+    stream: streams.Stream,
     first_source: int | None = None,
 ) -> None:
     """Queues copies from page-locked memory, in any order, with one retry. Raises DeviceError.
@@ -183,7 +180,7 @@ def copy_to_device(
     access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     for _ in range(2):
         (status,) = driver.cuMemcpyBatchAsync(
-            targets, sources, sizes, len(copies), [access], [0], 1, stream.cuda_stream
+            targets, sources, sizes, len(copies), [access], [0], 1, stream.handle
         )
         if status == driver.CUresult.CUDA_SUCCESS:
             return
@@ -207,7 +204,7 @@ def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> 
         os.posix_fadvise(descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _recorded(stream: streams.Stream) -> streams.Event:
+    event = streams.Event(has_time=True)
     event.record(stream)
     return event

@@ -14,12 +14,12 @@ The whole step can be captured in a graph.
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
@@ -50,17 +50,17 @@ class DecodeExperts:
         mailbox: Mailbox,
         chosen: ChosenExperts,
         ring: PrefetchRing | None,
-        staging: torch.Tensor,
+        staging: DeviceArray,
     ) -> None:
         device = kernels.device
         self.max_rows = len(mailbox.ids)
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring, self._staging = mailbox, chosen, ring, staging
         self.times = device.zeros((NUM_WORDS,), "int32")
-        self.stamps = device.memory.persistent((chosen.num_layers, WORDS), torch.int64).zero_()
-        self._beside: torch.cuda.Stream | None = None  # stream of prefetches, joined only at a step's end
+        self.stamps = device.zeros((chosen.num_layers, WORDS), "int64")
+        self._beside: streams.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
-            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._beside = streams.Stream()
         self._has_forked = False  # whether the current step has work on `_beside`
 
     def number_layers(self) -> None:
@@ -84,8 +84,8 @@ class DecodeExperts:
         is_one_launch = self._kernels.routes_at_once(tokens, weights.shared_gate)
         layer, stacks = self._tables.number_of(experts), stacks_of(experts)
         places = Partition(
-            self._device.empty(len(stacks), len(stacks[0].addresses), dtype=torch.int64),
-            self._device.empty(tokens, ranks, dtype=torch.int32),
+            self._device.empty(len(stacks), len(stacks[0].addresses), dtype="int64"),
+            self._device.empty(tokens, ranks, dtype="int32"),
             self.stamps[layer] if is_one_launch else None,
         )
         # The router of a single row shares its pairs out itself, and stages nothing.
@@ -112,7 +112,7 @@ class DecodeExperts:
     def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
         """Places for the experts that `num_pairs` pairs of a layer may want."""
         most = min(num_pairs, len(stacks[0].addresses))
-        chosen = self._device.empty(1 + most, dtype=torch.int32)
+        chosen = self._device.empty(1 + most, dtype="int32")
         return Staging(chosen, ExpertPlaces.of(self._staging, stacks, most))
 
     def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
@@ -131,15 +131,15 @@ class DecodeExperts:
         if self._beside is None:
             self._device.launch(ring.fetch, later, guesses, stacks)
             return
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+        self._beside.wait_stream(streams.current_stream())
+        with streams.on_stream(self._beside):
             ring.fetch(later, guesses, stacks)
         self._has_forked = True
 
     def finish_step(self) -> None:
         """See `ModelExecutor`."""
         if self._has_forked and self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+            streams.current_stream().wait_stream(self._beside)
         self._has_forked = False
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

@@ -8,8 +8,9 @@ the layers before it are computed. Both are part of the step, and of its graph.
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
+import numpy as np
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
@@ -20,7 +21,8 @@ from coldstream.experts.partial_tables import PartialTables
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
+from coldstream.kernels.cuda.runtime import allocations, streams
 from coldstream.kernels.experts.cuda_layer import Stacks
 from coldstream.kernels.experts.executor import ModelExecutor, ResidentExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
@@ -61,26 +63,26 @@ class LayerExecutor(ResidentExecutor):
         self._device, self._mailbox, self._host = kernels.device, mailbox, host
         memory = self._device.memory
         self._tables = PartialTables(memory, host, whole_layers)
-        self._ring = memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
+        self._ring = memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), "uint8")
         self.times: MissTimes | None = None
         self._missing: list[_MissingLayer] = []
         self._numbers: dict[int, int | None] = {}  # by the identity of a layer's gate; None: on the device
         self._place_bytes = 0
-        self._pinned: list[torch.Tensor] = []
+        self._pinned: list[np.ndarray[Any, Any]] = []
         zeros = self._device.zeros
         self._ids = zeros((MAX_MAILBOX_ROWS, 1), "int32")
-        self._weights = memory.persistent((MAX_MAILBOX_ROWS, 1), torch.float32).fill_(1.0)
+        self._weights = self._device.float_array(np.ones((MAX_MAILBOX_ROWS, 1), np.float32))
         self._cpu_ids, self._used = (zeros((MAX_MAILBOX_ROWS, 1), "int32") for _ in range(2))
-        self._addresses = memory.persistent((MATRICES, 1), torch.int64)
+        self._addresses = memory.persistent((MATRICES, 1), "int64")
         self._no_bus = zeros((NUM_WORDS,), "int32")
-        self._beside: torch.cuda.Stream | None = None
+        self._beside: streams.Stream | None = None
         if not self._device.planning:
-            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._beside = streams.Stream()
         # The running step: whether it has begun; the layers that are still to be copied; and the layers whose
         # copy was queued, each with its place and the event behind the copy.
         self._has_begun = False
         self._to_copy: deque[int] = deque()
-        self._copied: deque[tuple[int, int, torch.cuda.Event | None]] = deque()
+        self._copied: deque[tuple[int, int, streams.Event | None]] = deque()
 
     def map_matrix(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""
@@ -108,11 +110,12 @@ class LayerExecutor(ResidentExecutor):
         """The address of page-locked bytes of a matrix: the mapping, or a copy."""
         if self._host is None or stack.mapped:
             return stack.source
-        self._pinned.append(torch.empty(stack.matrix_bytes, dtype=torch.uint8, pin_memory=True))
-        read_host(self._host, stack.source, self._pinned[-1].numpy())
-        return self._pinned[-1].data_ptr()
+        self._pinned.append(allocations.page_locked((stack.matrix_bytes,), "uint8"))
+        read_host(self._host, stack.source, self._pinned[-1])
+        address: int = self._pinned[-1].ctypes.data
+        return address
 
-    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor | ExpertOutputs:
+    def ffn(self, x: Activations, weights: FfnWeights) -> DeviceArray | ExpertOutputs:
         """See `ModelExecutor`."""
         if id(weights.gate) not in self._numbers:  # none of the model's own layers
             return super().ffn(x, weights)
@@ -128,7 +131,7 @@ class LayerExecutor(ResidentExecutor):
             return self._from_ring(number, x)
         return self._by_cpu(number, x)
 
-    def _planned(self, number: int, x: Activations) -> torch.Tensor | ExpertOutputs:
+    def _planned(self, number: int, x: Activations) -> DeviceArray | ExpertOutputs:
         """Counts memory and notes kernels of both ways that a step may take."""
         self._copied.append((number, 0, None))
         out = self._from_ring(number, x)
@@ -142,11 +145,11 @@ class LayerExecutor(ResidentExecutor):
         assert self.times is not None, "times are set before the first step"
         of_cpu = layers_of_cpu(len(self._missing), rows, self.times)
         self._to_copy.extend(number for number in range(len(self._missing)) if number not in of_cpu)
-        self._beside.wait_stream(torch.cuda.current_stream())
+        self._beside.wait_stream(streams.current_stream())
         for place in range(self._ring.numel() // max(1, self._place_bytes)):
             self._copy_next(self._beside, place)
 
-    def _copy_next(self, beside: torch.cuda.Stream, place: int) -> None:
+    def _copy_next(self, beside: streams.Stream, place: int) -> None:
         """Queues the copy of the next layer to `place`, which is free when `beside` reaches the copy."""
         if not self._to_copy:
             return
@@ -156,7 +159,7 @@ class LayerExecutor(ResidentExecutor):
             layer.stacks, layer.sources, self._offsets(layer.stacks, place), strict=True
         ):
             address = self._ring.data_ptr() + target
-            (status,) = driver.cuMemcpyHtoDAsync(address, source, stack.matrix_bytes, beside.cuda_stream)
+            (status,) = driver.cuMemcpyHtoDAsync(address, source, stack.matrix_bytes, beside.handle)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise DeviceError(f"a layer cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
         self._copied.append((number, place, _recorded(beside)))
@@ -166,7 +169,7 @@ class LayerExecutor(ResidentExecutor):
         sizes = [_aligned(stack.matrix_bytes) for stack in stacks]
         return tuple(place * self._place_bytes + sum(sizes[:matrix]) for matrix in range(MATRICES))
 
-    def _from_ring(self, number: int, x: Activations) -> torch.Tensor:
+    def _from_ring(self, number: int, x: Activations) -> DeviceArray:
         """Queues the products of a layer over its bytes in the ring, and behind them the next copy there."""
         _, place, arrived = self._copied.popleft()
         stacks = self._missing[number].stacks
@@ -177,10 +180,10 @@ class LayerExecutor(ResidentExecutor):
             for stack, offset in zip(stacks, self._offsets(stacks, place), strict=True)
         ]
         if arrived is not None:
-            torch.cuda.current_stream().wait_event(arrived)
-        out: torch.Tensor = ffn_of_products(self._device, x, FfnWeights(*matrices))
+            streams.current_stream().wait_event(arrived)
+        out: DeviceArray = ffn_of_products(self._device, x, FfnWeights(*matrices))
         if self._beside is not None and self._to_copy:
-            self._beside.wait_event(_recorded(torch.cuda.current_stream()))
+            self._beside.wait_event(_recorded(streams.current_stream()))
             self._copy_next(self._beside, place)
         return out
 
@@ -203,14 +206,14 @@ class LayerExecutor(ResidentExecutor):
     def finish_step(self) -> None:
         """See `ModelExecutor`."""
         if self._has_begun and self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+            streams.current_stream().wait_stream(self._beside)
         self._has_begun = False
         self._to_copy.clear()
         self._copied.clear()
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+def _recorded(stream: streams.Stream) -> streams.Event:
+    event = streams.Event()
     event.record(stream)
     return event
 

@@ -7,8 +7,6 @@ the device shares pairs out (`decode.py`). In a prefill step the host does (`pre
 
 from collections.abc import Collection, Iterable
 
-import torch
-
 from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.host import HostExperts
@@ -18,8 +16,8 @@ from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.experts.prefill import PrefillExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.cuda.loader import CudaWeight
-from coldstream.kernels.cuda.memory import ALIGNMENT
 from coldstream.kernels.experts.executor import WithWholeFfns
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
@@ -49,7 +47,7 @@ class PartialExecutor(WithWholeFfns):
         device = kernels.device
         self.tables = PartialTables(device.memory, host, whole_layers)
         # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
-        self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), torch.uint8)
+        self.ring = device.memory.persistent((ring_bytes // ALIGNMENT * ALIGNMENT,), "uint8")
         self.prefetch: PrefetchRing | None = None
         staging = self.ring
         if prefetching is not None:

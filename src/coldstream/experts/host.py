@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
 
@@ -40,7 +40,7 @@ class HostExperts:
         self.bulk_request, self.bulk_done = bulk.arrays()[:2]
         self.max_rows = len(bulk.x)
         ranks = bulk.ids.shape[1]
-        self.wanted_ids = torch.zeros((chunk_size, ranks), dtype=torch.int32, pin_memory=True)
+        self.wanted_ids = allocations.page_locked((chunk_size, ranks), "int32")
         self._registered: dict[int, RegisteredMemory | None] = {}
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes

@@ -20,6 +20,8 @@ from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.experts.slots.residency import ExpertResidency, expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
+from coldstream.kernels.cuda.contents import clear, read, write
+from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.stamps import read_stamps
@@ -115,7 +117,7 @@ class PartialExperts:
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
         if plan.miss_times is not None:
-            executor.decode.times.copy_(torch.tensor(plan.miss_times.words(), dtype=torch.int32))
+            write(executor.decode.times, np.array(plan.miss_times.words(), np.int32))
         shares = slot_shares(plan)
         assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots
@@ -138,9 +140,9 @@ class PartialExperts:
             pool.load([ids for ids, size in parts if size], progress)
             self._order_pool(self._residency)
         # The warm-up steps are not counted.
-        executor.decode.stamps.zero_()
+        clear(executor.decode.stamps)
         if executor.prefetch is not None:
-            executor.prefetch.tallies.zero_()
+            clear(executor.prefetch.tallies)
 
     @property
     def disk(self) -> DiskStatistics | None:
@@ -188,7 +190,7 @@ class PartialExperts:
         # Layers that may miss an expert come first.
         layer_bytes = [expert_bytes(stacks) for stacks in executor.tables.layers]
         layer_bytes += [0] * (len(executor.prefetch.tallies) - len(layer_bytes))
-        return PrefetchStatistics.of(self._guesses, executor.prefetch.tallies.cpu().numpy(), layer_bytes)
+        return PrefetchStatistics.of(self._guesses, read(executor.prefetch.tallies), layer_bytes)
 
     @staticmethod
     def _step_times(executor: PartialExecutor) -> StepTimes:
@@ -196,7 +198,7 @@ class PartialExperts:
         stamps = executor.decode.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
         if times.steps == 0:
-            stamps.zero_()
+            clear(stamps)
         return times
 
     def must_wait(self, rows: int) -> bool:
@@ -274,7 +276,7 @@ class PartialExperts:
             return
         self._steps_until_growth -= 1
         if self._steps_until_growth == 0 and residency.missing_bytes:
-            if torch.cuda.mem_get_info()[0] >= 2 * residency.missing_bytes:
+            if calls.free_memory()[0] >= 2 * residency.missing_bytes:
                 with suppress(torch.OutOfMemoryError):
                     residency.grow()
             self._steps_until_growth = STEPS_BEFORE_GROWTH

@@ -2,10 +2,9 @@
 
 from collections.abc import Collection, Iterable
 
-import torch
-
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cuda.contents import clear
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
@@ -33,10 +32,10 @@ class PartialTables:
         if info.name.startswith(self._whole):
             return None
         num_experts, rows, cols = info.shape
-        addresses = self._memory.persistent((num_experts,), torch.int64)
+        addresses = self._memory.persistent((num_experts,), "int64")
         if self._host is None:
             return ExpertTable(addresses, info.quant_type, rows, cols, is_partial=True)
-        addresses.zero_()
+        clear(addresses)
         weight, source, mapped = self._host.map_weight(file, info)
         step = info.num_bytes // num_experts
         return ExpertTable(addresses, info.quant_type, rows, cols, True, weight, mapped, step, source)

@@ -13,11 +13,9 @@ its places are not filled again before that.
 
 from collections.abc import Sequence
 
-import torch
-
 from coldstream.experts.chosen_experts import AllocateZeros
 from coldstream.experts.prefetch import Prefetching
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
 from coldstream.kernels.experts.partition import ExpertPlaces, Prefetched, PrefetchNotes
 from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
 from coldstream.kernels.experts.table import ExpertTable
@@ -31,7 +29,7 @@ class PrefetchRing:
     """
 
     def __init__(
-        self, prefetching: Prefetching, data: torch.Tensor, zeros: AllocateZeros, num_layers: int
+        self, prefetching: Prefetching, data: DeviceArray, zeros: AllocateZeros, num_layers: int
     ) -> None:
         self.distance, self._count = prefetching.distance, prefetching.experts
         self._depth = prefetching.num_layers
@@ -43,7 +41,7 @@ class PrefetchRing:
         self._reached = zeros((1,), "int32")
         self.tallies = zeros((num_layers, len(TALLIES)), "int32")
 
-    def fetch(self, layer: int, guesses: torch.Tensor, stacks: Sequence[ExpertTable]) -> None:
+    def fetch(self, layer: int, guesses: DeviceArray, stacks: Sequence[ExpertTable]) -> None:
         """Queues the copies of experts in guesses, int32 [rows, K], on a stream that has waited for them.
 
         stacks: gate, up and down of the layer, which the device reads over the bus. The stream must have no
@@ -81,7 +79,7 @@ class PrefetchRing:
             tallies=self.tallies.data_ptr(),
         )
 
-    def _part(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _part(self, layer: int) -> tuple[DeviceArray, DeviceArray]:
         """The keys and the places of a layer."""
         part, num_bytes = layer % self._depth, self._count * self._place_bytes
         return self._keys[part], self._data[part * num_bytes : (part + 1) * num_bytes]

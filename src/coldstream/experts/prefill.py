@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
 from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, likely_order
@@ -24,6 +23,8 @@ from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingRing, least_ring
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.runtime import copies, streams
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels, Pairs
 from coldstream.kernels.experts.place_group import place_group_cuda
@@ -92,12 +93,12 @@ class ExpertStream:
     need no copy; the caller sets it before each step.
     """
 
-    def __init__(self, host: HostExperts, ring: torch.Tensor) -> None:
+    def __init__(self, host: HostExperts, ring: DeviceArray) -> None:
         self._host = host
         self._ring_memory = ring
         self._shape = RingShape.of(ring.numel())
         self._ring = StagingRing(self._shape.count)
-        self._read: list[torch.cuda.Event | None] = [None] * self._shape.count
+        self._read: list[streams.Event | None] = [None] * self._shape.count
         self._copies: Copies | None = None
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
@@ -106,8 +107,8 @@ class ExpertStream:
         self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
         self.resident = np.zeros((0, 0), bool)
         self.counters = StreamCounters(0)
-        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._ids_there, self._x_there = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._side = streams.Stream()
+        self._ids_there, self._x_there = (streams.Event() for _ in range(2))
         # The CPU's last request: rows of the step, number of experts, and its `bulk_seconds` before.
         self._asked: tuple[int, int, float] | None = None
 
@@ -160,15 +161,15 @@ class ExpertStream:
             self._copies.close()
             self._copies = None
 
-    def ask(self, x: torch.Tensor, ids: torch.Tensor) -> None:
+    def ask(self, x: DeviceArray, ids: DeviceArray) -> None:
         """Queues the copy of float32 rows x [T, E] and their expert ids, int32 [T, K], to the host."""
         tokens = len(ids)
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self._host.wanted_ids[:tokens].copy_(ids, non_blocking=True)
+        self._side.wait_stream(streams.current_stream())
+        with streams.on_stream(self._side):
+            copies.to_host(self._host.wanted_ids[:tokens], ids.data_ptr())
             self._ids_there.record(self._side)
             if tokens <= self._host.max_rows:
-                self._host.bulk.x[:tokens].copy_(x, non_blocking=True)
+                copies.to_host(self._host.bulk.x[:tokens].numpy(), x.data_ptr())
             self._x_there.record(self._side)
 
     def share_out(self, layer: int, tokens: int, compute: Compute) -> RowsElsewhere | None:
@@ -178,7 +179,7 @@ class ExpertStream:
         the CPU's rows, None if it computes none. Raises ModelChangedError, DeviceError.
         """
         self._ids_there.synchronize()
-        ids = self._host.wanted_ids[:tokens].numpy()
+        ids = self._host.wanted_ids[:tokens]
         num_experts = self.resident.shape[1]
         counts = np.bincount(ids.reshape(-1), minlength=num_experts)
         self._wanted[layer] = counts
@@ -199,7 +200,7 @@ class ExpertStream:
             self._host.ask_bulk(layer, ids, on_cpu)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1, with_cpu)
-        torch.cuda.current_stream().wait_event(self._x_there)
+        streams.current_stream().wait_event(self._x_there)
         if not on_cpu:
             return None
         box = self._host.bulk
@@ -271,8 +272,8 @@ class ExpertStream:
         if used:
             places = slice(int(ends[used[0]] - counts[used[0]]), int(ends[used[-1]]))
             compute([self._staged(shape, group) for group in groups], places)
-        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        read.record(torch.cuda.current_stream())
+        read = streams.Event()
+        read.record(streams.current_stream())
         for group in groups:
             self._read[group.buffer] = read
             self._ring.give_back(group.buffer)
@@ -315,14 +316,14 @@ class _LayerWork:
 
     pairs: Pairs
     weights: ExpertWeights
-    tables: tuple[torch.Tensor, ...]
+    tables: tuple[DeviceArray, ...]
 
 
 class PrefillExperts:
     """Prefill steps, of any number of rows. `stream` is None over a `MemoryPlan`, without a `host`."""
 
     def __init__(
-        self, kernels: MoeKernels, tables: PartialTables, host: HostExperts | None, ring: torch.Tensor
+        self, kernels: MoeKernels, tables: PartialTables, host: HostExperts | None, ring: DeviceArray
     ) -> None:
         self._kernels, self._device, self._tables = kernels, kernels.device, tables
         self.stream = None if host is None else ExpertStream(host, ring)
@@ -344,7 +345,7 @@ class PrefillExperts:
             stream.ask(x.values, routing.ids)
         shared = self._kernels.shared(x, weights)
         num_experts = len(weights.gate.addresses)
-        tables = tuple(self._device.empty(num_experts, dtype=torch.int64) for _ in range(MATRICES))
+        tables = tuple(self._device.empty(num_experts, dtype="int64") for _ in range(MATRICES))
         pairs = self._kernels.pairs(x, routing.ids, weights)
         work = _LayerWork(pairs, weights, tables)
         if resident is None or resident.any():
@@ -367,5 +368,5 @@ class PrefillExperts:
         self._kernels.compute(work.pairs, weights, places)
 
     @staticmethod
-    def _place(group: StagedGroup, tables: Sequence[torch.Tensor], clears: bool) -> None:
+    def _place(group: StagedGroup, tables: Sequence[DeviceArray], clears: bool) -> None:
         place_group_cuda(group.experts, group.first, group.sizes, tables, clears=clears)

@@ -1,6 +1,6 @@
 """The operations on a GPU: `ops.py` has their meaning, `docs/arithmetic.md` their bits.
 
-GEMV, skinny and GEMM kernels compute the same bits; everything runs on PyTorch's
+GEMV, skinny and GEMM kernels compute the same bits; everything runs on the
 current stream and can be captured into a CUDA graph.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
@@ -25,6 +24,9 @@ from coldstream.kernels.attention.move_rows import move_rows_cuda
 from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import write
+from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.products import CudaProducts
@@ -94,7 +96,7 @@ class CudaOps(CudaProducts):
         super().__init__(memory, notes_kernels=notes_kernels)
         self._max_rows = max_rows
         self._max_positions = max_positions
-        self._rope_tables: dict[RopeSpec, torch.Tensor] = {}
+        self._rope_tables: dict[RopeSpec, DeviceArray] = {}
         # Weakly: in a cycle, device memory would stay until the next garbage collection.
         kernels = MoeKernels(weakref.proxy(self))
         self.model_executor = make_executor(kernels)
@@ -110,22 +112,22 @@ class CudaOps(CudaProducts):
         table = self.model_executor.map_matrix(file, info)
         return self.load_weight(file, info) if table is None else table
 
-    def ffn(self, x: Activations, weights: FfnWeights) -> torch.Tensor | ExpertOutputs:
+    def ffn(self, x: Activations, weights: FfnWeights) -> DeviceArray | ExpertOutputs:
         return self.model_executor.ffn(x, weights)
 
-    def embed(self, table: CudaWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, table: CudaWeight, token_ids: DeviceArray) -> DeviceArray:
         assert isinstance(table, QuantTensor)
         out = self.empty(len(token_ids), table.shape[1])
         self.launch(embed_cuda, table, token_ids, out)
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Activations:
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float) -> Activations:
         out = self.activations(*x.shape)
         self.launch(rms_norm_cuda, x, weight, eps, out.values, out.quantised)
         return out
 
     def rms_norm_pair(
-        self, x: torch.Tensor, x_weight: torch.Tensor, y: torch.Tensor, y_weight: torch.Tensor, eps: float
+        self, x: DeviceArray, x_weight: DeviceArray, y: DeviceArray, y_weight: DeviceArray, eps: float
     ) -> Activations:
         size = x.shape[1]
         out = self.activations(x.shape[0], 2 * size)
@@ -137,41 +139,41 @@ class CudaOps(CudaProducts):
         for half, rows, weight in zip(halves, (x, y), (x_weight, y_weight), strict=True):
             normed = self.empty(*x.shape)  # the kernel writes whole rows
             self.launch(rms_norm_cuda, rows, weight, eps, normed, None)
-            self.launch(_copy, normed, half)
+            self.launch(copy_values_cuda, normed, half)
         self.launch(quantize_cuda, out.values, out.quantised)
         return out
 
     def add_norm(
         self,
-        x: torch.Tensor,
-        update: torch.Tensor | ExpertOutputs,
-        weight: torch.Tensor,
+        x: DeviceArray,
+        update: DeviceArray | ExpertOutputs,
+        weight: DeviceArray,
         eps: float,
         *,
         for_router: bool = False,
-    ) -> tuple[torch.Tensor, Activations]:
+    ) -> tuple[DeviceArray, Activations]:
         total, out = self.empty(*x.shape), self.activations(*x.shape)
         is_small = x.shape[0] <= MAX_NORMED_ROWS and NormBefore.is_supported(*x.shape)
-        if for_router and is_small and isinstance(update, torch.Tensor):
+        if for_router and is_small and not isinstance(update, ExpertOutputs):
             # It keeps x and the update alive: the router's launch reads them while it writes its results.
             return total, replace(out, before=NormBefore(x, update, total, weight, eps, out.quantised))
         self.launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
         return total, out
 
-    def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    def rope_angles(self, positions: DeviceArray, rope: RopeSpec) -> DeviceArray:
         if rope not in self._rope_tables:
             self._rope_tables[rope] = self._rope_table(rope)
         out = self.empty(len(positions), rope.num_dims // 2, 2)
         self.launch(gather_angles_cuda, self._rope_tables[rope], positions, out)
         return out
 
-    def _rope_table(self, rope: RopeSpec) -> torch.Tensor:
+    def _rope_table(self, rope: RopeSpec) -> DeviceArray:
         """The angles of all positions, computed on the CPU so that they are the same on every device."""
-        table = self.memory.persistent((self._max_positions, rope.num_dims // 2, 2), torch.float32)
+        table = self.memory.persistent((self._max_positions, rope.num_dims // 2, 2), "float32")
         if not self.planning:
             on_host = CpuOps(min(MOST_THREADS, len(os.sched_getaffinity(0))))
             positions = np.arange(self._max_positions, dtype=np.int32)
-            table.copy_(torch.from_numpy(on_host.rope_angles(positions, rope)))
+            write(table, on_host.rope_angles(positions, rope))
         return table
 
     def attention(
@@ -181,7 +183,7 @@ class CudaOps(CudaProducts):
         shape = AttentionShape.of(inputs, heads, caches)
         num_rows, num_heads, head_dim = len(inputs.key), shape.num_heads, shape.head_dim
         queries = IntegerQueries(
-            self.empty(num_rows, num_heads, 2, head_dim, dtype=torch.int8), self.empty(num_rows, num_heads)
+            self.empty(num_rows, num_heads, 2, head_dim, dtype="int8"), self.empty(num_rows, num_heads)
         )
         out = self.activations(num_rows, num_heads * head_dim)
         num_positions = rows.batch.tables.shape[1] * caches.k.shape[1]
@@ -193,7 +195,7 @@ class CudaOps(CudaProducts):
         return out
 
     def gated_delta_net(
-        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor
+        self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: DeviceArray, state: DeviceArray
     ) -> Activations:
         rows = inputs.rows
         assert rows.batch is not None, "a step's rows lie in blocks"
@@ -217,7 +219,7 @@ class CudaOps(CudaProducts):
         return out
 
     def commit_attention(
-        self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], path: CommittedPath
+        self, caches: Sequence[tuple[DeviceArray, DeviceArray]], path: CommittedPath
     ) -> None:
         self.launch(move_rows_cuda, caches, path)
 
@@ -245,17 +247,17 @@ class CudaOps(CudaProducts):
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         return self.executor.compute(x, routing, weights)
 
-    def top_log_probs(self, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def top_log_probs(self, logits: DeviceArray, k: int) -> tuple[DeviceArray, DeviceArray]:
         """See `top_log_probs_cuda`: int32 ids and float32 log-probabilities [T, k]."""
         rows = logits.shape[0]
-        ids, log_probs = self.empty(rows, k, dtype=torch.int32), self.empty(rows, k)
+        ids, log_probs = self.empty(rows, k, dtype="int32"), self.empty(rows, k)
         self.top_log_probs_into(logits, ids, log_probs)
         return ids, log_probs
 
-    def top_log_probs_into(self, logits: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
+    def top_log_probs_into(self, logits: DeviceArray, ids: DeviceArray, log_probs: DeviceArray) -> None:
         """As `top_log_probs`, into contiguous int32 ids and float32 log_probs [T, k]."""
         rows, vocab = logits.shape
-        parts = self.empty(workspace_bytes(rows, vocab, ids.shape[1]), dtype=torch.uint8)
+        parts = self.empty(workspace_bytes(rows, vocab, ids.shape[1]), dtype="uint8")
         arrivals = self.zeroed("top log probs", rows)
         self.launch(top_log_probs_cuda, logits, parts, arrivals, ids, log_probs)
 
@@ -267,7 +269,3 @@ class CudaOps(CudaProducts):
     def finish_step(self) -> None:
         """Call after the last operation of a step."""
         self.model_executor.finish_step()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)

@@ -16,6 +16,7 @@ from runner_cases import token_ids
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.slots.segments import SlotSegments
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.models.cuda.graphs import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -39,6 +40,13 @@ class FailingAllocations:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("empty", "zeros"):
             monkeypatch.setattr(torch, name, self._watched(getattr(torch, name)))
+        page_locked = allocations.page_locked
+
+        def taken(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+            self._check()
+            return page_locked(shape, dtype)
+
+        monkeypatch.setattr(allocations, "page_locked", taken)
         capture = CapturedStep.of
 
         def captured(step: Callable[[], Any], without_memory: Callable[[Any], Any]) -> CapturedStep:
@@ -53,7 +61,7 @@ class FailingAllocations:
 
     def _watched(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*size: Any, **options: Any) -> torch.Tensor:
-            if str(options.get("device", "")).startswith("cuda") or options.get("pin_memory"):
+            if str(options.get("device", "")).startswith("cuda"):
                 self._check()
             return make(*size, **options)
 

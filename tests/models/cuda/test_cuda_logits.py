@@ -17,9 +17,11 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.decoding import Logits, Outcome, SampledToken, SamplingParams, TokenChoice, begin_choices
 from coldstream.errors import GenerationFault
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.models.cuda.logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
 from host_device import HostDevice
-from host_gpu import Stream, gpu_on
+from host_driver import HostStream
+from host_gpu import gpu_on
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -45,27 +47,18 @@ class Counted:
     """A GPU on the host."""
 
     device: HostDevice
-    stream: Stream
-    num_downloads: int = 0
+    stream: HostStream
 
     @property
     def counts(self) -> Counts:
         stream = self.stream
-        return Counts(self.device.launches, stream.num_uploads, stream.num_waits, self.num_downloads)
+        return Counts(self.device.launches, stream.num_uploads, stream.num_waits, stream.num_downloads)
 
 
 @pytest.fixture
-def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    copy = torch.Tensor.copy_
-
-    def counted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        gpu.num_downloads += non_blocking
-        return copy(self, source, non_blocking)
-
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[Counted]:
     with gpu_on(compiled_for_the_host) as stream:
-        gpu = Counted(compiled_for_the_host, stream)
-        monkeypatch.setattr(torch.Tensor, "copy_", counted)
-        yield gpu
+        yield Counted(compiled_for_the_host, stream)
 
 
 def on_device(values: Logits, num_rows: int = 8, context_length: int = CONTEXT_LENGTH) -> StepLogits:
@@ -82,7 +75,7 @@ def on_device(values: Logits, num_rows: int = 8, context_length: int = CONTEXT_L
         Sampler(zeros, num_rows, context_length),
         lambda: True,
         download,
-        lambda event: torch.cuda.current_stream().synchronize(),
+        lambda event: streams.current_stream().synchronize(),
     )
     return StepLogits(step, range(len(values)))
 

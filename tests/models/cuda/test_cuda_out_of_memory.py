@@ -14,6 +14,7 @@ from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import find_gpu
+from coldstream.kernels.cuda.runtime import calls
 from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import padded_rows
@@ -85,7 +86,7 @@ def test_a_capture_that_runs_out_of_memory_leaves_the_runner_usable(
         num_steps += 1
         result = step(loaded, shape)
         if num_steps == 2:
-            assert torch.cuda.is_current_stream_capturing()
+            assert calls.is_capturing()
             torch.zeros(2**45, dtype=torch.uint8, device="cuda")
         return result
 

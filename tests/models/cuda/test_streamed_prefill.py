@@ -23,6 +23,7 @@ from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.staging import least_ring
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.limits import Limits
@@ -169,8 +170,8 @@ def test_nothing_is_read_before_it_arrived_or_overwritten_before_it_was_read(
     begin = DirectCopies.begin
 
     def begin_late(self: DirectCopies, *args: Any) -> Any:
-        stream = self._stream if late == "copies" else torch.cuda.current_stream()
-        with torch.cuda.stream(stream):
+        stream = self._stream if late == "copies" else streams.current_stream()
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
             torch.cuda._sleep(300_000)
         return begin(self, *args)
 
@@ -212,7 +213,7 @@ def test_ex04_what_a_failed_step_still_copies_is_no_expert_that_came_ahead(
     copy, begin, calls = driver.cuMemcpyBatchAsync, DirectCopies.begin, [0]
 
     def begin_late(self: DirectCopies, *args: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream.handle)):
             torch.cuda._sleep(3_000_000)
         return begin(self, *args)
 

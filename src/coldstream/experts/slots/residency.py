@@ -13,6 +13,7 @@ from coldstream.errors import DeviceError
 from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import Copy, ExpertCache
 from coldstream.experts.slots.segments import SlotSegments
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
@@ -33,11 +34,11 @@ class _QueuedCopies:
 
     queued: tuple[Copy, ...]
     begun: tuple[Copy, ...]
-    event: torch.cuda.Event
+    event: streams.Event
 
 
 class ExpertResidency:
-    """Carries out the decisions of an `ExpertCache`, on PyTorch's current stream and a copy stream.
+    """Carries out the decisions of an `ExpertCache`, on the current stream and a copy stream.
 
     layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. pool:
     holds the experts that can be copied, and keeps them in place meanwhile. None: all can be copied, from the
@@ -60,7 +61,7 @@ class ExpertResidency:
         self.num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._slots = slots
         self._addresses = _ExpertAddresses(layers, slots)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = streams.Stream()
         self._in_flight: deque[_QueuedCopies] = deque()
         # Where a step starts, a slot's expert arrives or is withdrawn. Its successor is copied later.
         self._writer = AddressWriter(MATRICES * self.num_slots)
@@ -81,7 +82,7 @@ class ExpertResidency:
         A pool must be empty, and is empty again. Raises DeviceError, ModelChangedError.
         """
         # The current stream may still write to this memory for the tensor that owned it before.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(streams.current_stream())
         for portion in [list(experts)] if self._pool is None else self._pool.brought(experts):
             self._begin(self.cache.load(portion))
             self._stream.synchronize()
@@ -134,7 +135,7 @@ class ExpertResidency:
         self._next_step = self._begin_step()
         if self._running:
             self._running[-1] = self._next_step
-        torch.cuda.current_stream().synchronize()  # the tables are written
+        streams.current_stream().synchronize()  # the tables are written
         assert self.cache.reclaimed(size), "slots are neither read nor written between two steps"
         freed = self._slots.drop_last(size)
         torch.cuda.empty_cache()
@@ -166,7 +167,7 @@ class ExpertResidency:
         self._note_copied()
         start = self.cache.start_step()
         if start.copies:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(streams.current_stream())
             self._begin(start.copies)
         if start.arrived.size + start.withdrawn.size:
             self._writer.write(*self._addresses.entries(start.arrived, start.slots, start.withdrawn))
@@ -176,7 +177,7 @@ class ExpertResidency:
 
     def _note_copied(self) -> None:
         """Takes note of copies that have ended."""
-        while self._in_flight and self._in_flight[0].event.query():  # type: ignore[no-untyped-call]
+        while self._in_flight and self._in_flight[0].event.query():
             copies = self._in_flight.popleft()
             for copy in copies.queued:
                 self.cache.copied(copy)
@@ -221,7 +222,7 @@ class ExpertResidency:
             except DeviceError as error:
                 if not self.cache.copied(copy, ok=False):
                     self._failure = error
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = streams.Event()
         event.record(self._stream)
         self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), event))
 
@@ -234,7 +235,7 @@ class ExpertResidency:
     def _queue(self, copy: Copy, sources: Sequence[int]) -> None:
         targets, sizes = self._addresses.of_slot(copy.expert, copy.slot)
         for source, target, size in zip(sources, targets, sizes, strict=True):
-            (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.cuda_stream)
+            (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.handle)
             if status != driver.CUresult.CUDA_SUCCESS:
                 reason = driver.cuGetErrorString(status)[1].decode()
                 raise DeviceError(f"an expert cannot be copied to the GPU: {reason}")

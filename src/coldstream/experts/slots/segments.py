@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
+
+from coldstream.kernels.cuda.array import DeviceArray
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +36,7 @@ class SlotSegments:
     def __init__(
         self,
         num_slots: Mapping[int, int],
-        allocate: Callable[[int], torch.Tensor],
+        allocate: Callable[[int], DeviceArray],
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._allocate = allocate

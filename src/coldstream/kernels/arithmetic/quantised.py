@@ -3,12 +3,15 @@
 Knows nothing of who made the arrays: PyTorch's tensors in definitions, the device's arrays in launchers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 GROUP_SIZE = 256  # inputs with one activation scale, for weights in super-blocks
 BLOCK_SIZE = 32  # inputs with one activation scale, for weights in blocks of 32
 SUM_SIZE = 16  # inputs that share one entry of `sums`
+
+Empty = Callable[[tuple[int, ...], str], Any]  # an array of a shape and type, contents undefined
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,18 @@ class QuantActivations:
 def padded_cols(cols: int) -> int:
     """Codes in a row of `cols` activations in a GPU's memory: whole groups."""
     return -(-cols // GROUP_SIZE) * GROUP_SIZE
+
+
+def activations_from(
+    empty: Empty, num_rows: int, cols: int, scale_size: int = GROUP_SIZE
+) -> QuantActivations:
+    """Unwritten rows from `empty`: q int8 [T, Kp], scales float32 [T, Kp / S], sums int16 [T, Kp / 16].
+
+    S, `scale_size`, is GROUP_SIZE, or BLOCK_SIZE for weights in blocks of 32.
+    """
+    padded = padded_cols(cols)
+    return QuantActivations(
+        empty((num_rows, padded), "int8"),
+        empty((num_rows, padded // scale_size), "float32"),
+        empty((num_rows, padded // SUM_SIZE), "int16"),
+    )

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations, activations_from
 
 NUM_LANES = 16
 LARGEST_CODE = 127
@@ -140,3 +140,14 @@ def quantize_activations(x: torch.Tensor, scale_size: int = GROUP_SIZE) -> Quant
     q = torch.cat(codes, dim=-1)
     sums = [part.sum(dim=-1, keepdim=True, dtype=torch.int16) for part in torch.split(q, SUM_SIZE, dim=-1)]
     return QuantActivations(q, torch.cat(scales, dim=-1), torch.cat(sums, dim=-1))
+
+
+def empty_activations(
+    num_rows: int, cols: int, device: torch.device, scale_size: int = GROUP_SIZE
+) -> QuantActivations:
+    """`activations_from` in memory of PyTorch's on `device`, for kernels that write them."""
+
+    def empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+    return activations_from(empty, num_rows, cols, scale_size)

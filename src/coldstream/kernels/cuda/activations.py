@@ -1,10 +1,10 @@
 """Activations between two operations on the GPU."""
 
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from coldstream.kernels.arithmetic.quantised import QuantActivations
+from coldstream.kernels.cuda.array import DeviceArray, as_type
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import NormBefore
 
@@ -13,12 +13,12 @@ from coldstream.kernels.router.cuda import NormBefore
 class Activations:
     """Rows of activations, as float32 and quantised."""
 
-    values: torch.Tensor  # float32 [T, K]
+    values: DeviceArray  # float32 [T, K]
     quantised: QuantActivations
     before: NormBefore | None = None  # what the router's launch has to compute them from, if it has to
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
     def rows(self, first: int, count: int) -> "Activations":
@@ -30,18 +30,13 @@ class Activations:
             QuantActivations(quantised.q[part], quantised.scales[part], quantised.sums[part]),
         )
 
-    def take(self, indices: torch.Tensor) -> "Activations":
+    def take(self, indices: DeviceArray) -> "Activations":
         """Copies of the rows `indices`, int64 [n], in memory of PyTorch's own."""
         parts = (part.index_select(0, indices) for part in vars(self.quantised).values())
-        return Activations(self.values.index_select(0, indices), QuantActivations(*parts))
-
-    def copy_(self, other: "Activations") -> None:
-        """Copies others of the same shape into these."""
-        self.values.copy_(other.values)
-        for target, source in zip(vars(self.quantised).values(), vars(other.quantised).values(), strict=True):
-            target.copy_(source)
+        values: Any = self.values
+        return Activations(values.index_select(0, indices), QuantActivations(*parts))
 
 
-def as_floats(weight: QuantTensor) -> torch.Tensor:
+def as_floats(weight: QuantTensor) -> DeviceArray:
     """The values of an F32 matrix: a view."""
-    return weight.blocks.view(torch.float32)
+    return as_type(weight.blocks, "float32")

@@ -4,16 +4,21 @@ Launchers ask no more of an array than `DeviceArray` says, so that they do not d
 PyTorch's tensors are such arrays; `RawArray` is one without PyTorch, over memory that somebody else keeps.
 """
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, overload
+from typing import Any, Final, Protocol, Self, overload
+
+import numpy as np
 
 from coldstream.errors import ColdstreamError
 
+ALIGNMENT: Final = 256  # bytes, of every array in planned memory; enough for any vector load
 # Bytes of an element, and its name in the CUDA array interface.
 DTYPES = {
+    "float64": (8, "<f8"),
     "float32": (4, "<f4"),
     "float16": (2, "<f2"),
     "int64": (8, "<i8"),
@@ -22,6 +27,7 @@ DTYPES = {
     "int8": (1, "|i1"),
     "uint8": (1, "|u1"),
 }
+ELEMENT_BYTES = {**{name: size for name, (size, _) in DTYPES.items()}, "bfloat16": 2}
 
 
 class ArrayError(ColdstreamError, ValueError):
@@ -50,6 +56,13 @@ class DeviceArray(Protocol):
         """A view, for slices and indices."""
 
     def __iter__(self) -> "Iterator[DeviceArray]": ...
+
+    def reshape(self, *shape: int) -> "DeviceArray":
+        """A view of adjacent elements in another shape."""
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it is only planned, without memory."""
 
     def dim(self) -> int: ...
 
@@ -84,6 +97,10 @@ class RawArray:
     def stride(self, dim: int | None = None) -> int | tuple[int, ...]:
         return self._strides if dim is None else self._strides[dim]
 
+    @property
+    def is_meta(self) -> bool:
+        return False
+
     def dim(self) -> int:
         return len(self.shape)
 
@@ -95,13 +112,21 @@ class RawArray:
         pairs = zip(self._strides, _adjacent(self.shape), self.shape, strict=True)
         return self.numel() == 0 or all(own == other for own, other, size in pairs if size > 1)
 
+    def reshape(self, *shape: int) -> Self:
+        """A view of adjacent elements in another shape; one size may be −1. ArrayError for others."""
+        known = math.prod(size for size in shape if size >= 0)
+        sizes = tuple(self.numel() // max(1, known) if size < 0 else size for size in shape)
+        if not self.is_contiguous() or math.prod(sizes) != self.numel():
+            raise ArrayError(f"{self.shape} with strides {self._strides} is not seen as {shape}")
+        return type(self)(self.address, sizes, self.dtype, self.owner)
+
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator["RawArray"]:
+    def __iter__(self) -> Iterator[Self]:
         return (self[place] for place in range(len(self)))
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "RawArray":
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> Self:
         """A view. IndexError for what does not exist, and for a slice that goes backwards."""
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
@@ -118,8 +143,8 @@ class RawArray:
             else:
                 first += range(size)[part] * stride
         rest = len(parts)
-        return RawArray(
-            self.address + first * DTYPES[self.dtype][0],
+        return type(self)(
+            self.address + first * ELEMENT_BYTES[self.dtype],
             (*shape, *self.shape[rest:]),
             self.dtype,
             self.owner,
@@ -139,6 +164,25 @@ class RawArray:
         return interface
 
 
+class HostArray(RawArray):
+    """A `RawArray` in memory of the host that the device reads too; its owner is an array of NumPy's."""
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Self:
+        """Over contiguous values, which it keeps."""
+        return cls(values.ctypes.data, values.shape, values.dtype.name, values)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The same memory, of adjacent elements, which the result keeps."""
+        assert self.is_contiguous()
+        element = np.dtype(self.dtype)
+        size = self.numel() * element.itemsize
+        memory = (ctypes.c_uint8 * size).from_address(self.address)
+        memory.owner = self.owner  # type: ignore[attr-defined]
+        values: np.ndarray[Any, Any] = np.ctypeslib.as_array(memory).view(element).reshape(self.shape)
+        return values
+
+
 def check_array(name: str, array: DeviceArray, dtype: str, *, is_contiguous: bool = True) -> None:
     """ArrayError, with the argument's `name`, for elements of another type or, if asked, with gaps."""
     if name_of(array.dtype) != dtype:
@@ -149,7 +193,23 @@ def check_array(name: str, array: DeviceArray, dtype: str, *, is_contiguous: boo
 
 def element_bytes(array: DeviceArray) -> int:
     """Of one element."""
-    return DTYPES[name_of(array.dtype)][0]
+    return ELEMENT_BYTES[name_of(array.dtype)]
+
+
+def as_type(array: DeviceArray, dtype: str) -> RawArray:
+    """A view of adjacent elements [..., n] as those of another type, [..., m]; it keeps the array.
+
+    ArrayError for gaps, and for rows that are no whole number of elements.
+    """
+    row_bytes, size = array.shape[-1] * element_bytes(array), ELEMENT_BYTES[dtype]
+    if not array.is_contiguous() or row_bytes % size:
+        raise ArrayError(f"rows of {row_bytes} bytes in {tuple(array.shape)} are not seen as {dtype}")
+    return RawArray(array.data_ptr(), (*array.shape[:-1], row_bytes // size), dtype, array)
+
+
+def num_bytes_of(array: DeviceArray) -> int:
+    """Of its elements."""
+    return array.numel() * element_bytes(array)
 
 
 @cache

@@ -6,11 +6,12 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
-from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
+from coldstream.errors import ColdstreamError, DeviceError
 from coldstream.kernels.cuda import ahead
 from coldstream.kernels.cuda.driver import old_card, old_driver, served_cuda
 
-REQUIRED_PACKAGES = {"torch": "torch", "cuda.bindings": "cuda-bindings"}  # as imported, as installed
+# As imported, and as installed.
+REQUIRED_PACKAGES = {"torch": "torch", "cuda.core": "cuda-core", "cuda.bindings": "cuda-bindings"}
 INSTALL = "pip install 'coldstream[cuda]' (in a checkout, on a machine with a GPU: make demo)"
 COPY_BYTES = 2 * 2**30  # far beyond any cache
 NUM_COPIES = 10
@@ -67,6 +68,8 @@ def find_gpu() -> Gpu:
     ahead.begin()
     import torch
 
+    from coldstream.kernels.cuda.runtime import calls
+
     ahead.wait_for_context()  # PyTorch would ask for the same one
     if not torch.cuda.is_available():
         cause = (
@@ -77,7 +80,7 @@ def find_gpu() -> Gpu:
         raise DeviceError(f"device cuda: no GPU to use, {cause}, or use device cpu")
     with device_errors():
         properties = torch.cuda.get_device_properties()
-        free, total = torch.cuda.mem_get_info()
+        free, total = calls.free_memory()
     capability = (properties.major, properties.minor)
     if problem := old_card(properties.name, capability):
         raise DeviceError(f"{problem}: use device cpu")
@@ -88,18 +91,20 @@ def measure_copy_bandwidth() -> float:
     """Bytes per second that a copy within device memory reads and writes together, the best of ten."""
     import torch
 
+    from coldstream.kernels.cuda.runtime import calls, streams
+
     with device_errors():
-        num_bytes = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+        num_bytes = min(COPY_BYTES, calls.free_memory()[0] // 4)
         source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (streams.Event(has_time=True) for _ in range(2))
         times = []
         for _ in range(NUM_COPIES):
             begin.record()
             target.copy_(source)
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
+            times.append(end.milliseconds_since(begin) / 1e3)
         del source, target
         torch.cuda.empty_cache()
     return float(2 * num_bytes / min(times))
@@ -130,28 +135,19 @@ class device_errors:
                     del ours, error, trace  # which would keep each other, and all frames, until a collection
 
 
-def out_of_memory() -> OutOfMemoryError:
-    """The error for an allocation that the device refused."""
-    import torch
-
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    return OutOfMemoryError(
-        f"the GPU's memory ran out, {free:.1f} GiB are free: another program took some, or the context "
-        "is too long; close it, or choose a smaller --ctx-size"
-    )
-
-
 def _translated(error: RuntimeError) -> ColdstreamError | None:
     """The corresponding error of coldstream; None if `error` is not about the device."""
     import torch
 
+    from coldstream.kernels.cuda.runtime import calls
+
     if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory()
+        return calls.out_of_memory()
     if not isinstance(error, torch.AcceleratorError):
         return None
     message = str(error)
     if MEMORY_ERROR in message:
-        return out_of_memory()
+        return calls.out_of_memory()
     return DeviceError(
         f"the GPU failed: {message.splitlines()[0]}; the state of this process's GPU work is lost, "
         "start it again"

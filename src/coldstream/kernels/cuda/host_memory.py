@@ -3,10 +3,10 @@
 import mmap
 from typing import Self
 
-import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.runtime import calls
 
 # Of a process or thread that has no context, and of memory that is locked already: no refusal by the system.
 _OWN_FAULTS = (
@@ -36,8 +36,7 @@ class RegisteredMemory:
         memory that a process may lock, platforms that do not share file mappings with devices, and drivers
         without read-only registration. Raises DeviceError for a call that says nothing of the system.
         """
-        # A thread gets the device's context with its first call to the runtime, as this is one.
-        torch.cuda.synchronize()
+        calls.attach()
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP

@@ -3,10 +3,10 @@
 import functools
 from dataclasses import dataclass
 
-import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.runtime import calls
 
 MAX_OVERLAP_ROWS = 64
 
@@ -31,8 +31,8 @@ class DeviceLimits:
 
 
 def device_limits() -> DeviceLimits:
-    """The limits of PyTorch's current device. Raises DeviceError if the driver does not report them."""
-    return _limits_of(torch.cuda.current_device())
+    """The limits of the device. Raises DeviceError if the driver does not report them."""
+    return _limits_of(calls.DEVICE)
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _limits_of(index: int) -> DeviceLimits:
         _attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, index),
-        torch.cuda.get_device_capability(index) == (9, 0),
+        calls.capability() == (9, 0),
     )
 
 

@@ -11,6 +11,7 @@ from coldstream.errors import DeviceError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.memory_readers import MemoryReaders
 
 BUFFER_BYTES = 256 * 2**20
@@ -74,20 +75,20 @@ def measure_handshake(num_threads: int) -> float:
         request, done = (words[start : start + 1] for start in (0, _WORDS_PER_LINE))
         server = _idle_server(request, done, num_threads)
         batch = _handshakes(request.data_ptr(), done.data_ptr())
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        stream = streams.Stream()
+        begin, end = (streams.Event(has_time=True) for _ in range(2))
         server.begin()
         try:
             for number in range(_NUM_BATCHES + 1):
                 if number == 1:  # the first batch only wakes the threads
                     begin.record(stream)
-                _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(batch), batch, 0))
+                _check(driver.cuStreamBatchMemOp(stream.handle, len(batch), batch, 0))
             end.record(stream)
             _wait(end, done)
         finally:
             server.end()
         server.check()
-    return float(begin.elapsed_time(end) / 1e3 / (_NUM_BATCHES * _HANDSHAKES_PER_BATCH))
+    return float(end.milliseconds_since(begin) / 1e3 / (_NUM_BATCHES * _HANDSHAKES_PER_BATCH))
 
 
 def measure_products() -> float:
@@ -97,12 +98,12 @@ def measure_products() -> float:
         one, other = (torch.ones(shape, dtype=torch.int8, device="cuda") for _ in range(2))
         times = []
         for _ in range(_NUM_PRODUCTS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (streams.Event(has_time=True) for _ in range(2))
             begin.record()
             torch._int_mm(one, other.T)
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
+            times.append(end.milliseconds_since(begin) / 1e3)
         del one, other
         torch.cuda.empty_cache()
     return float(2 * _MATRIX_SIZE**3 / min(times))
@@ -110,7 +111,7 @@ def measure_products() -> float:
 
 def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
     """Seconds for `num_passes` copies of the whole buffer, piece by piece."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (streams.Event(has_time=True) for _ in range(2))
     begin.record()
     for _ in range(num_passes):
         for start in range(0, BUFFER_BYTES, PIECE_BYTES):
@@ -118,7 +119,7 @@ def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> fl
             target[piece].copy_(source[piece], non_blocking=True)
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end) / 1e3)
+    return float(end.milliseconds_since(begin) / 1e3)
 
 
 def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) -> _csrc.ExpertServer:
@@ -155,12 +156,12 @@ def _handshakes(request: int, done: int) -> list["driver.CUstreamBatchMemOpParam
     return operations
 
 
-def _wait(event: torch.cuda.Event, done: torch.Tensor) -> None:
+def _wait(event: streams.Event, done: torch.Tensor) -> None:
     deadline = time.monotonic() + _LIMIT_S
-    while not event.query():  # type: ignore[no-untyped-call]
+    while not event.query():
         if time.monotonic() > deadline:
             # Answer in place of the server, as the device would wait forever.
-            while not event.query():  # type: ignore[no-untyped-call]
+            while not event.query():
                 done.fill_(1)
             raise DeviceError(
                 "the CPU does not see the GPU's flags: experts that do not fit cannot be computed"

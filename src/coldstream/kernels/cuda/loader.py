@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cuda.array import DeviceArray, as_type
+from coldstream.kernels.cuda.contents import clear, write
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.quant_tensor import QuantTensor
-
-DTYPES = {"float32": torch.float32, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8}
-
 
 CudaWeight = QuantTensor | ExpertTable
 
@@ -32,21 +30,22 @@ class CudaLoader:
         self.memory = memory
         self.planning = isinstance(memory, MemoryPlan)
         self._uploads: list[Upload] = []
-        self._on_host = CpuOps(threads=1)  # for small tensors
 
     def finish_loading(self, progress: Progress | None) -> None:
         """Copies all queued weights. Raises ModelChangedError if the file ends early."""
         uploads, self._uploads = self._uploads, []
         run_uploads(uploads, progress)
 
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        return self.memory.persistent(shape, DTYPES[dtype]).zero_()
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        array = self.memory.persistent(shape, dtype)
+        clear(array)
+        return array
 
-    def int_vector(self, values: Sequence[int]) -> torch.Tensor:
-        return self._copied(torch.tensor(values, dtype=torch.int32))
+    def int_vector(self, values: Sequence[int]) -> DeviceArray:
+        return self._copied(np.array(values, np.int32))
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        blocks = self.memory.persistent((info.num_bytes,), torch.uint8)
+        blocks = self.memory.persistent((info.num_bytes,), "uint8")
         if not self.planning:
             self._uploads.append(Upload(file, info, blocks))
         if len(info.shape) == 3:
@@ -56,24 +55,27 @@ class CudaLoader:
     def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> QuantTensor:
         shape = (len(row_ids), info.shape[1])
         num_bytes = len(row_ids) * info.quant_type.row_bytes(info.shape[1])
-        blocks = self.memory.persistent((num_bytes,), torch.uint8)
+        blocks = self.memory.persistent((num_bytes,), "uint8")
         if not self.planning:
-            blocks.copy_(torch.from_numpy(read_rows(file, info, row_ids)))
+            write(blocks, read_rows(file, info, row_ids))
         return QuantTensor.from_bytes(blocks, info.quant_type, shape)
 
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
         """As F32, the only type that its kernel reads."""
         if self.planning:
-            values = self.memory.persistent(info.shape, torch.float32)
+            values = self.memory.persistent(info.shape, "float32")
         else:
             values = self.float_array(self.read_values(file, info))
-        return QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, info.shape)
+        return QuantTensor.from_bytes(as_type(values, "uint8"), QuantType.F32, info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
-        return self._on_host.read_values(file, info)
+        if info.quant_type is QuantType.F32:
+            return file.read(info).view(np.float32).reshape(info.shape)
+        # Not kept: a runtime of the CPU's kernels must not outlive the interpreter, as a model may.
+        return CpuOps(threads=1).read_values(file, info)
 
-    def float_array(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return self._copied(torch.from_numpy(values))
+    def float_array(self, values: np.ndarray[Any, Any]) -> DeviceArray:
+        return self._copied(values)
 
     def split_rows(self, weight: CudaWeight, sizes: Sequence[int]) -> tuple[CudaWeight, ...]:
         if isinstance(weight, QuantTensor):
@@ -84,18 +86,21 @@ class CudaLoader:
     def _part(self, table: ExpertTable, begin: int, size: int) -> ExpertTable:
         """Rows begin … begin + size − 1 of every expert; in partial tables all addresses are still 0."""
         if table.is_partial:
-            addresses = torch.zeros(table.addresses.shape, dtype=torch.int64)
+            addresses = np.zeros(table.addresses.shape, np.int64)
         else:
-            addresses = table.addresses + begin * table.quant_type.row_bytes(table.cols)
+            first = table.first + begin * table.quant_type.row_bytes(table.cols)
+            addresses = first + table.step * np.arange(len(table.addresses), dtype=np.int64)
         return table.part(begin, size, self._copied(addresses))
 
-    def stack(self, blocks: torch.Tensor, quant_type: QuantType, shape: Sequence[int]) -> ExpertTable:
+    def stack(self, blocks: DeviceArray, quant_type: QuantType, shape: Sequence[int]) -> ExpertTable:
         """The experts [experts, rows, cols] in contiguous `blocks`, which the caller keeps alive."""
         num_experts, rows, cols = shape
         first = 0 if self.planning else blocks.data_ptr()
-        addresses = torch.arange(num_experts, dtype=torch.int64) * (rows * quant_type.row_bytes(cols)) + first
-        return ExpertTable(self._copied(addresses), quant_type, rows, cols)
+        step = rows * quant_type.row_bytes(cols)
+        addresses = first + step * np.arange(num_experts, dtype=np.int64)
+        return ExpertTable(self._copied(addresses), quant_type, rows, cols, step=step, first=first)
 
-    def _copied(self, values: torch.Tensor) -> torch.Tensor:
-        copy = self.memory.persistent(tuple(values.shape), values.dtype)
-        return copy if self.planning else copy.copy_(values)
+    def _copied(self, values: np.ndarray[Any, Any]) -> DeviceArray:
+        copy = self.memory.persistent(values.shape, values.dtype.name)
+        write(copy, values)
+        return copy

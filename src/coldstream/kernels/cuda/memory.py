@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from coldstream.kernels.cuda.array import DTYPES, RawArray, name_of
-
-ALIGNMENT = 256  # of every tensor, as with cudaMalloc; enough for any vector load
+from coldstream.kernels.cuda.array import ALIGNMENT, DTYPES, ELEMENT_BYTES, DeviceArray, RawArray
 
 
 @dataclass
@@ -93,16 +91,16 @@ class Memory(ABC):
         """The most bytes that were in use at the same time."""
         return max(self._most_of_a_step, self._workspace.size)
 
-    def persistent(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def persistent(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Contiguous, contents undefined."""
-        num_bytes = _aligned(math.prod(shape) * dtype.itemsize)
+        num_bytes = _aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
         start = self.persistent_bytes
         self.persistent_bytes += num_bytes
         return _shaped(self._persistent_bytes(start, num_bytes), shape, dtype)
 
-    def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def workspace(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Contiguous, contents undefined."""
-        num_bytes = _aligned(math.prod(shape) * dtype.itemsize)
+        num_bytes = _aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
         ended = self._lifetimes.ended
         while ended:
             self._workspace.give_back(*ended.popleft())
@@ -117,9 +115,7 @@ class Memory(ABC):
         """uint8 tensor over a part of the persistent memory."""
 
     @abstractmethod
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _workspace_part(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         """A tensor at the beginning of a part of the workspace, with its own storage."""
 
 
@@ -129,10 +125,8 @@ class MemoryPlan(Memory):
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def _workspace_part(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 class DeviceMemory(Memory):
@@ -148,11 +142,9 @@ class DeviceMemory(Memory):
     def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         return self._part(self._blocks[0], start, num_bytes, (num_bytes,))
 
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        if (name := name_of(dtype)) in DTYPES:
-            return self._part(self._blocks[1], start, num_bytes, shape, name)
+    def _workspace_part(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        if dtype in DTYPES:
+            return self._part(self._blocks[1], start, num_bytes, shape, dtype)
         return _shaped(self._part(self._blocks[1], start, num_bytes, (num_bytes,)), shape, dtype)
 
     def _part(
@@ -175,5 +167,6 @@ def _aligned(num_bytes: int) -> int:
     return -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT
 
 
-def _shaped(data: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _shaped(data: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    element: torch.dtype = getattr(torch, dtype)
+    return data[: math.prod(shape) * element.itemsize].view(element).view(shape)

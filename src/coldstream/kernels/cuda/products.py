@@ -7,11 +7,10 @@ and most skinny kernels quantise the floats themselves, and a launch before a GE
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations, activations_from
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
@@ -20,12 +19,12 @@ from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.quant_tensor import QuantTensor
-from coldstream.kernels.quantize.cuda import activations_from, quantize_cuda
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 
 class CudaProducts(CudaLoader):
-    """Over tensors of `memory`, on PyTorch's current stream.
+    """Over tensors of `memory`, on the current stream.
 
     Over a `MemoryPlan` nothing runs; with `notes_kernels` launchers are called nevertheless, so that
     `note_kernels` records their choices.
@@ -34,23 +33,23 @@ class CudaProducts(CudaLoader):
     None before any.
     """
 
-    step_positions: torch.Tensor | None = None
+    step_positions: DeviceArray | None = None
 
     def __init__(self, memory: Memory, *, notes_kernels: bool = False) -> None:
         super().__init__(memory)
         self._calls_launchers = notes_kernels or not self.planning
-        self._zeroes: dict[tuple[str | int, ...], torch.Tensor] = {}
+        self._zeroes: dict[tuple[str | int, ...], DeviceArray] = {}
 
     def launch(self, launcher: Callable[..., None], *args: object, **options: object) -> None:
         """Calls `launcher`, unless memory is only counted."""
         if self._calls_launchers:
             launcher(*args, **options)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, *shape: int, dtype: str = "float32") -> DeviceArray:
         """Unwritten workspace."""
         return self.memory.workspace(shape, dtype)
 
-    def zeroed(self, purpose: str, *shape: int) -> torch.Tensor:
+    def zeroed(self, purpose: str, *shape: int) -> DeviceArray:
         """int32 zeros that kernels count in and leave zero: one tensor for all launches of a purpose."""
         key: tuple[str | int, ...] = (purpose, *shape)
         if key not in self._zeroes:
@@ -63,7 +62,7 @@ class CudaProducts(CudaLoader):
         """Unwritten activations [rows, cols], with a scale for each `scale_size` of them."""
         empty = self.memory.persistent if persistent else self.memory.workspace
         quantised = activations_from(empty, rows, cols, scale_size)
-        return Activations(empty((rows, cols), torch.float32), quantised)
+        return Activations(empty((rows, cols), "float32"), quantised)
 
     def quantised_for(self, x: Activations, types: Sequence[QuantType]) -> tuple[QuantActivations, ...]:
         """x quantised for GEMM with weights of `types`; queues it for blocks of 32."""
@@ -73,7 +72,7 @@ class CudaProducts(CudaLoader):
         self.launch(quantize_cuda, x.values, by_block)
         return tuple(by_block if quant_type in BLOCK_TYPES else x.quantised for quant_type in types)
 
-    def linear(self, x: Activations, weights: Sequence[CudaWeight]) -> tuple[torch.Tensor, ...]:
+    def linear(self, x: Activations, weights: Sequence[CudaWeight]) -> tuple[DeviceArray, ...]:
         """See `Ops`."""
         matrices = [weight for weight in weights if isinstance(weight, QuantTensor)]
         assert len(matrices) == len(weights), "experts are no operand of a dense product"
@@ -92,7 +91,7 @@ class CudaProducts(CudaLoader):
                 self.launch(float_linear_gemm, x.values, weight, out)
         return outs
 
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
+    def swiglu(self, gate: DeviceArray, up: DeviceArray) -> Activations:
         """See `Ops`."""
         out = self.activations(*gate.shape)
         self.launch(swiglu_cuda, gate, up, out.values, out.quantised)
@@ -103,6 +102,6 @@ class CudaProducts(CudaLoader):
         x: Activations,
         block_rows: QuantActivations | None,
         weights: Sequence[QuantTensor],
-        outs: Sequence[torch.Tensor],
+        outs: Sequence[DeviceArray],
     ) -> None:
         linear_skinny_cuda(weights, outs, activations=x.quantised, x=x.values, block_rows=block_rows)

@@ -1,4 +1,4 @@
-"""Kernels of a .cu file, ready to be launched on PyTorch's current stream.
+"""Kernels of a .cu file, ready to be launched on the current stream.
 
     program = CudaProgram(Path(__file__).with_name("skinny.cu"), ("linear_skinny<1>", "linear_skinny<2>"))
     program.kernel("linear_skinny<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
@@ -17,13 +17,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 from cuda.bindings import driver
 
-from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.compiler import MachineCode, compile_instance
-from coldstream.kernels.cuda.device import out_of_memory
+from coldstream.kernels.cuda.runtime import calls, streams
 
 Grid = tuple[int, int, int]
 Argument = DeviceArray | int | float | ctypes.Structure | None
@@ -35,13 +33,11 @@ class Kernel:
     """One kernel in the current device's memory."""
 
     def __init__(self, code: MachineCode) -> None:
-        # PyTorch makes the primary context current with its first call to the device.
-        torch.cuda.current_stream()
-        self._device = torch.cuda.current_device()
-        self._module = _checked(driver.cuModuleLoadData(code.cubin))
-        self._function = _checked(driver.cuModuleGetFunction(self._module, code.symbol.encode()))
+        calls.attach()
+        self._module = calls.checked(driver.cuModuleLoadData(code.cubin))
+        self._function = calls.checked(driver.cuModuleGetFunction(self._module, code.symbol.encode()))
         self._shared_limit = DEFAULT_SHARED_BYTES
-        self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
+        self._can_overlap = calls.capability() >= (9, 0)
         self._overlap = driver.CUlaunchAttribute()
         self._overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._overlap.value.programmaticStreamSerializationAllowed = 1
@@ -69,18 +65,17 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
-        # Not `torch.cuda.current_stream`, whose wrapper object takes longer than the launch.
-        config.hStream = torch._C._cuda_getCurrentRawStream(self._device)
+        config.hStream = streams.current_stream().handle
         if overlap and self._can_overlap:
             config.attrs = [self._overlap]
             config.numAttrs = 1
         values = [_as_c(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        calls.checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def _raise_shared_limit(self, num_bytes: int) -> None:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
+        calls.checked(driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
         self._shared_limit = num_bytes
 
 
@@ -147,8 +142,7 @@ def loading_kernels(
     """
     # Slow ones first, or the last of them would be compiled alone while all other cores are idle.
     ordered = sorted(noted, key=lambda kernel: not kernel[0].is_slow)
-    # A thread gets the device's context with its first call to the runtime.
-    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.synchronize) as pool:
+    with ThreadPoolExecutor(os.cpu_count(), initializer=calls.attach) as pool:
         try:
             loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), ordered)
             yield
@@ -166,7 +160,7 @@ def _function(instance: str) -> str:
 
 def _architecture() -> str:
     """The compiler's name of the current device's architecture, with all its instructions."""
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = calls.capability()
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
@@ -179,12 +173,3 @@ def _as_c(arg: Argument) -> Any:
     if isinstance(arg, ctypes.Structure):
         return arg
     return ctypes.c_void_p(0 if arg is None else arg.data_ptr())  # type: ignore[union-attr]
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    status, *values = result
-    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise out_of_memory()
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"the GPU driver refused: {driver.cuGetErrorString(status)[1].decode()}")
-    return values[0] if values else None

@@ -3,10 +3,9 @@
 from typing import Any
 
 import numpy as np
-import torch
-from cuda.bindings import driver
 
-from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.runtime import allocations, copies, streams
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -17,10 +16,10 @@ class StagedMemory:
     The transfer may be a part of a captured graph. Over a `MemoryPlan` there is none.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: DeviceArray) -> None:
         self.values = values
         self._staged = _page_locked(values)
-        self.on_host: Array = self._staged.numpy()
+        self.on_host: Array = self._staged
 
     def copy(self, count: int) -> None:
         """Queues the copy of the first `count` values, which reads the host's when it is executed.
@@ -28,7 +27,7 @@ class StagedMemory:
         Raises DeviceError if the driver refuses it.
         """
         if not self.values.is_meta:
-            _queue_copy(self._staged, self.values, count)
+            copies.to_device(self.values.data_ptr(), self._staged[:count])
 
 
 class StagedRing:
@@ -39,10 +38,10 @@ class StagedRing:
 
     NUM_COPIES = 2
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: DeviceArray) -> None:
         self.values = values
         self._staged = [_page_locked(values) for _ in range(self.NUM_COPIES)]
-        self._sent: list[torch.cuda.Event | None] = [None] * self.NUM_COPIES
+        self._sent: list[streams.Event | None] = [None] * self.NUM_COPIES
         self._current = 0
 
     def next_on_host(self) -> Array:
@@ -51,16 +50,15 @@ class StagedRing:
         sent = self._sent[self._current]
         if sent is not None:
             sent.synchronize()
-        array: Array = self._staged[self._current].numpy()
-        return array
+        return self._staged[self._current]
 
     def copy(self, count: int) -> None:
         """Queues the transfer of the first `count` values written last. Raises as `StagedMemory.copy`."""
         if self.values.is_meta:
             return
-        _queue_copy(self._staged[self._current], self.values, count)
-        event = self._sent[self._current] = self._sent[self._current] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
+        copies.to_device(self.values.data_ptr(), self._staged[self._current][:count])
+        event = self._sent[self._current] = self._sent[self._current] or streams.Event()
+        event.record(streams.current_stream())
 
 
 class ReadBack:
@@ -71,7 +69,7 @@ class ReadBack:
 
     NUM_COPIES = 2
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: DeviceArray) -> None:
         self.values = values
         self._copies = [_page_locked(values) for _ in range(self.NUM_COPIES)]
         self._current = 0
@@ -82,20 +80,10 @@ class ReadBack:
         """
         self._current = (self._current + 1) % self.NUM_COPIES
         copied = self._copies[self._current]
-        copied.copy_(self.values, non_blocking=True)
-        array: Array = copied.numpy()
-        return array
+        copies.to_host(copied, self.values.data_ptr())
+        return copied
 
 
-def _page_locked(values: torch.Tensor) -> torch.Tensor:
+def _page_locked(values: DeviceArray) -> Array:
     """Host memory for all values; none for those of a `MemoryPlan`."""
-    is_there = not values.is_meta
-    return torch.zeros(len(values) if is_there else 0, dtype=torch.int32, pin_memory=is_there)
-
-
-def _queue_copy(source: torch.Tensor, target: torch.Tensor, count: int) -> None:
-    stream, size = torch.cuda.current_stream().cuda_stream, count * target.itemsize
-    (status,) = driver.cuMemcpyHtoDAsync(target.data_ptr(), source.data_ptr(), size, stream)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        reason = driver.cuGetErrorString(status)[1].decode()
-        raise DeviceError(f"the inputs of a step cannot be copied to the GPU: {reason}")
+    return np.empty(0, np.int32) if values.is_meta else allocations.page_locked((len(values),), "int32")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
-
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 
 PIECE_BYTES = 16 * 2**20
 NUM_READERS = 8
@@ -27,7 +27,7 @@ class Upload:
 
     file: GGUFFile
     info: TensorInfo
-    destination: torch.Tensor
+    destination: DeviceArray
 
 
 def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> None:
@@ -47,7 +47,7 @@ def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> 
             done += size
             if progress is not None:
                 progress(done, total)
-    torch.cuda.synchronize()
+    calls.synchronize()
 
 
 class _Readers:
@@ -58,12 +58,11 @@ class _Readers:
 
     def copy(self, upload: Upload, start: int, size: int) -> int:
         if not hasattr(self._own, "buffer"):
-            self._own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._own.buffer = allocations.page_locked((PIECE_BYTES,), "uint8")
+            self._own.stream = streams.Stream()
         buffer = self._own.buffer[:size]
-        _read(upload.file, upload.info, start, memoryview(buffer.numpy()))
-        with torch.cuda.stream(self._own.stream):
-            upload.destination[start : start + size].copy_(buffer, non_blocking=True)
+        _read(upload.file, upload.info, start, buffer.data)
+        copies.to_device(upload.destination.data_ptr() + start, buffer, self._own.stream)
         self._own.stream.synchronize()
         return size
 

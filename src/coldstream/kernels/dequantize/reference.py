@@ -60,4 +60,5 @@ def dequantize(tensor: QuantTensor) -> torch.Tensor:
     if dtype is None:
         return unpack(tensor).values()
     # A copy, because a view as a wider type would need an aligned address.
-    return tensor.blocks.clone(memory_format=torch.contiguous_format).view(dtype).float()
+    blocks: torch.Tensor = tensor.blocks
+    return blocks.clone(memory_format=torch.contiguous_format).view(dtype).float()

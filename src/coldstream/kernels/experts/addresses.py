@@ -1,12 +1,12 @@
 """Changes to tables of addresses between two steps: one launch, however many tables they are in."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
+from coldstream.kernels.cuda.array import HostArray
 from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.runtime import allocations, streams
 
 PROGRAM = CudaProgram(Path(__file__).with_name("write_addresses.cu"), ("write_addresses",))
 THREADS = 256
@@ -23,8 +23,8 @@ class AddressWriter:
 
     def __init__(self, capacity: int) -> None:
         shape = (self.NUM_COPIES, capacity, 2)
-        self._copies = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
-        self._read: list[torch.cuda.Event | None] = [None] * self.NUM_COPIES
+        self._copies = allocations.page_locked(shape, "int64")
+        self._read: list[streams.Event | None] = [None] * self.NUM_COPIES
         self._current = 0
 
     def write(
@@ -43,10 +43,9 @@ class AddressWriter:
         event = self._read[self._current]
         if event is not None:
             event.synchronize()
-        copy = self._copies[self._current]
-        entries: np.ndarray[Any, np.dtype[np.int64]] = copy.numpy()
+        entries = self._copies[self._current]
         entries[:count, 0], entries[:count, 1] = where, values
         grid = (-(-count // THREADS), 1, 1)
-        PROGRAM.kernel("write_addresses").launch(grid, THREADS, (copy, count))
-        event = self._read[self._current] = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
+        PROGRAM.kernel("write_addresses").launch(grid, THREADS, (HostArray.of(entries), count))
+        event = self._read[self._current] = event or streams.Event()
+        event.record(streams.current_stream())

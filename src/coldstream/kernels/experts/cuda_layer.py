@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.gemm_tiles import Tiling
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import cuda_gemm as experts_gemm
@@ -34,7 +33,7 @@ def is_one_launch(weights: ExpertWeights, readable: Collection[QuantType]) -> bo
 
 def all_experts_gemv(
     x: Activations,
-    ids: torch.Tensor,
+    ids: DeviceArray,
     weights: ExpertWeights,
     hidden: experts_gemv.PairRows,
     outs: experts_gemv.PairRows,
@@ -63,10 +62,10 @@ def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_gemv.Exper
 
 def gate_up_gemm(
     x: Sequence[QuantActivations],
-    ids: torch.Tensor,
+    ids: DeviceArray,
     stacks: Stacks,
     groups: experts_gemm.Groups,
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[DeviceArray],
 ) -> None:
     """Gate and up of the routed experts that have addresses, of integer types.
 
@@ -90,10 +89,10 @@ def gate_up_gemm(
 
 def down_gemm(
     hidden: QuantActivations,
-    ids: torch.Tensor,
+    ids: DeviceArray,
     stacks: Stacks,
     groups: experts_gemm.Groups,
-    routed: torch.Tensor,
+    routed: DeviceArray,
 ) -> None:
     """The down products of the tiles of `groups`: hidden [T · K, F] by place → float32 `routed` [T, K, E]."""
     tiling, down = _tilings(ids.numel(), stacks)[-1], stacks[-1]

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from coldstream.errors import ConfigError, shown
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.composed_ops import ffn_of_products
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, FfnWeights, RouterWeights, Routing
 
 if TYPE_CHECKING:
-    import torch
-
     from coldstream.kernels.cuda.activations import Activations
     from coldstream.kernels.experts.moe import MoeKernels
     from coldstream.kernels.experts.table import ExpertTable
@@ -21,8 +20,10 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Chooses the experts of a layer's tokens, and computes them.
 
-    Both methods queue work on PyTorch's current stream. In a step of decode this work is captured in a
-    graph and replayed without a call. The weights of a layer are the same objects in every call.
+    Both methods queue work on the current stream (`kernels/cuda/runtime/streams.py`), where the product's
+    launchers put it. PyTorch's operations have a current stream of their own: give them this one. In a step
+    of decode the work is captured in a graph and replayed without a call. The weights of a layer are the same
+    objects in every call.
     """
 
     def route(self, x: "Activations", weights: RouterWeights, experts: ExpertWeights) -> Routing:
@@ -41,7 +42,7 @@ class ModelExecutor(Executor, Protocol):
     def map_matrix(self, file: GGUFFile, info: TensorInfo) -> "ExpertTable | None":
         """The same for a matrix of a dense layer's FFN, as a stack of one."""
 
-    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
+    def ffn(self, x: "Activations", weights: FfnWeights) -> "DeviceArray | ExpertOutputs":
         """See `Ops.ffn`."""
 
     def finish_step(self) -> None:
@@ -106,9 +107,9 @@ class WithWholeFfns:
         """See `ModelExecutor`."""
         return None
 
-    def ffn(self, x: "Activations", weights: FfnWeights) -> "torch.Tensor | ExpertOutputs":
+    def ffn(self, x: "Activations", weights: FfnWeights) -> "DeviceArray | ExpertOutputs":
         """See `ModelExecutor`."""
-        out: torch.Tensor = ffn_of_products(self._kernels.device, x, weights)
+        out: DeviceArray = ffn_of_products(self._kernels.device, x, weights)
         return out
 
 

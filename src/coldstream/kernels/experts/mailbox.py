@@ -1,12 +1,14 @@
 """Memory through which the GPU asks the CPU for experts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from coldstream.errors import GenerationFault
+from coldstream.kernels.cuda.array import HostArray
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS as MAX_MAILBOX_ROWS
 
 Array = np.ndarray[Any, Any]
@@ -23,38 +25,41 @@ class Mailbox:
     K] and out: float32 [rows, K, E], each written by one side only.
     """
 
-    words: torch.Tensor
-    x: torch.Tensor
-    ids: torch.Tensor
-    out: torch.Tensor
+    words: HostArray
+    x: HostArray
+    ids: HostArray
+    out: HostArray
 
     @classmethod
     def create(cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
         """For layers of these sizes and at most so many rows."""
-        box = cls._of(num_ranks, hidden_size, rows, pin_memory=True)
-        box.done[0] = 1
+        box = cls._of(num_ranks, hidden_size, rows, allocations.page_locked)
+        box.done.numpy()[0] = 1
         return box
 
     @classmethod
     def planned(cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
-        """With the same shapes on the meta device, without memory."""
-        return cls._of(num_ranks, hidden_size, rows, device="meta")
+        """With the same shapes, in memory that no device reads."""
+        return cls._of(num_ranks, hidden_size, rows, np.zeros)
 
     @classmethod
-    def _of(cls, num_ranks: int, hidden_size: int, rows: int, **where: Any) -> Self:
-        return cls(
-            torch.zeros(2 * WORDS_PER_LINE, dtype=torch.int32, **where),
-            torch.zeros(rows, hidden_size, **where),
-            torch.zeros(rows, num_ranks, dtype=torch.int32, **where),
-            torch.zeros(rows, num_ranks, hidden_size, **where),
+    def _of(
+        cls, num_ranks: int, hidden_size: int, rows: int, zeros: Callable[[tuple[int, ...], str], Array]
+    ) -> Self:
+        arrays = (
+            zeros((2 * WORDS_PER_LINE,), "int32"),
+            zeros((rows, hidden_size), "float32"),
+            zeros((rows, num_ranks), "int32"),
+            zeros((rows, num_ranks, hidden_size), "float32"),
         )
+        return cls(*map(HostArray.of, arrays))
 
     @property
-    def request(self) -> torch.Tensor:
+    def request(self) -> HostArray:
         return self.words[:1]
 
     @property
-    def done(self) -> torch.Tensor:
+    def done(self) -> HostArray:
         """int32 [2]: whether the CPU has answered, and whether the device's wait for it timed out."""
         return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 2]
 

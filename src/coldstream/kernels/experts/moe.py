@@ -6,12 +6,11 @@
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations, as_floats
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, MAX_PAIR_ROWS, SKINNY_TYPES
@@ -63,7 +62,7 @@ class _Grouped:
 
     groups: Groups
     inputs: tuple[QuantActivations, ...]  # of gate and of up
-    products: tuple[torch.Tensor, ...]  # of gate and of up, float32 [T · K, F]; one if of one type
+    products: tuple[DeviceArray, ...]  # of gate and of up, float32 [T · K, F]; one if of one type
     hidden: Activations  # [T · K, F], quantised as down reads it
 
 
@@ -72,8 +71,8 @@ class Pairs:
     """Inputs of a layer's routed experts, and memory for their outputs: `routed` float32 [T, K, E]."""
 
     x: Activations
-    ids: torch.Tensor
-    routed: torch.Tensor
+    ids: DeviceArray
+    routed: DeviceArray
     form: Form
     grouped: _Grouped | None  # of GEMM
 
@@ -110,7 +109,7 @@ class MoeKernels:
         gate, shared_gate, count = weights.gate, weights.shared_gate, weights.num_experts_per_tok
         assert isinstance(gate, QuantTensor)
         device, num_rows = self.device, x.shape[0]
-        ids = device.empty(num_rows, count, dtype=torch.int32)
+        ids = device.empty(num_rows, count, dtype="int32")
         topk_weights = device.empty(num_rows, count)
         if not self.routes_at_once(num_rows, shared_gate):
             logits, *shared = device.linear(x, (gate,) if shared_gate is None else (gate, shared_gate))
@@ -132,13 +131,13 @@ class MoeKernels:
             self._share_out(ids, x, behind)
         return Routing(ids, topk_weights, out)
 
-    def _share_out(self, ids: torch.Tensor, x: Activations, sharing: Sharing) -> None:
+    def _share_out(self, ids: DeviceArray, x: Activations, sharing: Sharing) -> None:
         arrivals = self.device.zeroed("asks", 1) if len(ids) > MAX_MAILBOX_ROWS else None
         self.device.launch(partition_experts_cuda, ids, x.values, sharing, arrivals)
 
     def outputs(
-        self, x: Activations, ids: torch.Tensor, weights: ExpertWeights
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Activations, ids: DeviceArray, weights: ExpertWeights
+    ) -> tuple[DeviceArray, DeviceArray | None]:
         """Outputs of the routed experts [T, K, E], undefined where an address is 0, and of `shared`."""
         form = Form.of(len(ids), stacks_of(weights))
         types = {Form.GEMV: SKINNY_TYPES, Form.GROUPED: INTEGER_TYPES}.get(form)
@@ -151,15 +150,15 @@ class MoeKernels:
         self.compute(pairs, weights, pairs.places)
         return pairs.routed, outputs
 
-    def shared(self, x: Activations, weights: ExpertWeights) -> torch.Tensor | None:
+    def shared(self, x: Activations, weights: ExpertWeights) -> DeviceArray | None:
         """Output of the shared expert before its gate, [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
         matrices = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
-        shared: torch.Tensor = ffn_of_products(self.device, x, matrices)
+        shared: DeviceArray = ffn_of_products(self.device, x, matrices)
         return shared
 
-    def pairs(self, x: Activations, ids: torch.Tensor, weights: ExpertWeights) -> Pairs:
+    def pairs(self, x: Activations, ids: DeviceArray, weights: ExpertWeights) -> Pairs:
         """Memory for the routed experts of a layer; for GEMM, queues the grouping of pairs by expert."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
@@ -169,15 +168,15 @@ class MoeKernels:
         gate, up, down = stacks
         num_pairs, num_experts = ids.numel(), len(gate.addresses)
         groups = Groups(
-            device.empty(num_pairs, dtype=torch.int32),
-            device.empty(num_pairs, dtype=torch.int32),
-            device.empty(num_experts, 2, dtype=torch.int32),
-            device.empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype=torch.int32),
+            device.empty(num_pairs, dtype="int32"),
+            device.empty(num_pairs, dtype="int32"),
+            device.empty(num_experts, 2, dtype="int32"),
+            device.empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype="int32"),
         )
         device.launch(group_pairs, ids, num_experts, groups)
         inputs = device.quantised_for(x, (gate.quant_type, up.quant_type))
         hidden = device.activations(num_pairs, gate.rows, scale_size=activation_scale_size(down.quant_type))
-        products: tuple[torch.Tensor, ...] = (hidden.values,)
+        products: tuple[DeviceArray, ...] = (hidden.values,)
         if gate.quant_type != up.quant_type:
             products = (device.empty(*hidden.shape), device.empty(*hidden.shape))
         return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
@@ -196,7 +195,7 @@ class MoeKernels:
                     replace(pairs, x=rows, ids=pairs.ids[part], routed=pairs.routed[part]), weights, None
                 )
 
-    def _in_one_launch(self, pairs: Pairs, weights: ExpertWeights, shared: torch.Tensor | None) -> None:
+    def _in_one_launch(self, pairs: Pairs, weights: ExpertWeights, shared: DeviceArray | None) -> None:
         """For at most MAX_PAIR_ROWS tokens; with the shared expert if `shared` is given."""
         ids, outs = pairs.ids, PairRows(pairs.routed, shared)
         hidden = PairRows(

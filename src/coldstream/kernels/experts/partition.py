@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.memory import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray, check_array
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
@@ -115,7 +112,7 @@ class Partition:
     pairs; stamps: int64 [WORDS] for the times of the layer (`stamps.py`), or None.
     """
 
-    addresses: torch.Tensor
+    addresses: DeviceArray
     cpu_ids: DeviceArray
     stamps: DeviceArray | None = None
 

@@ -5,14 +5,12 @@ adds without waiting for the result; the host copies the sums only in `read_stam
 """
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.structs import declared_in
-
-if TYPE_CHECKING:
-    import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -29,10 +27,12 @@ LAYER_STAMPS = np.dtype(LayerStamps)
 WORDS = LAYER_STAMPS.itemsize // 8
 
 
-def read_stamps(words: "torch.Tensor") -> tuple[Array, Array]:
+def read_stamps(words: "DeviceArray") -> tuple[Array, Array]:
     """The sums uint64 [layers, 2, SUMS], modulo 2^64, and the pairs read over the bus, uint64 [layers].
 
-    words: int64 [layers, WORDS] on the device. Waits for what is queued on PyTorch's current stream.
+    words: int64 [layers, WORDS] on the device. Waits for what is queued on the current stream.
     """
-    stamps = words.cpu().numpy().view(LAYER_STAMPS)[:, 0]
+    from coldstream.kernels.cuda.contents import read  # statistics name what is here without a GPU's packages
+
+    stamps = read(words).view(LAYER_STAMPS)[:, 0]
     return stamps["sums"], stamps["bus_pairs"]

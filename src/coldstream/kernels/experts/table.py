@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.array import DeviceArray
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,14 @@ class ExpertTable:
     addresses: int64 [num_experts] on the device; 0 for an expert that is not in its memory. Each points to
     `rows` adjacent GGUF rows of `cols` values, at a multiple of the type's alignment.
 
+    step: the bytes from one expert to the next. first: the address of expert 0, if all are on the device.
+
     If `is_partial`, the host has all experts too: host is the stack for the CPU's kernels (`_csrc.Weight`;
     None while memory is only planned), source the address at which expert 0 of it is mapped, mapped that at
-    which the device reads expert 0 over the bus (0: it cannot), step the bytes from one expert to the next.
+    which the device reads expert 0 over the bus (0: it cannot).
     """
 
-    addresses: torch.Tensor
+    addresses: DeviceArray
     quant_type: QuantType
     rows: int
     cols: int
@@ -29,13 +30,14 @@ class ExpertTable:
     mapped: int = 0
     step: int = 0
     source: int = 0
+    first: int = 0
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of one expert."""
         return self.rows * self.quant_type.row_bytes(self.cols)
 
-    def part(self, begin: int, size: int, addresses: torch.Tensor) -> "ExpertTable":
+    def part(self, begin: int, size: int, addresses: DeviceArray) -> "ExpertTable":
         """Rows begin … begin + size − 1 of every expert, whose addresses are in `addresses`."""
         offset = begin * self.quant_type.row_bytes(self.cols)
         return replace(
@@ -45,4 +47,5 @@ class ExpertTable:
             host=None if self.host is None else self.host.rows(begin, begin + size),
             mapped=self.mapped + offset if self.mapped else 0,
             source=self.source + offset if self.source else 0,
+            first=self.first + offset if self.first else 0,
         )

@@ -119,7 +119,7 @@ def delta_net_decode_cuda(
     """`Ops.gated_delta_net` for chains of a few rows and for draft trees: one launch.
 
     conv_state [states, taps − 1, C] and state [states, NV, d, d] are advanced by chains, and the inputs of
-    trees kept. Writes contiguous float32 `out` [T, NV·d] and `quantized` (see `empty_activations`), where
+    trees kept. Writes contiguous float32 `out` [T, NV·d] and `quantized` (see `activations_from`), where
     given, zeros for rows of state −1; without computes_chains only the rows of trees. What rows are must lie
     within the states, and nothing that may still be in flight may write it. ValueError if shapes disagree or
     are not supported, if trees have no place for their inputs, or if there is nothing to compute.

@@ -1,14 +1,10 @@
 """Quantises activations in CUDA C++, and defines their layout in device memory."""
 
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from coldstream.kernels.arithmetic.quantised import (
     BLOCK_SIZE,
     GROUP_SIZE,
-    SUM_SIZE,
     QuantActivations,
     padded_cols,
 )
@@ -17,35 +13,9 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quantize import COLS_MULTIPLE
 
-Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # contiguous, contents undefined
-
 INSTANCES = {size: f"coldstream::quantize<{size}>" for size in (GROUP_SIZE, BLOCK_SIZE)}
 PROGRAM = CudaProgram(Path(__file__).with_name("quantize.cu"), tuple(INSTANCES.values()))
 WARPS_PER_BLOCK = 4
-
-
-def activations_from(
-    empty: Empty, num_rows: int, cols: int, scale_size: int = GROUP_SIZE
-) -> QuantActivations:
-    """Unwritten rows from `empty`: q int8 [T, Kp], scales float32 [T, Kp / S], sums int16 [T, Kp / 16].
-
-    S, `scale_size`, is GROUP_SIZE, or BLOCK_SIZE for weights in blocks of 32.
-    """
-    padded = padded_cols(cols)
-    return QuantActivations(
-        empty((num_rows, padded), torch.int8),
-        empty((num_rows, padded // scale_size), torch.float32),
-        empty((num_rows, padded // SUM_SIZE), torch.int16),
-    )
-
-
-def empty_activations(
-    num_rows: int, cols: int, device: torch.device, scale_size: int = GROUP_SIZE
-) -> QuantActivations:
-    """`activations_from` with memory of PyTorch's on `device`."""
-    return activations_from(
-        lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), num_rows, cols, scale_size
-    )
 
 
 def scale_size_of(x: QuantActivations) -> int:
@@ -60,7 +30,7 @@ def scale_size_of(x: QuantActivations) -> int:
 
 
 def quantize_cuda(x: DeviceArray, out: QuantActivations) -> None:
-    """Quantise the rows of float32 x [T, K] into `out` (see `empty_activations`), the padding as zeros.
+    """Quantise the rows of float32 x [T, K] into `out` (see `activations_from`), the padding as zeros.
 
     The shape of `out.scales` gives the inputs per scale. K is a multiple of 32; rows of x are aligned to 16
     bytes. ValueError otherwise.

@@ -39,7 +39,7 @@ def rms_norm_cuda(
 ) -> None:
     """The norm of the rows of float32 x [T, E] by `weight` [E], as floats, quantised, or both.
 
-    Writes contiguous float32 `out` [T, E] and `quantized` (see `empty_activations`), where given. Rows of x
+    Writes contiguous float32 `out` [T, E] and `quantized` (see `activations_from`), where given. Rows of x
     may be apart. ValueError if shapes disagree.
     """
     args: list[Argument] = [x, x.stride(0)]

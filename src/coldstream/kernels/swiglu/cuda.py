@@ -22,7 +22,7 @@ def swiglu_cuda(
 ) -> None:
     """silu(gate) · up, both float32 [T, F] with any row stride, as floats, quantised, or both.
 
-    Writes contiguous float32 `out` [T, F] and `quantized` (see `empty_activations`; the shape of its scales
+    Writes contiguous float32 `out` [T, F] and `quantized` (see `activations_from`; the shape of its scales
     gives the values per scale), where given. ValueError if shapes disagree.
     """
     rows, cols = gate.shape

@@ -14,6 +14,7 @@ from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda.program import loading_kernels
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, choose_chain_cuda
 from coldstream.kernels.fused.cuda import FusedArrays, FusedKernels
@@ -155,7 +156,8 @@ class CudaDflash:
         """
         self._loaded, self._steps = loaded, steps
         self._begin, self._make_room = begin, make_room
-        self.device = loaded.hidden.values.device
+        hidden: Any = loaded.hidden.values
+        self.device = hidden.device
         target, sizes = DraftTarget.of(loaded), BlockMemory.of(file)
         with device_errors(), torch_errors("loading a drafter"):
             with loading_kernels(kernels_of(file, target)):
@@ -176,7 +178,8 @@ class CudaDflash:
     def use(self, rings: DflashRings) -> None:
         """Makes the block read these contexts, with what is queued from now on."""
         if self._table is not rings.table:
-            self.block.contexts.copy_(rings.table)
+            contexts: Any = self.block.contexts
+            contexts.copy_(rings.table)
             self._table = rings.table
 
     def draft(self, rings: DflashRings, length: int, root: int, num_rows: int) -> tuple[Any, Any]:
@@ -193,7 +196,7 @@ class CudaDflash:
             self._begin()
             self._steps.run(("dflash", (self, num_rows)), step, lambda nothing: nothing, self._make_room)
             found = self._found.copy()
-            torch.cuda.current_stream().synchronize()
+            streams.current_stream().synchronize()
         count, ids = num_rows - 1, self.block.candidate_ids
         log_probs = found[ids.numel() :].view(np.float32).reshape(self.block.log_probs.shape)
         return found[: ids.numel()].reshape(ids.shape)[:count], log_probs[:count]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import prod, tau
 from typing import Final, Self
 
-import torch
-
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray, RawArray, as_type, name_of
+from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
@@ -77,8 +77,8 @@ class DraftTarget:
         """Without memory, where the model is not known: drafts take as much beside any."""
         ops = CudaOps(MemoryPlan(), 1, spec.block_size)
         shape = (spec.vocab_size, spec.hidden_size)
-        values = ops.memory.persistent(shape, torch.float32)
-        table = QuantTensor.from_bytes(values.view(torch.uint8), QuantType.F32, shape)
+        values = ops.memory.persistent(shape, "float32")
+        table = QuantTensor.from_bytes(as_type(values, "uint8"), QuantType.F32, shape)
         return cls(ops, table, first_rows(table, MAX_DRAFT_IDS))
 
     def without_memory(self) -> "DraftTarget":
@@ -142,8 +142,8 @@ class DflashBlock:
         memory = ops.zeros((self.num_ranks + prod(shape) + prod(scores),), "int32")
         self._root, self.found = memory[: self.num_ranks], memory[self.num_ranks :]
         self._all_ids = memory[: self.num_ranks + prod(shape)]
-        self.candidate_ids = self.found[: prod(shape)].view(shape)
-        self.log_probs = self.found[prod(shape) :].view(torch.float32).view(scores)
+        self.candidate_ids = self.found[: prod(shape)].reshape(*shape)
+        self.log_probs = as_type(self.found[prod(shape) :], "float32").reshape(*scores)
         self._arrivals = ops.zeros((spec.block_size - 1,), "int32")
 
     @classmethod
@@ -162,23 +162,23 @@ class DflashBlock:
 
     def run_all(self) -> None:
         """Every step of any number of rows: to count memory and find kernels."""
-        spec, device = self.spec, self.contexts.device
-        length = torch.empty(1, dtype=torch.int32, device=device)
+        spec, others = self.spec, MemoryPlan()  # what drafts are given
+        length = others.persistent((1,), "int32")
         for num_rows in _counts(2, spec.block_size):
             self.draft(num_rows, length, length)
         for num_rows in _counts(1, MOST_APPENDED):
-            features = torch.empty((num_rows, spec.feature_size), dtype=FEATURE_TYPE, device=device)
+            features = others.persistent((num_rows, spec.feature_size), name_of(FEATURE_TYPE))
             self.append(features, self.contexts, length, length)
 
     def append(
-        self, features: torch.Tensor, contexts: torch.Tensor, first: torch.Tensor | int,
-        count: torch.Tensor | None = None,
+        self, features: DeviceArray, contexts: DeviceArray, first: DeviceArray | int,
+        count: DeviceArray | None = None,
     ) -> None:  # fmt: skip
         """Puts committed rows, features [n, feature_size], into contexts; see `place_committed_rows_cuda`."""
         ops, weights = self._ops, self.weights
         ops.memory.start_step()
         states = ops.activations(*features.shape)
-        states.values.copy_(features)
+        ops.launch(copy_values_cuda, features, states.values)
         (hidden,) = ops.linear(self._quantised(states), (weights.fc,))
         normed = ops.rms_norm(hidden, weights.hidden_norm, self.spec.rms_norm_eps)
         for index in range(0, self.spec.num_layers, MAX_COMMITTED_LAYERS):
@@ -195,7 +195,7 @@ class DflashBlock:
         outs = iter(self._ops.linear(normed, matrices))
         return [CommittedRowsOfLayer(next(outs), next(outs), layer.attn_k_norm) for layer in layers]
 
-    def draft(self, num_rows: int, root: torch.Tensor, length: torch.Tensor) -> None:
+    def draft(self, num_rows: int, root: DeviceArray, length: DeviceArray) -> None:
         """The candidates of num_rows − 1 positions after `root`, behind the rows of `contexts`.
 
         root, length: int32 [1] on the device. Writes the first positions of `candidate_ids` and `log_probs`.
@@ -205,28 +205,29 @@ class DflashBlock:
         selector, count = self.weights.selector, num_rows - 1
         ids = self.candidate_ids[:count]
         own = self.log_probs[:count] if selector is None else self._ops.empty(*ids.shape)
-        best = self._ops.empty(workspace_bytes(count, logits.shape[1], self.num_ranks), dtype=torch.uint8)
+        best = self._ops.empty(workspace_bytes(count, logits.shape[1], self.num_ranks), dtype="uint8")
         self._ops.launch(top_log_probs_cuda, logits, best, self._arrivals, ids, own)
         if selector is not None:
-            self._root.copy_(root.expand(self.num_ranks))
+            repeated = RawArray(root.data_ptr(), (self.num_ranks, 1), "int32", root, (0, 1))
+            self._ops.launch(copy_values_cuda, repeated, self._root.reshape(-1, 1))
             self._score_pairs(selector, states, own)
 
-    def _score_pairs(self, selector: SelectorWeights, states: Activations, own: torch.Tensor) -> None:
+    def _score_pairs(self, selector: SelectorWeights, states: Activations, own: DeviceArray) -> None:
         """Writes `log_probs` of candidates that have `own` ones, after each candidate before."""
         ops, (count, ranks) = self._ops, own.shape
         (projected,) = ops.linear(states, (selector.hidden,))
         before = self._all_ids[: count * ranks]
         ids = self._all_ids[ranks : (count + 1) * ranks]
-        predecessors = ops.embed(selector.predecessor, before).view(count, ranks, -1)
-        successors = ops.embed(selector.successor, ids).view(count, ranks, -1)
+        predecessors = ops.embed(selector.predecessor, before).reshape(count, ranks, -1)
+        successors = ops.embed(selector.successor, ids).reshape(count, ranks, -1)
         ops.launch(score_pairs_cuda, predecessors, projected, successors, own, self.log_probs[:count])
 
-    def states(self, num_rows: int, root: torch.Tensor, length: torch.Tensor) -> Activations:
+    def states(self, num_rows: int, root: DeviceArray, length: DeviceArray) -> Activations:
         """What the head reads of the rows behind the root, [num_rows − 1, E], until the next step."""
         ops, target, eps = self._ops, self._target, self.spec.rms_norm_eps
         ops.memory.start_step()
         target.ops.memory.start_step()
-        self._ids[:1].copy_(root)
+        ops.launch(copy_values_cuda, root.reshape(1, 1), self._ids[:1].reshape(1, 1))
         x = target.ops.embed(target.token_embd, self._ids[:num_rows])
         first, *others = self.weights.layers
         normed = ops.rms_norm(x, first.attn_norm, eps)
@@ -239,13 +240,13 @@ class DflashBlock:
         return ops.add_norm(x[1:], update[1:], self.weights.output_norm, eps)[1]
 
     def _attention(
-        self, index: int, layer: DflashLayerWeights, normed: Activations, length: torch.Tensor
-    ) -> torch.Tensor:
+        self, index: int, layer: DflashLayerWeights, normed: Activations, length: DeviceArray
+    ) -> DeviceArray:
         """What attention adds to the residual stream, [B, E]."""
         ops, heads, seen, num_rows = self._ops, self.heads, layer.layer, normed.shape[0]
         x, dynamic = self._convolved(normed, layer.attn_conv)
         queries, keys, values = ops.linear(x, (layer.attn_q, layer.attn_k, layer.attn_v))
-        rows = DraftRows(queries, ops.empty(num_rows, 2 * heads.kv_dim, dtype=torch.bfloat16))
+        rows = DraftRows(queries, ops.empty(num_rows, 2 * heads.kv_dim, dtype="bfloat16"))
         weights = (layer.attn_q_norm, layer.attn_k_norm)
         ops.launch(place_draft_rows_cuda, rows, keys, values, heads, weights, length)
         parts = ops.empty(*parts_shape(num_rows, heads, self._num_splits))
@@ -254,7 +255,7 @@ class DflashBlock:
         (update,) = ops.linear(self._quantised(out), (layer.attn_output,))
         return self._convolve(update, layer.attn_conv, dynamic)
 
-    def _feed_forward(self, layer: DflashLayerWeights, normed: Activations) -> torch.Tensor:
+    def _feed_forward(self, layer: DflashLayerWeights, normed: Activations) -> DeviceArray:
         """What the FFN adds to the residual stream, [B, E]."""
         x, dynamic = self._convolved(normed, layer.ffn_conv)
         gate, up = self._ops.linear(x, (layer.ffn_gate, layer.ffn_up))
@@ -263,19 +264,19 @@ class DflashBlock:
 
     def _convolved(
         self, normed: Activations, conv: DynamicConvolution | None
-    ) -> tuple[Activations, torch.Tensor | None]:
+    ) -> tuple[Activations, DeviceArray | None]:
         """Rows before a sublayer, and the weights of both of its convolutions, [B, 2, kernel, groups]."""
         if conv is None:
             return normed, None
         (weights,) = self._ops.linear(normed, (conv.proj,))
-        dynamic = weights.view(len(weights), *conv.base.shape[:2], -1)
+        dynamic = weights.reshape(len(weights), *conv.base.shape[:2], -1)
         out = self._ops.activations(*normed.shape)
         self._ops.launch(convolve_cuda, normed.values, conv.base[0], dynamic[:, 0], out.values)
         return self._quantised(out), dynamic
 
     def _convolve(
-        self, update: torch.Tensor, conv: DynamicConvolution | None, dynamic: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, update: DeviceArray, conv: DynamicConvolution | None, dynamic: DeviceArray | None
+    ) -> DeviceArray:
         """Rows behind a sublayer."""
         if conv is None or dynamic is None:
             return update

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
 from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedResult, FusedState, FusedText
@@ -48,7 +48,7 @@ class CudaFusedDrafter(Protocol):
         """Tokens of a draft, at most."""
 
     @property
-    def candidate(self) -> torch.Tensor | None:
+    def candidate(self) -> DeviceArray | None:
         """int32 [1], what `FusedKernels.extend_draft` takes, for a block that calls it."""
 
     def draft(self, kernels: FusedKernels, arrays: FusedArrays, shape: FusedShape) -> None:
@@ -57,7 +57,7 @@ class CudaFusedDrafter(Protocol):
     def follow(self, arrays: FusedArrays, shape: FusedShape) -> None:
         """Takes in the rows that were kept of the model's step."""
 
-    def state_of(self, row: int) -> torch.Tensor | None:
+    def state_of(self, row: int) -> DeviceArray | None:
         """The model's hidden state [E] of a row of its last step, if the drafter wants it."""
 
 
@@ -144,7 +144,7 @@ class CudaFusedSteps:
         if num_rows > 1:
             self.draft(kernels, shape)
         kernels.write_model_rows()
-        columns = arrays.model_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
+        columns = arrays.model_columns[: NUM_COLUMNS * num_rows].reshape(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
         logits = loaded.logits_after(*shaped_rows(columns, arrays.table, step))
         chosen = arrays.chosen[:num_rows]
@@ -158,9 +158,9 @@ class CudaFusedSteps:
         self.block.draft(kernels, self.memory.arrays, shape)
 
 
-def shaped_rows(columns: torch.Tensor, table: torch.Tensor, step: StepShape) -> tuple[torch.Tensor, Rows]:
+def shaped_rows(columns: DeviceArray, table: DeviceArray, step: StepShape) -> tuple[DeviceArray, Rows]:
     """The rows of a step of this shape, and their tokens; see `kvcache.batch.rows_of`."""
-    token_ids, rows = rows_of(columns, table.view(1, -1))
+    token_ids, rows = rows_of(columns, table.reshape(1, -1))
     assert rows.batch is not None
     batch = replace(
         rows.batch,
@@ -192,7 +192,7 @@ class CudaFusedRun:
         self._num_held = 0  # rows that were kept, as far as the host knows
         self._left = text.left  # tokens that may be chosen after those
         self._last_row: int | None = None  # of the last step that was taken, if it kept any
-        self._in_flight: list[tuple[int, Any, torch.cuda.Event]] = []  # rows, results, when they are there
+        self._in_flight: list[tuple[int, Any, streams.Event]] = []  # rows, results, when they are there
 
     def launch(self, num_nodes: int) -> None:
         """Queues a fused step with a draft of so many tokens, at most those of the text, behind those before.
@@ -211,8 +211,8 @@ class CudaFusedRun:
             end = max(self._first, self._block_first) + self._num_held + num_more
             draws = self._text.settings.temperature != 0
             self._steps.launch(FusedShape(num_rows, end > SHORT_CONTEXT, draws))
-            results, ended = self._steps.memory.results.copy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record(torch.cuda.current_stream())
+            results, ended = self._steps.memory.results.copy(), streams.Event()
+            ended.record(streams.current_stream())
         self._in_flight.append((num_rows, results, ended))
 
     def take(self) -> FusedResult:
@@ -228,7 +228,7 @@ class CudaFusedRun:
         self._left = 0 if is_over else self._left - count
         return FusedResult(tuple(token_ids[:count]), fault, num_nodes, self._left == 0)
 
-    def end(self) -> tuple[int, torch.Tensor | None]:
+    def end(self) -> tuple[int, DeviceArray | None]:
         """Waits for all fused steps. The sequences have the kept rows then.
 
         Returns the number of these rows, and the model's hidden state [E] of the last one, unless a later

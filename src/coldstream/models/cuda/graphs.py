@@ -1,15 +1,12 @@
 """Steps as CUDA graphs, captured after the first step of their shape."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.models.cuda.capacity import MAX_GRAPHS
 
 Key = tuple[str, object]  # the kind of step, and its shape
@@ -21,32 +18,14 @@ WithoutMemory = Callable[[Any], Any]
 class CapturedStep:
     """A graph. Its outputs are valid until the next step of any kind."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     outputs: Any
 
     @classmethod
     def of(cls, step: Step, without_memory: WithoutMemory) -> Self:
-        """Captures the launches of `step` without running them. Raises torch.OutOfMemoryError."""
-        graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph):
-            outputs = step()
+        """Captures the launches of `step` without running them. Raises as `Graph.capture`."""
+        graph, outputs = Graph.capture(step)
         return cls(graph, without_memory(outputs))
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage is collected within.
-
-    Garbage may hold page-locked tensors of a closed runner. PyTorch records an event when it frees one. If
-    that event becomes part of a graph, page-locked memory can no longer be allocated: "invalid argument".
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class CapturedSteps:
@@ -65,7 +44,7 @@ class CapturedSteps:
         captured = self._graphs.pop(key, None)
         if captured is not None:
             self._graphs[key] = captured
-            captured.graph.replay()
+            captured.graph.launch()
             return captured.outputs
         # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
         outputs = step()

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
-
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.staged import ReadBack, StagedMemory, StagedRing
 from coldstream.kernels.fused.cuda import FusedArrays
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, CommittedPath, Ops, Rows
@@ -60,12 +59,12 @@ class Inputs:
         """Queues the copy of the inputs that were written last, of a step of `num_rows` rows."""
         self.memory.copy(self._size(num_rows).num_values)
 
-    def columns(self, num_rows: int) -> torch.Tensor:
+    def columns(self, num_rows: int) -> DeviceArray:
         """The columns on the device that each row of a step of `num_rows` rows has a number in."""
-        columns: torch.Tensor = BatchArrays(self.memory.values, self._size(num_rows)).columns
+        columns: DeviceArray = BatchArrays(self.memory.values, self._size(num_rows)).columns
         return columns
 
-    def take(self, shape: StepShape) -> tuple[torch.Tensor, Rows]:
+    def take(self, shape: StepShape) -> tuple[DeviceArray, Rows]:
         """The token ids [rows] and their `Rows` on the device."""
         arrays = BatchArrays(self.memory.values, self._size(shape.num_rows))
         rows = arrays.rows

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-import torch
-
 from coldstream.experts.dense_layers import LayerExecutor
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
+from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, ResidentExecutor
@@ -119,22 +120,22 @@ class Loaded:
         blocks = tuple(self.model.blocks[layer] for layer in layers)
         return replace(self, model=replace(self.model, blocks=blocks), states=self.states.with_layers(layers))
 
-    def logits(self, shape: StepShape) -> torch.Tensor:
+    def logits(self, shape: StepShape) -> DeviceArray:
         """The logits [rows, vocab] after each row of the inputs."""
         return self.logits_after(*self.inputs.take(shape))
 
-    def logits_after(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def logits_after(self, token_ids: DeviceArray, rows: Rows) -> DeviceArray:
         """The logits [rows, vocab] after rows, valid until the next step."""
         hidden = self._forward(token_ids, rows)
         if self.mtp is not None:
-            self.mtp.trunk_states[: len(token_ids)].copy_(hidden.values)
-        logits: torch.Tensor = self.model.logits(hidden)
+            self.ops.launch(copy_values_cuda, hidden.values, self.mtp.trunk_states[: len(token_ids)])
+        logits: DeviceArray = self.model.logits(hidden)
         return logits
 
     def kept_step(self, shape: StepShape) -> Activations:
         """`step`, with the result in `hidden`."""
         kept = self.hidden.rows(0, shape.num_rows)
-        kept.copy_(self.step(shape))
+        self.ops.launch(copy_rows_cuda, self.step(shape), kept)
         return kept
 
     def step(self, shape: StepShape) -> Activations:
@@ -149,10 +150,10 @@ class Loaded:
         for block, state in zip(self.model.blocks, self.states.layers, strict=True):
             self.model.mix(block, x, angles, state, rows)
 
-    def _forward(self, token_ids: torch.Tensor, rows: Rows) -> Activations:
+    def _forward(self, token_ids: DeviceArray, rows: Rows) -> Activations:
         self.ops.start_step(rows)
         try:
-            keep = ignore_layer if self.features is None else self.features.keep
+            keep = ignore_layer if self.features is None else partial(self.features.keep, self.ops.launch)
             hidden: Activations = self.model.forward(token_ids, rows, self.states, keep)
             return hidden
         finally:

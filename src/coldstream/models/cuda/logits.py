@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.admit import Admission, admission_values, admit_rows
 from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
@@ -18,7 +20,7 @@ from coldstream.kvcache.batch import CheckedSegment
 
 Array = np.ndarray[Any, Any]
 Result = tuple[int, int]  # a token, and 0 or the reason why none was chosen, as the kernels have it
-Wait = Callable[[torch.cuda.Event], None]  # returns when the event has happened
+Wait = Callable[[streams.Event], None]  # returns when the event has happened
 RECENT_OF_A_ROW = 64  # tokens for penalties of a row, unless a request asks for more
 NUM_CALLS = 2  # whose results are kept
 
@@ -32,14 +34,14 @@ class Sampler:
     """
 
     def __init__(
-        self, zeros: Callable[[tuple[int, ...], str], torch.Tensor], num_rows: int, context_length: int
+        self, zeros: Callable[[tuple[int, ...], str], DeviceArray], num_rows: int, context_length: int
     ) -> None:
         self._num_rows = num_rows
         self._num_recent = max(context_length, num_rows * RECENT_OF_A_ROW)
         num_words = num_rows * SETTINGS_WORDS
         # Settings and recent tokens are adjacent, so that one copy transfers both.
         self._inputs = StagedRing(zeros((num_words + self._num_recent,), "int32"))
-        self._settings = self._inputs.values[:num_words].view(num_rows, SETTINGS_WORDS)
+        self._settings = self._inputs.values[:num_words].reshape(num_rows, SETTINGS_WORDS)
         self._recent = self._inputs.values[num_words:]
         self._unpenalised = zeros((self._num_recent,), "float32")
         self._workspace = zeros((num_rows, ROW_BYTES), "uint8")
@@ -47,7 +49,7 @@ class Sampler:
         self._admissions = StagedRing(zeros((admission_values(num_rows),), "int32"))
         is_there = not self._results.is_meta
         count = len(self._results) if is_there else 0
-        self._host_results = torch.zeros(count, 2, dtype=torch.int32, pin_memory=is_there)
+        self._host_results = allocations.page_locked((count, 2), "int32") if is_there else np.empty((0, 2))
         self._num_launches = 0
 
     @property
@@ -56,7 +58,7 @@ class Sampler:
         return len(self._results)
 
     def begin(
-        self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
+        self, logits: DeviceArray, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
     ) -> "CudaChoice":
         """Queues the choice of the token after each of `rows`, all different, of float32 logits [n, vocab].
 
@@ -69,7 +71,7 @@ class Sampler:
         choice = self._begin_part(logits, rows[last], settings[last], wait)
         return replace(choice, before=tuple(tokens))
 
-    def admit(self, segments: Collection[CheckedSegment], columns: torch.Tensor) -> None:
+    def admit(self, segments: Collection[CheckedSegment], columns: DeviceArray) -> None:
         """Queues writing tokens that the host does not know into a step's inputs; see `admit_rows`."""
         admissions, row = [], 0
         for segment in segments:
@@ -78,9 +80,7 @@ class Sampler:
             row += len(segment.token_ids)
         admit_rows(admissions, self._admissions, self._results, columns)
 
-    def choose(
-        self, logits: torch.Tensor, settings: torch.Tensor, chosen: torch.Tensor, *, draws: bool
-    ) -> None:
+    def choose(self, logits: DeviceArray, settings: DeviceArray, chosen: DeviceArray, *, draws: bool) -> None:
         """Queues the choice of the tokens after rows of logits, without penalties, into `chosen`.
 
         settings, chosen: as `sample_cuda` has them, on the device already.
@@ -100,7 +100,7 @@ class Sampler:
         yield slice(first, len(settings))
 
     def _begin_part(
-        self, logits: torch.Tensor, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
+        self, logits: DeviceArray, rows: Sequence[int], settings: Sequence[RowSettings], wait: Wait
     ) -> "CudaChoice":
         num_words = self._settings.numel()
         on_host = self._inputs.next_on_host()
@@ -121,9 +121,9 @@ class Sampler:
             draws=any(each.temperature != 0 for each in settings),
         )
         host_results = self._host_results[own]
-        host_results.copy_(self._results[own], non_blocking=True)
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ended.record(torch.cuda.current_stream())
+        copies.to_host(host_results, self._results[own].data_ptr())
+        ended = streams.Event()
+        ended.record(streams.current_stream())
         launch = self._num_launches
         return CudaChoice(
             first, host_results, partial(wait, ended), lambda: self._num_launches < launch + NUM_CALLS
@@ -138,7 +138,7 @@ class CudaChoice:
     """
 
     first: int  # result of the first row
-    host_results: torch.Tensor  # int32 [rows, 2], once the device has done it
+    host_results: Array  # int32 [rows, 2], once the device has done it
     wait: Callable[[], None]
     is_kept: Callable[[], bool]  # until later choices use the same memory
     before: tuple[Result, ...] = ()  # of rows that were chosen by launches before
@@ -166,10 +166,10 @@ class CudaChoice:
 class OnDevice:
     """The logits of one step, float32 [n, vocab]. Implements decoding's `DeviceStep`."""
 
-    values: torch.Tensor
+    values: DeviceArray
     sampler: Sampler
     is_current: Callable[[], bool]  # until the runner's next step
-    download: Callable[[Sequence[torch.Tensor]], Array]  # several [n, vocab], as one
+    download: Callable[[Sequence[DeviceArray]], Array]  # several [n, vocab], as one
     wait: Wait
 
     def begin(self, rows: Sequence[int], settings: Sequence[RowSettings]) -> CudaChoice:
@@ -234,15 +234,15 @@ class StepOutputs:
     """What the last step has left on the device, until the next one."""
 
     hidden_size: int
-    logits: torch.Tensor | None = None  # of all rows
+    logits: Any = None  # of all rows
     hidden: Activations | None = None  # hidden states of all rows
-    states: torch.Tensor | None = None  # their float32 values, if they are kept beside logits
+    states: Any = None  # their float32 values, if they are kept beside logits
 
     def forget(self) -> None:
         """Frees them."""
         self.logits = self.hidden = self.states = None
 
-    def logits_of(self, rows: Array, head: Callable[[Activations], torch.Tensor]) -> torch.Tensor:
+    def logits_of(self, rows: Array, head: Callable[[Activations], Any]) -> Any:
         """Logits of rows, int64 [n] with n ≥ 1; head: computes them of hidden states."""
         first, count, indices = int(rows[0]), len(rows), None
         if not np.array_equal(rows, np.arange(first, first + count)):
@@ -252,11 +252,11 @@ class StepOutputs:
         assert self.hidden is not None, "logits belong to a step"
         return head(self.hidden.rows(first, count) if indices is None else self.hidden.take(indices))
 
-    def states_of(self, rows: Array | slice) -> torch.Tensor:
+    def states_of(self, rows: Array | slice) -> Any:
         """Hidden states float32 [n, E], of a slice as a view. RuntimeError if another step has begun."""
         if isinstance(rows, slice) and rows.start == rows.stop:
             return torch.empty((0, self.hidden_size), device="cuda")
-        states = self.hidden.values if self.hidden is not None else self.states
+        states: Any = self.hidden.values if self.hidden is not None else self.states
         if states is None:
             raise RuntimeError("these hidden states are gone: the device has computed another step since")
         if isinstance(rows, slice):

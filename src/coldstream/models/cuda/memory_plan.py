@@ -17,6 +17,7 @@ from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS
+from coldstream.kernels.cuda.array import RawArray, name_of
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.fused.cuda import PROGRAM as FUSED
@@ -111,7 +112,7 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     with note_kernels() as noted:
         for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
-            hidden = loaded.step(shape)
+            hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
             loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
             for shape in others:
                 mixers.mix(shape)  # nothing else asks which rows they are
@@ -206,8 +207,8 @@ def distinct_mixers(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 def _kind(value: Any) -> Hashable:
     """Types and shapes of everything in `value`, without addresses and contents."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+    if isinstance(value, torch.Tensor | RawArray):
+        return tuple(value.shape), name_of(value.dtype)
     kind: Any = type(value)
     if (names := _fields_of(kind)) is not None:
         return kind, tuple(_kind(getattr(value, name)) for name in names)

@@ -12,6 +12,7 @@ from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
 from coldstream.kernels.fused.reference import NUM_COLUMNS, FusedText
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, SHORT_CONTEXT
@@ -49,15 +50,13 @@ class CudaMtp:
         if loaded.fused is not None:
             self.fused = CudaFusedSteps(loaded, MtpFusedDrafter(loaded.mtp), steps, begin, make_room)
         self._begin, self._make_room = begin, make_room
-        self._found = torch.zeros((MAX_CHAIN, 2, BRANCHING), dtype=torch.int32, pin_memory=True)
+        self._found = allocations.page_locked((MAX_CHAIN, 2, BRANCHING), "int32")
 
     def new_sequence(self) -> "CudaMtpSequence":
         """An empty sequence. It takes no memory before its first row."""
         return CudaMtpSequence(self, self._loaded.sequences.new())
 
-    def append(
-        self, sequence: kvcache.Sequence, token_ids: Sequence[int], states: Sequence[torch.Tensor]
-    ) -> None:
+    def append(self, sequence: kvcache.Sequence, token_ids: Sequence[int], states: Sequence[Any]) -> None:
         """See `CudaMtpSequence.append`."""
         loaded, first = self._loaded, sequence.length
         try:
@@ -80,17 +79,17 @@ class CudaMtp:
         try:
             with device_errors():
                 self._run("mtp head", None, loaded.run_head)
-                self._found[0].copy_(loaded.candidates, non_blocking=True)
+                copies.to_host(self._found[0], loaded.candidates.data_ptr())
                 for step in range(1, num_steps):
                     shape = self._write(sequence, np.zeros(1, np.int32))
                     self._run("mtp link", shape, partial(loaded.run_link, shape))
                     loaded.sequences.append(sequence, 1)
-                    self._found[step].copy_(loaded.candidates, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
+                    copies.to_host(self._found[step], loaded.candidates.data_ptr())
+                streams.current_stream().synchronize()
         finally:
             loaded.sequences.truncate(sequence, first)
         found = self._found[:num_steps]
-        token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(torch.float32).tolist()
+        token_ids, log_probs = found[:, 0].tolist(), found[:, 1].view(np.float32).tolist()
         return list(zip(token_ids, log_probs, strict=True))
 
     def rows_of(self, sequence: kvcache.Sequence) -> "MtpFusedRows":
@@ -143,11 +142,11 @@ class CudaMtpSequence:
         """Rows that may follow."""
         return self._block.context_length - self.length
 
-    def keep(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def keep(self, hidden: Any) -> list[Any]:
         """Copies of hidden states [rows, E], one for each row, on the device."""
         return list(hidden.clone().unbind())
 
-    def append(self, token_ids: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+    def append(self, token_ids: Sequence[int], states: Sequence[Any]) -> None:
         """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
 
         Raises DeviceError and OutOfMemoryError, with no row appended. States that are not finite show in the
@@ -196,14 +195,14 @@ class MtpFusedDrafter:
         self._mtp = mtp
 
     @property
-    def candidate(self) -> torch.Tensor:
+    def candidate(self) -> Any:
         """See `CudaFusedDrafter`."""
         return self._mtp.candidates[0, :1]
 
     def draft(self, kernels: FusedKernels, arrays: FusedArrays, shape: FusedShape) -> None:
         """See `CudaFusedDrafter`. It begins after the block's last output."""
         step = StepShape(1, is_deep=shape.is_deep)
-        columns = arrays.link_columns.view(NUM_COLUMNS, 1)
+        columns = arrays.link_columns.reshape(NUM_COLUMNS, 1)
         self._mtp.run_head()
         kernels.extend_draft(0)
         for depth in range(1, shape.num_rows - 1):
@@ -213,12 +212,12 @@ class MtpFusedDrafter:
     def follow(self, arrays: FusedArrays, shape: FusedShape) -> None:
         """See `CudaFusedDrafter`."""
         mtp, num_rows = self._mtp, shape.num_rows
-        columns = arrays.block_columns[: NUM_COLUMNS * num_rows].view(NUM_COLUMNS, num_rows)
+        columns = arrays.block_columns[: NUM_COLUMNS * num_rows].reshape(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_prompts=num_rows > MAX_SHORT_CHAIN, is_deep=shape.is_deep)
         token_ids, rows = shaped_rows(columns, arrays.block_table, step)
         mtp.follow(mtp.compute_rows(token_ids, mtp.trunk_states[:num_rows], rows), arrays.last_row)
 
-    def state_of(self, row: int) -> torch.Tensor | None:
+    def state_of(self, row: int) -> Any | None:
         """See `CudaFusedDrafter`."""
         return self._mtp.trunk_states[row].clone()
 

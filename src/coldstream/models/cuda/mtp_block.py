@@ -5,12 +5,12 @@ workspace, on its stream. Its experts are all on the device.
 """
 
 from dataclasses import dataclass
-from typing import Final, Self
-
-import torch
+from typing import Any, Final, Self
 
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray, as_type
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
+from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.ops import MAX_SHORT_CHAIN, Rows, Weight
@@ -39,11 +39,11 @@ class LoadedMtp:
     head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
     sequences: SequenceCache
     inputs: Inputs
-    trunk_states: torch.Tensor  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
-    states: torch.Tensor  # float32 [MAX_MTP_ROWS, E], before each row of a run
+    trunk_states: Any  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
+    states: Any  # float32 [MAX_MTP_ROWS, E], before each row of a run
     outputs: Activations  # [MAX_MTP_ROWS, E], of a run
     last: Activations  # [1, E], the output that candidates follow
-    candidates: torch.Tensor  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
+    candidates: Any  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
 
     @classmethod
     def into(
@@ -58,11 +58,11 @@ class LoadedMtp:
             first_rows(model.layer.output, MAX_DRAFT_IDS),
             SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
             Inputs.into(ops, MAX_MTP_ROWS, context_length),
-            memory.persistent((MAX_DECODE_ROWS, hidden_size), torch.float32),
-            memory.persistent((MAX_MTP_ROWS, hidden_size), torch.float32),
+            memory.persistent((MAX_DECODE_ROWS, hidden_size), "float32"),
+            memory.persistent((MAX_MTP_ROWS, hidden_size), "float32"),
             ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True),
             ops.activations(1, hidden_size, persistent=True),
-            memory.persistent((2, BRANCHING), torch.int32),
+            memory.persistent((2, BRANCHING), "int32"),
         )
 
     def run_rows(self, shape: StepShape) -> None:
@@ -71,7 +71,7 @@ class LoadedMtp:
         found = self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
         self.ops.launch(copy_rows_cuda, found, self.outputs.rows(0, shape.num_rows))
 
-    def compute_rows(self, token_ids: torch.Tensor, states: torch.Tensor, rows: Rows) -> Activations:
+    def compute_rows(self, token_ids: DeviceArray, states: DeviceArray, rows: Rows) -> Activations:
         """The results of rows after `states`, valid until the next step."""
         self.ops.start_step(rows)
         try:
@@ -80,7 +80,7 @@ class LoadedMtp:
         finally:
             self.ops.finish_step()
 
-    def follow(self, outputs: Activations, row: torch.Tensor) -> None:
+    def follow(self, outputs: Activations, row: DeviceArray) -> None:
         """Makes a row of `outputs` the one that candidates follow. row: int32 [1], on the device."""
         self.ops.launch(copy_rows_cuda, outputs, self.last, row)
 
@@ -95,10 +95,10 @@ class LoadedMtp:
         The row replaces `last`.
         """
         token_ids, rows = self.inputs.take(shape)
-        token_ids.copy_(self.candidates[0, :1])
+        self.ops.launch(copy_values_cuda, self.candidates[:1, :1], token_ids.reshape(1, 1))
         self.compute_link(token_ids, rows)
 
-    def compute_link(self, token_ids: torch.Tensor, rows: Rows) -> None:
+    def compute_link(self, token_ids: DeviceArray, rows: Rows) -> None:
         """Runs a row after `last` and replaces it. Then as `run_head`."""
         self.ops.start_step(rows)
         try:
@@ -110,7 +110,7 @@ class LoadedMtp:
 
     def _run_head(self) -> None:
         (logits,) = self.ops.linear(self.last, (self.head,))
-        ids, log_probs = self.candidates[:1], self.candidates[1:].view(torch.float32)
+        ids, log_probs = self.candidates[:1], as_type(self.candidates[1:], "float32")
         self.ops.top_log_probs_into(logits, ids, log_probs)
 
     def run_all(self) -> None:

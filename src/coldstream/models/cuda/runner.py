@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, unowned
 from coldstream.kernels.cuda.program import loading_kernels
+from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.ops import SHORT_CONTEXT
@@ -112,7 +113,7 @@ class CudaRunner(ModelRunner):
             self.limits = replace(self.limits, shared_rows=self._partial.shared_rows)
         self._loaded.ops.finish_loading(progress)
         self.file.check_unchanged()  # or the copied weights may be of two versions
-        self._host_logits = torch.empty((HEAD_ROWS, self.spec.vocab_size), pin_memory=True)
+        self._host_logits = allocations.page_locked((HEAD_ROWS, self.spec.vocab_size), "float32")
 
     def _run_first_steps(self) -> None:
         """Runs the first step of each kind, which is slow, with rows of no sequence."""
@@ -124,12 +125,12 @@ class CudaRunner(ModelRunner):
             compute(shape)
             self._ended()
 
-    def _ended(self, event: torch.cuda.Event | None = None, step: int | None = None) -> None:
+    def _ended(self, event: streams.Event | None = None, step: int | None = None) -> None:
         """Waits for the current stream. Sequences whose rows could not be computed become empty.
 
         event: what to wait for, behind step number `step`. Work that is queued after it goes on.
         """
-        (event or torch.cuda.current_stream()).synchronize()
+        (event or streams.current_stream()).synchronize()
         known, last = self._in_flight, self._num_steps if step is None else step
         self._in_flight = [each for each in known if each[0] > last]
         if self._partial:
@@ -180,7 +181,7 @@ class CudaRunner(ModelRunner):
             self._sequences.close()
         self._steps.clear()
         if self._partial:
-            torch.cuda.synchronize()
+            calls.synchronize()
             self._partial.close()
             self._partial = None
         self.__dict__.pop("_loaded", None)
@@ -273,7 +274,7 @@ class CudaRunner(ModelRunner):
         if self._in_flight:
             self._ended()
         else:
-            torch.cuda.current_stream().synchronize()
+            streams.current_stream().synchronize()
 
     def take_back(self, sequence: Sequence) -> None:
         """See `ModelRunner`."""
@@ -315,9 +316,9 @@ class CudaRunner(ModelRunner):
         if self._partial:
             self._partial.launched()
 
-    def _computed_logits(self, shape: StepShape) -> torch.Tensor:
+    def _computed_logits(self, shape: StepShape) -> Any:
         """Logits [rows, vocab] after each row of the inputs that have been written."""
-        logits: torch.Tensor = self._steps.run(
+        logits: Any = self._steps.run(
             ("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
         )
         return logits
@@ -341,7 +342,7 @@ class CudaRunner(ModelRunner):
             return self._partial_experts is not None and self._partial_experts.shrink() > 0
 
     def _commit(self, path: AcceptedPath) -> None:
-        torch.cuda.current_stream().synchronize()
+        streams.current_stream().synchronize()
         self._loaded.commits.on_host.write(path)
         self._can_make_room = True
         self._steps.run(("commit", None), self._loaded.commit, lambda nothing: nothing, self._make_room)
@@ -360,17 +361,17 @@ class CudaRunner(ModelRunner):
         parts = [rows[start : start + HEAD_ROWS] for start in range(0, len(rows), HEAD_ROWS)]
         return np.concatenate([self._download([self._on_device(part)]) for part in parts])
 
-    def _on_device(self, rows: Array) -> torch.Tensor:
+    def _on_device(self, rows: Array) -> Any:
         """Logits of at most HEAD_ROWS rows of the last step."""
         if not len(rows):
             return torch.empty((0, self.spec.vocab_size), device="cuda")
         return self._outputs.logits_of(rows, self._loaded.model.logits)
 
-    def _hidden_of(self, rows: Array | slice) -> torch.Tensor:
+    def _hidden_of(self, rows: Array | slice) -> Any:
         with device_errors():
             return self._outputs.states_of(rows)
 
-    def _features_of(self, rows: Array | slice) -> torch.Tensor:
+    def _features_of(self, rows: Array | slice) -> Any:
         assert self._loaded.features is not None, "a runner with auxiliary layers keeps features"
         return self._loaded.features.of(rows)
 
@@ -390,14 +391,14 @@ class CudaRunner(ModelRunner):
         self._can_make_room = True
         self._outputs.forget()
 
-    def _download(self, parts: Iterable[torch.Tensor]) -> Array:
+    def _download(self, parts: Iterable[Any]) -> Array:
         """A host copy [n, vocab] of the parts' rows in order, at most HEAD_ROWS."""
         count = 0
         for part in parts:
-            self._host_logits[count : count + len(part)].copy_(part, non_blocking=True)
+            copies.to_host(self._host_logits[count : count + len(part)], part.data_ptr())
             count += len(part)
         self._ended()
-        return self._host_logits[:count].numpy().copy()
+        return self._host_logits[:count].copy()
 
 
 def _partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialModel:

@@ -66,7 +66,7 @@ def block(num_bytes: int) -> Allocation:
         trim()
         result = driver.cuMemAlloc(size)
     address = int(checked(result))
-    return Allocation(address, num_bytes, lambda: driver.cuMemFree(address))
+    return Allocation(address, num_bytes, functools.partial(driver.cuMemFree, address))
 
 
 def scratch(num_bytes: int) -> Allocation:

@@ -184,5 +184,5 @@ def free_later(free: Callable[[], object]) -> None:
     try:
         attach()
         free()
-    except (ColdstreamError, CUDAError):
+    except (ColdstreamError, CUDAError, RuntimeError):  # the last one is for a library that has gone
         return
