@@ -55,9 +55,9 @@ inline uint32_t in_register(uint32_t number) { return number; }
 
 // Bit 3 of a nibble takes the sign of the byte.
 inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
-  const uint32_t bytes = __byte_perm(low, high, selector), signs = (selector >> 3 & 1) * 0xff |
-                         (selector >> 7 & 1) * 0xff00 | (selector >> 11 & 1) * 0xff0000 |
-                         (selector >> 15 & 1) * 0xff000000;
+  const uint32_t bytes = __byte_perm(low, high, selector),
+                 signs = (selector >> 3 & 1) * 0xff | (selector >> 7 & 1) * 0xff00 |
+                         (selector >> 11 & 1) * 0xff0000 | (selector >> 15 & 1) * 0xff000000;
   return (bytes & ~signs) | ((bytes >> 7 & 0x01010101u) * 255 & signs);
 }
 
