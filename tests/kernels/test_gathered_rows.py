@@ -15,6 +15,7 @@ from coldstream.kernels.cuda.memory import Memory, MemoryPlan
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.reference_ops import ReferenceOps
+from host_driver import HostDriver
 
 NAME = "blk.0.attn_qkv.weight"  # [512, 256]
 ROW_IDS = (7, 6, 511, 0, 7)
@@ -62,7 +63,7 @@ def test_cpu(path: Path) -> None:
 
 
 def test_gpu_loader(path: Path) -> None:
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(path) as file, HostDriver().installed():
         weight = CudaLoader(HostMemory()).load_rows(file, file.tensors[NAME], ROW_IDS)
         expected = expected_rows(file)
     assert weight.shape == (5, 256)
