@@ -143,7 +143,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
     "module",
     [
         *("coldstream.cli", "coldstream.cli.main", "click", "click.core", "coldstream.errors"),
-        *("coldstream.cli.interrupts", "coldstream.cli.ls", "rich.table", "coldstream.cli.options", "numpy"),
+        *("coldstream.cli.interrupts", "coldstream.cli.ls", "coldstream.cli.options", "numpy"),
         "huggingface_hub",
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from coldstream.decoding import Grammar, Thought
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.grammar import MAX_COMPILED, Grammars
 from coldstream.engine.json_schema import MAX_PROPERTIES
-from coldstream.errors import ConfigError, InvalidRequestError
+from coldstream.errors import InvalidRequestError
 from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
 
 FIVES_TO_4 = {"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}
@@ -309,13 +308,3 @@ def test_keywords_that_cannot_be_enforced_are_ignored_only_if_asked_for(plain: L
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
         answer(plain, Grammar("json_schema", schema))
     assert isinstance(json.loads(answer(plain, Grammar("json_schema", schema, is_lenient=True)).text), list)
-
-
-def test_without_llguidance_a_grammar_is_refused_and_all_else_works(
-    plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammars = Grammars(plain.opened.tokenizer)
-    with pytest.raises(ConfigError, match=r"coldstream\[serve\]"):
-        grammars.check(SamplingParams(grammar=Grammar("json_object")))
-    grammars.check(SamplingParams())

@@ -95,8 +95,7 @@ def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -
         sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
     if spec.is_moe:
         sizes += [RingShape.of(placement.ring_bytes).buffer_bytes] * NUM_PINNED_BUFFERS
-    # PyTorch rounds page-locked memory up to powers of two.
-    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in sizes if num_bytes)
+    return sum(sizes)
 
 
 # By tokens of a prefill step: the share that its activations may take of the memory left by weights and

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
@@ -16,6 +15,7 @@ from bench.runners import open_model_file
 from builders import Dims, write_gguf
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.cuda.upload import PIECE_BYTES
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -41,15 +41,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LockedMemory:
-    """Counts page-locked memory: that of PyTorch but for buffers of uploads, and registered memory."""
+    """Counts page-locked memory but for buffers of uploads, and registered memory."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_bytes = 0
         self.registered: list[int] = []
-        for name in ("empty", "zeros"):
-            patch.setattr(torch, name, self._counting(getattr(torch, name)))
-        pin = torch.Tensor.pin_memory
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._counted(pin(tensor)))
+        page_locked = allocations.page_locked
+
+        def counted(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+            memory = page_locked(shape, dtype)
+            if memory.nbytes != PIECE_BYTES:
+                self.num_bytes += memory.nbytes
+            return memory
+
+        patch.setattr(allocations, "page_locked", counted)
         register = RegisteredMemory.register
 
         def registered(address: int, num_bytes: int, **options: Any) -> RegisteredMemory | None:
@@ -57,18 +62,6 @@ class LockedMemory:
             return register(address, num_bytes, **options)
 
         patch.setattr(RegisteredMemory, "register", registered)
-
-    def _counting(self, make: Any) -> Any:
-        def made(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            tensor = make(*size, pin_memory=pin_memory, **options)
-            return self._counted(tensor) if pin_memory else tensor
-
-        return made
-
-    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.nbytes != PIECE_BYTES:
-            self.num_bytes += 1 << (tensor.nbytes - 1).bit_length()
-        return tensor
 
 
 @pytest.fixture
