@@ -1,12 +1,12 @@
 """Work that is recorded once and launched again as a whole."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from cuda.core._utils.cuda_utils import CUDAError
 
+from coldstream.garbage import paused
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.runtime.calls import attach, begin_deferring, core_errors, end_deferring
 
@@ -28,7 +28,7 @@ class Graph:
         The step must neither allocate nor wait; the kernels that it launches are loaded already. Memory that
         it lets go is freed behind the recording. Raises as the step, DeviceError, OutOfMemoryError.
         """
-        with _without_collection(), _deferred():
+        with paused(), _deferred():
             core, outputs = _recorded(step)
         return cls(core), outputs
 
@@ -65,15 +65,3 @@ def _deferred() -> Iterator[None]:
         yield
     finally:
         end_deferring()
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage is collected within, which takes long and may close whole models."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
