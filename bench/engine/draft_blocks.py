@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=50, help="drafts of a run")
     parser.add_argument("--small", type=Path, default=Path("four-layers.gguf"))
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     words = ["python", "-m", "bench.engine.draft_blocks", "--against", options.against]
@@ -135,14 +136,17 @@ def main() -> int:
     words += ["--repeats", str(options.repeats)]
     result: dict[str, Any] = {"command": shlex.join(words), "machine": describe(options.device), "cells": []}
     with tempfile.TemporaryDirectory() as folder:
-        commits = (Commit(commit(), Path(sys.executable)), other_commit(options, Path(folder)))
+        commits = (
+            Commit(options.commit or commit(), Path(sys.executable)),
+            other_commit(options, Path(folder)),
+        )
         for kind in options.kinds:
             with workers(commits, kind, options) as (new, old):
                 for cell in cells_of(new, old, kind, options):
                     result["cells"].append(cell)
                     print(json.dumps(cell), flush=True)
     if options.out:
-        write_result(result, ROOT / options.out)
+        write_result(result, ROOT / options.out, options.commit)
     return 0
 
 

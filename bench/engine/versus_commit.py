@@ -276,9 +276,14 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--small", type=Path, default=Path("four-layers.gguf"))
     parser.add_argument("--full", type=Path, default=Path("full.gguf"))
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    stamp = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "command": command(options)}
+    stamp = {
+        "commit": options.commit or commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command(options),
+    }
     lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         commits = (Commit(stamp["commit"], Path(sys.executable)), other_commit(options, Path(folder)))
