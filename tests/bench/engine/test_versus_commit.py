@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from math import comb
@@ -16,6 +17,7 @@ from bench.engine import versus_commit
 from bench.engine.commit_lines import DEMO_CPU, LINES, Line, ServerLine
 from bench.engine.versus_commit import compared, median_interval, merged
 from bench.results import ROOT
+from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
 from tools.checkouts import check_out
@@ -82,7 +84,11 @@ def test_less_than_six_values_give_their_range() -> None:
 def test_no_run_of_a_line_begins_like_another_one() -> None:
     assert len({line.name for line in LINES}) == len(LINES)
     for line in LINES:
-        if isinstance(line, Line):
+        if isinstance(line, Line) and line.counted == "part":
+            room = line.setting.ctx_size - line.prompt_tokens
+            assert line.request(3) == line.request(4)
+            assert line.request(0)["longest"] == room >= 16 * line.new_tokens
+        elif isinstance(line, Line):
             prompts = [tuple(prompt[:4]) for run in range(10) for prompt in line.request(run)["prompts"]]
             assert len(set(prompts)) == len(prompts) == 10 * line.prompts
             assert line.request(3) == line.request(3)
@@ -91,7 +97,7 @@ def test_no_run_of_a_line_begins_like_another_one() -> None:
 
 def test_a_rate_counts_what_the_line_is_about() -> None:
     answer = {"seconds": 8.0, "first_token_s": 2.0, "generation_s": 4.0}
-    for counted, rate in (("prompt", 50.0), ("text", 10.0), ("all", 10.25)):
+    for counted, rate in (("prompt", 50.0), ("text", 10.0), ("all", 10.25), ("part", 10.25)):
         line = Line("a", DEMO_CPU, counted, prompts=2, prompt_tokens=100, new_tokens=41)  # type: ignore[arg-type]
         assert line.rate(answer) == rate
 
@@ -124,22 +130,37 @@ def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
         Line("a", DEMO_CPU, "text", new_tokens=8),
         ServerLine("b", DEMO_CPU, clients=2, seconds=0.5),
         Line("c", DEMO_CPU, "all", prompts=2, new_tokens=3),
+        Line("d", DEMO_CPU, "part", new_tokens=3),
     )
     monkeypatch.setattr(versus_commit, "LINES", lines)
     monkeypatch.chdir(tmp_path)
     old = str(checkout_of_this(tmp_path / "old"))
     words = ["versus_commit", "--against", "self", "--old", old, "--pairs", "1", "--threads", "1"]
-    monkeypatch.setattr("sys.argv", [*words, "--lines", "[ab]", "--out", "out.json"])
+    monkeypatch.setattr("sys.argv", [*words, "--lines", "[abd]", "--out", "out.json"])
     assert versus_commit.main() in (0, 1)  # a busy machine may make any side the slower one
     found = json.loads(Path("out.json").read_text())
     assert found["against"] == "self"
-    assert [*found["lines"]] == ["a", "b"]
+    assert [*found["lines"]] == ["a", "b", "d"]
     for line in found["lines"].values():
         assert len(line["new_tok_s"]) == len(line["old_tok_s"]) == 1
         assert line["interval"] == [line["ratio"]] * 2
         assert (
-            line["command"] == "python -m bench.engine.versus_commit --against self --pairs 1 --lines '[ab]'"
+            line["command"] == "python -m bench.engine.versus_commit --against self --pairs 1 --lines '[abd]'"
         )
+
+
+def test_parts_of_a_text_are_those_of_the_whole(tmp_path: Path) -> None:
+    whole = Line("a", DEMO_CPU, "text", new_tokens=9)
+    parts = Line("a", DEMO_CPU, "part", new_tokens=3)
+    commit = versus_commit.Commit("self", Path(sys.executable))
+    arguments = DEMO_CPU.arguments(str(demo_model_path()), 1, None)
+    worker = versus_commit.Worker(commit, arguments, tmp_path)
+    try:
+        _, [expected] = versus_commit.LineRuns(whole, worker).run(0)
+        found = [versus_commit.LineRuns(parts, worker).run(number)[1][0] for number in range(3)]
+    finally:
+        worker.close()
+    assert [token for run in found for token in run] == expected
 
 
 def test_a_commit_is_checked_out_whole(tmp_path: Path) -> None:
