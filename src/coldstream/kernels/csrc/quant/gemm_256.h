@@ -202,6 +202,29 @@ struct Kernel256 {
   }
 };
 
+template <template <QuantType> class Form>
+void gemm_256(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
+              std::byte* memory) {
+  dispatch_integer(
+      w.type, [&]<QuantType Q>() { gemm_of_type<Q, Kernel256<Q, Form<Q>>>(w, x, num_tiles, out, memory); });
+}
+
+// The table of a tier that multiplies bytes as `Form` says.
+template <template <QuantType> class Form>
+constexpr QuantKernels kernels_256(int gemm_min_rows) {
+  return {
+      .quantize_row = quantize_row_avx2,
+      .gemv = gemv_avx2,
+      .gemm = gemm_256<Form>,
+      .gemm_bytes = panel_memory<Panel256>(),
+      .gemm_min_rows = gemm_min_rows,
+      .pack = pack_avx2,
+      .float_product = float_product_avx2,
+      .dequantize_row = dequantize_row_avx2,
+      .swiglu = swiglu_avx2,
+  };
+}
+
 }  // namespace
 
 }  // namespace coldstream

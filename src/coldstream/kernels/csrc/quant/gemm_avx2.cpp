@@ -57,25 +57,9 @@ struct PairForm {
   }
 };
 
-void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
-  dispatch_integer(w.type, [&]<QuantType Q>() {
-    gemm_of_type<Q, Kernel256<Q, PairForm<Q>>>(w, x, num_tiles, out, memory);
-  });
-}
-
 }  // namespace
 
-constinit const QuantKernels quant_kernels_avx2 = {
-    .quantize_row = quantize_row_avx2,
-    .gemv = gemv_avx2,
-    .gemm = gemm,
-    .gemm_bytes = panel_memory<Panel256>(),
-    .gemm_min_rows = 6,
-    .pack = pack_avx2,
-    .float_product = float_product_avx2,
-    .dequantize_row = dequantize_row_avx2,
-    .swiglu = swiglu_avx2,
-};
+constinit const QuantKernels quant_kernels_avx2 = kernels_256<PairForm>(6);
 
 }  // namespace coldstream
 

@@ -53,25 +53,9 @@ struct VnniForm {
   }
 };
 
-void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
-  dispatch_integer(w.type, [&]<QuantType Q>() {
-    gemm_of_type<Q, Kernel256<Q, VnniForm<Q>>>(w, x, num_tiles, out, memory);
-  });
-}
-
 }  // namespace
 
-constinit const QuantKernels quant_kernels_avx_vnni = {
-    .quantize_row = quantize_row_avx2,
-    .gemv = gemv_avx2,
-    .gemm = gemm,
-    .gemm_bytes = panel_memory<Panel256>(),
-    .gemm_min_rows = 4,
-    .pack = pack_avx2,
-    .float_product = float_product_avx2,
-    .dequantize_row = dequantize_row_avx2,
-    .swiglu = swiglu_avx2,
-};
+constinit const QuantKernels quant_kernels_avx_vnni = kernels_256<VnniForm>(4);
 
 }  // namespace coldstream
 
