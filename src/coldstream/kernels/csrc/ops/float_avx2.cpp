@@ -18,12 +18,8 @@ namespace {
 // Accumulators of a product: tile_rows × tile_vectors vectors of two registers.
 constexpr int tile_rows = 4, tile_vectors = 1, delta_vectors = 1, delta_chains = 2, step_vectors = 2;
 
-#include "ops/float_kernels.inl"
-#include "ops/attention_kernels.inl"
-#include "ops/integer_attention_kernels.inl"
+#include "ops/float_tier.inl"
 #include "ops/row_operands_avx2.inl"
-#include "ops/delta_net_kernels.inl"
-#include "ops/router_kernels.inl"
 
 // For attention over integers.
 using OnePlane = RowOperands<1>;

@@ -17,13 +17,9 @@ namespace {
 // Accumulators of a product: tile_rows × tile_vectors registers.
 constexpr int tile_rows = 8, tile_vectors = 2, delta_vectors = 2, delta_chains = 4, step_vectors = 8;
 
-#include "ops/float_kernels.inl"
-#include "ops/attention_kernels.inl"
-#include "ops/integer_attention_kernels.inl"
+#include "ops/float_tier.inl"
 #include "ops/byte_words_avx512.inl"
 #include "ops/byte_operands_avx512.inl"
-#include "ops/delta_net_kernels.inl"
-#include "ops/router_kernels.inl"
 
 // For attention over integers.
 using OnePlane = PairOperands<1>;

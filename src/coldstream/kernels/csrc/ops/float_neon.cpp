@@ -14,19 +14,7 @@ namespace {
 
 #include "ops/vec16_neon.inl"
 #include "ops/integer_lanes_neon.inl"
-
-// Accumulators of a product: tile_rows × tile_vectors vectors of four registers.
-constexpr int tile_rows = 4, tile_vectors = 1, delta_vectors = 1, delta_chains = 2, step_vectors = 2;
-
-#include "ops/float_kernels.inl"
-#include "ops/attention_kernels.inl"
-#include "ops/integer_attention_kernels.inl"
-#include "ops/delta_net_kernels.inl"
-#include "ops/router_kernels.inl"
-
-// For attention over integers.
-using OnePlane = PairOperands<1>;
-using TwoPlanes = PairOperands<2>;
+#include "ops/pair_tier.inl"
 
 }  // namespace
 
