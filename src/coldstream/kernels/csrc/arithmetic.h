@@ -39,6 +39,10 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 static inline float silu(float x) { return x * sigmoid(x); }
 
+static inline void swiglu(const float* gate, const float* up, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+}
+
 // The final order of every sum: eight accumulators to one.
 static inline float sum_lanes_8(const float* p) {
   return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));

@@ -1,6 +1,7 @@
 // Quantised activations in the two layouts that products read; both are padded with zeros to whole groups.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -100,5 +101,33 @@ struct alignas(64) ActivationTile {
   float scales[tile_rows];           // by group
 };
 static_assert(sizeof(ActivationTile) == 4928);
+
+// Of inputs that share a scale. If `is_zero`, their codes are zero and `inverse` is undefined.
+struct SpanScale {
+  float scale, inverse;
+  bool is_zero;
+};
+
+// For inputs whose greatest magnitude has these bits: ordered like magnitudes, with non-finite ones on top.
+static inline SpanScale span_scale(uint32_t bits) {
+  const float max = std::bit_cast<float>(bits);
+  const bool finite = bits < 0x7f800000u, is_zero = !finite || max < 0x1p-100f;
+  const float scale = finite ? (is_zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
+  return {scale, 127.0f / max, is_zero};
+}
+
+// Scales of group g of `count` rows to rows `first` and following of a tile; zeros from num_rows on.
+static inline void pack_scales(const ActivationRow* x, int num_rows, int count, ActivationForm form,
+                               int64_t g, int first, ActivationTile& tile) {
+  for (int t = 0; t < count; t++) {
+    const bool exists = t < num_rows;
+    if (form == ActivationForm::by_group) {
+      tile.scales[first + t] = exists ? x[t].scales[g] : 0.0f;
+    } else {
+      for (int b = 0; b < blocks_per_group; b++)
+        tile.block_scales[b][first + t] = exists ? x[t].scales[g * blocks_per_group + b] : 0.0f;
+    }
+  }
+}
 
 }  // namespace coldstream

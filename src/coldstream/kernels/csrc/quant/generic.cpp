@@ -16,20 +16,18 @@ namespace {
 
 // `span` inputs that share a scale, of which `count` exist.
 void quantize_span(const float* x, int count, int span, int8_t* q, int16_t* sums, float* scale) {
-  uint32_t max_bits = 0;  // of the absolute values: ordered like them, with everything non-finite on top
+  uint32_t max_bits = 0;  // of the absolute values
   for (int i = 0; i < count; i++) {
     const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
     max_bits = bits > max_bits ? bits : max_bits;
   }
   std::memset(q, 0, static_cast<size_t>(span));
   std::memset(sums, 0, static_cast<size_t>(span) / 16 * sizeof(int16_t));
-  const float max = std::bit_cast<float>(max_bits);
-  const bool finite = max_bits < 0x7f800000u;
-  *scale = finite ? (max < 0x1p-100f ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
-  if (!finite || max < 0x1p-100f) return;
-  const float r = 127.0f / max;
+  const SpanScale found = span_scale(max_bits);
+  *scale = found.scale;
+  if (found.is_zero) return;
   for (int i = 0; i < count; i++) {
-    q[i] = static_cast<int8_t>(std::nearbyint(x[i] * r));
+    q[i] = static_cast<int8_t>(std::nearbyint(x[i] * found.inverse));
     sums[i / 16] = static_cast<int16_t>(sums[i / 16] + q[i]);
   }
 }
@@ -149,10 +147,6 @@ void float_product(const float* w, int64_t stride, int64_t count, int64_t cols, 
       out[t][n] = sum_lanes_16(p);
     }
   }
-}
-
-void swiglu(const float* gate, const float* up, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
 }
 
 }  // namespace

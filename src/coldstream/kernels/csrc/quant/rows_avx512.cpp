@@ -16,13 +16,12 @@ inline __attribute__((always_inline)) void quantize_span(const __m512* values, i
   __m512i max_bits = _mm512_setzero_si512();  // of absolute values: ordered like them, non-finite ones on top
   for (int i = 0; i < vectors; i++)
     max_bits = _mm512_max_epu32(max_bits, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
-  const uint32_t bits = _mm512_reduce_max_epu32(max_bits);
-  const float max = std::bit_cast<float>(bits);
-  const bool finite = bits < 0x7f800000u, zero = !finite || max < 0x1p-100f;
-  *scale = finite ? (zero ? 0.0f : max / 127.0f) : std::bit_cast<float>(0x7fc00000u);
-  const __m512 r = _mm512_set1_ps(127.0f / max);
+  const SpanScale found = span_scale(_mm512_reduce_max_epu32(max_bits));
+  *scale = found.scale;
+  const __m512 r = _mm512_set1_ps(found.inverse);
   for (int i = 0; i < vectors; i++) {
-    const __m512i rounded = zero ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(values[i], r));
+    const __m512i rounded =
+        found.is_zero ? _mm512_setzero_si512() : _mm512_cvtps_epi32(_mm512_mul_ps(values[i], r));
     _mm_store_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(rounded));
   }
 }
@@ -134,19 +133,14 @@ inline __attribute__((always_inline)) void pack(const ActivationRow* x, int num_
     }
     transpose_16x16(v);
     if (x[0].form == ActivationForm::by_group) {
-      for (int t = 0; t < tile_rows; t++) tile.scales[t] = t < num_rows ? x[t].scales[g] : 0.0f;
       for (int i = 0; i < 8; i++) _mm512_store_si512(tile.sums_16[i], v[i]);
-    } else {
-      for (int b = 0; b < blocks_per_group; b++) {
-        for (int t = 0; t < tile_rows; t++)
-          tile.block_scales[b][t] = t < num_rows ? x[t].scales[g * blocks_per_group + b] : 0.0f;
-      }
     }
     for (int i = 0; i < 4; i++) {
       const __m512i even = _mm512_madd_epi16(v[2 * i], ones), odd = _mm512_madd_epi16(v[2 * i + 1], ones);
       const __m512i pairs = _mm512_or_si512(_mm512_and_si512(even, low_half), _mm512_slli_epi32(odd, 16));
       _mm512_store_si512(tile.sums_32[i], pairs);
     }
+    pack_scales(x, num_rows, tile_rows, x[0].form, g, 0, tile);
   }
 }
 
@@ -186,7 +180,7 @@ void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t
 }
 
 void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+  swiglu(gate, up, count, out);
 }
 
 }  // namespace coldstream
