@@ -44,6 +44,19 @@ static inline uint64_t minus_32(uint64_t bytes) { return (bytes + every_byte(96)
 // 1 + 2 x of bytes x below 127.
 static inline uint64_t odd(uint64_t bytes) { return bytes << 1 | every_byte(1); }
 
+// Eight bytes that lie `step` apart.
+template <int step>
+static inline uint64_t gather_bytes(const uint8_t* from) {
+  uint64_t bytes = 0;
+  for (int j = 0; j < 8; j++) bytes |= static_cast<uint64_t>(from[step * j]) << 8 * j;
+  return bytes;
+}
+
+// 1 + 2 x of sixteen nibbles x.
+static inline ScaleBytes odd_nibbles(const uint8_t* packed) {
+  return {odd(spread_nibbles(load_u32(packed))), odd(spread_nibbles(load_u32(packed + 4)))};
+}
+
 // Sub-block scales (6 bits) and minimums (6 bits) of Q4_K and Q5_K, eight of each.
 struct ScalesK4 {
   uint64_t scales;

@@ -39,33 +39,43 @@ namespace {
 template <QuantType Q>
 struct Traits;
 
-struct SuperBlock {
+// The scale of most blocks is their `d`.
+template <typename B>
+struct ScaledBlock {
+  using Block = B;
+  static constexpr float d_factor = 1.0f;
+  COLDSTREAM_INLINE uint16_t half_d(const B& b)
+    requires requires { b.d; }
+  {
+    return load_u16(b.d);
+  }
+};
+
+template <typename B>
+struct SuperBlock : ScaledBlock<B> {
   static constexpr bool super_block = true, is_signed = false, has_mins = false;
   static constexpr bool has_fours = false, has_eights = false;
   static constexpr int block_inputs = 256;
-  static constexpr float d_factor = 1.0f;
 };
 
 // has_nibbles: whether codes are the nibbles of `qs`, or the entries that these have in `values`;
 // has_fifth_bits: whether `qh` has another bit of each.
-struct SmallBlock {
+template <typename B>
+struct SmallBlock : ScaledBlock<B> {
   static constexpr bool has_nibbles = false, has_fifth_bits = false;
   static constexpr bool super_block = false, is_signed = false, has_mins = false;
   static constexpr bool has_fours = false, has_eights = false;
   static constexpr int block_inputs = 32, sub_block = 32;
-  static constexpr float d_factor = 1.0f;
 };
 
 // --- blocks of 32 ---
 
 template <typename B>
-struct NibbleBlock : SmallBlock {
-  using Block = B;
+struct NibbleBlock : SmallBlock<B> {
   template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+  COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
     return U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs);
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 template <typename B>
@@ -104,23 +114,20 @@ struct Traits<QuantType::q5_1> : FiveBitBlock<BlockQ5_1> {
 };
 
 template <>
-struct Traits<QuantType::q8_0> : SmallBlock {
-  using Block = BlockQ8_0;
+struct Traits<QuantType::q8_0> : SmallBlock<BlockQ8_0> {
   static constexpr bool is_signed = true;
   static constexpr int offset = 0, greatest = 128;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::halves(b[2 * k].qs, b[2 * k + 1].qs);
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 alignas(16) constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                1,    13,   25,  38,  53,  69,  89,  113};
 
 template <>
-struct Traits<QuantType::iq4_nl> : SmallBlock {
-  using Block = BlockIQ4_NL;
+struct Traits<QuantType::iq4_nl> : SmallBlock<BlockIQ4_NL> {
   static constexpr bool is_signed = true, has_nibbles = true;
   static constexpr const auto& values = iq4_values;
   static constexpr int offset = 0, greatest = 127;
@@ -128,15 +135,13 @@ struct Traits<QuantType::iq4_nl> : SmallBlock {
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::look_up(U::nibble_halves(b[2 * k].qs, b[2 * k + 1].qs), values);
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 // Twice the values of E2M1, and 12.
 alignas(16) constexpr int8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <>
-struct Traits<QuantType::mxfp4> : SmallBlock {
-  using Block = BlockMXFP4;
+struct Traits<QuantType::mxfp4> : SmallBlock<BlockMXFP4> {
   static constexpr bool has_nibbles = true;
   static constexpr const auto& values = e2m1_codes;
   static constexpr int offset = 12, greatest = 24;
@@ -151,22 +156,19 @@ struct Traits<QuantType::mxfp4> : SmallBlock {
 };
 
 template <>
-struct Traits<QuantType::q2_0> : SmallBlock {
-  using Block = BlockQ2_0;
+struct Traits<QuantType::q2_0> : SmallBlock<BlockQ2_0> {
   static constexpr int block_inputs = 64;
   static constexpr int offset = 1, greatest = 3;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::spread_crumbs_16(b[k].qs);
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 // --- super-blocks with linear codes ---
 
 template <>
-struct Traits<QuantType::q2_k> : SuperBlock {
-  using Block = BlockQ2_K;
+struct Traits<QuantType::q2_k> : SuperBlock<BlockQ2_K> {
   static constexpr bool has_mins = true;
   static constexpr int sub_block = 16, offset = 0, greatest = 3;
   template <typename U>
@@ -179,31 +181,26 @@ struct Traits<QuantType::q2_k> : SuperBlock {
   COLDSTREAM_INLINE ScaleBytes mins(const Block& b) {
     return {load_u64(b.scales) >> 4 & every_byte(15), load_u64(b.scales + 8) >> 4 & every_byte(15)};
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
   COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.dmin); }
 };
 
 template <>
-struct Traits<QuantType::q3_k> : SuperBlock {
-  using Block = BlockQ3_K;
+struct Traits<QuantType::q3_k> : SuperBlock<BlockQ3_K> {
   static constexpr int sub_block = 16, offset = 4, greatest = 7;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::add_bits(U::crumbs(b->qs + k / 2 * 32, k % 2 * 4), b->hmask, 2 * k, 4);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return unpack_scales_k3(b.scales); }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 template <typename B>
-struct K4Block : SuperBlock {
-  using Block = B;
+struct K4Block : SuperBlock<B> {
   static constexpr bool has_mins = true;
   static constexpr int sub_block = 32, offset = 0;
-  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {unpack_scales_k4(b.scales).scales}; }
-  COLDSTREAM_INLINE ScaleBytes mins(const Block& b) { return {unpack_scales_k4(b.scales).mins}; }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
-  COLDSTREAM_INLINE uint16_t half_dmin(const Block& b) { return load_u16(b.dmin); }
+  COLDSTREAM_INLINE ScaleBytes scales(const B& b) { return {unpack_scales_k4(b.scales).scales}; }
+  COLDSTREAM_INLINE ScaleBytes mins(const B& b) { return {unpack_scales_k4(b.scales).mins}; }
+  COLDSTREAM_INLINE uint16_t half_dmin(const B& b) { return load_u16(b.dmin); }
 };
 
 template <>
@@ -225,32 +222,27 @@ struct Traits<QuantType::q5_k> : K4Block<BlockQ5_K> {
 };
 
 template <>
-struct Traits<QuantType::q6_k> : SuperBlock {
-  using Block = BlockQ6_K;
+struct Traits<QuantType::q6_k> : SuperBlock<BlockQ6_K> {
   static constexpr int sub_block = 16, offset = 32, greatest = 63;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::nibbles_and_crumbs(b->ql + k / 2 * 64, k % 2, b->qh + k / 2 * 32);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return {load_u64(b.scales), load_u64(b.scales + 8)}; }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 template <>
-struct Traits<QuantType::tq2_0> : SuperBlock {
-  using Block = BlockTQ2_0;
+struct Traits<QuantType::tq2_0> : SuperBlock<BlockTQ2_0> {
   static constexpr int sub_block = 32, offset = 1, greatest = 3;
   template <typename U>
   COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
     return U::crumbs(b->qs + k / 2 * 32, k % 2 * 4);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block&) { return {every_byte(1)}; }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 template <>
-struct Traits<QuantType::iq4_xs> : SuperBlock {
-  using Block = BlockIQ4_XS;
+struct Traits<QuantType::iq4_xs> : SuperBlock<BlockIQ4_XS> {
   static constexpr bool is_signed = true;
   static constexpr int sub_block = 32, offset = 0, greatest = 127;
   template <typename U>
@@ -260,18 +252,15 @@ struct Traits<QuantType::iq4_xs> : SuperBlock {
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
     return {minus_32(spread_nibbles(load_u32(b.scales_l)) | spread_crumbs(load_u16(b.scales_h)) << 4)};
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 // --- super-blocks with codes from grids ---
 
 // Magnitudes from a grid of eight values an entry, and signs.
 template <typename B, int of_16_or_32, int greatest_magnitude>
-struct GridBlock : SuperBlock {
-  using Block = B;
+struct GridBlock : SuperBlock<B> {
   static constexpr int sub_block = of_16_or_32, offset = greatest_magnitude,
                        greatest = 2 * greatest_magnitude;
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 // Entries of eight values: `grid` has them; index(b, k, i): the entry of inputs 64 k + 8 i … 64 k + 8 i + 7.
@@ -298,9 +287,7 @@ struct Traits<QuantType::iq2_xxs> : EightsBlock<QuantType::iq2_xxs, BlockIQ2_XXS
     return even_signs(spread_sevens(load_u32(words), load_u32(words + 8)));
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
-    uint64_t scales = 0;
-    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.qs[8 * j + 7] >> 4) << 8 * j;
-    return {odd(scales)};
+    return {odd(gather_bytes<8>(b.qs + 7) >> 4 & every_byte(15))};
   }
 };
 
@@ -316,9 +303,7 @@ struct Traits<QuantType::iq2_xs> : EightsBlock<QuantType::iq2_xs, BlockIQ2_XS, 1
     return even_signs(narrow_words(load_u64(words) >> 9 & every_word(127)) |
                       narrow_words(load_u64(words + 8) >> 9 & every_word(127)) << 32);
   }
-  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
-    return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
-  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return odd_nibbles(b.scales); }
 };
 
 template <>
@@ -328,9 +313,7 @@ struct Traits<QuantType::iq2_s> : EightsBlock<QuantType::iq2_s, BlockIQ2_S, 16> 
     return b.qs[8 * k + i] | (static_cast<uint32_t>(load_u16(b.qh + 2 * k)) >> 2 * i & 3) << 8;
   }
   COLDSTREAM_INLINE uint64_t signs(const Block& b, int k) { return load_u64(b.signs + 8 * k); }
-  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
-    return {odd(spread_nibbles(load_u32(b.scales))), odd(spread_nibbles(load_u32(b.scales + 4)))};
-  }
+  COLDSTREAM_INLINE ScaleBytes scales(const Block& b) { return odd_nibbles(b.scales); }
 };
 
 // Entries of four values: `grid` has them, `high_bits` the ninth bit of each of the 64 indices, if there are
@@ -356,9 +339,7 @@ struct Traits<QuantType::iq3_xxs> : FoursBlock<QuantType::iq3_xxs, BlockIQ3_XXS,
     return even_signs(spread_sevens(load_u32(words), load_u32(words + 4)));
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
-    uint64_t scales = 0;
-    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.scales_signs[4 * j + 3] >> 4) << 8 * j;
-    return {odd(scales)};
+    return {odd(gather_bytes<4>(b.scales_signs + 3) >> 4 & every_byte(15))};
   }
 };
 
@@ -374,13 +355,12 @@ struct Traits<QuantType::iq3_s> : FoursBlock<QuantType::iq3_s, BlockIQ3_S, 15> {
 // of 64 codes that are shifted up. The grid has 8 (g + 1), which are the unsigned codes of those that are
 // not.
 template <QuantType Q, typename B, int of_16_or_32>
-struct ShiftedGridBlock : SuperBlock {
-  using Block = B;
+struct ShiftedGridBlock : SuperBlock<B> {
   static constexpr int sub_block = of_16_or_32, offset = 9, greatest = 18, shift = 2;
   static constexpr float d_factor = 0.125f;
   static constexpr const auto& grid = grid_words_iq1;
   template <typename U>
-  COLDSTREAM_INLINE typename U::Bytes codes(const Block* b, int k) {
+  COLDSTREAM_INLINE typename U::Bytes codes(const B* b, int k) {
     using T = Traits<Q>;
     const typename U::Bytes lower = U::words([&](int i) { return grid[T::index(*b, k, i)]; });
     return U::add_where(lower, T::ups(*b, k), shift);
@@ -399,11 +379,8 @@ struct Traits<QuantType::iq1_s> : ShiftedGridBlock<QuantType::iq1_s, BlockIQ1_S,
     return (words & 0x8000u ? 0 : 0xffffffffull) | (words & 0x80000000u ? 0 : 0xffffffffull << 32);
   }
   COLDSTREAM_INLINE ScaleBytes scales(const Block& b) {
-    uint64_t scales = 0;
-    for (int j = 0; j < 8; j++) scales |= static_cast<uint64_t>(b.qh[2 * j + 1] >> 4 & 7) << 8 * j;
-    return {odd(scales)};
+    return {odd(gather_bytes<2>(b.qh + 1) >> 4 & every_byte(7))};
   }
-  COLDSTREAM_INLINE uint16_t half_d(const Block& b) { return load_u16(b.d); }
 };
 
 template <>
