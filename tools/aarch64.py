@@ -31,7 +31,8 @@ PACKAGES = (
     *("numpy>=2.4.1", "torch==2.9.1", "filelock", "typing-extensions", "sympy", "mpmath<1.4", "networkx"),
     *("jinja2", "markupsafe", "fsspec", "pytest>=9", "iniconfig", "pluggy", "packaging", "pygments"),
     *("pytest-timeout>=2.4", "pytest-asyncio>=1.5", "hypothesis>=6.150", "sortedcontainers"),
-    *("cuda-bindings>=13.0.3,<14", "cuda-pathfinder", "gguf>=0.19", "pyyaml", "tqdm", "tokenizers>=0.23.3"),
+    *("cuda-core>=1.2", "cuda-bindings>=13.0.3,<14", "cuda-pathfinder", "gguf>=0.19", "pyyaml", "tqdm"),
+    "tokenizers>=0.23.3",
 )
 # What wheels may name; Debian 12 has a newer glibc.
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
