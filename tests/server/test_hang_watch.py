@@ -14,6 +14,13 @@ POLICY = RestartPolicy(hang_s=LIMIT_S)
 STILL = Work(1.0, 0)
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks other tasks run once, however long the pause."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+
+
 async def reported(
     silences: Sequence[float], policy: RestartPolicy = POLICY, works: Sequence[Work | None] = ()
 ) -> str | None:
