@@ -143,7 +143,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
-    """Of tests marked `sharded` that have SHARDS cases or more only each third one stays."""
+    """Of tests marked `sharded` that have SHARDS cases or more only one in SHARDS stays.
+
+    Which one shifts from one row of SHARDS cases to the next, so that a shard has every value of a parameter
+    that has SHARDS values.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sharded"):
@@ -152,11 +156,18 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
         item
         for those in cases.values()
         for number, item in enumerate(those)
-        if len(those) >= SHARDS and number % SHARDS != shard % SHARDS
+        if len(those) >= SHARDS and (number + number // SHARDS) % SHARDS != shard % SHARDS
     ]
     config.hook.pytest_deselected(items=left_out)
     gone = {*map(id, left_out)}
     items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.fixture(scope="session")
+def part_of_examples(request: pytest.FixtureRequest) -> slice:
+    """Which of a test's own random examples it tries: all of them, or one in SHARDS with `--shard`."""
+    shard = request.config.getoption("--shard")
+    return slice(None) if shard is None else slice(shard % SHARDS, None, SHARDS)
 
 
 @pytest.fixture(scope="session")

@@ -183,8 +183,9 @@ def test_two_kills_are_reported_and_every_answer_is_right(tmp_path: Path) -> Non
     assert sorted(each.partition(":")[0] for each in broken) == sorted([first.name, "left.tmp"])
 
 
-def test_a_storm_is_counted_and_leaves_nothing(tmp_path: Path) -> None:
-    found = failure_storm.storm(demo_model_path(), tmp_path, rate=50, seconds=2, calm_s=6, threads=1, seed=1)
+def test_a_storm_is_counted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_storm, "BACK_S", 1)
+    found = failure_storm.storm(demo_model_path(), tmp_path, rate=50, seconds=2, calm_s=3, threads=1, seed=1)
     assert found["faults"] == []
     assert (found["requests"], sum(found["statuses"].values())) == (100, 100)
     assert 0 < found["cancelled_in_engine"] <= 100

@@ -108,6 +108,7 @@ def test_a_mix_with_an_unknown_type_is_refused_by_name(monkeypatch: pytest.Monke
     assert mix_named("Q2_K") is MIXES["Q2_K"]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("mix", [mix for mix in MIXES.values() if not mix.unknown_types and mix != PLAIN])
 def test_text_of_every_mix_walks_too(mix: Mix, tmp_path: Path) -> None:
     path = tmp_path / "mix.gguf"

@@ -1,10 +1,11 @@
 """Loads a model and answers three requests, again and again, each time with another allocation that fails.
 
-LD_PRELOAD=failing_allocations.so python host_memory_worker.py MODEL RAM_BYTES MOST_REPEATS
+LD_PRELOAD=failing_allocations.so python host_memory_worker.py MODEL RAM_BYTES MOST_REPEATS FIRST STEP
 
-Prints a line for each repeat: which allocation failed, what became of the load and of each request (the
-digest of what was computed, or the name of the error), and how many files and threads are left. First and
-after each repeat comes one without a failure, number 0.
+Of at most MOST_REPEATS it makes every STEP-th repeat, from FIRST on. Prints a line for each: which allocation
+failed, what became of the load and of each request (the digest of what was computed, or the name of the
+error), and how many files and threads are left. First and after each repeat comes one without a failure,
+number 0.
 """
 
 import ctypes
@@ -57,11 +58,11 @@ def left_over() -> str:
 
 
 def main() -> None:
-    path, ram, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    path, (ram, most, first, step) = sys.argv[1], map(int, sys.argv[2:])
     list(outcomes(path, ram))  # what is imported, compiled and cached once
     FAILING(NEVER)
     print(NEVER, *outcomes(path, ram), left_over(), flush=True)
-    for number in chosen_ones(FAILING(NEVER), most):
+    for number in chosen_ones(FAILING(NEVER), most)[first::step]:
         FAILING(number)
         results = list(outcomes(path, ram))
         FAILING(NEVER)

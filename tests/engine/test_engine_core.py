@@ -78,6 +78,7 @@ def expected(path: Path) -> list[list[Answer]]:
         return [alone(LLM.from_opened(opened), *wish) for wish in mixed_wishes(32)]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("size", [ROOMY, TIGHT, CacheSize(3, 1)], ids=["roomy", "tight", "one"])
 def test_32_concurrent_requests_are_each_what_they_are_alone(
     path: Path, size: CacheSize, expected: list[list[Answer]]

@@ -140,6 +140,7 @@ def alone(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParam
     ]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("size", [ROOMY, TIGHT, CacheSize(3, 1)], ids=["roomy", "tight", "one"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_32_prompts_are_each_what_they_are_alone(path: Path, size: CacheSize, threads: int) -> None:

@@ -5,8 +5,14 @@ import torch
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.cuda.gemm_tiles import Tiling
 from coldstream.kernels.linear.integer_types import activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
+
+
+def arch_of(tiling: Tiling, number: int) -> str:
+    """One of two architectures, alternately; always the second where warpgroups multiply."""
+    return "sm_90a" if tiling.by_warpgroups or number % 2 else "sm_80"
 
 
 def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:

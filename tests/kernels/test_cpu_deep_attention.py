@@ -126,6 +126,7 @@ def check(tiers: Runtimes, case: BatchCase) -> None:
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_any_batch_has_the_bits_of_the_definition(tiers: Runtimes, name: str) -> None:
     """Up to three sequences with up to 64 rows each, in chains or draft trees."""

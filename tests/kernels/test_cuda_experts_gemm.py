@@ -1,12 +1,12 @@
 """The routed experts of many tokens on a GPU: the very bits of the exact reference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_gemm_cases import device_activations, device_weight
+from cuda_gemm_cases import arch_of, device_activations, device_weight
 from cuda_row_cases import check_compiles
 from guarded import Guarded
 from machine_code import stack_bytes
@@ -45,16 +45,22 @@ def test_grouping_compiles() -> None:
     check_compiles(GROUP_PROGRAM)
 
 
+def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
+    """Every instance of each type, for one of two architectures, alternately."""
+    for number, quant_type in enumerate(sorted(SMALL_TILINGS)):
+        tilings = (SMALL_TILINGS[quant_type], *LARGE_TILINGS[quant_type], least_tiling(quant_type))
+        for place, (tiling, gated) in enumerate(product(dict.fromkeys(tilings), (True, False))):
+            yield quant_type, instance(tiling, gated), arch_of(tiling, number + place)
+
+
 @pytest.mark.sharded
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("quant_type", sorted(SMALL_TILINGS), ids=lambda t: t.name)
-def test_compiles(quant_type: QuantType, arch: str, tmp_path: Path) -> None:
-    tilings = (SMALL_TILINGS[quant_type], *LARGE_TILINGS[quant_type], least_tiling(quant_type))
-    for tiling, gated in product(dict.fromkeys(tilings), (True, False)):
-        assert instance(tiling, gated) in PROGRAM.instances
-        if arch == "sm_90a" or not tiling.by_warpgroups:
-            code = compile_instance(PROGRAM.source, instance(tiling, gated), arch, tmp_path)
-            assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
+@pytest.mark.parametrize(
+    ("quant_type", "kernel", "arch"), [*instances_and_archs()], ids=lambda each: getattr(each, "name", each)
+)
+def test_compiles(quant_type: QuantType, kernel: str, arch: str, tmp_path: Path) -> None:
+    assert kernel in PROGRAM.instances
+    code = compile_instance(PROGRAM.source, kernel, arch, tmp_path)
+    assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
 
 
 def new_groups(num_pairs: int, num_experts: int) -> Groups:

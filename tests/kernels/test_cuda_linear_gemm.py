@@ -1,12 +1,12 @@
 """GEMM on a GPU: the very bits of the exact reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_gemm_cases import device_activations, device_weight
+from cuda_gemm_cases import arch_of, device_activations, device_weight
 from guarded import Guarded
 from machine_code import stack_bytes
 from quant_cases import same_numbers
@@ -25,15 +25,21 @@ SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 TYPES = tuple(TILINGS)
 
 
+def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
+    """Every instance of each type, for one of two architectures, alternately."""
+    for number, quant_type in enumerate(TYPES):
+        for place, tiling in enumerate(dict.fromkeys((*TILINGS[quant_type], least_tiling(quant_type)))):
+            yield quant_type, instance(tiling), arch_of(tiling, number + place)
+
+
 @pytest.mark.sharded
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("quant_type", TYPES, ids=lambda t: t.name)
-def test_compiles(quant_type: QuantType, arch: str, tmp_path: Path) -> None:
-    for tiling in dict.fromkeys((*TILINGS[quant_type], least_tiling(quant_type))):
-        assert instance(tiling) in PROGRAM.instances
-        if arch == "sm_90a" or not tiling.by_warpgroups:
-            code = compile_instance(PROGRAM.source, instance(tiling), arch, tmp_path)
-            assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
+@pytest.mark.parametrize(
+    ("quant_type", "kernel", "arch"), [*instances_and_archs()], ids=lambda each: getattr(each, "name", each)
+)
+def test_compiles(quant_type: QuantType, kernel: str, arch: str, tmp_path: Path) -> None:
+    assert kernel in PROGRAM.instances
+    code = compile_instance(PROGRAM.source, kernel, arch, tmp_path)
+    assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
 
 
 def cols(quant_type: QuantType, groups: int) -> int:

@@ -38,7 +38,9 @@ def mutate(data: bytearray, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_gg17_damaged_models_answer_or_are_refused(name: str, tmp_path: Path) -> None:
+def test_gg17_damaged_models_answer_or_are_refused(
+    name: str, tmp_path: Path, part_of_examples: slice
+) -> None:
     path = tmp_path / "seed.gguf"
     write_gguf(path, dims=DIMS, **SEEDS[name])
     original = path.read_bytes()
@@ -47,6 +49,8 @@ def test_gg17_damaged_models_answer_or_are_refused(name: str, tmp_path: Path) ->
     for number in range(MUTANTS_PER_SEED):
         data = bytearray(original)
         mutate(data, rng)
+        if number not in range(MUTANTS_PER_SEED)[part_of_examples]:
+            continue
         mutant = tmp_path / "mutant.gguf"
         mutant.write_bytes(data)
         try:

@@ -99,6 +99,7 @@ def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
             check_batch_of_trees(prompts, oracle, random)
 
 
+@pytest.mark.sharded
 def test_trees_of_a_model_whose_experts_come_from_the_disk(model: Model) -> None:
     file_bytes = model.path.stat().st_size
     with open_runner(model.path, threads=2, kv_type=model.kv_type) as mapped:

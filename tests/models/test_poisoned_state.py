@@ -142,6 +142,7 @@ def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY)
 KINDS = ("conv_state", "state", "k", "v")
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_between_two_tokens(llm: LLM, fresh: Answers, kind: str, everywhere: bool) -> None:
@@ -189,6 +190,7 @@ def test_nan_in_a_state_between_two_steps_of_a_prompt(
     assert_like_fresh(llm, fresh)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_nan_in_logits_however_a_token_is_chosen(
     llm: LLM, fresh: Answers, name: str, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         serve.run(build({**ARGS, "api_key_file": str(keys)}), name=APP)
         url = f"http://127.0.0.1:{port}"
         # The replicas have their models before the server has asked them for one.
-        while httpx2.get(f"{url}/health").status_code != 200:
+        while httpx2.get(f"{url}/health", timeout=300).status_code != 200:
             pass
         yield url
     finally:

@@ -35,6 +35,7 @@ def family_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return write_variant(tmp_path_factory.mktemp("models"), request.param)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type: str) -> None:
     ids = token_ids(7)
@@ -51,6 +52,7 @@ def generic_logits(family_path: Path) -> np.ndarray:
 
 
 # The slowest tier has computed what is expected, with two threads.
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("tier", "threads"),
     [

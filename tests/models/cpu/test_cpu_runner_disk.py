@@ -65,6 +65,7 @@ def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
 
 
 # One thread or several, alternately, share out experts alike wherever these come from.
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("share", "threads"),
     [(share, 1 + (i + j) % 3) for i, share in enumerate(SHARES) for j in range(1 + (i == 0))],
@@ -85,6 +86,7 @@ def test_ex07_logits_do_not_depend_on_the_budget(
         assert disk.bytes_read > 0
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch != "qwen35"])
 def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "tiny.gguf"

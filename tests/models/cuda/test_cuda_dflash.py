@@ -185,6 +185,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(("name", "quant"), KINDS)
 def test_drafts_are_those_of_the_drafter_on_the_cpu(
     tmp_path: Path, target: Path, device: str, name: str, quant: str, monkeypatch: pytest.MonkeyPatch

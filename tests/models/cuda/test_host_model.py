@@ -60,6 +60,7 @@ def test_a_chain(model: Model, monkeypatch: pytest.MonkeyPatch, short_context: i
         check_chains(runner, model.cpu, (1, 5, 20, 130) if short_context else (5, 130))
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 def test_long_prompts_of_several_sequences(model: Model) -> None:
     lengths = (40, 1, 70)
@@ -83,6 +84,7 @@ def test_trees_and_chains(model: Model) -> None:
         check_batch_of_trees(prompts, oracle, Random(5), num_trees=3, lengths_of_prompts=LENGTHS, num_next=4)
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 def test_each_node_of_a_tree_chooses_by_its_own_path(model: Model) -> None:
     """Beside a chain of another request, whose settings are others."""
