@@ -13,7 +13,6 @@ again at every later call and at the end. To the clocks all threads of the host 
 import ctypes
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-import torch
 
 from coldstream.kernels.cuda.array import DeviceArray, num_bytes_of
 
@@ -166,15 +164,9 @@ class ModelDevice:
             )
             return True
 
-    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_to_host(self, target: DeviceArray, source: DeviceArray) -> None:
         """Queues it to the current stream."""
-        size = target.nbytes
-        self.queue(
-            "copy to the host",
-            reads=[range_of(source)],
-            host_writes=[range_of(target)],
-            effect=lambda operation: _move([(target.data_ptr(), source.data_ptr(), size)]),
-        )
+        self.bring_to_host(target.data_ptr(), *range_of(source), self.current.handle)
 
     def fill(self, address: int, byte: int, size: int, handle: int) -> None:
         """Queues writing the same byte everywhere."""
@@ -195,22 +187,14 @@ class ModelDevice:
             effect=lambda operation: _move([(target, source, size)]),
         )
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8, full of garbage; work of the current stream may still write it for another tensor, as in
-        PyTorch. When it is freed, no operation on it may be unfinished.
+    def allocate(self, num_bytes: int) -> "ModelBlock":
+        """A block full of garbage. When it is freed, no operation on it may be unfinished: the driver would
+        wait for all work of the device.
         """
         with self._lock:
             memory = np.full(max(1, num_bytes), RUBBISH, np.uint8)
             self._memory.append(memory)
-            tensor = torch.from_numpy(memory)[:num_bytes]
-            place = (tensor.data_ptr(), num_bytes)
-            self.queue(
-                "the tensor before it",
-                writes=[place],
-                effect=lambda operation: memory.fill(RUBBISH),
-            )
-        weakref.finalize(tensor.untyped_storage(), self._given_back, place).atexit = False
-        return tensor
+        return ModelBlock(self, memory.ctypes.data, num_bytes)
 
     def synchronize(self) -> None:
         """Runs everything that is queued."""
@@ -333,6 +317,16 @@ class ModelDevice:
     def _violate(self, message: str) -> None:
         self._violation = self._violation or Violation(message)
         raise self._violation
+
+
+class ModelBlock:
+    """In place of the runtime's allocations."""
+
+    def __init__(self, device: ModelDevice, address: int, num_bytes: int) -> None:
+        self._device, self.address, self.num_bytes = device, address, num_bytes
+
+    def __del__(self) -> None:
+        self._device._given_back((self.address, self.num_bytes))
 
 
 class ModelStream:

@@ -1,14 +1,13 @@
 """Puts a `ModelDevice` where the package meets streams, the driver's copies and its own kernels."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cuda.bindings import driver
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -48,9 +47,7 @@ def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
     patch.setattr(streams, "on_stream", device.on)
     patch.setattr(calls, "synchronize", device.synchronize)
     patch.setattr(calls, "free_memory", lambda: (device.free_bytes, 2**41))
-    patch.setattr(torch.cuda, "empty_cache", lambda: None)
-    patch.setattr(torch, "empty", _without_gpu(torch.empty, device))
-    patch.setattr(torch, "zeros", _without_gpu(torch.zeros, device))
+    patch.setattr(allocations, "block", device.allocate)
     patch.setattr(allocations, "page_locked", np.zeros)
     patch.setattr(driver, "cuMemcpyHtoDAsync", partial(_copy, device))
     patch.setattr(driver, "cuMemsetD8Async", partial(_fill, device))
@@ -72,16 +69,6 @@ class _Kernel:
 
     def launch(self, grid: object, block: int, args: Any, **options: object) -> None:
         self._queue(*args)
-
-
-def _without_gpu(make: Callable[..., torch.Tensor], device: ModelDevice) -> Callable[..., torch.Tensor]:
-    def made(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("device") != "cuda":
-            return make(*size, **options)
-        assert options == {"device": "cuda", "dtype": torch.uint8}
-        return device.allocate(*size)
-
-    return made
 
 
 def _copy(device: ModelDevice, target: int, source: int, size: int, handle: int) -> tuple[object]:

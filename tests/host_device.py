@@ -12,19 +12,21 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from coldstream.kernels.cuda import compiler, limits, program
-from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
 from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
+from device_arrays import SharedArray
 from host_driver import HostDriver
 
 HOST = Path(__file__).with_name("host")
@@ -50,19 +52,32 @@ def generated_headers(directory: Path) -> str:
 
 
 class HostMemory(Memory):
-    """Tensors of the host, each with its own memory; persistent ones stay alive for addresses to them."""
+    """Arrays in the host's memory, each with its own; persistent ones keep all of that kind."""
+
+    _array = SharedArray
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[np.ndarray] = []
 
-    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        self._kept.append(torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8))
-        begin = -self._kept[-1].data_ptr() % ALIGNMENT
-        return self._kept[-1][begin : begin + num_bytes]
+    def persistent(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        array: Any = super().persistent(shape, dtype)
+        return replace(array, owner=self)
 
-    def _workspace_part(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+    def _persistent_at(self, start: int, num_bytes: int) -> int:
+        address, memory = _aligned_memory(num_bytes)
+        self._kept.append(memory)
+        return address
+
+    def _workspace_at(self, part: Any) -> int:
+        address, part.memory = _aligned_memory(part.num_bytes)
+        return address
+
+
+def _aligned_memory(num_bytes: int) -> tuple[int, np.ndarray]:
+    """An address in memory that makes NaN of floats."""
+    memory = np.full(num_bytes + ALIGNMENT, 0xFF, np.uint8)
+    return memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, memory
 
 
 class HostDevice:

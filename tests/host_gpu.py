@@ -4,24 +4,20 @@ Streams and events order nothing here; `device_model.py` is for that. Kernels ar
 `host_device.py`, and memory is the host's.
 """
 
-import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.cuda.array import RawArray
+from coldstream.kernels.cuda import device as cuda_device
+from coldstream.kernels.cuda.driver import MIN_CUDA, Driver, DriverDevice
 from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda import runner as cuda_runner
 from host_device import HostDevice
-from host_driver import TOTAL_BYTES, HostStream
-
-ALIGNMENT = 256
+from host_driver import CAPABILITY, TOTAL_BYTES, HostStream
 
 
 class Servers:
@@ -76,20 +72,10 @@ class ServerOnDemand:
 def gpu_on(device: HostDevice) -> Iterator[HostStream]:
     """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
     servers = Servers()
-    properties = SimpleNamespace(name="the host", major=8, minor=0, multi_processor_count=3)
+    found = Driver(MIN_CUDA, 0, (DriverDevice("the host", CAPABILITY, TOTAL_BYTES),))
 
     with device.installed(), pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "empty_cache": lambda: None,
-            "is_available": lambda: True,
-            "mem_get_info": lambda: (TOTAL_BYTES, TOTAL_BYTES),
-            "get_device_properties": lambda: properties,
-        }.items():
-            patch.setattr(torch.cuda, name, value)
-        for name in ("empty", "zeros"):
-            patch.setattr(torch, name, _on_host(getattr(torch, name)))
-        patch.setattr(torch, "as_tensor", _at_address(torch.as_tensor))
-        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+        patch.setattr(cuda_device, "find_driver", lambda: found)
         # Threads of the host compute what kernels wait for.
         patch.setattr(device, "keeps_time", True)
         patch.setattr(_csrc, "ExpertServer", servers.make)
@@ -99,32 +85,3 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
             patch.setattr(each, "kernels_of", lambda *_: frozenset())
             patch.setattr(each, "loading_kernels", lambda *_: nullcontext())
         yield device.driver.current
-
-
-def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
-        if device != "cuda":
-            return make(*size, device=device, **options)
-        if options.get("dtype") != torch.uint8:
-            return make(*size, **options)
-        (num_bytes,) = size
-        data = make(num_bytes + ALIGNMENT, **options)
-        begin = -data.data_ptr() % ALIGNMENT
-        return data[begin : begin + num_bytes]
-
-    return made
-
-
-def _at_address(as_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Tensors over memory at an address, the host's here."""
-
-    def made(data: Any, **options: Any) -> torch.Tensor:
-        if not isinstance(data, RawArray):
-            return as_tensor(data, **options)
-        dtype = getattr(torch, data.dtype)
-        num_bytes = data.numel() * dtype.itemsize
-        memory_of = (ctypes.c_uint8 * max(1, num_bytes)).from_address(data.address)
-        values = torch.frombuffer(memory_of, dtype=torch.uint8)
-        return values[:num_bytes].view(dtype).view(data.shape)
-
-    return made

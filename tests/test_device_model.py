@@ -129,11 +129,11 @@ def test_host_memory_that_is_written_again_before_the_host_knows(seed: int, wait
 @given(seeds, st.booleans())
 def test_memory_is_given_back_when_nothing_touches_it(seed: int, waits: bool) -> None:
     device = ModelDevice(seed)
-    source, target = memory(), device.allocate(16)
-    copy(device, target, source, device.default)
+    source, allocation = memory(), device.allocate(16)
+    assert device.copy_to_device([(allocation.address, source.data_ptr(), 16)], device.default.number)
     if waits:
         device.synchronize()
-    del target
+    del allocation
     if waits:
         device.check()
         return

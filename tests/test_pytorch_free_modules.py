@@ -1,4 +1,4 @@
-"""Which modules need PyTorch: those that define operations for tests, and a list that shrinks."""
+"""Only modules that define operations for tests need PyTorch: the product never imports it."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCES / "coldstream"
 
-# Definitions of operations, which only tests import once the list below is empty.
+# Definitions of operations, which only tests import.
 DEFINITIONS = frozenset(
     f"kernels.{name}"
     for name in (
@@ -40,9 +40,6 @@ DEFINITIONS = frozenset(
         "swiglu.reference",
     )
 )
-
-# Modules of the product that import PyTorch, or import one that does. A converted module leaves the list.
-STILL = frozenset((Path(__file__).parent / "no_pytorch" / "still_needing.txt").read_text().split())
 
 IMPORT_ALL = """
 import importlib, json, sys
@@ -93,8 +90,4 @@ def test_modules_import_without_pytorch() -> None:
     assert process.returncode == 0, process.stderr
     needing = {name.removeprefix("coldstream.") for name in json.loads(process.stdout)}
     needing |= {name for name, path in modules() if imports_pytorch(path)}
-    assert sorted(needing) == sorted(DEFINITIONS | STILL)
-
-
-def test_lists_are_apart() -> None:
-    assert not DEFINITIONS & STILL
+    assert sorted(needing) == sorted(DEFINITIONS)

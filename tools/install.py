@@ -1,6 +1,6 @@
 """Installs this checkout into a virtual environment, saying what that brings; does nothing where it is done.
 
-    python3 tools/install.py .venv                 what run and serve take: with PyTorch if there is a GPU
+    python3 tools/install.py .venv                 what run and serve take: `cuda` if there is a GPU
     python3 tools/install.py .venv test            with the extra `test`
     python3 tools/install.py .venv test --oldest   and with the oldest versions that pyproject.toml allows
     python3 tools/install.py .venv-ray ray --beside .venv   the extra `ray`, over what another one has

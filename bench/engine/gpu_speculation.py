@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import torch
+import numpy as np
 
 from bench.device import describe
 from bench.engine.gpu import numbers
@@ -32,6 +32,7 @@ from bench.results import ROOT, write_result
 from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
 from coldstream.decoding.drafters import DflashDrafter, MtpDrafter
 from coldstream.engine import LLM, OpenedModel
+from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.models.dflash.file import DflashFile
 
 # The share of positions whose token is right, by depth. MTP: llama.cpp's of the 35B at temperature 0.6.
@@ -98,7 +99,7 @@ class StatedDflash(DflashDrafter):
         return self.acceptance.draft(context, min(budget, self._num_rows - 1))
 
 
-def write_script(script: torch.Tensor, first_id: int, acceptance: Acceptance) -> None:
+def write_script(script: CudaArray, first_id: int, acceptance: Acceptance) -> None:
     """The drafts of fused steps in the text from `first_id` on."""
     first, depths = first_id - SHORT_PROMPT, script.shape[1]  # first: the token at position 0
     rows = [
@@ -108,7 +109,7 @@ def write_script(script: torch.Tensor, first_id: int, acceptance: Acceptance) ->
         ]
         for position in range(len(script))
     ]
-    script.copy_(torch.tensor(rows, dtype=torch.int32))
+    script[:] = np.array(rows, np.int32)
 
 
 def text(
@@ -178,7 +179,7 @@ class Blocks:
         """draft: the drafter's file; None for the block."""
         self._opened, self.acceptance, self._draft = opened, acceptance, draft
         self._blocks: dict[str, Any] = {}
-        self.script = torch.empty(0)  # of the one whose device drafts by itself
+        self.script: CudaArray | None = None  # of the one whose device drafts by itself
 
     def drafter(self, by: str) -> StatedMtp | StatedDflash:
         """For texts. What computes is loaded when it is first asked for."""

@@ -1,7 +1,6 @@
 """Fused steps whose drafts are written beforehand: for tests, and for models whose weights are random."""
 
-import torch
-
+from coldstream.kernels.cuda.contents import CudaArray, clear, new
 from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.fused.cuda import FusedKernels
 from coldstream.models.cuda.dflash import CudaDflash
@@ -17,7 +16,7 @@ class ScriptedSteps(CudaFusedSteps):
 
     kind = "scripted"
 
-    def __init__(self, fused: CudaFusedSteps, script: torch.Tensor) -> None:
+    def __init__(self, fused: CudaFusedSteps, script: CudaArray) -> None:
         super().__init__(fused.loaded, fused.block, fused._steps, fused._begin, fused._make_room)
         self.script = script
 
@@ -30,9 +29,10 @@ class ScriptedSteps(CudaFusedSteps):
             copy_values_cuda(self.script[:, :num_nodes], target, arrays.state[:1])
 
 
-def script_fused_steps(block: CudaMtp | CudaDflash, num_positions: int, num_depths: int) -> torch.Tensor:
+def script_fused_steps(block: CudaMtp | CudaDflash, num_positions: int, num_depths: int) -> CudaArray:
     """Makes the block's fused steps scripted ones; the script, to be written before each text."""
     assert block.fused is not None, "fused steps need all experts on the device"
-    script = torch.zeros((num_positions, num_depths), dtype=torch.int32, device="cuda")
+    script = new((num_positions, num_depths), "int32")
+    clear(script)
     block.fused = ScriptedSteps(block.fused, script)
     return script

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.device import captured, describe, graph_seconds
@@ -31,7 +32,8 @@ from bench.kernels.prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make
 from bench.results import ROOT, write_result
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
-from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
+from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.memory import DeviceMemory, Memory, MemoryPlan
 from coldstream.kernels.cuda.program import Noted, loading_kernels, note_kernels
@@ -78,7 +80,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
         only_bus = MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS)
-        partial.decode.times.copy_(torch.tensor(only_bus.words(), dtype=torch.int32))
+        write(partial.decode.times, np.array(only_bus.words(), np.int32))
     return ops
 
 
@@ -92,7 +94,7 @@ def no_pause() -> None:
     """The layers follow each other."""
 
 
-def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[torch.Tensor, ...]:
+def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[DeviceArray, ...]:
     """Outputs of the last layer's experts, routed and shared, and their sum."""
     x = ops.rms_norm(layers.x, layers.norm, EPS)
     for layer, (router, weights) in enumerate(zip(layers.routers, layers.experts, strict=True)):
@@ -139,15 +141,16 @@ class Stepper:
 
     def capture(self, pause: Pause) -> tuple[Graph, tuple[torch.Tensor, ...]]:
         """A step as a graph, and what it writes."""
-        return captured(lambda: run_step(self.ops, self.layers, pause))
+        graph, outputs = captured(lambda: run_step(self.ops, self.layers, pause))
+        return graph, tuple(torch.as_tensor(output, device="cuda") for output in outputs)
 
     def chosen(self) -> list[int]:
         """By the routers in the last step, which the device has ended; RuntimeError if a guess was wrong."""
         executor = executor_of(self.ops)
         ids = executor.decode.chosen
-        chosen: list[list[int]] = ids.used[:, 0].tolist()
+        chosen: list[list[int]] = np.asarray(ids.used)[:, 0].tolist()
         if executor.prefetch is not None:
-            chosen.append(ids.guessed[LAST, 0].tolist())
+            chosen.append(np.asarray(ids.guessed)[LAST, 0].tolist())
         if any(experts != chosen[0] for experts in chosen):
             raise RuntimeError(f"routers that are alike chose {chosen}")
         return chosen[0]
@@ -156,7 +159,7 @@ class Stepper:
         """Counts of the last layer so far: pairs read over the bus on demand, and the ring's tallies."""
         _, bus_pairs = read_stamps(executor_of(self.ops).decode.stamps)
         ring = executor_of(self.ops).prefetch
-        tallies = [0] * len(TALLIES) if ring is None else ring.tallies[LAST].tolist()
+        tallies = [0] * len(TALLIES) if ring is None else np.asarray(ring.tallies)[LAST].tolist()
         return dict(zip(COUNTS, (int(bus_pairs[LAST]), *tallies), strict=True))
 
 

@@ -11,6 +11,7 @@ time, so that the bytes' ratio is printed beside it.
 
 import argparse
 import functools
+import math
 import shlex
 import statistics
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.device import describe, graph_seconds
@@ -26,6 +28,8 @@ from bench.kernels.random_blocks import random_blocks
 from bench.results import write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.moe import MoeKernels
@@ -58,17 +62,17 @@ class Case:
 
 def activations(ops: CudaOps, rows: int, cols: int) -> Activations:
     x = ops.activations(rows, cols, persistent=True)
-    x.values.copy_(torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)))
+    write(x.values, torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).numpy())
     quantize_cuda(x.values, x.quantised)
     return x
 
 
-def weight_bytes(ops: CudaOps, quant_type: QuantType, *shape: int) -> torch.Tensor:
+def weight_bytes(ops: CudaOps, quant_type: QuantType, *shape: int) -> DeviceArray:
     """Random blocks; a part of the rows is repeated, as making all takes long."""
-    part = torch.from_numpy(random_blocks(quant_type, (RANDOM_ROWS, shape[-1]), int(quant_type)))
-    num_rows = torch.Size(shape[:-1]).numel()
-    memory = ops.memory.persistent((num_rows // RANDOM_ROWS, *part.shape), "uint8")
-    return memory.copy_(part.expand(memory.shape)).reshape(-1)
+    part = random_blocks(quant_type, (RANDOM_ROWS, shape[-1]), int(quant_type))
+    memory = ops.memory.persistent((math.prod(shape[:-1]) // RANDOM_ROWS, *part.shape), "uint8")
+    write(memory, np.broadcast_to(part, memory.shape))
+    return memory.reshape(-1)
 
 
 def dense_case(ops: CudaOps, quant_type: QuantType, rows: int) -> Case:
@@ -97,14 +101,17 @@ def experts_case(ops: CudaOps, quant_type: QuantType, rows: int) -> Case:
     generator = torch.Generator().manual_seed(rows)
     # Of a few tokens the next launch reads other experts, so that the caches hold none of them.
     scores = [torch.rand(rows, EXPERTS, generator=generator) for _ in range(LAUNCHES)]
-    ids = [ops.memory.persistent((rows, RANKS), "int32").copy_(each.topk(RANKS).indices) for each in scores]
+    chosen = [each.topk(RANKS).indices.int() for each in scores]
+    ids = [ops.memory.persistent((rows, RANKS), "int32") for _ in chosen]
+    for array, values in zip(ids, chosen, strict=True):
+        write(array, values.numpy())
     x = activations(ops, rows, HIDDEN)
 
     def launch(i: int) -> None:
         ops.memory.start_step()
         kernels.outputs(x, ids[i], weights)
 
-    num_experts = len(ids[0].unique())
+    num_experts = len(chosen[0].unique())
     return Case(launch, num_experts * sum(part.numel() for part in memory) // EXPERTS)
 
 

@@ -24,6 +24,7 @@ from bench.results import write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.contents import CudaArray, read, write
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.table import ExpertTable
@@ -42,14 +43,14 @@ MEMORY_BYTES = 8 * 2**30
 def on_gpu(x: np.ndarray[Any, Any], ops: CudaOps) -> Activations:
     """Rows in both of their forms."""
     out = ops.activations(*x.shape)
-    out.values.copy_(torch.from_numpy(x))
+    write(out.values, x)
     quantize_cuda(out.values, out.quantised)
     return out
 
 
-def differing(actual: torch.Tensor, expected: np.ndarray[Any, Any]) -> int:
+def differing(actual: CudaArray, expected: np.ndarray[Any, Any]) -> int:
     """Values whose bits are not the same; any NaN equals any other."""
-    ours = actual.cpu().numpy()
+    ours = read(actual)
     different = ours.view(np.uint32) != expected.view(np.uint32)
     return int(np.count_nonzero(different & ~(np.isnan(ours) & np.isnan(expected))))
 
@@ -94,7 +95,7 @@ def compare_experts(runtime: Any, ops: CudaOps, quant_type: QuantType) -> int:
 
 def run_experts(
     ops: CudaOps, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], stacks: list[ExpertTable]
-) -> torch.Tensor:
+) -> CudaArray:
     """The routed outputs; the shared expert is a small one of zeros."""
     shared = [
         QuantTensor.from_bytes(
@@ -103,7 +104,7 @@ def run_experts(
         for rows, cols in ((32, HIDDEN), (32, HIDDEN), (HIDDEN, 32))
     ]
     routing = Routing(torch.from_numpy(ids).cuda(), torch.empty(0), torch.empty(0))
-    routed: torch.Tensor = ops.experts(on_gpu(x, ops), routing, ExpertWeights(*stacks, *shared)).routed
+    routed: CudaArray = ops.experts(on_gpu(x, ops), routing, ExpertWeights(*stacks, *shared)).routed
     return routed
 
 

@@ -83,7 +83,7 @@ class Noting(Scripted):
 
     def extend(self, token_ids: Sequence[int], hidden: Any) -> None:
         super().extend(token_ids, hidden)
-        self.states += [None] * len(token_ids) if hidden is None else list(hidden.numpy().copy())
+        self.states += [None] * len(token_ids) if hidden is None else list(np.array(hidden))
 
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         assert len(self.token_ids) == len(context) - 1

@@ -9,8 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("cuda.bindings")
 
@@ -27,6 +27,7 @@ from coldstream.decoding.fused_sizes import FixedFusedSizes
 from coldstream.decoding.speculation import TreeSizes
 from coldstream.engine import LLM, SamplingParams, fused_steps
 from coldstream.engine.opened_model import OpenedModel
+from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.kernels.fused.reference import FusedResult
 from hash_runner import opened_with
 from host_device import HostDevice
@@ -44,7 +45,7 @@ class Models:
 
     plain: LLM
     drafting: LLM
-    script: torch.Tensor
+    script: CudaArray
 
     def opened(self, num_nodes: int) -> OpenedModel:
         """With drafts of so many tokens."""
@@ -59,13 +60,13 @@ class Models:
 
     def write(self, drafter: Scripted, answers: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         """The drafts of `drafter` after each token of these texts, the last of which counts."""
-        rows = torch.full((len(self.script), DEPTHS), drafter.vocab_size - 1, dtype=torch.int32)
+        rows = np.full((len(self.script), DEPTHS), drafter.vocab_size - 1, np.int32)
         for prompt, answer in answers.items():
             text = [*prompt, *answer]
             for length in range(len(prompt) + 1, len(text) + 1):
                 tree = drafter.drafted(text[:length], DEPTHS)
-                rows[length - 1, : len(tree)] = torch.tensor(tree.token_ids, dtype=torch.int32)
-        self.script.copy_(rows)
+                rows[length - 1, : len(tree)] = tree.token_ids
+        self.script[:] = rows
 
 
 def known(params: SamplingParams) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.runners import partial_plan
 from coldstream.experts.executor import PartialExecutor
@@ -15,6 +14,7 @@ from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray, HostArray
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
@@ -31,7 +31,7 @@ CHUNK = 80
 class _Ops(CudaOps):
     """Without the products of a prefill's routers."""
 
-    def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[DeviceArray, ...]:
         return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
 
 
@@ -93,7 +93,7 @@ class DecodeSteps:
         return ExpertWeights(*stacks, None, None, None)
 
     def _floats(self, rows: int) -> QuantTensor:
-        data = torch.zeros(4 * rows * self.spec.hidden_size, dtype=torch.uint8)
+        data = HostArray.of(np.zeros(4 * rows * self.spec.hidden_size, np.uint8))
         return QuantTensor.from_bytes(data, QuantType.F32, (rows, self.spec.hidden_size))
 
     def queue(self, rows: int) -> None:

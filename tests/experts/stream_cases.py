@@ -13,6 +13,7 @@ from coldstream.experts.prefill import ExpertStream, StagedGroup
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels import _csrc
+from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
@@ -69,7 +70,7 @@ class Prompts:
         self.device, self.rng = device, np.random.default_rng(seed)
         self.file = GGUFFile.open(path)
         self.host, self.layers = open_host(self.file, num_slots)
-        self.ring = torch.empty(3 * BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+        self.ring = own_bytes(3 * BUFFER_BYTES)
         self.stream = ExpertStream(self.host, self.ring)
         for stacks in self.layers:
             self.stream.add_layer(stacks)

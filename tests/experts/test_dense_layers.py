@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.experts.dense_layers import LayerExecutor, PartialLayers
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
 from coldstream.kernels.ops import ExpertOutputs, FfnWeights
@@ -48,21 +48,19 @@ class RecordingOps(CudaOps):
     expected: dict[str, bytes]
     layer = 0
 
-    def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def linear(self, x: Activations, weights: Sequence[Any]) -> tuple[DeviceArray, ...]:
         names = FFN[:2] if len(weights) == 2 else FFN[2:]
         for name, weight in zip(names, weights, strict=True):
             assert isinstance(weight, QuantTensor)
             wanted = self.expected[f"blk.{self.layer}.{name}.weight"]
 
-            def check(
-                operation: Operation, blocks: torch.Tensor = weight.blocks, wanted: bytes = wanted
-            ) -> None:
+            def check(operation: Operation, blocks: Any = weight.blocks, wanted: bytes = wanted) -> None:
                 assert blocks.numpy().tobytes() == wanted
 
             self.device.queue(f"{name} {self.layer}", reads=[range_of(weight.blocks)], effect=check)
         return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
 
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> Activations:
+    def swiglu(self, gate: DeviceArray, up: DeviceArray) -> Activations:
         return self.activations(*gate.shape)
 
 
@@ -109,7 +107,7 @@ class Steps:
             for name, weight in zip(FFN, (weights.gate, weights.up, weights.down), strict=True):
                 if isinstance(weight, QuantTensor):
                     data = np.frombuffer(self.ops.expected[f"blk.{layer}.{name}.weight"], np.uint8)
-                    weight.blocks.copy_(torch.from_numpy(data.copy()).view(weight.blocks.shape))
+                    weight.blocks.numpy()[:] = data.reshape(weight.blocks.shape)
 
     def _ask(self, *args: Any) -> None:
         self.asked.append(args[-1].request)

@@ -21,7 +21,7 @@ import pytest
 from partial_cases import RING_BYTES, DecodeSteps
 
 from builders import write_gguf
-from coldstream.errors import GenerationFault
+from coldstream.errors import GenerationFault, OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.partial_experts import SlotShares, slot_shares
 from coldstream.experts.partial_tables import PartialTables
@@ -235,7 +235,7 @@ class Residency:
     def grow(self) -> None:
         self.grown += 1
         if self.fails:
-            raise torch.OutOfMemoryError
+            raise OutOfMemoryError("no memory")
         self.missing_bytes -= 100
 
     def close(self) -> None: ...
@@ -325,7 +325,7 @@ def test_trap_26_a_step_ahead_of_the_host_teaches_what_it_used_when_it_has_ended
         partial.host.server = server = Server()  # type: ignore[assignment]
 
         def note(number: int, operation: Operation) -> None:
-            used.fill_(number)
+            used.numpy()[:] = number
 
         for number, way in enumerate(ways):
             rows = MAX_MAILBOX_ROWS + 1 if way == "prompt" else 2

@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.quant_tensor import QuantTensor
+from device_arrays import tensor_of
 
 
 def on_gpu(weight: QuantTensor, offset: int = 0, device: str = "cuda") -> QuantTensor:
@@ -15,6 +17,6 @@ def on_gpu(weight: QuantTensor, offset: int = 0, device: str = "cuda") -> QuantT
     return QuantTensor(blocks, weight.quant_type, weight.shape)
 
 
-def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(actual: DeviceArray, expected: DeviceArray) -> None:
     """Equal float32 bits, where any NaN equals any other and −0 equals 0."""
-    np.testing.assert_array_equal(actual.cpu().numpy(), expected.numpy())
+    np.testing.assert_array_equal(tensor_of(actual).numpy(), tensor_of(expected).numpy())

@@ -2,26 +2,27 @@
 
 import time
 
+import numpy as np
 import pytest
-import torch
 from cuda.bindings import driver
 
-from coldstream.kernels.cuda import link
+from coldstream.kernels.cuda import device, link
 from coldstream.kernels.cuda.device import measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
 from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
+from coldstream.kernels.cuda.runtime import calls
 
 
 def test_the_server_answers_every_request_though_nothing_is_to_compute() -> None:
-    words = torch.zeros(32, dtype=torch.int32)
+    words = np.zeros(32, np.uint32)
     request, done = words[:1], words[16:17]
     server = link._idle_server(request, done, 2)
     server.begin()
     for _ in range(100):
-        done.fill_(0)
-        request.fill_(link._ONE_ROW_OF_LAYER_0)
+        done.fill(0)
+        request.fill(link._ONE_ROW_OF_LAYER_0)
         deadline = time.monotonic() + 10
-        while done.item() == 0:
+        while done[0] == 0:
             assert time.monotonic() < deadline
     server.end()
     server.check()
@@ -40,6 +41,22 @@ def test_a_handshake_raises_the_flag_after_the_last_answer_is_forgotten() -> Non
         assert [int(ask.writeValue.address), int(ask.writeValue.value)] == [0x1000, 1 | 1 << 16]
         assert [int(answer.waitValue.address), int(answer.waitValue.value)] == [0x2000, 1]
         assert [forget.writeValue.flags, ask.writeValue.flags, answer.waitValue.flags] == [0, 0, at_least]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rates_are_measured_by_what_a_model_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, where an event is always a millisecond behind another one; all memory is given back."""
+    for name in ("BUFFER_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(link, name, 2**16)
+    monkeypatch.setattr(device, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(link, "_PRODUCT_STEPS", 2)
+    before = calls.free_memory()
+    rates = measure_link(1, 2**20)
+    assert rates.alone == 200 * 2**16 / 1e-3, "bursts of a tenth of a second, by the first two passes"
+    assert measure_copy_bandwidth() == 2 * 2**16 / 1e-3
+    # 12 blocks of 8 warps.
+    assert measure_products() == pytest.approx(0.65 * 96 * 2 * 8 * (2 * 16 * 8 * 32) / 1e-3)
+    assert calls.free_memory() == before
 
 
 @pytest.mark.gpu

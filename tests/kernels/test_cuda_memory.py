@@ -4,11 +4,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray, as_type
 from coldstream.kernels.cuda.memory import Intervals, MemoryPlan
 
 
@@ -54,7 +53,7 @@ def test_workspace_comes_back_with_the_last_view() -> None:
     memory = MemoryPlan()
     first = memory.workspace((10, 100), "float32")
     size = memory.workspace_bytes
-    view = first[2:].reshape(-1).view(torch.int32)
+    view = as_type(first[2:].reshape(-1), "int32")
     del first
     memory.workspace((10, 100), "float32")
     assert memory.workspace_bytes == 2 * size
@@ -98,10 +97,10 @@ def test_persistent_memory_stays() -> None:
 
 
 class Cycle:
-    """Keeps a tensor until the garbage collector finds out."""
+    """Keeps an array until the garbage collector finds out."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.itself = tensor, self
+    def __init__(self, array: DeviceArray) -> None:
+        self.array, self.itself = array, self
 
 
 class Collecting(dict[int, int]):
@@ -122,7 +121,7 @@ def young_cycles() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("young_cycles")
-def test_tensors_may_die_while_memory_is_searched() -> None:
+def test_arrays_may_die_while_memory_is_searched() -> None:
     memory = MemoryPlan()
     memory._workspace._free = Collecting()
     for step in range(20):

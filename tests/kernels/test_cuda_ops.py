@@ -26,6 +26,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import PROGRAM as SWIGLU
 from coldstream.kernels.swiglu.reference import swiglu_exact
+from device_arrays import fill, tensor_of
 
 EVERY_TYPE = pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 NUM_EXPERTS, RANKS, HIDDEN, FFN = 6, 2, 512, 256
@@ -37,7 +38,7 @@ def device_ops() -> CudaOps:
 
 def on_device(ops: CudaOps, x: torch.Tensor) -> Activations:
     rows = ops.activations(*x.shape)
-    rows.values.copy_(x)
+    fill(rows.values, x)
     quantize_cuda(rows.values, rows.quantised)
     return rows
 
@@ -66,7 +67,7 @@ def test_products(quant_type: QuantType, rows: int) -> None:
     ops, x = device_ops(), activations(rows, rows, HIDDEN)
     weight = random_weight(quant_type, (48, HIDDEN), 3)
     (product,) = ops.linear(on_device(ops, x), (on_gpu(weight),))
-    assert_same_bits(product.cpu(), linear_exact(x, weight))
+    assert_same_bits(tensor_of(product), linear_exact(x, weight))
 
 
 @pytest.mark.gpu
@@ -85,10 +86,10 @@ def test_experts(quant_type: QuantType, tokens: int) -> None:
     routing = Routing(ids.to(CUDA), weights, torch.zeros(tokens, 1, device=CUDA))
     outputs = ops.experts(on_device(ops, x), routing, ExpertWeights(*tables, *map(on_gpu, shared)))
     expected = routed_experts(x, ids, *stacks, linear_exact, swiglu_exact)
-    assert_same_bits(outputs.routed.cpu(), expected)
+    assert_same_bits(tensor_of(outputs.routed), expected)
     gate, up, down = shared
     hidden = swiglu_exact(linear_exact(x, gate), linear_exact(x, up))
-    assert_same_bits(outputs.shared.cpu(), linear_exact(hidden, down))
+    assert_same_bits(tensor_of(outputs.shared), linear_exact(hidden, down))
     del kept
 
 

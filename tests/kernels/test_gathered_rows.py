@@ -1,5 +1,6 @@
 """`load_rows` of every implementation: the rows of a matrix that are named, whatever their type."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +12,15 @@ from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, UnreadCpuOps
 from coldstream.kernels.cuda.loader import CudaLoader
-from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.reference_ops import ReferenceOps
+from host_device import HostMemory
 from host_driver import HostDriver
 
 NAME = "blk.0.attn_qkv.weight"  # [512, 256]
 ROW_IDS = (7, 6, 511, 0, 7)
-
-
-class HostMemory(Memory):
-    """A device's memory where the device is the host."""
-
-    def _persistent_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
-
-    def _workspace_part(
-        self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
 
 
 @pytest.fixture(params=["F32", "BF16", "Q8_0", "Q4_K", "IQ4_XS"])
@@ -67,7 +57,8 @@ def test_gpu_loader(path: Path) -> None:
         weight = CudaLoader(HostMemory()).load_rows(file, file.tensors[NAME], ROW_IDS)
         expected = expected_rows(file)
     assert weight.shape == (5, 256)
-    np.testing.assert_array_equal(dequantize(weight), expected)
+    blocks = torch.from_numpy(weight.blocks.numpy())
+    np.testing.assert_array_equal(dequantize(replace(weight, blocks=blocks)), expected)
 
 
 def test_a_plan_counts_the_bytes_and_reads_nothing(path: Path) -> None:

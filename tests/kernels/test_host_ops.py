@@ -20,6 +20,7 @@ from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.swiglu.reference import swiglu_exact
+from device_arrays import fill
 from host_device import HostMemory
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -34,7 +35,7 @@ def host_ops() -> CudaOps:
 
 def on_host(ops: CudaOps, x: torch.Tensor) -> Activations:
     rows = ops.activations(*x.shape)
-    rows.values.copy_(x)
+    fill(rows.values, x)
     quantize_cuda(rows.values, rows.quantised)
     return rows
 

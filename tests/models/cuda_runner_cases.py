@@ -1,10 +1,12 @@
 """Opening a model on a GPU, what its chains are held to, and a GPU without memory."""
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from cuda.bindings import driver
 from one_sequence import OneSequence
@@ -12,6 +14,8 @@ from runner_cases import token_ids
 
 from bench.runners import open_model_file, partial_plan, resident_plan
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.cuda.runtime import allocations, copies
+from coldstream.kernels.cuda.runtime.allocations import Allocation
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.placement.policies import Policy
@@ -66,10 +70,64 @@ def open_partly(
     return OneSequence(CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size))
 
 
+def poisoned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of blocks that was never written makes NaN of floats."""
+    block = allocations.block
+
+    def poisoned(num_bytes: int) -> Allocation:
+        allocation = block(num_bytes)
+        copies.fill_bytes(allocation.address, 0xFF, num_bytes)
+        return allocation
+
+    monkeypatch.setattr(allocations, "block", poisoned)
+
+
+class TakenMemory:
+    """Counts bytes of the device that the runtime has given out and not got back."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.most = 0
+
+    def counted(self, allocate: Callable[[int], Allocation]) -> Callable[[int], Allocation]:
+        """The same function; what it gives out is counted."""
+
+        def allocated(num_bytes: int) -> Allocation:
+            allocation = allocate(num_bytes)
+            self.num_bytes += num_bytes
+            self.most = max(self.most, self.num_bytes)
+            free = allocation._free
+
+            def freed() -> None:
+                self.num_bytes -= num_bytes
+                free()
+
+            allocation._free = freed
+            return allocation
+
+        return allocated
+
+    def now(self) -> int:
+        """Once nothing is left in cycles."""
+        gc.collect()
+        return self.num_bytes
+
+
 @contextmanager
-def no_memory_left() -> Iterator[None]:
-    """Another program has taken all of the device's memory."""
+def taken_memory() -> Iterator[TakenMemory]:
+    """Inside, all memory of the runtime's is counted."""
+    taken = TakenMemory()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("block", "scratch"):
+            patch.setattr(allocations, name, taken.counted(getattr(allocations, name)))
+        yield taken
+
+
+@contextmanager
+def no_memory_left(but: int = 0) -> Iterator[None]:
+    """Another program has taken all of the device's memory, `but` so many bytes."""
+    allocations.trim()
     torch.cuda.empty_cache()
+    spare = driver.cuMemAlloc(but)[1] if but else None
     taken, size = [], 2**36
     while size >= 2**12:
         status, address = driver.cuMemAlloc(size)
@@ -77,6 +135,8 @@ def no_memory_left() -> Iterator[None]:
             taken.append(address)
         else:
             size //= 2
+    if spare is not None:
+        driver.cuMemFree(spare)
     try:
         yield
     finally:

@@ -78,8 +78,6 @@ also larger than the GPU.
 EXIT_BROKEN_PIPE = 141
 _COMPUTING = ("run", "bench", "verify")  # in this process
 _NO_GPU = {"cpu", "--device=cpu", "--help", "-h"}  # arguments with which no GPU is needed
-# Modules of those verbs whose libraries would otherwise wait for PyTorch's to be loaded.
-_LOADED_FIRST = ("numpy", "tokenizers", "coldstream.kernels._csrc")
 
 
 @dataclass
@@ -148,8 +146,6 @@ def _begin_on_a_gpu() -> None:
     """Begins what a GPU needs, if there is one, beside the imports of a verb that computes."""
     from coldstream.kernels.cuda import ahead
 
-    for name in _LOADED_FIRST:
-        importlib.import_module(name)
     ahead.begin()
 
 

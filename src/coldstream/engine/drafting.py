@@ -56,7 +56,7 @@ def _maker(plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None") -> Ca
 def _dflash_beside(runner: ModelRunner, draft: "DflashFile") -> "CpuDflash | CudaDflash":
     if isinstance(runner, CpuRunner):
         return runner.load_dflash(draft)
-    # Imported here because it needs PyTorch, which a machine without a GPU need not have.
+    # Imported here because it needs CUDA's packages, which a machine without a GPU need not have.
     from coldstream.models.cuda.runner import CudaRunner
 
     assert isinstance(runner, CudaRunner), "features are of a runner's device"

@@ -50,4 +50,4 @@ class ChosenExperts:
     def _parts(self, values: Any) -> tuple[Any, Any]:
         num_used = self.num_layers * MAX_MAILBOX_ROWS * self._num_ranks
         shape = (self.num_layers, -1, self._num_ranks)
-        return values[:num_used].reshape(shape), values[num_used:].reshape(shape)
+        return values[:num_used].reshape(*shape), values[num_used:].reshape(*shape)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
+from coldstream.errors import OutOfMemoryError
 from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
@@ -21,6 +21,7 @@ from coldstream.experts.slots.cache import ExpertCache
 from coldstream.experts.slots.residency import ExpertResidency, expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
 from coldstream.kernels.cuda.contents import clear, read, write
+from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
@@ -111,7 +112,7 @@ class PartialExperts:
         """Allocates the plan's slots on the device, and fills them and the pool. Call after warm-up steps.
 
         policy: None for the default. progress: see `RamPool.load`. Raises DeviceError,
-        torch.OutOfMemoryError, ModelChangedError.
+        OutOfMemoryError, ModelChangedError.
         """
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
@@ -129,7 +130,7 @@ class PartialExperts:
             profile=shares.uses,
             max_bytes_per_step=plan.copy_bytes_per_step,
         )
-        slots = SlotSegments(counts, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"))
+        slots = SlotSegments(counts, own_bytes)
         pool = self.host.pool
         if pool is not None:
             pool.empty()  # of experts that the warm-up steps used
@@ -277,7 +278,7 @@ class PartialExperts:
         self._steps_until_growth -= 1
         if self._steps_until_growth == 0 and residency.missing_bytes:
             if calls.free_memory()[0] >= 2 * residency.missing_bytes:
-                with suppress(torch.OutOfMemoryError):
+                with suppress(OutOfMemoryError):
                     residency.grow()
             self._steps_until_growth = STEPS_BEFORE_GROWTH
 

@@ -204,15 +204,15 @@ class ModelCache:
             raise IndexError(f"state {state_id} of {self.num_states}")
         for layer in self.layers:
             if isinstance(layer, DeltaNetState):
-                layer.conv_state[state_id, ...] = 0
-                layer.state[state_id, ...] = 0
+                layer.conv_state[state_id] = 0
+                layer.state[state_id] = 0
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the recurrent states of number `source` to number `target`."""
         for layer in self.layers:
             if isinstance(layer, DeltaNetState):
-                layer.conv_state[target, ...] = layer.conv_state[source]
-                layer.state[target, ...] = layer.state[source]
+                layer.conv_state[target] = layer.conv_state[source]
+                layer.state[target] = layer.state[source]
 
     def copy_block(self, source: int, target: int, num_positions: int) -> None:
         """Copies keys and values of the first `num_positions` of a block to another."""

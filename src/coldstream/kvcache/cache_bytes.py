@@ -67,7 +67,7 @@ def _read(parts: Iterator[Array]) -> memoryview:
     arrays = list(parts)
     content, start = np.empty(sum(map(_num_bytes, arrays)), np.uint8), 0
     for part in arrays:
-        host = part if isinstance(part, np.ndarray) else part.cpu().numpy()
+        host = np.asarray(part)
         content[start : start + host.nbytes].view(host.dtype).reshape(host.shape)[...] = host
         start += host.nbytes
     return content.data
@@ -76,12 +76,7 @@ def _read(parts: Iterator[Array]) -> memoryview:
 def _write(parts: Iterator[Array], content: Content) -> None:
     start = 0
     for part in parts:
-        # A tensor's type has the name of NumPy's, behind that of PyTorch.
-        element = np.dtype(str(part.dtype).removeprefix("torch."))
-        host = np.frombuffer(content, element, int(np.prod(part.shape)), start).reshape(part.shape)
-        if isinstance(part, np.ndarray):
-            part[...] = host
-        else:
-            part.copy_(part.new_tensor(host))
+        host = np.frombuffer(content, part.dtype, int(np.prod(part.shape)), start).reshape(part.shape)
+        part[:] = host
         start += host.nbytes
     assert start == len(content), "bytes of another cache"

@@ -66,7 +66,7 @@ def _needs(file: DflashFile, device: str) -> DraftNeeds:
     value_bytes = DRAFT_VALUE_BYTES[device]
     if device == "cpu":
         return DraftNeeds(file.spec, cpu_dflash.weight_bytes(file), value_bytes)
-    from coldstream.models.cuda.dflash_block import BlockMemory  # only here, as it imports PyTorch
+    from coldstream.models.cuda.dflash_block import BlockMemory  # only here, as it imports CUDA's packages
 
     return DraftNeeds(file.spec, BlockMemory.of(file).total, value_bytes)
 

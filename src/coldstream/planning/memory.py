@@ -30,7 +30,7 @@ from coldstream.planning.unknowns import GpuShape, NotKnownError
 
 Array = np.ndarray[Any, Any]
 
-# Of PyTorch, the driver and the program, and the buffers through which weights go to the GPU at first.
+# Of libraries, the driver and the program, and the buffers through which weights go to the GPU at first.
 HOST_RESERVE_BYTES: Final = 1152 * 2**20
 _FLOAT, _ID = 4, 4
 _LINES: Final = 2 * 64  # of a mailbox's words

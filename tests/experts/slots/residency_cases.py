@@ -10,6 +10,7 @@ import torch
 from coldstream.experts.slots.residency import expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.experts.table import ExpertTable
 
 NUM_EXPERTS = 5
@@ -64,11 +65,7 @@ def expert_at(address: int) -> int:
 
 
 def make_slots(segment_bytes: int, of_a_size: int = SLOTS_OF_A_SIZE) -> SlotSegments:
-    return SlotSegments(
-        dict.fromkeys(SIZES, of_a_size),
-        lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
-        segment_bytes,
-    )
+    return SlotSegments(dict.fromkeys(SIZES, of_a_size), own_bytes, segment_bytes)
 
 
 class SmallPool:

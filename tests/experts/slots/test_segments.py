@@ -4,17 +4,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coldstream.errors import OutOfMemoryError
 from coldstream.experts.slots.segments import GRANULE_BYTES, SEGMENT_BYTES, SlotSegments, segment_slots
+from coldstream.kernels.cuda.array import HostArray
 
 LINE = 256
 
 
-def on_host(num_bytes: int) -> torch.Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)
+def on_host(num_bytes: int) -> HostArray:
+    return HostArray.of(np.zeros(num_bytes, np.uint8))
 
 
 @given(num_slots=st.integers(0, 10**5), slot_bytes=st.integers(1, 2**17).map(lambda lines: LINE * lines))
@@ -71,13 +72,13 @@ def test_slots_lie_apart_and_stay_where_they_are_when_others_go(
 def test_mm02_a_segment_that_cannot_be_had_leaves_none_behind() -> None:
     taken: list[int] = []
 
-    def allocate(num_bytes: int) -> torch.Tensor:
+    def allocate(num_bytes: int) -> HostArray:
         if len(taken) == 3:
-            raise torch.OutOfMemoryError("no memory")
+            raise OutOfMemoryError("no memory")
         taken.append(num_bytes)
         return on_host(num_bytes)
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError):
         SlotSegments({LINE: 10}, allocate, 2 * LINE)
     assert taken == [2 * LINE] * 3
 
@@ -86,11 +87,11 @@ def test_mm03_a_segment_that_cannot_be_had_again_is_still_missing() -> None:
     segments = SlotSegments({LINE: 4}, on_host, 2 * LINE)
     segments.drop_last(LINE)
     segments._allocate = no_memory
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError):
         segments.restore_last()
     assert segments.dropped_bytes == 2 * LINE
     assert segments.num_slots == {LINE: 2}
 
 
-def no_memory(num_bytes: int) -> torch.Tensor:
-    raise torch.OutOfMemoryError(f"no memory for {num_bytes} bytes")
+def no_memory(num_bytes: int) -> HostArray:
+    raise OutOfMemoryError(f"no memory for {num_bytes} bytes")

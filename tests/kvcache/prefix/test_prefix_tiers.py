@@ -16,14 +16,15 @@ from cache_shape import Shape
 from coldstream.assets import demo_model_path
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache import CacheSize, PrefixCache, Sequence, SequenceCache
 from coldstream.kvcache.cache_bytes import block_bytes, state_bytes_of
 from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.pages import PageIndex, PageKeys
 from coldstream.kvcache.prefix.ram_tier import PrefixRam
 from coldstream.kvcache.prefix.tiers import PrefixTier
+from host_device import HostMemory
 
 PARTS = st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 20, 255, 256, 257, 400)))
 PROMPTS = st.lists(PARTS, min_size=1, max_size=4).map(
@@ -340,14 +341,15 @@ def test_pages_with_one_key_are_distinguished_by_their_tokens() -> None:
     assert index.longest(keys, ids + 1, 100) is None
 
 
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("kv_type", ["i16", "f16", "i4"])
 @pytest.mark.parametrize("length", [1, 255, 256, 300])
 def test_bytes_of_sequences_are_those_of_any_device(kv_type: str, length: int) -> None:
-    """PyTorch's tensors, which a GPU's cache has, and NumPy's arrays give and take the same bytes."""
+    """A GPU's arrays and NumPy's give and take the same bytes."""
     size = CacheSize(4, 3)
     shape = Shape(head_dim=32)
     host = SequenceCache(shape, CpuOps(1), size, kv_type) if kv_type != "f16" else None
-    device = SequenceCache(shape, ReferenceOps(), size, kv_type)
+    device = SequenceCache(shape, device_ops(), size, kv_type)
     source = device.new()
     random = np.random.default_rng(3)
     source = written(device, length, random)
@@ -362,6 +364,10 @@ def test_bytes_of_sequences_are_those_of_any_device(kv_type: str, length: int) -
             assert cache.free.num_states == (2 if cache is device else 3)
 
 
+def device_ops() -> CudaOps:
+    return CudaOps(HostMemory(), 1, 1)
+
+
 def written(cache: SequenceCache, length: int, random: np.random.Generator) -> Sequence:
     """A sequence of random bytes, none of which is a NaN."""
     sizes = [min(BLOCK_POSITIONS, length - start) for start in range(0, length, BLOCK_POSITIONS)]
@@ -373,9 +379,10 @@ def written(cache: SequenceCache, length: int, random: np.random.Generator) -> S
     return cache.written(length, blocks, content(state_bytes_of(cache.tensors)))
 
 
+@pytest.mark.usefixtures("host")
 def test_only_committed_positions_are_exported() -> None:
     """What lies behind them may be another caller's."""
-    cache = SequenceCache(Shape(), ReferenceOps(), CacheSize(4, 3), "f32")
+    cache = SequenceCache(Shape(), device_ops(), CacheSize(4, 3), "f32")
     first = written(cache, 256, np.random.default_rng(1))
     block = first.blocks[0]
     cache.release(first)
@@ -384,8 +391,9 @@ def test_only_committed_positions_are_exported() -> None:
     assert len(cache.read_block(second, 0)) == block_bytes(cache.tensors, 10)
 
 
+@pytest.mark.usefixtures("host")
 def test_bytes_that_do_not_fit_change_nothing() -> None:
-    cache = SequenceCache(Shape(), ReferenceOps(), CacheSize(2, 1), "f32")
+    cache = SequenceCache(Shape(), device_ops(), CacheSize(2, 1), "f32")
     block, state = bytes(block_bytes(cache.tensors)), bytes(state_bytes_of(cache.tensors))
     for length, blocks, of_state in (
         (256, [block[1:]], state),

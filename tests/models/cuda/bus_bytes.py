@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.prefetch_ring import PrefetchRing
@@ -15,6 +14,7 @@ from coldstream.kernels.experts.partition import Partition
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
 from coldstream.models.cuda.graphs import CapturedSteps
+from device_arrays import view_of
 
 POISON = 0xA5
 
@@ -42,7 +42,7 @@ class BusBytes:
         def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
             self._num_fetches += 1
             if self._tardy and self._num_fetches % self._tardy == 0:
-                ring._reached.fill_(layer + 1)
+                view_of(ring._reached).fill(layer + 1)
             self._note_copies(ring, layer, stacks, lambda: fetch(ring, layer, rows, stacks))
 
         with pytest.MonkeyPatch.context() as patch:
@@ -56,9 +56,10 @@ class BusBytes:
     ) -> None:
         """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
         places: Partition = routing.places
-        assert not places.cpu_ids.ge(0).any(), "the CPU computes nothing"
+        assert (view_of(places.cpu_ids) < 0).all(), "the CPU computes nothing"
         staging = decode._staging.data_ptr(), decode._staging.data_ptr() + decode._staging.numel()
-        for stack, addresses in zip(stacks, places.addresses[:, routing.ids.unique().long()], strict=True):
+        used = view_of(places.addresses)[:, np.unique(view_of(routing.ids))]
+        for stack, addresses in zip(stacks, used, strict=True):
             mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
             first, end = staging if len(routing.ids) > 1 else mapped
             read = {address for address in addresses.tolist() if first <= address < end}
@@ -67,13 +68,13 @@ class BusBytes:
     def _note_copies(self, ring: PrefetchRing, layer: int, stacks: Sequence[ExpertTable], fetch: Any) -> None:
         """Only places of the layer change, and in them whole experts."""
         places, data, whole = ring.prefetched(layer, stacks), ring._part(layer)[1], ring._data
-        data.fill_(POISON)
-        others = whole.clone()
+        view_of(data).fill(POISON)
+        others = view_of(whole).copy()
         fetch()
-        copied = data.view(places.room.count, -1).ne(POISON).any(dim=1)
+        copied = (view_of(data).reshape(places.room.count, -1) != POISON).any(axis=1)
         expert_bytes = sum(stack.matrix_bytes for stack in stacks)
         self.num_copies[layer] += int(copied.sum())
         self.copied[layer] += int(copied.sum()) * expert_bytes
         first = data.data_ptr() - whole.data_ptr()
-        others[first : first + len(data)] = data
-        assert torch.equal(others, whole), "places of other layers stay as they are"
+        others[first : first + len(data)] = view_of(data)
+        assert np.array_equal(others, view_of(whole)), "places of other layers stay as they are"

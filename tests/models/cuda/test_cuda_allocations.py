@@ -1,6 +1,5 @@
 """Allocations on the device that fail one after the other: errors of ours, and everything is given back."""
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from cuda_runner_cases import open_partly
+from cuda_runner_cases import TakenMemory, no_memory_left, open_partly, taken_memory
 from one_sequence import OneSequence
 from runner_cases import token_ids
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.kernels.cuda.runtime import allocations
+from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.models.cuda.graphs import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -26,7 +24,7 @@ PROMPTS = (5, 40, 90)
 
 
 class FailingAllocations:
-    """Counts tensors on the device and in page-locked memory, and captures; the number-th finds no memory."""
+    """Counts memory of the device and page-locked memory, and captures; the number-th finds no memory."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -35,18 +33,11 @@ class FailingAllocations:
     def _check(self) -> None:
         self.count += 1
         if self.count == self._number:
-            raise torch.OutOfMemoryError("CUDA out of memory: as the test wants it")
+            raise calls.out_of_memory()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("empty", "zeros"):
-            monkeypatch.setattr(torch, name, self._watched(getattr(torch, name)))
-        page_locked = allocations.page_locked
-
-        def taken(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-            self._check()
-            return page_locked(shape, dtype)
-
-        monkeypatch.setattr(allocations, "page_locked", taken)
+        for name in ("block", "scratch", "page_locked"):
+            monkeypatch.setattr(allocations, name, self._watched(getattr(allocations, name)))
         capture = CapturedStep.of
 
         def captured(step: Callable[[], Any], without_memory: Callable[[Any], Any]) -> CapturedStep:
@@ -59,11 +50,10 @@ class FailingAllocations:
 
         monkeypatch.setattr(CapturedStep, "of", captured)
 
-    def _watched(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def made(*size: Any, **options: Any) -> torch.Tensor:
-            if str(options.get("device", "")).startswith("cuda"):
-                self._check()
-            return make(*size, **options)
+    def _watched(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*size: Any) -> Any:
+            self._check()
+            return make(*size)
 
         return made
 
@@ -104,14 +94,14 @@ def answers(path: Path) -> list[np.ndarray]:
         return [answer(runner, size) for size in PROMPTS]
 
 
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+@pytest.fixture
+def taken() -> Iterator[TakenMemory]:
+    with taken_memory() as taken:
+        yield taken
 
 
 def test_mm02_whichever_allocation_fails_everything_is_given_back_and_a_retry_succeeds(
-    moe_path: Path, monkeypatch: pytest.MonkeyPatch
+    moe_path: Path, taken: TakenMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(moe_path)
     counting = FailingAllocations(NEVER)
@@ -119,14 +109,14 @@ def test_mm02_whichever_allocation_fails_everything_is_given_back_and_a_retry_su
         counting.install(patch)
         assert all(outcomes(moe_path, expected))
     assert counting.count > 10
-    before, failed_loads = allocated(), 0
+    failed_loads = 0
     for number in range(1, counting.count + 1):
         with monkeypatch.context() as patch:
             FailingAllocations(number).install(patch)
             loaded, *served = outcomes(moe_path, expected)
         failed_loads += not loaded
         assert served.count(False) <= 1, number
-        assert allocated() == before, number
+        assert taken.now() == 0, number
         if number % 5 == 0:
             assert all(outcomes(moe_path, expected)), number
     assert 5 < failed_loads < counting.count
@@ -134,20 +124,13 @@ def test_mm02_whichever_allocation_fails_everything_is_given_back_and_a_retry_su
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 0.95])
-def test_mm02_a_process_that_may_take_less_than_the_model_needs(moe_path: Path, share: float) -> None:
+def test_mm02_a_process_that_may_take_less_than_the_model_needs(
+    moe_path: Path, taken: TakenMemory, share: float
+) -> None:
     expected = answers(moe_path)
-    before = allocated()
-    torch.cuda.reset_peak_memory_stats()
-    reserved = torch.cuda.memory_reserved()
     assert all(outcomes(moe_path, expected))
-    need = torch.cuda.max_memory_reserved() - reserved
-    total = torch.cuda.get_device_properties().total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((reserved + share * need) / total)
-    try:
+    with no_memory_left(int(share * taken.most)):
         results = list(outcomes(moe_path, expected))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert share > 0 or results == [False]
-    assert allocated() == before
+    assert taken.now() == 0
     assert all(outcomes(moe_path, expected))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("cuda.bindings")
 
@@ -43,11 +42,12 @@ def drafter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DflashFi
 
 def steps_of(block: DflashBlock) -> None:
     """Blocks of any size, and any number of committed rows."""
-    length = torch.empty(1, dtype=torch.int32, device="meta")
+    memory = MemoryPlan()
+    length = memory.persistent((1,), "int32")
     for num_rows in range(2, block.spec.block_size + 1):
         block.draft(num_rows, length, length)
     for num_rows in APPENDED:
-        features = torch.empty((num_rows, block.spec.feature_size), dtype=FEATURE_TYPE, device="meta")
+        features = memory.persistent((num_rows, block.spec.feature_size), FEATURE_TYPE)
         block.append(features, block.contexts, 3)
 
 
@@ -69,7 +69,6 @@ def test_weights_take_as_many_bytes_as_in_the_file(drafter: DflashFile) -> None:
 
 
 def test_all_kernels_are_known(drafter: DflashFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
     target = DraftTarget.planned(drafter.spec)
     known = kernels_of(drafter, target)

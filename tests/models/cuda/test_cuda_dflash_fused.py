@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ pytest.importorskip("cuda.bindings")
 
 from test_cuda_dflash import CASES, CONTEXT, device, opened_drafter, target
 
+from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.draft_block.reference import likeliest_chain
 from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.settings import RowSettings
@@ -52,7 +54,7 @@ def test_fused_steps_draft_what_the_host_drafts(
             expected = chain_of(mirror, root, num_nodes) if num_nodes else []
             fused.launch(num_nodes)
             accepted = fused.take()
-            assert arrays.model_columns[1 : 1 + num_nodes].tolist() == expected
+            assert np.asarray(arrays.model_columns[1 : 1 + num_nodes]).tolist() == expected
             assert (accepted.num_drafted, accepted.fault, accepted.is_last) == (num_nodes, 0, False)
             mirror.append(features.of(slice(len(accepted.token_ids))))
             root = accepted.token_ids[-1]
@@ -87,7 +89,7 @@ def test_there_are_no_fused_steps_where_they_cannot_be(
         context.append(runner.features(range(len(PROMPT))))
 
         def no_memory(*_: object, **__: object) -> None:
-            raise torch.OutOfMemoryError("out of memory")
+            raise OutOfMemoryError("out of memory")
 
         with monkeypatch.context() as failing:
             failing.setattr(cuda_dflash.DflashRings, "make_room", no_memory)

@@ -17,8 +17,11 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.decoding import Logits, Outcome, SampledToken, SamplingParams, TokenChoice, begin_choices
 from coldstream.errors import GenerationFault
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import CudaArray, clear, joined, new, read
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.models.cuda.logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
+from device_arrays import array_of
 from host_device import HostDevice
 from host_driver import HostStream
 from host_gpu import gpu_on
@@ -64,14 +67,16 @@ def gpu(compiled_for_the_host: HostDevice) -> Iterator[Counted]:
 def on_device(values: Logits, num_rows: int = 8, context_length: int = CONTEXT_LENGTH) -> StepLogits:
     """Logits of a step on a device with memory for `num_rows` rows."""
 
-    def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, dtype)).cuda()
+    def zeros(shape: tuple[int, ...], dtype: str) -> CudaArray:
+        array = new(shape, dtype)
+        clear(array)
+        return array
 
-    def download(parts: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
-        return torch.cat(list(parts)).cpu().numpy()
+    def download(parts: Sequence[DeviceArray]) -> np.ndarray[Any, Any]:
+        return read(joined(parts))
 
     step = OnDevice(
-        torch.from_numpy(values.copy()).cuda(),
+        array_of(torch.from_numpy(values)),
         Sampler(zeros, num_rows, context_length),
         lambda: True,
         download,

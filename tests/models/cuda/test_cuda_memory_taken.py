@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-import torch
 from cuda_runner_cases import no_memory_left, open_cuda, open_partly
 from one_sequence import OneSequence, step_rows
 from runner_cases import MIX, token_ids
@@ -20,7 +19,7 @@ from coldstream.experts import partial_experts
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.kernels.cuda.runtime.calls import is_capturing
+from coldstream.kernels.cuda.runtime import calls
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.graphs import CapturedStep
 from coldstream.models.cuda.inputs import StepShape
@@ -62,12 +61,12 @@ def num_slots(runner: OneSequence) -> int:
     return runner.gpu_experts.num_slots
 
 
-def more_than_there_is() -> None:
-    torch.zeros(2**45, dtype=torch.uint8, device="cuda")
+def more_than_there_is() -> NoReturn:
+    raise calls.out_of_memory()
 
 
 def every_other_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture, calls = CapturedStep.of, count()
+    capture, numbers = CapturedStep.of, count()
 
     def failing(step: Callable[[], Any], without_memory: Callable[[Any], Any]) -> CapturedStep:
         def running_out() -> Any:
@@ -75,7 +74,7 @@ def every_other_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             more_than_there_is()
             return outputs
 
-        return capture(step if next(calls) % 2 else running_out, without_memory)
+        return capture(step if next(numbers) % 2 else running_out, without_memory)
 
     monkeypatch.setattr(CapturedStep, "of", failing)
 
@@ -83,13 +82,13 @@ def every_other_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
     shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, taken = num_slots(shrinking), torch.cuda.memory_allocated()
+    slots, free = num_slots(shrinking), calls.free_memory()[0]
     every_other_capture_fails(monkeypatch)
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     left = num_slots(shrinking)
     assert 0 < left < slots
-    assert torch.cuda.memory_allocated() < taken
+    assert calls.free_memory()[0] > free
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     assert num_slots(shrinking) == left
@@ -119,10 +118,10 @@ def test_mm03_a_capture_that_ends_in_its_middle_leaves_nothing_running_beside_th
     expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=MIB))
-    compute, calls = PartialExecutor.compute, count()
+    compute, numbers = PartialExecutor.compute, count()
 
     def failing_once(executor: PartialExecutor, *args: Any) -> Any:
-        if is_capturing() and next(calls) == 2:
+        if calls.is_capturing() and next(numbers) == 2:
             more_than_there_is()
         return compute(executor, *args)
 

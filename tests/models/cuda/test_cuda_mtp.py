@@ -16,6 +16,7 @@ from bench.runners import open_model_file, resident_plan
 from coldstream.assets import demo_model_path
 from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.errors import OutOfMemoryError, UnsupportedError
+from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cpu.mtp import MtpSequence
 from coldstream.models.cuda import mtp as cuda_mtp
@@ -24,6 +25,7 @@ from coldstream.models.cuda.mtp import CudaMtpSequence
 from coldstream.models.cuda.mtp_block import BRANCHING
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner_capacity import DraftMemory
+from device_arrays import array_of
 from host_device import HostDevice
 from host_gpu import gpu_on
 from tree_plans import plan_with_trees
@@ -58,11 +60,11 @@ def pair(path: Path, share: float | None = None) -> Iterator[Pair]:
         yield Pair(gpu, cpu, gpu.load_mtp().new_sequence(), cpu.load_mtp().new_sequence())
 
 
-def states_of(both: Pair, count: int) -> tuple[list[torch.Tensor], list[np.ndarray]]:
+def states_of(both: Pair, count: int) -> tuple[list[CudaArray], list[np.ndarray]]:
     """Hidden states of so many rows of a prompt, which are the same on both devices."""
     on_gpu = _states(both.gpu, both.on_gpu, count)
     on_cpu = _states(both.cpu, both.on_cpu, count)
-    assert np.array_equal(torch.stack(on_gpu).cpu().numpy(), np.stack(on_cpu))
+    assert np.array_equal(np.stack(on_gpu), np.stack(on_cpu))
     return on_gpu, on_cpu
 
 
@@ -96,7 +98,7 @@ def check_rows_and_chains(both: Pair) -> None:
 
 
 def check_chain(both: Pair, steps: int) -> None:
-    output = both.gpu.runner._loaded.mtp.last.values[0].cpu().numpy()
+    output = np.asarray(both.gpu.runner._loaded.mtp.last.values[0])
     assert np.array_equal(output, both.on_cpu.output)
     length = both.on_gpu.length
     found, expected = list(both.on_gpu.chain(steps)), list(both.on_cpu.chain(steps))
@@ -113,9 +115,9 @@ def check_trees(both: Pair) -> None:
     rows = [3, 0, 1]
     for runner in (both.gpu, both.cpu):
         runner.step(Batch((Segment(runner.sequence, [5, 6, 7, 8], [-1, 0, 1, 0]),)))
-    on_gpu = both.gpu.hidden(np.array(rows)).cpu().numpy()
+    on_gpu = np.asarray(both.gpu.hidden(np.array(rows)))
     assert np.array_equal(on_gpu, both.cpu.hidden(np.array(rows)))
-    assert np.array_equal(both.gpu.hidden(range(1, 3)).cpu().numpy(), both.cpu.hidden(range(1, 3)))
+    assert np.array_equal(np.asarray(both.gpu.hidden(range(1, 3))), both.cpu.hidden(range(1, 3)))
     both.gpu.commit(both.gpu.sequence, [0, 1])
 
 
@@ -181,7 +183,7 @@ def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.
     with pair(write_variant(tmp_path, "dense")) as both:
         on_gpu, _ = states_of(both, 3)
         both.on_gpu.append([1, 2, 3], on_gpu)
-        logits = both.gpu.runner._loaded.mtp.model.logits(both.gpu.runner._loaded.mtp.last).numpy()
+        logits = np.asarray(both.gpu.runner._loaded.mtp.model.logits(both.gpu.runner._loaded.mtp.last))
         (found,) = both.on_gpu.chain(1)
         expected_ids, expected = top_log_probs(logits[:, :40], BRANCHING)
         assert found[0] == expected_ids[0].tolist()
@@ -194,7 +196,7 @@ def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "MAX_MTP_ROWS", 64)
     with open_gpu(write_variant(tmp_path, "dense")) as runner:
         sequence = runner.load_mtp().new_sequence()
-        state = sequence.keep(torch.ones(1, runner.spec.hidden_size))
+        state = sequence.keep(array_of(torch.ones(1, runner.spec.hidden_size)))
         sequence.append([1] * (CONTEXT - 2), state * (CONTEXT - 2))
         assert len(list(sequence.chain(9))) == 3
         assert sequence.length == CONTEXT - 2
@@ -207,7 +209,7 @@ def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.Monke
 def test_states_that_are_not_finite_show_in_the_candidates(tmp_path: Path) -> None:
     with open_gpu(write_variant(tmp_path, "dense")) as runner:
         sequence = runner.load_mtp().new_sequence()
-        sequence.append([1], sequence.keep(torch.full((1, runner.spec.hidden_size), torch.nan)))
+        sequence.append([1], sequence.keep(array_of(torch.full((1, runner.spec.hidden_size), torch.nan))))
         (found, *_) = sequence.chain(1)
         assert np.isnan(found[1]).all()
         assert len(found[0]) == BRANCHING

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from cuda_runner_cases import no_memory_left, open_cuda
+from cuda_runner_cases import no_memory_left, open_cuda, taken_memory
 from one_sequence import OneSequence
 from runner_cases import reference_logits, token_ids
 
@@ -26,11 +25,10 @@ from coldstream.models.cuda.loaded_model import Loaded
 def test_mm01_too_little_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, dims=Dims())
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
-        open_cuda(path, context_length=2**31 - 1)
-    assert torch.cuda.memory_allocated() == before
+    with taken_memory() as taken:
+        with pytest.raises(OutOfMemoryError, match=r"the GPU needs .* smaller --ctx-size"):
+            open_cuda(path, context_length=2**31 - 1)
+        assert taken.most == 0
 
 
 @pytest.mark.gpu
@@ -62,14 +60,12 @@ def test_mm03_memory_taken_away_in_mid_run_is_an_error_and_not_the_end(moe_path:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_memory_taken_away_while_a_model_is_loaded(moe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
     gpu = find_gpu()
-    with monkeypatch.context() as patch, no_memory_left():
+    with monkeypatch.context() as patch, no_memory_left(), taken_memory() as taken:
         patch.setattr(cuda_runner, "find_gpu", lambda: gpu)
         with pytest.raises(OutOfMemoryError, match="memory ran out") as caught:
             open_cuda(moe_path)
-    assert torch.cuda.memory_allocated() == before, caught
+        assert taken.now() == 0, caught
     open_cuda(moe_path).close()
 
 
@@ -87,7 +83,7 @@ def test_a_capture_that_runs_out_of_memory_leaves_the_runner_usable(
         result = step(loaded, shape)
         if num_steps == 2:
             assert calls.is_capturing()
-            torch.zeros(2**45, dtype=torch.uint8, device="cuda")
+            raise calls.out_of_memory()
         return result
 
     with open_cuda(moe_path) as runner:

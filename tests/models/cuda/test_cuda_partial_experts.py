@@ -4,12 +4,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from cuda_runner_cases import open_cuda, open_partly
+from cuda_runner_cases import open_cuda, open_partly, poisoned_blocks
 from one_sequence import OneSequence, chosen_after, step_rows
 from runner_cases import VARIANTS, reference_logits, token_ids, write_family, write_variant
 
@@ -18,6 +17,7 @@ from coldstream.decoding import SamplingParams
 from coldstream.errors import ModelChangedError
 from coldstream.experts.prefetch import Prefetching
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.runtime import calls
 from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency
 
@@ -113,13 +113,7 @@ def test_trap_10_the_answer_does_not_depend_on_what_is_resident(share: float, mo
 def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(
     share: float, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
-        tensor = empty(*size, **options)
-        return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poisoned_blocks(monkeypatch)
     with open_partly(model.path, share, streamed=0.4, context_length=512) as runner:
         assert_same(answer(runner), model.greedy)
         prompt = token_ids(300)
@@ -158,8 +152,8 @@ def test_trap_23_twenty_requests_and_memory_stays(half: OneSequence, model: Mode
     taken = None
     for _ in range(21):
         assert_same(answer(half), model.greedy)
-        torch.cuda.synchronize()
-        free = torch.cuda.mem_get_info()[0]
+        calls.synchronize()
+        free = calls.free_memory()[0]
         taken = free if taken is None else taken
         assert free == taken
 
@@ -250,6 +244,5 @@ def test_trap_24_a_closed_runner_gives_its_memory_back() -> None:
     for _ in range(3):
         with open_partly(demo_model_path(), 0.5) as runner:
             answer(runner, count=5)
-        torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info()[0])
+        free.append(calls.free_memory()[0])
     assert free[1] == free[2]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cuda_runner_cases import open_cuda
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES, instance_for
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda import runner as cuda_runner
@@ -123,16 +123,16 @@ def test_trap_23_twenty_requests_leave_memory_flat_and_answer_alike(runner: OneS
 
     expected = answer()
 
-    def memory_after_twenty_requests() -> tuple[int, int, int]:
+    def free_after_twenty_requests() -> int:
         for other in range(1, 21):
             runner.reset()
             runner.prefill(token_ids(17 * other))
             assert np.array_equal(answer(), expected)
-        torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        allocations.trim()
+        return calls.free_memory()[0]
 
     # The first time also captures a graph for each of their sizes.
-    assert memory_after_twenty_requests() == memory_after_twenty_requests()
+    assert free_after_twenty_requests() == free_after_twenty_requests()
 
 
 @pytest.mark.gpu
@@ -149,9 +149,8 @@ def test_trap_24_a_reset_leaves_nothing_of_the_last_sequence(family_path: Path, 
 @pytest.mark.alone
 def test_trap_24_a_closed_runner_gives_its_memory_back(moe_path: Path) -> None:
     def free() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info()[0])
+        allocations.trim()
+        return calls.free_memory()[0]
 
     def use() -> None:
         with open_cuda(moe_path) as runner:
@@ -311,7 +310,6 @@ def test_gates_and_ups_of_an_integer_and_a_float_type_are_refused_by_name(tmp_pa
 def test_the_kernels_of_a_model_are_known_before_it_runs(
     moe_path: Path, chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
     with GGUFFile.open(moe_path) as file:
         spec = read_spec(file.metadata, file.tensors)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from cuda_runner_cases import open_cuda, open_partly
+from cuda_runner_cases import open_cuda, open_partly, poisoned_blocks
 from one_sequence import OneSequence
 from runner_cases import VARIANTS, reference_logits, token_ids, write_family, write_variant
 
@@ -102,13 +101,7 @@ def test_ex07_experts_move_between_all_tiers(
 def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(
     path: Path, expected: dict[int, tuple[np.ndarray, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = torch.empty
-
-    def poisoned(*size: object, **options: object) -> torch.Tensor:
-        tensor = empty(*size, **options)  # type: ignore[call-overload]
-        return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poisoned_blocks(monkeypatch)
     with open_partly(path, 0.25, in_ram=0.25, context_length=CONTEXT) as runner:
         check_outputs(runner, expected)
 

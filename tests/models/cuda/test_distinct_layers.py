@@ -5,7 +5,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from runner_cases import FAMILIES, MIX, VARIANTS, write_variant
 
 from bench.runners import open_model_file
@@ -38,7 +37,6 @@ PARTIAL = Limits(
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers choose kernels for an H100, which need not be there."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 232448, 233472, True))
 
 

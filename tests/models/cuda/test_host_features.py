@@ -14,6 +14,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner_capacity import DraftMemory
+from device_arrays import tensor_of
 from tree_plans import plan_with_trees
 
 CONTEXT = 192
@@ -53,13 +54,13 @@ def test_features_are_those_of_the_cpu_rounded(tiny: Path, share: float | None) 
             for each, sequence in both:
                 each.extend(sequence, token_ids)
                 found.append(each.features(range(len(token_ids))))
-            assert torch.equal(found[1], rounded(found[0]))
+            assert torch.equal(tensor_of(found[1]), rounded(found[0]))
         found = []
         for each, sequence in both:
             each.step(Batch((Segment(sequence, [1, 2, 3, 4], [-1, 0, 0, 2]),)))
             found.append(each.features(np.array([3, 0, 2])))
             each.commit(sequence, [0, 2, 3])
-        assert torch.equal(found[1], rounded(found[0]))
+        assert torch.equal(tensor_of(found[1]), rounded(found[0]))
 
 
 @pytest.mark.usefixtures("gpu")

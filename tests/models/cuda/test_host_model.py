@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from cuda_runner_cases import check_chains, open_cuda, open_partly
 from one_sequence import OneSequence, chosen_after, open_cpu
 from runner_cases import MIXED_LAYERS, token_ids, write_mixed_layers
@@ -22,6 +21,7 @@ from tree_cases import CONTEXT, Oracle, Prompts, Tree, check_batch_of_trees, pro
 from bench.runners import open_model_file, partial_plan
 from coldstream.decoding import SampledToken, SamplingParams, TokenChoice, begin_choices
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts import moe
 from coldstream.kernels.ops import SHORT_CONTEXT
@@ -143,12 +143,10 @@ def test_rows_of_no_sequence_want_no_experts_of_their_own(
     """A step of 17 rows is the captured one of 18."""
     chosen = []
 
-    def choose(
-        logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
-    ) -> None:
+    def choose(logits: CudaArray, ids: CudaArray, weights: CudaArray, positions: CudaArray) -> None:
         router_choose_cuda(logits, ids, weights, positions)
         if not calls.is_capturing():
-            chosen.append((positions.tolist(), ids.tolist()))
+            chosen.append((np.asarray(positions).tolist(), np.asarray(ids).tolist()))
 
     with open_partly(path_of_experts, 0.0, streamed=0.5, context_length=CONTEXT) as runner:
         monkeypatch.setattr(moe, "router_choose_cuda", choose)
@@ -197,7 +195,7 @@ def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_ba
     def failing_once(loaded: Loaded, shape: StepShape) -> Any:
         hidden = step(loaded, shape)
         if next(failures) == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")  # when the state is already another one
+            raise calls.out_of_memory()  # when the state is already another one
         return hidden
 
     with (

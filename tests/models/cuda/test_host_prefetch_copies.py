@@ -15,6 +15,7 @@ from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.models.cuda.runner import CudaRunner
+from device_arrays import view_of
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -58,7 +59,8 @@ def ring_of(runner: OneSequence) -> PrefetchRing:
 
 def in_places(ring: PrefetchRing) -> tuple[np.ndarray, np.ndarray]:
     """Experts in places, and the used ones of them, by layer, not yet counted."""
-    keys = ring._keys[ring._keys != 0].numpy()
+    keys = view_of(ring._keys)
+    keys = keys[keys != 0]
     layers = ((keys & 0x7FFFFFFF) - 1) >> 16
     return np.bincount(layers, minlength=LAYERS), np.bincount(layers[keys < 0], minlength=LAYERS)
 
@@ -92,7 +94,7 @@ def test_trap_15_copies_are_no_more_than_on_demand_but_for_what_is_counted_as_wa
         open_partly(path, SHARE, **OPTIONS, prefetching=prefetching) as runner,
     ):
         ring = ring_of(runner)
-        ring._keys.zero_()  # of the steps before the first
+        view_of(ring._keys).fill(0)  # of the steps before the first
         with ahead.noted():
             found = answers(runner)
         assert slot_copies(runner) == on_demand.into_slots

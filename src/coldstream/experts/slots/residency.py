@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
@@ -81,8 +80,6 @@ class ExpertResidency:
 
         A pool must be empty, and is empty again. Raises DeviceError, ModelChangedError.
         """
-        # The current stream may still write to this memory for the tensor that owned it before.
-        self._stream.wait_stream(streams.current_stream())
         for portion in [list(experts)] if self._pool is None else self._pool.brought(experts):
             self._begin(self.cache.load(portion))
             self._stream.synchronize()
@@ -137,9 +134,7 @@ class ExpertResidency:
             self._running[-1] = self._next_step
         streams.current_stream().synchronize()  # the tables are written
         assert self.cache.reclaimed(size), "slots are neither read nor written between two steps"
-        freed = self._slots.drop_last(size)
-        torch.cuda.empty_cache()
-        return freed
+        return self._slots.drop_last(size)
 
     @property
     def missing_bytes(self) -> int:
@@ -149,7 +144,7 @@ class ExpertResidency:
     def grow(self) -> None:
         """Allocates the slots again that `shrink` freed last; some must be missing.
 
-        A step may be running, as the new slots are empty. Raises torch.OutOfMemoryError with nothing changed.
+        A step may be running, as the new slots are empty. Raises OutOfMemoryError with nothing changed.
         """
         size = self._slots.restore_last()
         self._addresses.find_slots(size, self._slots)

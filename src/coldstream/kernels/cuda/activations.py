@@ -1,10 +1,13 @@
 """Activations between two operations on the GPU."""
 
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coldstream.kernels.arithmetic.quantised import QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, as_type
+from coldstream.kernels.cuda.contents import take_rows
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import NormBefore
 
@@ -30,11 +33,10 @@ class Activations:
             QuantActivations(quantised.q[part], quantised.scales[part], quantised.sums[part]),
         )
 
-    def take(self, indices: DeviceArray) -> "Activations":
-        """Copies of the rows `indices`, int64 [n], in memory of PyTorch's own."""
-        parts = (part.index_select(0, indices) for part in vars(self.quantised).values())
-        values: Any = self.values
-        return Activations(values.index_select(0, indices), QuantActivations(*parts))
+    def take(self, rows: NDArray[np.int64]) -> "Activations":
+        """Copies of rows by their numbers, in memory of their own. Raises OutOfMemoryError, DeviceError."""
+        parts = (take_rows(part, rows) for part in vars(self.quantised).values())
+        return Activations(take_rows(self.values, rows), QuantActivations(*parts))
 
 
 def as_floats(weight: QuantTensor) -> DeviceArray:

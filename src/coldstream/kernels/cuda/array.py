@@ -1,7 +1,7 @@
 """Arrays in the device's memory, as launchers see them: an address, a shape, strides and a type of elements.
 
-Launchers ask no more of an array than `DeviceArray` says, so that they do not depend on what has made it.
-PyTorch's tensors are such arrays; `RawArray` is one without PyTorch, over memory that somebody else keeps.
+Launchers ask no more of an array than `DeviceArray` says, so that they do not depend on what has made it. The
+package's own arrays are `RawArray`s; tests also pass tensors of PyTorch.
 """
 
 import ctypes
@@ -77,8 +77,8 @@ class DeviceArray(Protocol):
 class RawArray:
     """A `DeviceArray` at an address; `owner` keeps the memory, and None says that somebody else does.
 
-    dtype: a name of DTYPES. strides: in elements, by default those of adjacent rows. An index or slices give
-    a view with the same owner. PyTorch makes a tensor of it by the CUDA array interface (version 3).
+    dtype: a name of ELEMENT_BYTES. strides: in elements, by default those of adjacent rows. An index or
+    slices give a view with the same owner. Other libraries read it by the CUDA array interface (version 3).
     """
 
     address: int
@@ -106,6 +106,11 @@ class RawArray:
 
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def is_contiguous(self) -> bool:
         """Whether elements are adjacent and in order; strides of single elements do not matter."""
@@ -164,6 +169,14 @@ class RawArray:
         return interface
 
 
+class PlannedArray(RawArray):
+    """A `RawArray` without memory, of a step that is only counted or noted. Addresses are offsets in it."""
+
+    @property
+    def is_meta(self) -> bool:
+        return True
+
+
 class HostArray(RawArray):
     """A `RawArray` in memory of the host that the device reads too; its owner is an array of NumPy's."""
 
@@ -204,7 +217,13 @@ def as_type(array: DeviceArray, dtype: str) -> RawArray:
     row_bytes, size = array.shape[-1] * element_bytes(array), ELEMENT_BYTES[dtype]
     if not array.is_contiguous() or row_bytes % size:
         raise ArrayError(f"rows of {row_bytes} bytes in {tuple(array.shape)} are not seen as {dtype}")
-    return RawArray(array.data_ptr(), (*array.shape[:-1], row_bytes // size), dtype, array)
+    return _kind_of(array)(array.data_ptr(), (*array.shape[:-1], row_bytes // size), dtype, array)
+
+
+def unowned(array: DeviceArray) -> RawArray:
+    """The same contiguous memory without owning it, for the outputs of a captured graph."""
+    assert array.is_contiguous()
+    return _kind_of(array)(array.data_ptr(), tuple(array.shape), name_of(array.dtype))
 
 
 def num_bytes_of(array: DeviceArray) -> int:
@@ -216,6 +235,10 @@ def num_bytes_of(array: DeviceArray) -> int:
 def name_of(dtype: Any) -> str:
     """`float32` of "float32" and of PyTorch's dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def _kind_of(array: DeviceArray) -> type[RawArray]:
+    return type(array) if isinstance(array, RawArray) else RawArray
 
 
 def _adjacent(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,32 +1,138 @@
-"""What is in a contiguous array of the device. Nothing is done to one that is only planned."""
+"""What is in contiguous arrays of the device. Nothing is done to one that is only planned.
 
+Copies and fills are queued to the current stream. Copies of arrays are in memory of their own, which comes
+from the device's pool in the order of the default stream: see `runtime.allocations.scratch`.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from coldstream.kernels.cuda.array import DeviceArray, name_of, num_bytes_of
-from coldstream.kernels.cuda.runtime import copies, streams
+from coldstream.kernels.cuda.array import (
+    ELEMENT_BYTES,
+    ArrayError,
+    DeviceArray,
+    RawArray,
+    name_of,
+    num_bytes_of,
+)
+from coldstream.kernels.cuda.runtime import allocations, copies, streams
 
 Array = np.ndarray[Any, Any]
 
 
+class CudaArray(RawArray):
+    """A `RawArray` whose contiguous views are written by assignment, and read by NumPy.
+
+    An assignment takes 0, an array of the device, or one of NumPy's, as `clear`, `copy_parts` and `write` do.
+    """
+
+    def __setitem__(self, index: int | slice | tuple[int | slice, ...], values: Any) -> None:
+        part = self[index]
+        if isinstance(values, np.ndarray):
+            write(part, values)
+        elif isinstance(values, RawArray):
+            copy_parts([values], part)
+        else:
+            assert values == 0, "a fill is of zeros"
+            clear(part)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(read(self), dtype=dtype)
+
+
+def host_type(dtype: Any) -> str:
+    """The type of elements on the host: NumPy has no bfloat16, whose bits are uint16 there."""
+    name = name_of(dtype)
+    return "uint16" if name == "bfloat16" else name
+
+
 def clear(array: DeviceArray) -> None:
     """Queues writing zeros."""
+    _check_contiguous(array)
     if not array.is_meta:
         copies.fill_bytes(array.data_ptr(), 0, num_bytes_of(array))
 
 
 def write(array: DeviceArray, values: Array) -> None:
     """Copies values of the same shape and type, and returns when they may change."""
+    _check_contiguous(array)
     assert tuple(array.shape) == values.shape
-    assert name_of(array.dtype) == values.dtype.name
+    assert host_type(array.dtype) == values.dtype.name
     if not array.is_meta:
         copies.to_device_at_once(array.data_ptr(), np.ascontiguousarray(values))
 
 
 def read(array: DeviceArray) -> Array:
     """The values, when all that is queued to the current stream has run."""
-    values = np.empty(tuple(array.shape), name_of(array.dtype))
+    _check_contiguous(array)
+    values = np.empty(tuple(array.shape), host_type(array.dtype))
     copies.to_host(values, array.data_ptr())
     streams.current_stream().synchronize()
     return values
+
+
+def new(shape: tuple[int, ...], dtype: str) -> CudaArray:
+    """An unwritten array in memory of its own. Raises OutOfMemoryError, DeviceError."""
+    num_bytes = int(np.prod(shape)) * ELEMENT_BYTES[dtype]
+    allocation = allocations.scratch(num_bytes)
+    return CudaArray(allocation.address, shape, dtype, allocation)
+
+
+def copy_parts(parts: Sequence[DeviceArray], target: DeviceArray) -> None:
+    """Queues copies of contiguous parts, one after the other, into a contiguous target that they fill.
+
+    Parts that lie side by side are copied together. ArrayError for other types or another size.
+    """
+    _check_contiguous(target)
+    dtype = name_of(target.dtype)
+    if any(name_of(part.dtype) != dtype for part in parts):
+        raise ArrayError(f"{[name_of(part.dtype) for part in parts]} are no parts of {dtype}")
+    if sum(part.numel() for part in parts) != target.numel():
+        raise ArrayError(
+            f"parts of {[tuple(part.shape) for part in parts]} do not fill {tuple(target.shape)}"
+        )
+    if target.is_meta:
+        return
+    address = target.data_ptr()
+    for source, num_bytes in _runs(parts):
+        copies.within_device(address, source, num_bytes)
+        address += num_bytes
+
+
+def joined(parts: Sequence[DeviceArray]) -> CudaArray:
+    """A copy of the rows of at least one part, one after the other. Raises as `new` and `copy_parts`."""
+    first = parts[0]
+    copy = new((sum(map(len, parts)), *first.shape[1:]), name_of(first.dtype))
+    copy_parts(parts, copy)
+    return copy
+
+
+def take_rows(array: DeviceArray, rows: Array) -> CudaArray:
+    """A copy of rows by their numbers, int64 [n], which must exist. Raises as `new`."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    runs = [run for run in np.split(rows, breaks) if len(run)]
+    copy = new((len(rows), *array.shape[1:]), name_of(array.dtype))
+    copy_parts([array[int(run[0]) : int(run[-1]) + 1] for run in runs], copy)
+    return copy
+
+
+def _runs(parts: Sequence[DeviceArray]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of parts, those that lie side by side together."""
+    begin = end = 0
+    for part in parts:
+        _check_contiguous(part)
+        address = part.data_ptr()
+        if address != end:
+            if end > begin:
+                yield begin, end - begin
+            begin = address
+        end = address + num_bytes_of(part)
+    if end > begin:
+        yield begin, end - begin
+
+
+def _check_contiguous(array: DeviceArray) -> None:
+    if not array.is_contiguous():
+        raise ArrayError(f"an array {tuple(array.shape)} with gaps cannot be read or written as a whole")

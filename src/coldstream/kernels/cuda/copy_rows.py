@@ -4,7 +4,7 @@ import ctypes
 from pathlib import Path
 
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.array import DeviceArray, element_bytes
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 
@@ -33,7 +33,7 @@ def copy_rows_cuda(source: Activations, target: Activations, first: DeviceArray 
         *zip(vars(source.quantised).values(), vars(target.quantised).values(), strict=True),
     )
     for place, (here, there) in enumerate(pairs):
-        row_bytes = here.shape[1] * here.itemsize
+        row_bytes = here.shape[1] * element_bytes(here)
         is_like = here.shape[1] == there.shape[1] and here.dtype == there.dtype and len(there) <= len(here)
         if not is_like or row_bytes % WORD_BYTES or not (here.is_contiguous() and there.is_contiguous()):
             raise ValueError(f"rows {tuple(there.shape)} of {there.dtype} from {tuple(here.shape)}")

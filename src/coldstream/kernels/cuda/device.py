@@ -8,15 +8,13 @@ from types import TracebackType
 
 from coldstream.errors import ColdstreamError, DeviceError
 from coldstream.kernels.cuda import ahead
-from coldstream.kernels.cuda.driver import old_card, old_driver, served_cuda
+from coldstream.kernels.cuda.driver import find_driver, old_card, old_driver, served_cuda
 
 # As imported, and as installed.
-REQUIRED_PACKAGES = {"torch": "torch", "cuda.core": "cuda-core", "cuda.bindings": "cuda-bindings"}
+REQUIRED_PACKAGES = {"cuda.core": "cuda-core", "cuda.bindings": "cuda-bindings"}
 INSTALL = "pip install 'coldstream[cuda]' (in a checkout, on a machine with a GPU: make demo)"
 COPY_BYTES = 2 * 2**30  # far beyond any cache
 NUM_COPIES = 10
-
-MEMORY_ERROR = "out of memory"  # in the driver's messages
 
 
 @dataclass(frozen=True)
@@ -66,55 +64,46 @@ def find_gpu() -> Gpu:
     if problem := old_driver(served_cuda()):
         raise DeviceError(f"device cuda: {problem}, or use device cpu")
     ahead.begin()
-    import torch
-
+    from coldstream.kernels.cuda.limits import device_limits
     from coldstream.kernels.cuda.runtime import calls
 
-    ahead.wait_for_context()  # PyTorch would ask for the same one
-    if not torch.cuda.is_available():
-        cause = (
-            f"this PyTorch ({torch.__version__}) has no CUDA; install one that has"
-            if gpu_is_visible()
-            else "the driver shows none; check nvidia-smi"
+    ahead.wait_for_context()  # which the runtime would ask for too
+    devices = find_driver().devices
+    if not devices:
+        raise DeviceError(
+            "device cuda: no GPU to use, the driver shows none; check nvidia-smi, or use device cpu"
         )
-        raise DeviceError(f"device cuda: no GPU to use, {cause}, or use device cpu")
-    with device_errors():
-        properties = torch.cuda.get_device_properties()
-        free, total = calls.free_memory()
-    capability = (properties.major, properties.minor)
-    if problem := old_card(properties.name, capability):
+    found = devices[calls.DEVICE]
+    if problem := old_card(found.name, found.capability):
         raise DeviceError(f"{problem}: use device cpu")
-    return Gpu(properties.name, capability, properties.multi_processor_count, total, free)
+    with device_errors():
+        free, total = calls.free_memory()
+        return Gpu(found.name, found.capability, device_limits().num_processors, total, free)
 
 
 def measure_copy_bandwidth() -> float:
     """Bytes per second that a copy within device memory reads and writes together, the best of ten."""
-    import torch
-
-    from coldstream.kernels.cuda.runtime import calls, streams
+    from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 
     with device_errors():
         num_bytes = min(COPY_BYTES, calls.free_memory()[0] // 4)
-        source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
+        source, target = (allocations.block(num_bytes) for _ in range(2))
+        copies.fill_bytes(source.address, 1, num_bytes)
         begin, end = (streams.Event(has_time=True) for _ in range(2))
         times = []
         for _ in range(NUM_COPIES):
             begin.record()
-            target.copy_(source)
+            copies.within_device(target.address, source.address, num_bytes)
             end.record()
             end.synchronize()
             times.append(end.milliseconds_since(begin) / 1e3)
-        del source, target
-        torch.cuda.empty_cache()
     return float(2 * num_bytes / min(times))
 
 
 class device_errors:
-    """Translates PyTorch's errors about the device into coldstream's.
+    """Drops the frames of our errors' tracebacks, so that keeping an error keeps no device memory.
 
-    Drops the traceback's frames, so that keeping the error keeps no device memory. A class and not a
-    generator, as a step enters it several times while the device waits.
+    A class and not a generator, as a step enters it several times while the device waits.
     """
 
     def __enter__(self) -> None:
@@ -125,33 +114,6 @@ class device_errors:
     ) -> None:
         if isinstance(error, ColdstreamError):
             traceback.clear_frames(trace)
-        elif isinstance(error, RuntimeError):
-            ours = _translated(error)
-            if ours is not None:
-                traceback.clear_frames(trace)
-                try:
-                    raise ours from error
-                finally:
-                    del ours, error, trace  # which would keep each other, and all frames, until a collection
-
-
-def _translated(error: RuntimeError) -> ColdstreamError | None:
-    """The corresponding error of coldstream; None if `error` is not about the device."""
-    import torch
-
-    from coldstream.kernels.cuda.runtime import calls
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return calls.out_of_memory()
-    if not isinstance(error, torch.AcceleratorError):
-        return None
-    message = str(error)
-    if MEMORY_ERROR in message:
-        return calls.out_of_memory()
-    return DeviceError(
-        f"the GPU failed: {message.splitlines()[0]}; the state of this process's GPU work is lost, "
-        "start it again"
-    )
 
 
 def _is_installed(package: str) -> bool:

@@ -2,16 +2,20 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
+from coldstream.kernels.cuda.contents import new
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.runtime import streams
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.memory_readers import MemoryReaders
 
 BUFFER_BYTES = 256 * 2**20
@@ -19,13 +23,23 @@ PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
 BURST_S = 0.1  # of copies at a time
 NUM_BURSTS = 3
 
-_MATRIX_SIZE = 4096
+# Products of large matrices by a library ran at 0.8e15 on an H100 whose tensor cores do 1.2e15.
+_LARGE_MATRICES = 0.65
 _NUM_PRODUCTS = 20
+_PRODUCT_STEPS = 4096  # of a warp, in each of the kernel's chains
+_PRODUCT_THREADS, _WARP_SIZE = 256, 32
+_BLOCKS_PER_PROCESSOR = 4
+_CHAINS = 8
+_FRAGMENT_OPS = 2 * 16 * 8 * 32  # of a warp's product
 _HANDSHAKES_PER_BATCH = 64  # three operations each, of 256 that a call takes
 _NUM_BATCHES = 16
 _LIMIT_S = 5.0
 _WORDS_PER_LINE = 16
 _ONE_ROW_OF_LAYER_0 = 1 | 1 << 16
+
+PRODUCTS = CudaProgram(Path(__file__).with_name("product_rate.cu"), ("multiply_fragments",))
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,8 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
     reader_bytes: memory that the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
     with device_errors():
-        source = torch.zeros(BUFFER_BYTES, dtype=torch.uint8).pin_memory()
-        target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+        source = allocations.page_locked((BUFFER_BYTES,), "uint8")
+        target = allocations.block(BUFFER_BYTES)
         _copy_for(source, target, 1)
         pass_s = _copy_for(source, target, 2) / 2
         num_passes = max(1, round(BURST_S / pass_s))
@@ -58,8 +72,6 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
                 copied = num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes)
                 read = (readers.num_bytes - before) / (time.perf_counter() - start)
                 both.append((copied + read, copied, read))
-        del source, target
-        torch.cuda.empty_cache()
     _, beside_read, read_beside = max(both)
     return LinkRates(alone, beside_read, read_beside)
 
@@ -71,10 +83,10 @@ def measure_handshake(num_threads: int) -> float:
     stream memory operations, or without an answer.
     """
     with device_errors():
-        words = torch.zeros(2 * _WORDS_PER_LINE, dtype=torch.int32, pin_memory=True)
+        words = allocations.page_locked((2 * _WORDS_PER_LINE,), "uint32")
         request, done = (words[start : start + 1] for start in (0, _WORDS_PER_LINE))
         server = _idle_server(request, done, num_threads)
-        batch = _handshakes(request.data_ptr(), done.data_ptr())
+        batch = _handshakes(request.ctypes.data, done.ctypes.data)
         stream = streams.Stream()
         begin, end = (streams.Event(has_time=True) for _ in range(2))
         server.begin()
@@ -92,43 +104,45 @@ def measure_handshake(num_threads: int) -> float:
 
 
 def measure_products() -> float:
-    """Int8 multiplications and additions per second in products of large matrices, the best of twenty."""
+    """Int8 multiplications and additions per second in products of large matrices.
+
+    What the tensor cores do with operands in registers, the best of twenty times, less what large matrices
+    take besides.
+    """
+    num_blocks = _BLOCKS_PER_PROCESSOR * device_limits().num_processors
     with device_errors():
-        shape = (_MATRIX_SIZE, _MATRIX_SIZE)
-        one, other = (torch.ones(shape, dtype=torch.int8, device="cuda") for _ in range(2))
+        out = new((num_blocks * _PRODUCT_THREADS,), "int32")
+        kernel = PRODUCTS.kernel("multiply_fragments")
         times = []
         for _ in range(_NUM_PRODUCTS):
             begin, end = (streams.Event(has_time=True) for _ in range(2))
             begin.record()
-            torch._int_mm(one, other.T)
+            kernel.launch((num_blocks, 1, 1), _PRODUCT_THREADS, (out, _PRODUCT_STEPS))
             end.record()
             end.synchronize()
             times.append(end.milliseconds_since(begin) / 1e3)
-        del one, other
-        torch.cuda.empty_cache()
-    return float(2 * _MATRIX_SIZE**3 / min(times))
+    num_warps = num_blocks * _PRODUCT_THREADS // _WARP_SIZE
+    return float(_LARGE_MATRICES * num_warps * _PRODUCT_STEPS * _CHAINS * _FRAGMENT_OPS / min(times))
 
 
-def _copy_for(source: torch.Tensor, target: torch.Tensor, num_passes: int) -> float:
+def _copy_for(source: Array, target: allocations.Allocation, num_passes: int) -> float:
     """Seconds for `num_passes` copies of the whole buffer, piece by piece."""
     begin, end = (streams.Event(has_time=True) for _ in range(2))
     begin.record()
     for _ in range(num_passes):
         for start in range(0, BUFFER_BYTES, PIECE_BYTES):
-            piece = slice(start, start + PIECE_BYTES)
-            target[piece].copy_(source[piece], non_blocking=True)
+            copies.to_device(target.address + start, source[start : start + PIECE_BYTES])
     end.record()
     end.synchronize()
     return float(end.milliseconds_since(begin) / 1e3)
 
 
-def _idle_server(request: torch.Tensor, done: torch.Tensor, num_threads: int) -> _csrc.ExpertServer:
+def _idle_server(request: Array, done: Array, num_threads: int) -> _csrc.ExpertServer:
     """The server that decoding uses, with one expert, and a mailbox without a pair for it."""
     runtime = _csrc.Runtime(num_threads)
-    flags = [word.numpy().view(np.uint32) for word in (request, done)]
     rows, ids = np.zeros((1, 32), np.float32), np.full((1, 1), -1, np.int32)
     out = np.zeros((1, 1, 32), np.float32)
-    server = _csrc.ExpertServer(runtime, flags[0], flags[1], rows, ids, out)
+    server = _csrc.ExpertServer(runtime, request, done, rows, ids, out)
     weight = _csrc.Weight.from_array(np.zeros(32 * 32 * 4, np.uint8), QuantType.F32, 32, 32)
     server.add_layer(weight, weight, weight)
     return server
@@ -156,13 +170,13 @@ def _handshakes(request: int, done: int) -> list["driver.CUstreamBatchMemOpParam
     return operations
 
 
-def _wait(event: streams.Event, done: torch.Tensor) -> None:
+def _wait(event: streams.Event, done: Array) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not event.query():
         if time.monotonic() > deadline:
             # Answer in place of the server, as the device would wait forever.
             while not event.query():
-                done.fill_(1)
+                done.fill(1)
             raise DeviceError(
                 "the CPU does not see the GPU's flags: experts that do not fit cannot be computed"
             )

@@ -23,7 +23,7 @@ ROWS = CudaProgram(
     Path(__file__).with_name("rows.cu"),
     (
         *("draft_convolve", "place_draft_rows", "place_committed_rows"),
-        *("score_draft_pairs", "choose_draft_chain"),
+        *("score_draft_pairs", "choose_draft_chain", "forget_draft_rows"),
     ),
 )
 ATTEND, MERGE = "attend_draft<{}>", "merge_draft<{}>"
@@ -33,6 +33,7 @@ ATTENTION = CudaProgram(
 )
 THREADS, WARP_SIZE = 256, 32
 BLOCK_QUERIES = 32  # of a block of threads
+NO_ROW: Final = 2**32 - 1  # bits of the int32 −1, a position that no row has
 MAX_SPLITS: Final = 64  # of the positions, for blocks of threads that work side by side
 
 
@@ -226,6 +227,13 @@ def place_committed_rows_cuda(
     grid = (rows, shape.num_kv_heads, len(layers))
     args = (committed, shape.argument(), contexts)
     ROWS.kernel("place_committed_rows").launch(grid, WARP_SIZE, args, overlap=True)
+
+
+def forget_rows_cuda(positions: DeviceArray, length: int) -> None:
+    """Has no place of a context hold a row from position `length` on. positions: int32 [places], mutated."""
+    count = len(positions)
+    args = (positions, count, length)
+    ROWS.kernel("forget_draft_rows").launch((-(-count // THREADS), 1, 1), THREADS, args, overlap=True)
 
 
 def num_splits(most_positions: int, dim: int) -> int:

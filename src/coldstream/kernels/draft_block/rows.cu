@@ -134,6 +134,14 @@ __global__ void __launch_bounds__(warp_size)
   if (head == 0 && threadIdx.x == 0) context.positions[place] = position;
 }
 
+// grid (ceil(count / 256)): places of rows from position `length` on have no row afterwards.
+__global__ void __launch_bounds__(block_threads) forget_draft_rows(int* positions, int count, int length) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int place = blockIdx.x * block_threads + threadIdx.x;
+  if (place < count && positions[place] >= length) positions[place] = -1;
+}
+
 constexpr int max_candidates = 16;  // of a position
 
 struct DraftPairs {

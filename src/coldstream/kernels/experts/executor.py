@@ -1,6 +1,6 @@
 """The executor of a model's routed experts on a GPU, which a caller may exchange.
 
-Importing this needs no PyTorch, so that public signatures can name what is here.
+Importing this needs none of CUDA's packages, so that public signatures can name what is here.
 """
 
 from typing import TYPE_CHECKING, Protocol

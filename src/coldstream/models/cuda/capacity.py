@@ -1,4 +1,4 @@
-"""Sizes of a GPU's runner that plans count before there is one. Needs no PyTorch."""
+"""Sizes of a GPU's runner that plans count before there is one. Needs none of CUDA's packages."""
 
 from typing import Final
 

@@ -6,17 +6,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from coldstream import kvcache
-from coldstream.errors import ColdstreamError, GenerationFault, OutOfMemoryError
+from coldstream.errors import ColdstreamError, OutOfMemoryError
+from coldstream.kernels.cuda.array import DeviceArray, RawArray
+from coldstream.kernels.cuda.contents import copy_parts, joined, new, write
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda.program import loading_kernels
-from coldstream.kernels.cuda.runtime import streams
+from coldstream.kernels.cuda.runtime import copies, streams
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
-from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, choose_chain_cuda
+from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, NO_ROW, choose_chain_cuda, forget_rows_cuda
 from coldstream.kernels.fused.cuda import FusedArrays, FusedKernels
 from coldstream.kernels.fused.reference import FusedText
 from coldstream.models.cuda.dflash_block import (
@@ -70,18 +71,18 @@ class DflashRings:
     of its rows. Kernels compare positions, so they need not know which rows are missing. A layer with a
     window keeps the window's rows. A layer without one keeps all rows.
 
-    table: `CONTEXT_TYPE` entries by layer, uint8 on the device. It is another tensor whenever memory has
+    table: `CONTEXT_TYPE` entries by layer, uint8 on the device. It is another array whenever memory has
     changed.
     """
 
-    def __init__(self, spec: DflashSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self._spec, self._device, self._dtype = spec, device, dtype
+    def __init__(self, spec: DflashSpec) -> None:
+        self._spec = spec
         self._room = 0  # positions that fit, however many of them a window keeps
         self._capacities: list[int] = []
-        self._rows = torch.empty((0, spec.num_kv_heads, spec.head_dim), dtype=dtype)
-        self._positions = torch.empty(0, dtype=torch.int32)
+        self._rows = RawArray(0, (0, spec.num_kv_heads, spec.head_dim), FEATURE_TYPE)
+        self._positions = RawArray(0, (0,), "int32")
         self._spans = RowSpans()
-        self.table = torch.empty(0, dtype=torch.uint8)
+        self.table = RawArray(0, (0,), "uint8")
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +95,7 @@ class DflashRings:
         return self._spans.last
 
     def make_room(self, length: int) -> None:
-        """For rows up to position `length`. Raises torch.OutOfMemoryError, with nothing changed."""
+        """For rows up to position `length`. Raises OutOfMemoryError, with nothing changed."""
         if length <= self._room:
             return
         spec, room = self._spec, max(FIRST_CONTEXT_ROWS, 2 * self._room, length)
@@ -103,10 +104,9 @@ class DflashRings:
             self._room = room
             return
         ends = np.cumsum([0, *capacities])
-        rows = torch.empty(
-            (2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim), dtype=self._dtype, device=self._device
-        )
-        positions = torch.full((int(ends[-1]),), -1, dtype=torch.int32, device=self._device)
+        rows = new((2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim), FEATURE_TYPE)
+        positions, on_device = new((int(ends[-1]),), "int32"), new((table_bytes(spec),), "uint8")
+        copies.fill_words(positions.data_ptr(), NO_ROW, len(positions))
         table = np.zeros(len(capacities), CONTEXT_TYPE)
         old = 0
         for layer, (first, end) in enumerate(zip(ends.tolist(), ends.tolist()[1:], strict=False)):
@@ -114,14 +114,16 @@ class DflashRings:
             if self._capacities:
                 # They keep their places: a ring that has wrapped around does not grow.
                 count = self._capacities[layer]
-                keys, values = self._rows[2 * old : 2 * (old + count)].chunk(2)
-                here = (keys, values, self._positions[old : old + count])
-                for target, source in zip(parts, here, strict=True):
-                    target[:count].copy_(source)
+                keys = self._rows[2 * old : 2 * old + count]
+                values = self._rows[2 * old + count : 2 * (old + count)]
+                for target, source in zip(
+                    parts, (keys, values, self._positions[old : old + count]), strict=True
+                ):
+                    copy_parts([source], target[:count])
                 old += count
             table[layer] = (*(part.data_ptr() for part in parts), capacities[layer])
-        self.table = torch.from_numpy(table.view(np.uint8)).to(self._device)
-        self._rows, self._positions = rows, positions
+        write(on_device, table.view(np.uint8))
+        self._rows, self._positions, self.table = rows, positions, on_device
         self._room, self._capacities = room, capacities
 
     def appended(self, first: int, count: int) -> None:
@@ -134,7 +136,7 @@ class DflashRings:
         if self._spans.last < length:
             return
         self._spans.truncate(length)
-        self._positions.masked_fill_(self._positions >= length, -1)
+        forget_rows_cuda(self._positions, length)
 
 
 class CudaDflash:
@@ -156,16 +158,14 @@ class CudaDflash:
         """
         self._loaded, self._steps = loaded, steps
         self._begin, self._make_room = begin, make_room
-        hidden: Any = loaded.hidden.values
-        self.device = hidden.device
         target, sizes = DraftTarget.of(loaded), BlockMemory.of(file)
-        with device_errors(), torch_errors("loading a drafter"):
+        with device_errors(), room_for("loading a drafter"):
             with loading_kernels(kernels_of(file, target)):
                 memory = DeviceMemory(sizes.persistent, sizes.workspace)
                 self.block = DflashBlock.load(file, memory, target)
-            places = torch.zeros(NUM_PLACES, dtype=torch.int32, device=self.device)
+            places = new((NUM_PLACES,), "int32")
             self._staged, self._found = StagedRing(places), ReadBack(self.block.found)
-        self._table: torch.Tensor | None = None  # of the contexts that the block reads
+        self._table: RawArray | None = None  # of the contexts that the block reads
         self.fused = None
         if loaded.fused is not None and loaded.features is not None:
             block = DflashFusedDrafter(self.block, loaded.features)
@@ -178,8 +178,7 @@ class CudaDflash:
     def use(self, rings: DflashRings) -> None:
         """Makes the block read these contexts, with what is queued from now on."""
         if self._table is not rings.table:
-            contexts: Any = self.block.contexts
-            contexts.copy_(rings.table)
+            copy_parts([rings.table], self.block.contexts)
             self._table = rings.table
 
     def draft(self, rings: DflashRings, length: int, root: int, num_rows: int) -> tuple[Any, Any]:
@@ -207,7 +206,7 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
 
     def __init__(self, drafting: "CudaDflash") -> None:
         spec = drafting.block.spec
-        self._rings = DflashRings(spec, drafting.device, FEATURE_TYPE)
+        self._rings = DflashRings(spec)
         super().__init__((self._rings,), MOST_WAITING)
         self._drafting = drafting
 
@@ -215,16 +214,20 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
     def spec(self) -> DflashSpec:
         return self._drafting.block.spec
 
-    def _copied(self, features: Any) -> torch.Tensor:
-        with torch_errors("the context of a drafter"):
-            return torch.as_tensor(features).to(self._drafting.device, FEATURE_TYPE, copy=True)
+    def _copied(self, features: DeviceArray) -> DeviceArray:
+        """features: of FEATURE_TYPE, on the device."""
+        with device_errors(), room_for("the context of a drafter"):
+            return joined([features])
 
-    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _joined(self, parts: list[DeviceArray]) -> DeviceArray:
+        if len(parts) == 1:
+            return parts[0]
+        with device_errors(), room_for("the context of a drafter"):
+            return joined(parts)
 
-    def _compute(self, parts: list[torch.Tensor], positions: NDArray[np.int64]) -> None:
+    def _compute(self, parts: list[DeviceArray], positions: NDArray[np.int64]) -> None:
         first, count = int(positions[0]), len(positions)
-        with device_errors(), torch_errors("the context of a drafter"):
+        with device_errors(), room_for("the context of a drafter"):
             self._rings.make_room(first + count)
             self._drafting.block.append(self._joined(parts), self._rings.table, first)
         self._rings.appended(first, count)
@@ -251,7 +254,7 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
 
     def make_room(self, length: int) -> None:
         """For rows up to position `length`."""
-        with torch_errors("the context of a drafter"):
+        with room_for("the context of a drafter"):
             self._rings.make_room(length)
 
     def use(self) -> None:
@@ -267,7 +270,7 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         """See `CpuDflashSequence.draft`; the first kind has at most MAX_CANDIDATES. Raises as the class."""
         assert 2 <= num_rows <= self.spec.block_size, "a block has an anchor and masks"
         self._compute_waiting()
-        with torch_errors("a draft"):
+        with room_for("a draft"):
             found = self._drafting.draft(self._rings, self.length, anchor, num_rows)
         token_ids, log_probs = found[0].astype(np.int64), found[1].astype(np.float64)
         if self.spec.second is None:
@@ -305,7 +308,7 @@ class DflashFusedDrafter:
         features = self._features.of(slice(shape.num_rows))
         self._block.append(features, self._block.contexts, arrays.first, arrays.count)
 
-    def state_of(self, row: int) -> torch.Tensor | None:
+    def state_of(self, row: int) -> DeviceArray | None:
         """See `CudaFusedDrafter`: none is wanted."""
 
 
@@ -349,15 +352,17 @@ class DflashFusedRows:
             raise
 
 
+def table_bytes(spec: DflashSpec) -> int:
+    """Bytes of a table of contexts."""
+    return spec.num_layers * CONTEXT_TYPE.itemsize
+
+
 @contextmanager
-def torch_errors(what: str) -> Iterator[None]:
-    """Inside, errors of PyTorch become coldstream's."""
+def room_for(what: str) -> Iterator[None]:
+    """Inside, errors of memory name what it was for, and how to do without."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        # PyTorch has no type of its own for the host's memory.
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
-            raise OutOfMemoryError(
-                f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
-            ) from error
-        raise GenerationFault(f"{what} failed: {error!s:.120}; draft in another way") from error
+    except (OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"no memory for {what}: choose a smaller --ctx-size, or draft in another way"
+        ) from error

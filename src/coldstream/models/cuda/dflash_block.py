@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.array import DeviceArray, RawArray, as_type, name_of
+from coldstream.kernels.cuda.array import DeviceArray, RawArray, as_type
 from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory, MemoryPlan
@@ -167,7 +167,7 @@ class DflashBlock:
         for num_rows in _counts(2, spec.block_size):
             self.draft(num_rows, length, length)
         for num_rows in _counts(1, MOST_APPENDED):
-            features = others.persistent((num_rows, spec.feature_size), name_of(FEATURE_TYPE))
+            features = others.persistent((num_rows, spec.feature_size), FEATURE_TYPE)
             self.append(features, self.contexts, length, length)
 
     def append(

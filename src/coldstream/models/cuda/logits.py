@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, overload
 
 import numpy as np
-import torch
 
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.array import DeviceArray, RawArray
+from coldstream.kernels.cuda.contents import take_rows
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.cuda.staged import StagedRing
@@ -244,24 +244,21 @@ class StepOutputs:
 
     def logits_of(self, rows: Array, head: Callable[[Activations], Any]) -> Any:
         """Logits of rows, int64 [n] with n ≥ 1; head: computes them of hidden states."""
-        first, count, indices = int(rows[0]), len(rows), None
-        if not np.array_equal(rows, np.arange(first, first + count)):
-            indices = torch.from_numpy(rows).cuda()
+        first, count = int(rows[0]), len(rows)
+        is_run = np.array_equal(rows, np.arange(first, first + count))
         if (logits := self.logits) is not None:
-            return logits[first : first + count] if indices is None else logits.index_select(0, indices)
+            return logits[first : first + count] if is_run else take_rows(logits, rows)
         assert self.hidden is not None, "logits belong to a step"
-        return head(self.hidden.rows(first, count) if indices is None else self.hidden.take(indices))
+        return head(self.hidden.rows(first, count) if is_run else self.hidden.take(rows))
 
     def states_of(self, rows: Array | slice) -> Any:
         """Hidden states float32 [n, E], of a slice as a view. RuntimeError if another step has begun."""
         if isinstance(rows, slice) and rows.start == rows.stop:
-            return torch.empty((0, self.hidden_size), device="cuda")
+            return RawArray(0, (0, self.hidden_size), "float32")
         states: Any = self.hidden.values if self.hidden is not None else self.states
         if states is None:
             raise RuntimeError("these hidden states are gone: the device has computed another step since")
-        if isinstance(rows, slice):
-            return states[rows]
-        return states.index_select(0, torch.from_numpy(rows).cuda())
+        return states[rows] if isinstance(rows, slice) else take_rows(states, rows)
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:

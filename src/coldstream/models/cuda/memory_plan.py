@@ -1,6 +1,6 @@
 """The memory of a model on one GPU, and the kernels of its steps, found before anything is copied.
 
-A model is loaded and its forward pass runs over tensors without memory (`kernels/cuda/memory.py`). A layer's
+A model is loaded and its forward pass runs over arrays without memory (`kernels/cuda/memory.py`). A layer's
 launches follow from the types and shapes of its weights, never from their values. A model repeats a few
 combinations of those, so that only the first layer of each kind is run.
 """
@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
-
-import torch
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -207,7 +205,7 @@ def distinct_mixers(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 def _kind(value: Any) -> Hashable:
     """Types and shapes of everything in `value`, without addresses and contents."""
-    if isinstance(value, torch.Tensor | RawArray):
+    if isinstance(value, RawArray):
         return tuple(value.shape), name_of(value.dtype)
     kind: Any = type(value)
     if (names := _fields_of(kind)) is not None:

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from coldstream import kvcache
 from coldstream.errors import OutOfMemoryError
+from coldstream.kernels.cuda.contents import copy_parts, joined
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
@@ -64,7 +64,7 @@ class CudaMtp:
                 for start in range(0, len(token_ids), MAX_MTP_ROWS):
                     part = slice(start, start + MAX_MTP_ROWS)
                     count = len(token_ids[part])
-                    torch.stack(list(states[part]), out=loaded.states[:count])
+                    copy_parts(states[part], loaded.states[:count])
                     self._run_rows(sequence, token_ids[part])
                     loaded.sequences.append(sequence, count)
                 loaded.ops.launch(copy_rows_cuda, loaded.outputs.rows(count - 1, 1), loaded.last)
@@ -144,7 +144,7 @@ class CudaMtpSequence:
 
     def keep(self, hidden: Any) -> list[Any]:
         """Copies of hidden states [rows, E], one for each row, on the device."""
-        return list(hidden.clone().unbind())
+        return list(joined([hidden]))
 
     def append(self, token_ids: Sequence[int], states: Sequence[Any]) -> None:
         """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
@@ -219,7 +219,7 @@ class MtpFusedDrafter:
 
     def state_of(self, row: int) -> Any | None:
         """See `CudaFusedDrafter`."""
-        return self._mtp.trunk_states[row].clone()
+        return joined([self._mtp.trunk_states[row : row + 1]])[0]
 
 
 class MtpFusedRows:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, Self
 
 import numpy as np
-import torch
 
-from coldstream.errors import ColdstreamError, OutOfMemoryError
+from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.dense_layers import PartialLayers
@@ -21,9 +20,10 @@ from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import RawArray, unowned
 from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import device_errors, find_gpu
-from coldstream.kernels.cuda.memory import DeviceMemory, unowned
+from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.experts.executor import ExecutorFactory
@@ -185,7 +185,8 @@ class CudaRunner(ModelRunner):
             self._partial.close()
             self._partial = None
         self.__dict__.pop("_loaded", None)
-        torch.cuda.empty_cache()
+        with suppress(DeviceError):  # of a device that has failed: the first error is the one to tell
+            allocations.trim()
 
     @property
     def reads_file(self) -> bool:
@@ -364,7 +365,7 @@ class CudaRunner(ModelRunner):
     def _on_device(self, rows: Array) -> Any:
         """Logits of at most HEAD_ROWS rows of the last step."""
         if not len(rows):
-            return torch.empty((0, self.spec.vocab_size), device="cuda")
+            return RawArray(0, (0, self.spec.vocab_size), "float32")
         return self._outputs.logits_of(rows, self._loaded.model.logits)
 
     def _hidden_of(self, rows: Array | slice) -> Any:

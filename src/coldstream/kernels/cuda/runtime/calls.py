@@ -1,7 +1,7 @@
 """Calls of the driver: what their failures mean, and the context that a thread needs for them.
 
-All work of a process is on its first device, in the device's primary context, which PyTorch and other
-libraries share. It is made once and kept until the process ends: what is in flight then is dropped with it.
+All work of a process is on its first device, in the device's primary context, which other libraries
+share. It is made once and kept until the process ends: what is in flight then is dropped with it.
 A thread gets it with its first call. A forked child cannot use it: the driver's threads do not exist there.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from cuda.bindings import driver
 from cuda.core import Device
-from cuda.core._utils.cuda_utils import CUDAError
+from cuda.core._utils.cuda_utils import CUDAError  # cuda.core 1.2 has no public name for its error
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
 from coldstream.forks import OwnProcess

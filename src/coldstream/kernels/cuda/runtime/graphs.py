@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from cuda.core._utils.cuda_utils import CUDAError
-
+from coldstream.errors import ColdstreamError
 from coldstream.garbage import paused
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.runtime.calls import attach, begin_deferring, core_errors, end_deferring
@@ -48,7 +47,7 @@ def _recorded(step: Callable[[], Outputs]) -> tuple[Any, Outputs]:
         with streams.on_stream(stream):
             outputs = step()
     except BaseException:
-        with suppress(CUDAError):  # the step's own error is the one to tell
+        with suppress(ColdstreamError), core_errors():  # the step's own error is the one to tell
             builder.end_building()
         builder.close()
         raise

@@ -1,6 +1,6 @@
 """Streams and events. A thread's launches and copies go to its current stream: the default one, or another.
 
-The default stream is the driver's legacy one, as PyTorch uses it. Others do not wait for it, nor it for them.
+The default stream is the driver's legacy one. Others do not wait for it, nor it for them.
 """
 
 import threading
