@@ -77,7 +77,10 @@ class _Resource:
     handle: int = 0
 
     def allocate(self, size: int, *, stream: object = None) -> _Buffer:
-        return _Buffer(self.driver, self.driver.cuMemAlloc(size)[1])
+        status, address = self.driver.cuMemAlloc(size)
+        if status != DONE:
+            raise calls.CUDAError(f"{REFUSED.name}: as cuda.core has it")
+        return _Buffer(self.driver, address)
 
 
 @dataclass

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 from cuda.bindings import driver
+from cuda_row_cases import check_compiles
 
 from coldstream.kernels.cuda import device, link
 from coldstream.kernels.cuda.device import measure_copy_bandwidth
@@ -41,6 +42,10 @@ def test_a_handshake_raises_the_flag_after_the_last_answer_is_forgotten() -> Non
         assert [int(ask.writeValue.address), int(ask.writeValue.value)] == [0x1000, 1 | 1 << 16]
         assert [int(answer.waitValue.address), int(answer.waitValue.value)] == [0x2000, 1]
         assert [forget.writeValue.flags, ask.writeValue.flags, answer.waitValue.flags] == [0, 0, at_least]
+
+
+def test_the_products_that_are_timed_compile() -> None:
+    check_compiles(link.PRODUCTS)
 
 
 @pytest.mark.usefixtures("gpu")

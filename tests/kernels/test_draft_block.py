@@ -24,6 +24,7 @@ from coldstream.kernels.draft_block.cuda import (
     attend_cuda,
     choose_chain_cuda,
     convolve_cuda,
+    forget_rows_cuda,
     num_splits,
     parts_shape,
     place_committed_rows_cuda,
@@ -289,6 +290,17 @@ def test_the_likeliest_chain(positions: int, ranks: int, is_conditional: bool, d
         chain = Guarded(length, dtype=torch.int32, device=torch.device(device))
         choose_chain_cuda(ids.to(device), log_probs.to(device), chain.tensor)
         assert chain.checked().tolist() == reference.likeliest_chain(ids, log_probs, length)
+
+
+@pytest.mark.parametrize("count", [1, 256, 700])
+def test_rows_behind_a_length_are_forgotten(count: int, device: str) -> None:
+    """Places without a row have a negative position, and keep it."""
+    positions = torch.randint(-1, 1000, (count,), generator=torch.Generator().manual_seed(count)).int()
+    for length in (0, 500, 1000):
+        memory = Guarded(count, dtype=torch.int32, device=torch.device(device))
+        memory.tensor.copy_(positions)
+        forget_rows_cuda(memory.tensor, length)
+        assert torch.equal(memory.checked(), torch.where(positions >= length, -1, positions))
 
 
 def test_more_splits_than_parts_are_not_asked_for() -> None:
