@@ -28,11 +28,16 @@ escaped.
 """
 
 import errno
+import functools
 import reprlib
-from contextlib import ContextDecorator
+from collections.abc import Callable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 MAX_MESSAGE_CHARS = 400
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def escape_controls(text: str) -> str:
@@ -186,12 +191,23 @@ class TemplateLimitError(TemplateError):
     """The process of the chat template was stopped at a limit, died or did not start."""
 
 
-class host_memory_errors(ContextDecorator):
+class host_memory_errors:
     """Raises OutOfMemoryError for what Python and the system raise when the machine has no memory left, or
     this user no thread, process or descriptor.
 
-    A class, and no generator, as decoding a token enters it.
+    A context, or a decorator of functions. Not `contextlib`'s, as decoding a token enters it.
     """
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def translated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+
+        return translated
 
     def __enter__(self) -> None: ...
 

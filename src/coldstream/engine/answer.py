@@ -78,17 +78,13 @@ class AnswerState:
             None if request.params.repetition is None else RepetitionWatch(request.params.repetition)
         )
         self._is_repeating = False
+        self.has_stopped = False  # by an end token or a stop string, or because the answer repeats itself
         self._constraint = constraint
         self._ids: list[int] = []
         self._is_dead_end = False  # whether the grammar ended the answer where it does not match
         self.chooser = TokenChooser(
             request.params, request.seed, len(request.prompt_token_ids), request.all_end_ids, constraint
         )
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether an end token or a stop string has come up, or the answer repeats itself."""
-        return self._text.has_ended or self._is_repeating
 
     def push(self, chosen: SampledToken) -> Piece:
         """Appends a token. Its piece is to be shown, unless the answer has stopped: then `last_piece` has
@@ -98,6 +94,7 @@ class AnswerState:
         token_id = chosen.token_id
         piece = Piece(self._text.push(token_id), (token_id,), _logprobs(chosen, self._tokenizer))
         self._is_repeating = self._repetition is not None and self._repetition.push(token_id)
+        self.has_stopped = self._text.has_ended or self._is_repeating
         if self.has_stopped:
             self._stop_piece = piece
             self._is_dead_end = self._constraint is not None and self._constraint.is_dead_end(self._ids)

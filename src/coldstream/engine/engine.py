@@ -102,7 +102,8 @@ class Engine:
             elif self._in_flight is not None:
                 self._end_in_flight(self._in_flight)
             else:
-                self._served.admit(now)
+                if self._served.scheduler.num_waiting:
+                    self._served.admit(now)
                 self._compute()
         except BaseException:
             self._served.start_over(self._drop_in_flight())
@@ -223,7 +224,7 @@ class Engine:
         if launched is None:
             return
         self._in_flight = launched
-        self._served.scheduler.served({job.key: count for job, count in counts.items()})
+        self._served.scheduler.served([job.key for job in counts])
         self._served.report_progress(counts.keys())
         if self._drafts is not None:
             self._drafts.observe(launched)
@@ -246,22 +247,19 @@ class Engine:
             self._lone_cost.record(num_rows, seconds)
 
     def _alone(self) -> Job | None:
-        """The only answer there is, if there may be drafts for it."""
-        if self._drafts is None or self._served.scheduler.num_waiting:
+        """The only answer there is."""
+        if self._served.scheduler.num_waiting:
             return None
         running = self._served.running
         return running[0] if len(running) == 1 else None
 
     def _begins_fused(self) -> bool:
         """Takes the first fused step of the only job. False, with none taken, if there are none for it."""
-        drafts, served, job = self._drafts, self._served, self._alone()
-        if (
-            drafts is None
-            or not drafts.has_fused
-            or drafts.backs_off
-            or job is None
-            or not job.logits_checked
-        ):
+        drafts, served = self._drafts, self._served
+        if drafts is None or not drafts.has_fused or drafts.backs_off:
+            return False
+        job = self._alone()
+        if job is None or not job.logits_checked:
             return False
         if not self._has_room_for_fused(job, more_states=1):  # for the checkpoint
             return False

@@ -29,8 +29,10 @@ class Job:
         """
         self.key = key
         self.submission = submission
+        self.request_id = submission.request_id
         self.index = index
         self.request = request
+        self.num_prompt = len(request.prompt_token_ids)
         # The answer whose prefix this one begins with, and how long that prefix is. None: that of no other.
         self.follows: tuple[Job, int] | None = None if first is None else (first, first.num_prompt - 1)
         self._wanted_checkpoints: set[int] = set()  # positions where later prompts will part from this one
@@ -47,19 +49,7 @@ class Job:
         self.tokens = Continuation(
             request.prompt_token_ids, end_ids=request.all_end_ids, max_tokens=request.max_tokens
         )
-
-    @property
-    def request_id(self) -> int:
-        return self.submission.request_id
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt and all tokens chosen so far."""
-        return self.tokens.ids
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+        self.token_ids = self.tokens.ids  # the prompt and all tokens chosen so far
 
     @cached_property
     def prompt_array(self) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -79,7 +69,7 @@ class Job:
     def num_wanted(self) -> int:
         """Rows of the next step: up to the last token, or to a checkpoint that is too near to be crossed."""
         done = self.num_computed
-        if len(self.tokens.ids) == done + 1:
+        if len(self.token_ids) == done + 1:
             return 1
         near = (each for each in self.checkpoints if done < each < done + MIN_FORK_ROWS)
         return next(near, len(self.token_ids)) - done
@@ -156,10 +146,11 @@ class Job:
         """The `TokenChoice` of the next token from the logits [vocab] after all tokens; see `TokenChoice`."""
         return self.answer.chooser.choice(logits, self.token_ids, unseen)
 
-    def push(self, chosen: SampledToken) -> list[Piece]:
-        """The pieces of a token that was appended to `tokens`; without the answer's last."""
-        piece = self.answer.push(chosen)
-        return [] if self.answer.has_stopped else [piece]
+    def push(self, chosen: SampledToken) -> Piece | None:
+        """The piece of a token that was appended to `tokens`; None if `last_piece` has it."""
+        answer = self.answer
+        piece = answer.push(chosen)
+        return None if answer.has_stopped else piece
 
     @property
     def has_ended(self) -> bool:
@@ -174,4 +165,5 @@ class Job:
 
     def next_tokens(self, count: int) -> Sequence[int]:
         """The tokens of its next rows."""
-        return self.token_ids[self.num_computed : self.num_computed + count]
+        start = self.num_computed
+        return self.token_ids[start : start + count]

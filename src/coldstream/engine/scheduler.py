@@ -12,7 +12,7 @@ were served longest ago are next.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -121,9 +121,9 @@ class Scheduler:
         shares |= {entry.key: count for entry, count in zip(served, rows, strict=True)}
         return shares
 
-    def served(self, shares: Mapping[int, int]) -> None:
-        """The step with these rows is taken."""
-        for key in shares:
+    def served(self, keys: Collection[int]) -> None:
+        """A step with rows of these answers is taken."""
+        for key in keys:
             if key in self._running:
                 self._running[key].last_served = self._num_steps
         self._num_steps += 1

@@ -249,8 +249,6 @@ class ServedRequests:
             late_from = self._requests[job.request_id].late_from
             return late_from is not None and now > late_from and not job.has_begun
 
-        if not self.scheduler.num_waiting:
-            return
         while self._can_admit and (key := self.scheduler.candidate(self._is_ready, is_late)) is not None:
             job, running = self._jobs[key], self.running
             if self._waits_for_prefix(job, running):
@@ -286,10 +284,11 @@ class ServedRequests:
                 request.num_reported = job.num_computed
                 self._events.append(PromptProgress(job.request_id, job.num_computed, job.num_prompt))
 
-    def report(self, job: Job, pieces: Collection[Piece]) -> None:
-        """Reports the pieces of one more token."""
+    def report(self, job: Job, piece: Piece | None) -> None:
+        """Reports one more token, by its piece if it has one."""
         self.counts.generated_tokens += 1
-        self._events += [Delta(job.request_id, job.index, piece) for piece in pieces]
+        if piece is not None:
+            self._events.append(Delta(job.request_id, job.index, piece))
 
     def finish(self, job: Job) -> None:
         """Reports the last piece of an answer, which is not scheduled any more."""

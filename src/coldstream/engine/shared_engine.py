@@ -39,7 +39,7 @@ class SharedEngine:
         # Its lock is reentrant: a stream that is dropped may cancel its request anywhere.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
-        self._stepping: threading.Thread | None = None  # who uses the engine now
+        self._stepping: int | None = None  # the thread that uses the engine now
         self._is_closed = False
         self._ids = count()
         self._queues: dict[int, deque[Event]] = {}  # of unfinished requests
@@ -71,14 +71,15 @@ class SharedEngine:
                 if self._stepping is None:
                     break
                 self._wait()
-            self._stepping = threading.current_thread()
+            self._stepping = threading.get_ident()
         refused: Sequence[Event] = ()
         try:
             engine, refused = self._with_news()
             engine.settle()
             yield engine
         finally:
-            self._step_ended(refused)
+            with self._lock:
+                self._step_ended(refused)
 
     def check(self) -> None:
         """Raises InvalidRequestError after `close`, and GenerationFault in a forked child."""
@@ -94,7 +95,7 @@ class SharedEngine:
         if not self.process.is_here():
             return
         with self._lock:
-            if self._stepping is threading.current_thread():
+            if self._stepping == threading.get_ident():
                 raise InvalidRequestError("this LLM cannot be closed by a function that its request calls")
             self._is_closed = True
             self._condition.notify_all()
@@ -128,19 +129,7 @@ class SharedEngine:
         Raises as `Engine.step`, InvalidRequestError after `close` and in a function that a step calls, and
         AbandonedError.
         """
-        self.check()
-        while True:
-            event = self._waited_for(mine)
-            if event is not None:
-                return event
-            events: Sequence[Event] = ()
-            try:
-                events = self._step()
-            finally:
-                self._step_ended(events)
-
-    def _waited_for(self, mine: "CallerRequests") -> Event | None:
-        """An event that another thread's step gives, or gave; None: this thread is to take the next step."""
+        self.process.check()  # before the lock, which a forked child may find taken forever
         with self._lock:
             while True:
                 self._check_open()
@@ -149,16 +138,28 @@ class SharedEngine:
                 if mine.queue:
                     return mine.queue.popleft()
                 if self._stepping is None:
-                    self._stepping = threading.current_thread()
-                    return None
-                self._wait()
+                    self._take_step()
+                else:
+                    self._wait()
+
+    def _take_step(self) -> None:
+        """Takes a step for all callers. The lock, which this thread holds, is free meanwhile."""
+        self._stepping = threading.get_ident()
+        events: Sequence[Event] = ()
+        try:
+            self._lock.release()
+            engine, refused = self._with_news()
+            events = [*refused, *engine.step()] if refused else engine.step()
+        finally:
+            self._lock.acquire()
+            self._step_ended(events)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidRequestError("this LLM is closed")
 
     def _wait(self) -> None:
-        if self._stepping is threading.current_thread():
+        if self._stepping == threading.get_ident():
             raise InvalidRequestError(_CALLED_BY_STEP)
         self._condition.wait()
 
@@ -177,18 +178,14 @@ class SharedEngine:
             engine.cancel(self._cancelled.popleft())
         return engine, refused
 
-    def _step(self) -> list[Event]:
-        engine, refused = self._with_news()
-        return [*refused, *engine.step()] if refused else engine.step()
-
     def _step_ended(self, events: Sequence[Event]) -> None:
-        with self._lock:
-            self._stepping = None
-            for event in events:
-                queue = self._queues.get(event.request_id)
-                if queue is not None:
-                    queue.append(event)
-            self._condition.notify_all()
+        """Gives events to the callers whose they are. This thread holds the lock."""
+        self._stepping = None
+        for event in events:
+            queue = self._queues.get(event.request_id)
+            if queue is not None:
+                queue.append(event)
+        self._condition.notify_all()
 
     def forget(self, request_ids: Collection[int], unfinished: Collection[int]) -> None:
         """No events of these requests are wanted any more; the unfinished ones are cancelled."""
@@ -224,12 +221,13 @@ class CallerRequests:
     def next_event(self) -> Event:
         """The next event of an unfinished request, of which there must be one. Raises as `SharedEngine`."""
         event = self._engine.next_event(self)
-        if isinstance(event, Failed):
+        if isinstance(event, Delta):
+            if event.piece.finish_reason is not None:
+                self._num_open[event.request_id] -= 1
+                if self._num_open[event.request_id] == 0:
+                    del self._num_open[event.request_id]
+        elif isinstance(event, Failed):
             del self._num_open[event.request_id]
-        elif isinstance(event, Delta) and event.piece.finish_reason is not None:
-            self._num_open[event.request_id] -= 1
-            if self._num_open[event.request_id] == 0:
-                del self._num_open[event.request_id]
         return event
 
     def abandon(self) -> None:

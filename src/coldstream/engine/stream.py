@@ -31,7 +31,7 @@ class Stream(Iterator[Piece]):
         self._pieces = _pieces(request, engine, progress, self._cancellation)
         self._taking = threading.Lock()
         self._process = OwnProcess()
-        self._taker: threading.Thread | None = None
+        self._taker: int | None = None  # the thread that uses the pieces now
 
     def __next__(self) -> Piece:
         self._begin("take a piece of")
@@ -59,7 +59,7 @@ class Stream(Iterator[Piece]):
         """
         if not self._process.is_here():
             return
-        if self._taker is not threading.current_thread():
+        if self._taker != threading.get_ident():
             self.cancel()
         self._begin("close")
         try:
@@ -70,10 +70,10 @@ class Stream(Iterator[Piece]):
     def _begin(self, what: str) -> None:
         """This thread alone uses the pieces until `_end`."""
         self._process.check()
-        if self._taker is threading.current_thread():
+        if self._taker == threading.get_ident():
             raise InvalidRequestError(f"a function that a stream calls cannot {what} that stream: cancel it")
         self._taking.acquire()
-        self._taker = threading.current_thread()
+        self._taker = threading.get_ident()
 
     def _end(self) -> None:
         self._taker = None
@@ -120,10 +120,6 @@ def _pieces(
         cancellation.begin(lambda: mine.cancel(request_id))
         while True:
             event = mine.next_event()
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, PromptProgress) and progress is not None:
-                progress(event.done, total)
             if isinstance(event, Delta):
                 is_first, is_read = not is_read, True
                 if is_first and event.piece.token_ids and progress is not None:
@@ -131,3 +127,7 @@ def _pieces(
                 yield event.piece
                 if event.piece.finish_reason is not None:
                     return
+            elif isinstance(event, Failed):
+                raise event.error
+            elif isinstance(event, PromptProgress) and progress is not None:
+                progress(event.done, total)

@@ -44,6 +44,9 @@ _BLOCK_END = re.compile(r"[0-9]|[A-Za-z](?= )|\n(?=\S)")
 # From the byte alphabet to the Latin-1 characters whose encoding is those bytes.
 _TO_LATIN_1 = {ord(char): byte for byte, char in enumerate(BYTE_ALPHABET)}
 
+_CONTROL = (TokenKind.CONTROL, TokenKind.UNKNOWN)
+_SPELT_AS_TEXT = (*_CONTROL, TokenKind.USER_DEFINED)
+
 # A text, and whether it is a control token.
 Segment = tuple[str, bool]
 
@@ -137,9 +140,11 @@ class Tokenizer:
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes of token `index`; unused ids have none. Raises `InvalidRequestError` if out of range."""
-        kind = self._kind(index)
+        return self._bytes_of(index, self._kind(index))
+
+    def _bytes_of(self, index: int, kind: int) -> bytes:
         token = self.vocabulary.tokens[index]
-        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED):
+        if kind in _SPELT_AS_TEXT:
             return token.encode()
         if kind != TokenKind.NORMAL:
             return b""
@@ -150,7 +155,7 @@ class Tokenizer:
 
     def is_control(self, index: int) -> bool:
         """Whether `index` is a token that plain text never becomes and that decoded text leaves out."""
-        return self._kind(index) in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+        return self._kind(index) in _CONTROL
 
     def _kind(self, index: int) -> int:
         if not 0 <= index < self.vocab_size:
@@ -158,7 +163,8 @@ class Tokenizer:
         return self.vocabulary.kinds[index]
 
     def _visible_bytes(self, index: int, skip_special: bool) -> bytes:
-        return b"" if skip_special and self.is_control(index) else self.token_bytes(index)
+        kind = self._kind(index)
+        return b"" if skip_special and kind in _CONTROL else self._bytes_of(index, kind)
 
     def _leading_bos(self) -> list[int]:
         bos = self.vocabulary.bos_id

@@ -87,24 +87,27 @@ class CheckedSegment:
     """A segment that was found valid. Not frozen, because making one is part of the time of every token."""
 
     sequence: Sequence
-    token_ids: Array  # int32 [rows]
+    token_ids: Array  # integers [rows]
     parents: tuple[int, ...] | None
     wanted: Array  # int64
     depths: Array | None  # int32 [rows] of a tree, 0 directly after the committed positions
     chosen: ChosenToken | None = None  # determines the only row's token; `token_ids` has 0 for it
     forks: Forks = ()
     demand: Demand = field(init=False)
-    sequences: tuple[Sequence, ...] = field(init=False)  # all that a step with it changes
 
     def __post_init__(self) -> None:
-        left = tuple([fork for _, fork in self.forks])
+        left = [fork for _, fork in self.forks] if self.forks else ()
         self.demand = Demand(self.sequence, len(self.token_ids), self.parents, left)
-        self.sequences = (self.sequence, *left)
 
     @classmethod
     def chain(cls, sequence: Sequence, token_ids: Array, wanted: Array) -> Self:
-        """A chain of int32 ids that the caller has checked."""
+        """A chain of ids that the caller has checked."""
         return cls(sequence, token_ids, None, wanted, None)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All that a step with it changes."""
+        return (self.sequence, *self.demand.forks)
 
     @property
     def is_prompt(self) -> bool:
@@ -178,9 +181,7 @@ def check_segment(segment: Segment, cache: SequenceCache, limits: BatchLimits) -
     for _, fork in segment.forks:
         cache.check(fork)
     _check_forks(segment.forks, count, is_chain=parents is None and chosen is None)
-    return CheckedSegment(
-        segment.sequence, ids.astype(np.int32), parents, rows, depths, chosen, segment.forks
-    )
+    return CheckedSegment(segment.sequence, ids, parents, rows, depths, chosen, segment.forks)
 
 
 def _check_forks(forks: Forks, num_rows: int, *, is_chain: bool) -> None:

@@ -100,7 +100,7 @@ class SequenceCache:
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with the same tokens, without checkpoints. Nothing is copied."""
-        self._check_settled(sequence)
+        self.check(sequence)
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
         self.blocks.share(copy.blocks)
         self.states.share(_states_of(copy.state))
@@ -108,13 +108,13 @@ class SequenceCache:
 
     def read_block(self, sequence: Sequence, index: int) -> Content:
         """Keys and values of the committed positions in the sequence's block number `index`."""
-        self._check_settled(sequence)
+        self.check(sequence)
         positions = min(BLOCK_POSITIONS, sequence.length - index * BLOCK_POSITIONS)
         return read_block(self.tensors, sequence.blocks[index], positions)
 
     def read_state(self, sequence: Sequence) -> Content:
         """The recurrent state of a sequence that is not empty."""
-        self._check_settled(sequence)
+        self.check(sequence)
         assert sequence.state is not None, "an empty sequence has no state"
         return read_state(self.tensors, sequence.state)
 
@@ -142,7 +142,7 @@ class SequenceCache:
         shared: list[int] = []
         if first:
             assert base is not None, "a sequence begins with its first block"
-            self._check_settled(base)
+            self.check(base)
             assert base.length >= first * BLOCK_POSITIONS, "shared blocks are whole"
             shared = base.blocks[:first]
         self.blocks.check(len(blocks))
@@ -162,7 +162,7 @@ class SequenceCache:
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
         """Keeps the recurrent state as it is now. Nothing is copied."""
-        self._check_settled(sequence)
+        self.check(sequence)
         checkpoint = Checkpoint(sequence.length, sequence.state)
         self.states.share(_states_of(checkpoint.state))
         sequence.checkpoints.append(checkpoint)
@@ -173,7 +173,7 @@ class SequenceCache:
 
         Raises InvalidRequestError for a checkpoint that the sequence does not have.
         """
-        self._check_settled(sequence)
+        self.check(sequence)
         self._check_checkpoint(sequence, checkpoint)
         later = sequence.checkpoints[sequence.checkpoints.index(checkpoint) + 1 :]
         for each in later:
@@ -201,14 +201,16 @@ class SequenceCache:
         state_ids, sequence.state = _states_of(sequence.state), None
         self.states.release(state_ids)
 
+    def clear_all(self, sequences: Collection[Sequence]) -> None:
+        """Empties those that are not released, after work on them that was interrupted."""
+        for sequence in sequences:
+            if not sequence.is_released:
+                self.clear(sequence)
+
     def release(self, sequence: Sequence) -> None:
         """Frees the memory of the sequence, which cannot be used afterwards."""
         self.clear(sequence)
         sequence.is_released = True
-
-    def check(self, sequence: Sequence) -> None:
-        """Raises InvalidRequestError if the sequence can't take part in a step."""
-        self._check_settled(sequence)
 
     def reserve(self, demands: Collection[Demand]) -> None:
         """Gives every sequence, each named once, unshared memory for its rows.
@@ -253,7 +255,7 @@ class SequenceCache:
 
         Raises InvalidRequestError if it has none, or a checkpoint after it.
         """
-        self._check_settled(sequence)
+        self.check(sequence)
         if sequence.length <= max([0, *(each.length for each in sequence.checkpoints)]):
             raise InvalidRequestError(f"no row after {sequence.length} tokens can have been left out")
         sequence.length -= 1
@@ -264,7 +266,7 @@ class SequenceCache:
 
         Raises InvalidRequestError for a length that it does not have, and for a sequence with checkpoints.
         """
-        self._check_settled(sequence)
+        self.check(sequence)
         assert not self.is_recurrent, "only at its end"
         if not 0 <= length <= sequence.length or sequence.checkpoints:
             raise InvalidRequestError(
@@ -306,7 +308,8 @@ class SequenceCache:
         if sequence.is_released:
             raise InvalidRequestError("the sequence has been released: make another with new_sequence()")
 
-    def _check_settled(self, sequence: Sequence) -> None:
+    def check(self, sequence: Sequence) -> None:
+        """Raises InvalidRequestError if the sequence can't take part in a step."""
         self._check(sequence)
         if sequence.pending is not None:
             raise InvalidRequestError(
@@ -420,9 +423,7 @@ class WholeOrCleared:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            for sequence in self._sequences:
-                if not sequence.is_released:
-                    self._cache.clear(sequence)
+            self._cache.clear_all(self._sequences)
 
 
 def check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as TokenIds
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
@@ -30,6 +30,8 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 OnChunk = Callable[[TokenIds[int], Any], None]
 States = Callable[[Collection[int]], Any]  # of rows of the last step: `ModelRunner.hidden` or `.features`
+
+_NO_DEVICE_ERRORS: Final = nullcontext()
 
 
 class MtpBlock(Protocol):
@@ -349,15 +351,18 @@ class ModelRunner(ABC):
         return [ids[start : start + self.chunk_size] for start in range(0, len(ids), self.chunk_size)]
 
     def _step(self, segments: Collection[CheckedSegment]) -> tuple[Any, ...]:
-        sequences = [sequence for segment in segments for sequence in segment.sequences]
         self._num_rows = 0
-        with self._typed_errors(), WholeOrCleared(self._sequences, sequences):
-            self._launch(segments)
-            wanted, start = [], 0
-            for segment in segments:
-                wanted.append(segment.wanted + start if start else segment.wanted)
-                start += len(segment.token_ids)
-            logits = self._logits_of(np.concatenate(wanted) if len(wanted) > 1 else wanted[0])
+        with self._typed_errors():
+            try:
+                self._launch(segments)
+                wanted, start = [], 0
+                for segment in segments:
+                    wanted.append(segment.wanted + start if start else segment.wanted)
+                    start += len(segment.token_ids)
+                logits = self._logits_of(np.concatenate(wanted) if len(wanted) > 1 else wanted[0])
+            except BaseException:
+                self._sequences.clear_all([each for segment in segments for each in segment.sequences])
+                raise
         self._num_rows = start
         for segment in segments:
             if segment.parents is None:
@@ -370,7 +375,7 @@ class ModelRunner(ABC):
 
     def _typed_errors(self) -> AbstractContextManager[None]:
         """Translates a device's exceptions inside into coldstream's errors."""
-        return nullcontext()
+        return _NO_DEVICE_ERRORS
 
     def check_file(self) -> None:
         """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""
