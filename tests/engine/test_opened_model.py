@@ -1,21 +1,31 @@
 """An opened model: its warnings, its budget and its plan, and what its file recommends for sampling."""
 
+import os
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from builders import SMALL_EXPERTS, make_model, write_model
 from coldstream.assets import demo_model_path
-from coldstream.engine import EngineConfig, SamplingParams, open_model
+from coldstream.engine import EngineConfig, SamplingParams, open_model, opened_model
 from coldstream.engine.opened_model import sampling_defaults
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf import GGUFFile
+from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.read_spec import read_spec
+from coldstream.models.runner import ModelRunner
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.gather import Sources, plan_model
+from coldstream.planning.planned import Planned
 from hash_runner import open_hash_model
+
+CONFIG_OF_DEMO = EngineConfig(str(demo_model_path()), device="cpu", threads=1, ctx_size=256)
 
 
 def test_warnings_are_those_of_the_device_and_of_the_file(
@@ -133,3 +143,48 @@ def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None
         logits.append(opened.runner.extend(sequence, list(range(300, 320))).tolist())
         opened.close()
     assert logits[0] == logits[1] != logits[2] == logits[3]
+
+
+def test_the_vocabulary_is_read_beside_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = threading.Event()
+    read, plan = Tokenizer.from_metadata, opened_model.plan_model
+
+    def read_later(metadata: Mapping[str, Any]) -> Tokenizer:
+        assert has_begun.wait(60), "planning waits for the vocabulary"
+        return read(metadata)
+
+    def plan_now(*args: Any, **options: Any) -> Planned:
+        has_begun.set()
+        return plan(*args, **options)
+
+    monkeypatch.setattr(Tokenizer, "from_metadata", read_later)
+    monkeypatch.setattr(opened_model, "plan_model", plan_now)
+    with open_model(CONFIG_OF_DEMO).runner as runner:
+        assert runner.tier
+
+
+def test_what_is_wrong_with_a_vocabulary_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_loaded, closed = threading.Event(), list[ModelRunner]()
+    load, close = opened_model.load_runner, CpuRunner.close
+
+    def loaded_first(*args: Any) -> ModelRunner:
+        runner = load(*args)
+        is_loaded.set()
+        return runner
+
+    def refuse(metadata: Mapping[str, Any]) -> Tokenizer:
+        assert is_loaded.wait(60)
+        raise UnsupportedError("tokenizer.ggml.pre")
+
+    def noted(runner: CpuRunner) -> None:
+        closed.append(runner)
+        close(runner)
+
+    monkeypatch.setattr(opened_model, "load_runner", loaded_first)
+    monkeypatch.setattr(Tokenizer, "from_metadata", refuse)
+    monkeypatch.setattr(CpuRunner, "close", noted)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with pytest.raises(UnsupportedError, match="pre"):
+        open_model(CONFIG_OF_DEMO)
+    assert len(closed) == 1
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -163,7 +163,7 @@ def common_options(command: Command) -> Command:
         is_flag=True,
         expose_value=False,
         callback=_set_verbose,
-        help="Show the settings, and tracebacks of errors.",
+        help="Show the settings, the stages of the start, and tracebacks of errors.",
     )
     return show(foreign_options(command))
 

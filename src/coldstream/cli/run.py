@@ -24,6 +24,7 @@ from coldstream.cli.options import (
     sampling_options,
     sampling_params,
 )
+from coldstream.cli.start_times import StartTimes
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.cli.text_input import prompt_of
 from coldstream.engine import LLM, SamplingParams, open_model
@@ -110,9 +111,7 @@ def command(
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise _not_an_argument([model], click.get_current_context())
     prompt = prompt_of(prompt, file)
-    with _open(model_or_bundled(model), options) as llm:
-        if session.verbose:
-            note("\n".join(f"{name}: {value}" for name, value in asdict(llm.opened.config).items()))
+    with _open(model_or_bundled(model), options, verbose=session.verbose) as llm:
         params = sampling_params(options, llm.opened.default_sampling)
         opened = llm.opened
         completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
@@ -146,11 +145,15 @@ def _note_context(llm: LLM) -> None:
         note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
 
 
-def _open(model: str, options: Mapping[str, Any]) -> LLM:
+def _open(model: str, options: Mapping[str, Any], *, verbose: bool) -> LLM:
     config = with_bundled_drafter(engine_config(model, options))
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line, starting():
-        opened = open_model(config, progress=line.update)
+        times = StartTimes(line.update)
+        opened = open_model(config, progress=times.update if verbose else line.update)
+    if verbose:
+        note("\n".join(f"{name}: {value}" for name, value in asdict(opened.config).items()))
+        note(times.report())
     for warning in opened.warnings:
         note(f"warning: {warning}")
     return LLM.from_opened(opened)

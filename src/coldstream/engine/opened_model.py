@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -152,32 +153,38 @@ def open_model(
     prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes.
     """
     own = own or OwnParts()
+    begin = partial(_begin, progress)
+    begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup:
+        begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
-        with open_draft(config, spec, progress) as draft:
-            sources = Sources(
-                file,
-                spec,
-                hardware,
-                bundled_profile(file, spec),
-                draft.needs,
-                partial(with_rates, hardware, progress),
-            )
+        with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
+            # Beside planning and loading, as a vocabulary of 250,000 tokens takes a second.
+            reading = beside.submit(Tokenizer.from_metadata, file.metadata)
+            begin("planning")
+            measured = partial(with_rates, hardware, progress)
+            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)
-            tokenizer = Tokenizer.from_metadata(file.metadata)
-            warnings += file_warnings(file, spec, tokenizer.vocabulary)
+            if reading.done():
+                reading.result()  # raises what is wrong before weights are read
             default_sampling = sampling_defaults(file.metadata)
-            template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
             aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
+            begin("loading")
             runner = load_runner(
                 file, spec, planned.run, config.tier, own.policy, own.executor, progress, aux_layers
             )
+            cleanup.callback(runner.close)
+            begin("waiting for the vocabulary")
+            tokenizer = reading.result()
+            warnings += file_warnings(file, spec, tokenizer.vocabulary)
+            template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
+            begin("preparing drafts")
             try:
                 speculation = open_speculation(planned.run, runner, draft.file)
             except (ModelFormatError, OutOfMemoryError) as error:
@@ -185,16 +192,16 @@ def open_model(
                     raise
                 speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
         cleanup.pop_all()
+    has_template = config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata
     return OpenedModel(
-        planned,
-        runner,
-        tokenizer,
-        template,
-        config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata,
-        default_sampling,
-        warnings,
-        speculation,
+        planned, runner, tokenizer, template, has_template, default_sampling, warnings, speculation
     )
+
+
+def _begin(progress: OpenProgress | None, stage: str) -> None:
+    """Says what is waited for now."""
+    if progress is not None:
+        progress(stage, 0, 1)
 
 
 def chat_template_of(path: str | None, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> ChatTemplate:

@@ -302,6 +302,10 @@ class UnreadCpuOps(CpuOps):
         """`len(row_ids)` rows from the first one on, in place of the named ones."""
         return self.map_weight(file, info).rows(0, len(row_ids))
 
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Not written, as nothing reads it: caches may be gigabytes."""
+        return np.empty(shape, dtype)
+
 
 def batch_rows(rows: BatchRows | None) -> _csrc.BatchRows | None:
     """The rows as an argument of kernels; the arrays are not copied."""

@@ -4,12 +4,10 @@ The stacks of routed experts are parts of a pool. It reads experts from the file
 other operations, and all results, are those of `CpuOps`.
 """
 
-from collections.abc import Sequence
-
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
-from coldstream.kernels.cpu_ops import Array, CpuOps
+from coldstream.kernels.cpu_ops import Array, CpuOps, UnreadCpuOps
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
@@ -44,12 +42,5 @@ class PooledCpuOps(CpuOps):
         return out
 
 
-class UnreadPooledCpuOps(PooledCpuOps):
+class UnreadPooledCpuOps(UnreadCpuOps, PooledCpuOps):
     """`UnreadCpuOps` for `PooledCpuOps`, whose pool needs no slots then."""
-
-    def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        return self.map_weight(file, info)
-
-    def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> _csrc.Weight:
-        """As many rows, from the first one."""
-        return self.map_weight(file, info).rows(0, len(row_ids))
