@@ -296,7 +296,9 @@ def reported(*frames: bytes, version: str = __version__) -> tuple[FromEngine, in
             ours.sendall(frame)
         code = engine_process.serve(theirs, engine_process.open_real, version)
         data = ours.recv(1 << 20)
-    return decode(data[4 : 4 + payload_length(data[:4])], FromEngine), code
+    while len(data) > (end := 4 + payload_length(data[:4])):
+        data = data[end:]
+    return decode(data[4:], FromEngine), code
 
 
 @pytest.mark.parametrize(
