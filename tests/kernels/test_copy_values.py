@@ -72,6 +72,7 @@ def test_rows_from_a_number_on_the_device() -> None:
 
 def test_matrices_that_are_not_alike_are_refused() -> None:
     source = torch.zeros(2, 8)
-    for other in (torch.zeros(2, 7), torch.zeros(8, 2).T, torch.zeros(2, 8, dtype=torch.float64)):
+    sizes = torch.zeros(2, 7), torch.zeros(1, 8), torch.zeros(3, 8)
+    for other in (*sizes, torch.zeros(8, 2).T, torch.zeros(2, 8, dtype=torch.float64)):
         with pytest.raises(ArrayError, match="do not become"):
             copy_values_cuda(source, other)

@@ -79,12 +79,14 @@ def test_sp02_routes_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime) -
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_ids_are_valid_and_distinct_whatever_the_input(runtimes: Runtimes, poison: float) -> None:
+    """Weights say that an input was not finite."""
     x = random(7, 3, 16)
     x[1, 3] = poison
     for runtime in runtimes:
         ids, weights = route(runtime, x, load(random(8, 20, 16)), 8)
         assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 20 for row in ids.tolist())
         assert weights[[0, 2]].isfinite().all()
+        assert weights[1].isnan().all()
 
 
 def test_outputs_stay_inside(fastest: _csrc.Runtime) -> None:

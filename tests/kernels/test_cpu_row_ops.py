@@ -140,6 +140,15 @@ def test_nan_is_kept(runtimes: Runtimes) -> None:
         assert out.isnan().all()
 
 
+def test_a_gate_of_nan_gives_nan(runtimes: Runtimes) -> None:
+    """exp keeps it between its clamps. Nothing else here would: SwiGLU multiplies by its input as well."""
+    experts, shared, gate = torch.zeros(1, 1, 20), torch.ones(1, 20), torch.full((1, 1), torch.nan)
+    for runtime in runtimes:
+        out = torch.zeros(1, 20)
+        _csrc.combine_experts(runtime, experts, torch.ones(1, 1), shared, gate, out)
+        assert out.isnan().all()
+
+
 def test_no_rows_is_no_work(fastest: _csrc.Runtime) -> None:
     empty = torch.empty(0, 8)
     _csrc.add(fastest, empty, empty, empty)

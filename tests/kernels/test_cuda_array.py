@@ -14,6 +14,7 @@ from coldstream.kernels.cuda.array import (
     ArrayError,
     DeviceArray,
     RawArray,
+    as_type,
     check_array,
     element_bytes,
 )
@@ -59,6 +60,30 @@ def test_views_are_those_of_tensors(shape: list[int], parts: list[int | slice], 
     assert seen(view) == seen(values[index])
     assert view.owner is values
     assert [seen(row) for row in own] == [seen(row) for row in values]
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    dtypes=st.tuples(st.sampled_from([*DTYPES]), st.sampled_from([*DTYPES])),
+)
+def test_elements_are_seen_as_those_of_another_type(shape: list[int], dtypes: tuple[str, str]) -> None:
+    """As tensors are, or, where rows are no whole number of such elements, not at all."""
+    dtype, other = dtypes
+    values = torch.zeros(shape, dtype=getattr(torch, dtype))
+    own = RawArray(values.data_ptr(), tuple(shape), dtype, values)
+    if shape[-1] * DTYPES[dtype][0] % DTYPES[other][0]:
+        with pytest.raises(ArrayError, match=f"are not seen as {other}"):
+            as_type(own, other)
+        return
+    view = as_type(own, other)
+    assert seen(view) == seen(values.view(getattr(torch, other)))
+    assert (view.dtype, view.owner) == (other, own)
+
+
+def test_elements_with_gaps_are_not_seen_as_others() -> None:
+    array = RawArray(4096, (4, 8), "int32")
+    with pytest.raises(ArrayError, match=r"rows of 16 bytes in \(4, 4\)"):
+        as_type(array[:, 2:6], "uint8")
 
 
 def test_views_that_tensors_do_not_have_are_refused() -> None:

@@ -27,3 +27,11 @@ def test_the_table_is_what_was_measured() -> None:
 
 def test_the_measured_type_is_one() -> None:
     assert product_time(MEASURED_TYPE).one_row == product_time(MEASURED_TYPE).prompt == 1.0
+
+
+def test_prompts_of_float_types_take_longest() -> None:
+    """They are multiplied as float32, without tensor cores."""
+    slowest = max(time.prompt for time in GPU_TIMES.values())
+    floats = [kind for kind in QuantType if kind.block_elements == 1]
+    assert floats
+    assert all(product_time(kind).prompt > slowest for kind in floats)

@@ -1,0 +1,95 @@
+"""Arrays of the device are cleared, written and read, on the host's driver and on a GPU's."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from coldstream.kernels.cuda.array import DTYPES, RawArray
+from coldstream.kernels.cuda.contents import clear, read, write
+from coldstream.kernels.cuda.runtime import allocations, calls, copies
+from host_driver import HostDriver
+
+RUBBISH, GUARD = 0xA5, 64  # bytes before an array and behind it
+
+
+class Planned(RawArray):
+    """An array of a plan, with memory that would show what is done to it."""
+
+    @property
+    def is_meta(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
+def driver(request: pytest.FixtureRequest) -> Iterator[HostDriver | None]:
+    if request.param == "gpu":
+        calls.attach()
+        yield None
+        return
+    with HostDriver().installed() as driver:
+        yield driver
+
+
+def guarded(shape: tuple[int, ...], dtype: str) -> tuple[RawArray, RawArray]:
+    """An array, and all bytes of its memory: GUARD more on both sides, of RUBBISH."""
+    num_bytes = int(np.prod(shape)) * DTYPES[dtype][0] + 2 * GUARD
+    memory = allocations.block(num_bytes)
+    copies.fill_bytes(memory.address, RUBBISH, num_bytes)
+    whole = RawArray(memory.address, (num_bytes,), "uint8", memory)
+    return RawArray(memory.address + GUARD, shape, dtype, memory), whole
+
+
+def bytes_around(whole: RawArray) -> set[int]:
+    """The different bytes of both guards."""
+    found = read(whole)
+    return {*found[:GUARD].tolist(), *found[-GUARD:].tolist()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7), (0, 4)], ids=str)
+def test_values_are_written_and_read(shape: tuple[int, ...], dtype: str) -> None:
+    array, whole = guarded(shape, dtype)
+    values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    write(array, values)
+    values_there = read(array)
+    assert values_there.dtype == values.dtype
+    np.testing.assert_array_equal(values_there, values)
+    assert bytes_around(whole) == {RUBBISH}
+    clear(array)
+    np.testing.assert_array_equal(read(array), np.zeros(shape))
+    assert bytes_around(whole) == {RUBBISH}
+
+
+def test_values_with_gaps_are_written_in_their_order() -> None:
+    array, _ = guarded((5, 3), "int32")
+    values = np.arange(30, dtype=np.int32).reshape(6, 5)[::2].T
+    write(array, values)
+    np.testing.assert_array_equal(read(array), values)
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.int32)], ids=str)
+def test_values_of_another_kind_are_no_values_of_an_array(values: np.ndarray) -> None:
+    array, _ = guarded((2, 3), "int32")
+    with pytest.raises(AssertionError):
+        write(array, values)
+
+
+def test_nothing_is_done_to_what_is_only_planned() -> None:
+    array, whole = guarded((2, 3), "float32")
+    planned = Planned(array.address, array.shape, array.dtype, array.owner)
+    clear(planned)
+    write(planned, np.ones((2, 3), np.float32))
+    assert {*read(whole).tolist()} == {RUBBISH}
+
+
+def test_reading_waits_for_what_is_queued(driver: HostDriver | None) -> None:
+    array, _ = guarded((4,), "int32")
+    if driver is not None:  # a GPU's copy is late; the host's driver counts
+        before = driver.current.num_waits
+        read(array)
+        assert driver.current.num_waits == before + 1
+        return
+    for value in range(50):
+        copies.fill_words(array.data_ptr(), value, 4)
+        assert read(array).tolist() == [value] * 4
