@@ -96,11 +96,7 @@ class IntegerKernels:
             for trees in (False, True)
             if self._is_needed(kind, trees)
         }
-        bits, head_dim = shape.cache_type.value_bits, shape.head_dim
-        gated = str(shape.output_gate).lower()
-        files = {
-            PREPARE: {f"coldstream::attention_prepare_integers<{bits}, {head_dim}, {gated}>"},
-        }
+        files = {PREPARE: {_instance("attention_prepare_integers", shape, shape.output_gate)}}
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
         self.programs = {
