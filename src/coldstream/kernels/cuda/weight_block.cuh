@@ -9,6 +9,11 @@
 
 namespace coldstream {
 
+template <class B>
+__device__ __forceinline__ float half_at(const B& block, int at) {
+  return half_to_float(uint16_t(block.two(at)));
+}
+
 // What a type says if it has nothing else to say.
 template <class Own, int type_, int bytes_, int elements_, int sub_blocks_>
 struct WeightBlock {
@@ -30,6 +35,9 @@ struct WeightBlock {
   // Whether loads for several weight rows may be under way in a thread; other types need the registers.
   static constexpr bool overlaps_rows = false;
   static constexpr int shift = 0;
+  // The float16 that scales a block, and what it is multiplied with.
+  static constexpr int d_at = 0;
+  static constexpr float d_factor = 1.0f;
   // Words of a grid that GEMV keeps in shared memory: grid_entry(i). With a look-up for every word of codes a
   // grid is kept sixteen times where it fits, so that no more than two lanes meet in a bank.
   static constexpr int grid_entries = 0;
@@ -39,12 +47,11 @@ struct WeightBlock {
   __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
     return Own::word(block, w);
   }
+  template <class B>
+  __device__ static __forceinline__ float d(const B& block) {
+    return half_at(block, Own::d_at) * Own::d_factor;
+  }
 };
-
-template <class B>
-__device__ __forceinline__ float half_at(const B& block, int at) {
-  return half_to_float(uint16_t(block.two(at)));
-}
 
 // Σ q_x of 32 codes.
 __device__ __forceinline__ int sum_of_codes(const uint32_t (&x)[8]) {
@@ -75,10 +82,6 @@ struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
     for (int i = 0; i < 8; i++) sum = dot_signed(codes[i], x[i], sum);
     return sum >> Own::shift;
   }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0);
-  }
 };
 
 // Sums of the codes of x in a quarter's runs of 16, two to a word.
@@ -107,10 +110,6 @@ template <class Own, int type, int bytes, int sub_blocks>
 struct SuperBlock : WeightBlock<Own, type, bytes, 256, sub_blocks> {
   using Near = NearBytes<WeightBlock<Own, type, bytes, 256, sub_blocks>::alignment>;
 
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0);
-  }
   template <class B>
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return int8_t(Own::scale_word(block, j >> 2) >> ((j & 3) * 8));

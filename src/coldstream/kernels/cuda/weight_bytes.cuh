@@ -127,6 +127,9 @@ __device__ __forceinline__ uint32_t spread_nibbles(uint32_t two) {
   return (bytes | bytes << 4) & 0x0f0f0f0fu;
 }
 
+// 1 + 2 x of the four nibbles x of two bytes.
+__device__ __forceinline__ uint32_t odd_nibbles(uint32_t two) { return 2 * spread_nibbles(two) + four_ones; }
+
 // Sixteen signed bytes, four to a word.
 struct SixteenValues {
   uint32_t words[4];
@@ -248,7 +251,7 @@ struct SignedSum {
     all = dot_signed(values, x, all);
     negative = dot_signed(values & mask, x, negative);
   }
-  __device__ __forceinline__ int total() const { return all - 2 * negative; }
+  __device__ __forceinline__ operator int() const { return all - 2 * negative; }
 };
 
 // Sixteen values as two tables of bytes that are not negative: of the indices below 8, and of the others.

@@ -188,6 +188,7 @@ struct Q2_0 : SmallBlock<Q2_0, q2_0, 18, 64> {
 
 struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
   static constexpr bool has_mins = true, is_interleaved = true, folds_scales = true;
+  static constexpr int d_at = 80;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -206,10 +207,6 @@ struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
     return (block.word(4 * q) >> 4) & 0x0f0f0f0fu;
   }
   template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 80);
-  }
-  template <class B>
   __device__ static __forceinline__ float dmin(const B& block) {
     return half_at(block, 82);
   }
@@ -217,6 +214,7 @@ struct Q2_K : SuperBlock<Q2_K, q2_k, 84, 16> {
 
 struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
   static constexpr bool is_interleaved = true;
+  static constexpr int d_at = 108;
   // −4 … 3 times −32 … 31 reaches 128, but not −128.
   static constexpr bool folds_scales = true, folds_negated = true;
 
@@ -272,10 +270,6 @@ struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
     const uint32_t low = (block.word(96 + (q & 1) * 4) >> ((q >> 1) * 4)) & 0x0f0f0f0fu;
     return subtract<32>(low | ((block.word(104) >> (2 * q)) & 0x03030303u) << 4);
-  }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 108);
   }
 };
 
@@ -365,7 +359,7 @@ struct Q5_K : HeaderBlock<Q5_K, q5_k, 176> {
 
 struct Q6_K : SuperBlock<Q6_K, q6_k, 210, 16> {
   static constexpr bool is_interleaved = true, overlaps_rows = true;
-  static constexpr int shift = 2;
+  static constexpr int shift = 2, d_at = 208;
 
   // The bytes with the low four bits of word w, and those with its high two.
   template <class B, class W>
@@ -413,10 +407,6 @@ struct Q6_K : SuperBlock<Q6_K, q6_k, 210, 16> {
   template <class B>
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
     return block.word(192 + 4 * q);
-  }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 208);
   }
 };
 
@@ -470,8 +460,24 @@ __device__ __forceinline__ uint32_t two_entries(const uint16_t* grid, int i) {
   return reinterpret_cast<const uint32_t*>(grid)[i];
 }
 
+// The part of I of a quarter, which has eight entries of eight values or pairs of four. add(k, sum): adds the
+// products of entry or pair k; scale(run): what the sums of a run of them are multiplied by.
+template <int runs, class Sum, class Add, class Scale>
+__device__ __forceinline__ int sum_of_runs(const Add& add, const Scale& scale) {
+  int total = 0;
+#pragma unroll
+  for (int run = 0; run < runs; run++) {
+    Sum sum = {};
+#pragma unroll
+    for (int k = 8 / runs * run; k < 8 / runs * (run + 1); k++) add(k, sum);
+    total += scale(run) * int(sum);
+  }
+  return total;
+}
+
 struct IQ2_XXS : SuperBlock<IQ2_XXS, iq2_xxs, 66, 8> {
   static constexpr int grid_entries = 256;
+  static constexpr float d_factor = 0.125f;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -483,35 +489,24 @@ struct IQ2_XXS : SuperBlock<IQ2_XXS, iq2_xxs, 66, 8> {
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return 1 + 2 * (block.word(6 + 8 * j) >> 28);
   }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0) * 0.125f;
-  }
   __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_xxs_grid, i); }
   template <class Grid>
   __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
                                                 uint32_t, const Grid& grid) {
     uint32_t words[4];
     load_words(block + 2 + 16 * s, words);
-    int total = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t indices = words[2 * half], signs = words[2 * half + 1];
-      int sum = 0;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const uint32_t entry = grid.at_byte(indices, k);
-        sum = dot_selected(with_even_sign_bits(entry, signs >> (7 * k) & 127), iq2_levels, iq2_negated,
-                           x + 8 * half + 2 * k, sum);
-      }
-      total += int(signs >> 27 | 1) * sum;
-    }
-    return total;
+    const auto add = [&](int k, int& sum) {
+      const uint32_t indices = words[k / 4 * 2], signs = words[k / 4 * 2 + 1] >> (7 * (k % 4)) & 127;
+      sum = dot_selected(with_even_sign_bits(grid.at_byte(indices, k % 4), signs), iq2_levels, iq2_negated,
+                         x + 2 * k, sum);
+    };
+    return sum_of_runs<2, int>(add, [&](int half) { return int(words[2 * half + 1] >> 27 | 1); });
   }
 };
 
 struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
   static constexpr int grid_entries = 512;
+  static constexpr float d_factor = 0.125f;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -522,11 +517,7 @@ struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
   }
   template <class B>
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
-    return 2 * spread_nibbles(block.two(66 + 2 * q)) + 0x01010101u;
-  }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0) * 0.125f;
+    return odd_nibbles(block.two(66 + 2 * q));
   }
   __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_xs_grid, i); }
   template <class Grid>
@@ -534,24 +525,18 @@ struct IQ2_XS : SuperBlock<IQ2_XS, iq2_xs, 74, 16> {
                                                 uint32_t scales, const Grid& grid) {
     uint32_t words[4];
     load_words(block + 2 + 16 * s, words);
-    int total = 0;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      int sum = 0;
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const uint32_t bits = words[c] >> (16 * k);
-        sum = dot_selected(with_even_sign_bits(grid[bits & 511], bits >> 9 & 127), iq2_levels, iq2_negated,
-                           x + 4 * c + 2 * k, sum);
-      }
-      total += signed_byte(scales, c) * sum;
-    }
-    return total;
+    const auto add = [&](int k, int& sum) {
+      const uint32_t bits = words[k / 2] >> (16 * (k % 2));
+      sum = dot_selected(with_even_sign_bits(grid[bits & 511], bits >> 9 & 127), iq2_levels, iq2_negated,
+                         x + 2 * k, sum);
+    };
+    return sum_of_runs<4, int>(add, [&](int c) { return signed_byte(scales, c); });
   }
 };
 
 struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
   static constexpr int grid_entries = 1024;
+  static constexpr float d_factor = 0.125f;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -562,11 +547,7 @@ struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
   }
   template <class B>
   __device__ static __forceinline__ uint32_t scale_word(const B& block, int q) {
-    return 2 * spread_nibbles(block.two(74 + 2 * q)) + 0x01010101u;
-  }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0) * 0.125f;
+    return odd_nibbles(block.two(74 + 2 * q));
   }
   __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq2_s_grid, i); }
   template <class Grid>
@@ -577,24 +558,18 @@ struct IQ2_S : SuperBlock<IQ2_S, iq2_s, 82, 16> {
     load_words(block + 34 + 8 * s, signs);
     const uint32_t fields = Near{block}.two(66 + 2 * s);
     const uint32_t high[2] = {spread_crumbs(fields & 255), spread_crumbs(fields >> 8)};
-    int total = 0;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      int sum = 0;
-#pragma unroll
-      for (int k = 2 * c; k < 2 * c + 2; k++) {
-        const uint32_t index = bytes_together(low[k / 4], high[k / 4], k % 4);
-        sum = dot_selected(with_sign_bits(grid[index], signs[k / 4], signs[k / 4] >> 4, k % 4), iq2_levels,
-                           iq2_negated, x + 2 * k, sum);
-      }
-      total += signed_byte(scales, c) * sum;
-    }
-    return total;
+    const auto add = [&](int k, int& sum) {
+      const uint32_t index = bytes_together(low[k / 4], high[k / 4], k % 4);
+      sum = dot_selected(with_sign_bits(grid[index], signs[k / 4], signs[k / 4] >> 4, k % 4), iq2_levels,
+                         iq2_negated, x + 2 * k, sum);
+    };
+    return sum_of_runs<4, int>(add, [&](int c) { return signed_byte(scales, c); });
   }
 };
 
 struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
   static constexpr int grid_entries = 256;
+  static constexpr float d_factor = 0.25f;
   static constexpr bool repeats_grid = true;
 
   template <class B, class W>
@@ -608,10 +583,6 @@ struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return 1 + 2 * (block.word(66 + 4 * j) >> 28);
   }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0) * 0.25f;
-  }
   __device__ static __forceinline__ uint32_t grid_entry(int i) {
     return levels_of(iq3_xxs_grid[i], iq3_xxs_levels[0], iq3_xxs_levels[1]);
   }
@@ -621,21 +592,13 @@ struct IQ3_XXS : SuperBlock<IQ3_XXS, iq3_xxs, 98, 8> {
     uint32_t indices[4], signs[2];
     load_words(block + 2 + 16 * s, indices);
     load_words(block + 66 + 8 * s, signs);
-    int total = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      SignedSum sum;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const SignMasks masks = even_sign_masks(signs[half] >> (7 * k) & 127);
-        const uint32_t four = indices[2 * half + k / 2];
-        const int first = 2 * (k % 2);
-        sum.add(grid.at_byte(four, first), masks.first, x[8 * half + 2 * k]);
-        sum.add(grid.at_byte(four, first + 1), masks.second, x[8 * half + 2 * k + 1]);
-      }
-      total += int(signs[half] >> 27 | 1) * sum.total();
-    }
-    return total;
+    const auto add = [&](int k, SignedSum& sum) {
+      const SignMasks masks = even_sign_masks(signs[k / 4] >> (7 * (k % 4)) & 127);
+      const int first = 2 * (k % 2);
+      sum.add(grid.at_byte(indices[k / 2], first), masks.first, x[2 * k]);
+      sum.add(grid.at_byte(indices[k / 2], first + 1), masks.second, x[2 * k + 1]);
+    };
+    return sum_of_runs<2, SignedSum>(add, [&](int half) { return int(signs[half] >> 27 | 1); });
   }
 };
 
@@ -664,27 +627,21 @@ struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
     load_words(block + 2 + 16 * s, low);
     load_words(block + 74 + 8 * s, signs);
     const uint32_t high = Near{block}.two(66 + 2 * s), scales = Near{block}.byte(106 + s);
-    int total = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      SignedSum sum;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const SignMasks masks = sign_masks(signs[half] >> (8 * k));
-        const uint32_t four = low[2 * half + k / 2], bits = spread_bits(high >> (8 * half + k / 2 * 4));
-        const int first = 2 * (k % 2);
-        sum.add(grid[bytes_together(four, bits, first)], masks.first, x[8 * half + 2 * k]);
-        sum.add(grid[bytes_together(four, bits, first + 1)], masks.second, x[8 * half + 2 * k + 1]);
-      }
-      total += int(2 * (scales >> (4 * half) & 15) + 1) * sum.total();
-    }
-    return total;
+    const auto add = [&](int k, SignedSum& sum) {
+      const SignMasks masks = sign_masks(signs[k / 4] >> (8 * (k % 4)));
+      const uint32_t four = low[k / 2], bits = spread_bits(high >> (k / 2 * 4));
+      const int first = 2 * (k % 2);
+      sum.add(grid[bytes_together(four, bits, first)], masks.first, x[2 * k]);
+      sum.add(grid[bytes_together(four, bits, first + 1)], masks.second, x[2 * k + 1]);
+    };
+    return sum_of_runs<2, SignedSum>(add, [&](int half) { return int(2 * (scales >> (4 * half) & 15) + 1); });
   }
 };
 
 // Codes are eight times the grid's values, and one more or one less.
 struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
   static constexpr int grid_entries = 2048;
+  static constexpr float d_factor = 0.125f;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -697,10 +654,6 @@ struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return 1 + 2 * (block.two(34 + 2 * j) >> 12 & 7);
   }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 0) * 0.125f;
-  }
   __device__ static __forceinline__ uint32_t grid_entry(int i) { return two_entries(iq1_grid, i); }
   template <class Grid>
   __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
@@ -708,19 +661,13 @@ struct IQ1_S : SuperBlock<IQ1_S, iq1_s, 50, 8> {
     uint32_t low[2], bits[1];
     load_words(block + 2 + 8 * s, low);
     load_words(block + 34 + 4 * s, bits);
-    int total = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t fields = bits[0] >> (16 * half), high = spread_thirds(fields);
-      const uint32_t levels = fields & 0x8000 ? iq1_levels_below : iq1_levels_above;
-      int sum = 0;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        sum = dot_selected(grid[bytes_together(low[half], high, k)], levels, 0, x + 8 * half + 2 * k, sum);
-      }
-      total += int((fields >> 11 & 14) + 1) * sum;
-    }
-    return total;
+    const uint32_t fields[2] = {bits[0], bits[0] >> 16};
+    const uint32_t high[2] = {spread_thirds(fields[0]), spread_thirds(fields[1])};
+    const auto add = [&](int k, int& sum) {
+      const uint32_t levels = fields[k / 4] & 0x8000 ? iq1_levels_below : iq1_levels_above;
+      sum = dot_selected(grid[bytes_together(low[k / 4], high[k / 4], k % 4)], levels, 0, x + 2 * k, sum);
+    };
+    return sum_of_runs<2, int>(add, [&](int half) { return int((fields[half] >> 11 & 14) + 1); });
   }
 };
 
@@ -756,25 +703,19 @@ struct IQ1_M : SuperBlock<IQ1_M, iq1_m, 56, 16> {
     // Of each index the nibble with its three high bits and the sign of its values, in a byte of its own.
     const uint32_t bits = Near{block}.word(32 + 4 * s), nibbles[2] = {bits << 4, bits};
     const uint32_t high[2] = {bits & 0x07070707u, bits >> 4 & 0x07070707u};
-    int total = 0;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      int sum = 0;
-#pragma unroll
-      for (int k = 2 * c; k < 2 * c + 2; k++) {
-        const uint32_t index = bytes_together(k < 4 ? low.x : low.y, high[k % 2], k % 4, k / 2);
-        const uint32_t below = permute(nibbles[k % 2], 0, 0x8888 + 0x1111 * (k / 2)) & 0x44444444u;
-        sum = dot_selected(grid[index] | below, iq1_levels_above, iq1_levels_below, x + 2 * k, sum);
-      }
-      total += signed_byte(scales, c) * sum;
-    }
-    return total;
+    const auto add = [&](int k, int& sum) {
+      const uint32_t index = bytes_together(k < 4 ? low.x : low.y, high[k % 2], k % 4, k / 2);
+      const uint32_t below = permute(nibbles[k % 2], 0, 0x8888 + 0x1111 * (k / 2)) & 0x44444444u;
+      sum = dot_selected(grid[index] | below, iq1_levels_above, iq1_levels_below, x + 2 * k, sum);
+    };
+    return sum_of_runs<4, int>(add, [&](int c) { return signed_byte(scales, c); });
   }
 };
 
 // Without scales of sub-blocks.
 struct TQ2_0 : SuperBlock<TQ2_0, tq2_0, 66, 8> {
   static constexpr bool is_interleaved = true, folds_scales = true;
+  static constexpr int d_at = 64;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -787,10 +728,6 @@ struct TQ2_0 : SuperBlock<TQ2_0, tq2_0, 66, 8> {
   template <class B>
   __device__ static __forceinline__ int scale(const B&, int) {
     return 1;
-  }
-  template <class B>
-  __device__ static __forceinline__ float d(const B& block) {
-    return half_at(block, 64);
   }
 };
 
