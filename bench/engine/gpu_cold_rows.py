@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
@@ -38,6 +37,7 @@ from bench.results import ROOT, write_result
 from coldstream import kvcache
 from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
@@ -102,7 +102,7 @@ class Steps:
 
     def _wanted(self, rows: int, resident: Any) -> tuple[float, float]:
         """Experts of a layer that the last step chose, on average, and the bytes of those without a slot."""
-        used = self._runner._partial._executor.decode.chosen.used[:, :rows].cpu().numpy()
+        used = np.asarray(self._runner._partial._executor.decode.chosen.used)[:, :rows]
         chosen = np.zeros_like(resident)
         for layer, ids in enumerate(used[: len(chosen)]):
             chosen[layer, ids.reshape(-1)] = True
@@ -113,8 +113,7 @@ class Steps:
 def share_by(runner: Any, times: Any, scale: float) -> None:
     """Has experts shared out as if the CPU took `scale` times as long as the plan's `times` say."""
     cpu = tuple(max(1, round(scale * time)) for time in times.cpu)
-    words = torch.tensor(replace(times, cpu=cpu).words(), dtype=torch.int32)
-    runner._partial._executor.decode.times.copy_(words)
+    write(runner._partial._executor.decode.times, np.array(replace(times, cpu=cpu).words(), np.int32))
 
 
 def measure(

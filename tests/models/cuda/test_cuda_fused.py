@@ -46,7 +46,7 @@ def check_fused_steps(both: Pair) -> None:
         expected = [ids[0] for ids, _ in both.on_cpu.chain(num_nodes)]
         fused.launch(num_nodes)
         accepted = fused.take()
-        assert arrays.model_columns[1 : 1 + num_nodes].tolist() == expected
+        assert np.asarray(arrays.model_columns[1 : 1 + num_nodes]).tolist() == expected
         assert (accepted.num_drafted, accepted.fault, accepted.is_last) == (num_nodes, 0, False)
         follow(both, [root, *accepted.token_ids[:-1]], accepted.token_ids)
         root = accepted.token_ids[-1]
