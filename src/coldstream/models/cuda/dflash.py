@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ from numpy.typing import NDArray
 
 from coldstream import kvcache
 from coldstream.errors import ColdstreamError, OutOfMemoryError
-from coldstream.kernels.cuda.array import DeviceArray, RawArray
+from coldstream.kernels.cuda.array import ELEMENT_BYTES, DeviceArray, RawArray, as_type
 from coldstream.kernels.cuda.contents import copy_parts, joined, new, write
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.memory import DeviceMemory
+from coldstream.kernels.cuda.memory import DeviceMemory, own_bytes
 from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.runtime import copies, streams
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
@@ -104,8 +105,11 @@ class DflashRings:
             self._room = room
             return
         ends = np.cumsum([0, *capacities])
-        rows = new((2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim), FEATURE_TYPE)
-        positions, on_device = new((int(ends[-1]),), "int32"), new((table_bytes(spec),), "uint8")
+        shape = (2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim)
+        # Blocks, which go with a wait for the device: the pool would otherwise hold more than it keeps.
+        rows = as_type(own_bytes(prod(shape) * ELEMENT_BYTES[FEATURE_TYPE]), FEATURE_TYPE).reshape(*shape)
+        positions = as_type(own_bytes(int(ends[-1]) * ELEMENT_BYTES["int32"]), "int32")
+        on_device = new((table_bytes(spec),), "uint8")
         copies.fill_words(positions.data_ptr(), NO_ROW, len(positions))
         table = np.zeros(len(capacities), CONTEXT_TYPE)
         old = 0
