@@ -251,6 +251,19 @@ def test_sequences_alternate(tmp_path: Path, target: Path, device: str) -> None:
         other.check(5)
 
 
+def test_rows_between_drafts_are_one_captured_step(tmp_path: Path, target: Path, device: str) -> None:
+    with pair(tmp_path / "drafter", target, CASES["second"]) as both:
+        rows = rounded(features(both.on_cpu.spec, 20))
+        both.append(rows[:8])
+        both.check(5)
+        steps = both.on_gpu._drafting._steps
+        captured = steps.num_captured
+        for first, end in ((8, 9), (9, 14), (14, 20)):
+            both.append(rows[first:end])
+            both.check(5)
+        assert steps.num_captured == captured
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_drafter_that_fails_proposes_nothing(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,6 @@
 """Drafts by a DFlash drafter beside a model on a GPU: one captured graph each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -30,13 +30,16 @@ from coldstream.models.cuda.dflash_block import (
 )
 from coldstream.models.cuda.features import FEATURE_TYPE, Features
 from coldstream.models.cuda.fused_draft import CudaFusedRun, CudaFusedSteps, FusedShape
-from coldstream.models.cuda.graphs import CapturedSteps
+from coldstream.models.cuda.graphs import CapturedSteps, Key
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec, DraftLattice
 
-LENGTH, ROOT, NUM_PLACES = 0, 1, 2  # of what the host writes before a draft
+LENGTH, ROOT, FIRST, COUNT, NUM_PLACES = 0, 1, 2, 3, 4  # of what the host writes before a draft or rows
+# Rows of captured steps that append committed rows. Shorter ones leave the last rows out: the host would take
+# longer to launch an exact number of them, kernel by kernel.
+APPENDED_ROWS = (8, 16, 32, MOST_WAITING)
 
 
 class RowSpans:
@@ -192,17 +195,41 @@ class CudaDflash:
         """
         with device_errors():
             self.use(rings)
-            self._staged.next_on_host()[:] = (length, root)
-            self._staged.copy(NUM_PLACES)
-            places = self._staged.values
-            step = partial(self.block.draft, num_rows, places[ROOT : ROOT + 1], places[LENGTH : LENGTH + 1])
-            self._begin()
-            self._steps.run(("dflash", (self, num_rows)), step, lambda nothing: nothing, self._make_room)
+            self._stage(length, root)
+            step = partial(self.block.draft, num_rows, self._place(ROOT), self._place(LENGTH))
+            self._run(("dflash", (self, num_rows)), step)
             found = self._found.copy()
             streams.current_stream().synchronize()
         count, ids = num_rows - 1, self.block.candidate_ids
         log_probs = found[ids.numel() :].view(np.float32).reshape(self.block.log_probs.shape)
         return found[: ids.numel()].reshape(ids.shape)[:count], log_probs[:count]
+
+    def append(self, rings: DflashRings, parts: Sequence[DeviceArray], first: int) -> None:
+        """Queues keys and values of committed rows from position `first` on, at most MOST_WAITING.
+
+        parts: their features, `FEATURE_TYPE` [n, feature_size] each. Raises DeviceError, OutOfMemoryError.
+        """
+        self.use(rings)
+        count = sum(map(len, parts))
+        copy_parts(parts, self.block.waiting[:count])
+        self._stage(0, 0, first, count)
+        num_rows = next(rows for rows in APPENDED_ROWS if rows >= count)
+        places = self._place(FIRST), self._place(COUNT)
+        step = partial(self.block.append, self.block.waiting[:num_rows], self.block.contexts, *places)
+        self._run(("dflash rows", (self, num_rows)), step)
+
+    def _stage(self, *values: int) -> None:
+        """Queues the transfer of the first places."""
+        self._staged.next_on_host()[: len(values)] = values
+        self._staged.copy(len(values))
+
+    def _place(self, index: int) -> DeviceArray:
+        """int32 [1] on the device."""
+        return self._staged.values[index : index + 1]
+
+    def _run(self, key: Key, step: Callable[[], None]) -> None:
+        self._begin()
+        self._steps.run(key, step, lambda nothing: nothing, self._make_room)
 
 
 class CudaDflashSequence(CommittedRows[DflashRings]):
@@ -233,7 +260,10 @@ class CudaDflashSequence(CommittedRows[DflashRings]):
         first, count = int(positions[0]), len(positions)
         with device_errors(), room_for("the context of a drafter"):
             self._rings.make_room(first + count)
-            self._drafting.block.append(self._joined(parts), self._rings.table, first)
+            if count <= MOST_WAITING:
+                self._drafting.append(self._rings, parts, first)
+            else:
+                self._drafting.block.append(self._joined(parts), self._rings.table, first)
         self._rings.appended(first, count)
 
     @property

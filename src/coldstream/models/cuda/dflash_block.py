@@ -121,6 +121,7 @@ class DflashBlock:
 
     found: int32, the candidates' ids and their log-probabilities as bits, in one piece that the host reads.
     candidate_ids, log_probs: views of it, [block_size − 1, K] and that or, of the second kind, [.., K, K].
+    waiting: `FEATURE_TYPE` [MOST_WAITING, feature_size], where features lie that a captured step appends.
     """
 
     def __init__(self, spec: DflashSpec, weights: DflashWeights, ops: CudaOps, target: DraftTarget) -> None:
@@ -145,6 +146,7 @@ class DflashBlock:
         self.candidate_ids = self.found[: prod(shape)].reshape(*shape)
         self.log_probs = as_type(self.found[prod(shape) :], "float32").reshape(*scores)
         self._arrivals = ops.zeros((spec.block_size - 1,), "int32")
+        self.waiting = ops.zeros((MOST_WAITING, spec.feature_size), FEATURE_TYPE)
 
     @classmethod
     def load(
