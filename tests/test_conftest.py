@@ -14,6 +14,13 @@ import ctypes
 def test_that_hangs_in_c():
     ctypes.{loader}({library!r}).hang()
 """
+# In one process, which imports what is tested once.
+COLLECTS = """
+import pytest
+for words in {options}:
+    print("next:", flush=True)
+    assert pytest.main(["-o", "addopts=", "--collect-only", "-q", *words, "{file}"]) == 0
+"""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint8", "int64", "uint16"])
@@ -51,14 +58,19 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
 
 def test_three_shards_have_all_cases_of_sharded_tests() -> None:
     file = "tests/kernels/test_cuda_attention.py"
-
-    def collected(*words: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *words, file]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.splitlines() if line.startswith(file)]
-
-    every = collected()
-    shards = [collected("--shard", f"{number:x}") for number in range(10, 13)]
+    options = [[], *(["--shard", f"{number:x}"] for number in range(10, 13))]
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTS.format(file=file, options=options)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    every, *shards = (
+        [line for line in part.splitlines() if line.startswith(file)]
+        for part in done.stdout.split("next:")[1:]
+    )
+    assert len(shards) == 3
     sharded = [case for case in every if "::test_kernels_compile_without_a_gpu[" in case]
     assert len(sharded) >= 3
     for case in every:
