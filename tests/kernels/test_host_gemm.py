@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("host")
 CPU = torch.device("cpu")
 
 
-@pytest.mark.sharded
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_type(quant_type: QuantType) -> None:
     step = quant_type.block_elements

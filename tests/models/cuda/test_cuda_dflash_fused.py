@@ -35,7 +35,6 @@ def chain_of(context: CudaDflashSequence, root: int, num_nodes: int) -> list[int
     return likeliest_chain(torch.from_numpy(lattice.token_ids), log_probs, num_nodes)
 
 
-@pytest.mark.sharded
 @pytest.mark.parametrize("name", ["mixed, yarn", "causal", "second", "second, full"])
 def test_fused_steps_draft_what_the_host_drafts(
     tmp_path: Path, target: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
