@@ -3,13 +3,16 @@ VENV := $(if $(OLDEST),.venv-oldest,.venv)
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV)
 
-.PHONY: ci demo test test-gpu test-aarch64 ray agents lint wheels sanitize sanitizers sanitize-gpu faults site clean install-test
+.PHONY: ci install demo test test-gpu test-aarch64 ray agents lint wheels sanitize sanitizers sanitize-gpu faults site clean install-test
 
-demo:
+install:
 	@$(INSTALL)
+
+demo: install
 	$(BIN)/coldstream run -p 'def read_lines(path):' -n 96 --temp 0.5 --seed 3
 
-install-test:
+# After `install`, which would write into the same environment.
+install-test: $(if $(OLDEST),,install)
 	@$(INSTALL) test $(if $(OLDEST),--oldest)
 
 # C++ and CUDA; after a change: .venv/bin/clang-format -i FILES
@@ -39,17 +42,22 @@ test: $(if $(OLDEST)$(LINTED),install-test,lint)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) --durations=40 --durations-min=5
 
 # The extension with AddressSanitizer and UndefinedBehaviorSanitizer, in an environment with nothing but what builds it, so that
-# it can be built while `lint` installs. Tiles are emulated, because sanitizers do not see what tile instructions read and
-# write, and so that CPUs without them run these kernels too.
+# it can be built while `demo` installs. For a shard it is not optimised: that takes less time than its tests take longer. Tiles
+# are emulated, because sanitizers do not see what tile instructions read and write, and so that CPUs without them run these
+# kernels too.
 SANITIZE := build/sanitize
 BUILDER := $(SANITIZE)/builder/bin
 SANITIZERS := $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
 
-sanitizers:
+$(BUILDER)/ninja: pyproject.toml
 	$(PYTHON) -m venv $(SANITIZE)/builder
 	$(BUILDER)/pip --disable-pip-version-check install -q 'nanobind>=3.1' 'cmake>=3.25' ninja
+	touch $@
+
+sanitizers: $(BUILDER)/ninja
 	$(BUILDER)/cmake -S . -B $(SANITIZE)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BUILDER)/ninja \
 		-DCOLDSTREAM_SANITIZE=ON -DCOLDSTREAM_EMULATE_AMX=ON -DCMAKE_BUILD_TYPE=None \
+		-DCOLDSTREAM_OPTIMISATION=$(if $(SHARD),-O0,-O1) \
 		-DPython_EXECUTABLE=$(CURDIR)/$(BUILDER)/python -Dnanobind_DIR=$$($(BUILDER)/python -m nanobind --cmake_dir) > /dev/null
 	$(BUILDER)/cmake --build $(SANITIZE)/cmake -- -j 2
 
@@ -58,7 +66,8 @@ sanitizers:
 sanitize: install-test sanitizers
 	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SANITIZE)/venv/lib/python3*/site-packages)/installed.pth
-	rm -rf $(SANITIZE)/package && mkdir $(SANITIZE)/package && cp -r src/coldstream $(SANITIZE)/package/
+	rm -rf $(SANITIZE)/package && mkdir $(SANITIZE)/package
+	tar -C src --exclude=__pycache__ -cf - coldstream | tar -C $(SANITIZE)/package -xf -
 	cp $(SANITIZE)/cmake/_csrc*.so $(SANITIZE)/package/coldstream/kernels/
 	LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZE)/package \
 		$(SANITIZE)/venv/bin/python -m pytest $(PYTEST_JOBS) tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py \
@@ -97,8 +106,8 @@ test-aarch64:
 # docs/ as a website in build/site, in an environment of its own over the other one. Broken links and anchors are errors.
 SITE := $(VENV)-site
 
-site:
-	@$(INSTALL)
+# Where tests are installed as well, after them: both look at what the environment has.
+site: $(if $(filter lint ray sanitize test,$(MAKECMDGOALS)),install-test,install)
 	$(PYTHON) tools/install.py $(SITE) site --beside $(VENV)
 	$(BIN)/python -m bench.report.result_files docs/result_files.md
 	$(SITE)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/site

@@ -32,7 +32,7 @@ def make_environment(folder: Path, sources: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def build_extension(root: Path, folder: Path) -> Path:
+def build_extension(root: Path, folder: Path, optimisation: str = "-O3") -> Path:
     """Builds the extension of the sources below `root` in `folder`, and returns its file.
 
     After the first time only what has changed is built. Raises ImportError without the packages cmake, ninja
@@ -45,6 +45,7 @@ def build_extension(root: Path, folder: Path) -> Path:
         settings = {
             "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR) / "ninja",
             "CMAKE_BUILD_TYPE": "Release",
+            "COLDSTREAM_OPTIMISATION": optimisation,
             "Python_EXECUTABLE": sys.executable,
             "nanobind_DIR": nanobind.cmake_dir(),
         }

@@ -68,8 +68,8 @@ class SourceCopy:
             self._extension.write_bytes(extension)
 
     def build(self) -> None:
-        """Builds the extension from the copy, as `build_extension` does."""
-        built = build_extension(self.root, self._build)
+        """As `build_extension` does. Optimised little, which takes half the time."""
+        built = build_extension(self.root, self._build, "-O1")
         self._extension.unlink()
         shutil.copy2(built, self._extension)
 
