@@ -24,9 +24,8 @@ def gpu_types() -> str:
         ]
         for kind in sorted(bytes_of, key=bytes_of.__getitem__)
     ]
-    commits = ", ".join(sorted({row["commit"] for row in result["results"]}))
-    where = f"{result['machine']['gpu']}, commits {commits}: `{result['command']}`"
-    return table(header, rows) + f"\n{where}. {result['note']}\n"
+    where = f"{result['machine']['gpu']}, commit {result['commit']}: `{result['command']}`"
+    return f"{table(header, rows)}\n{where}\n"
 
 
 def cells(result: Mapping[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:

@@ -18,14 +18,13 @@ def result(**ratios: float) -> dict[str, Any]:
             "us": 1234.56,
             "ratio": ratio * more,
             "bytes_ratio": size,
-            "commit": "c0ffee",
         }
         for size, (kind, ratio) in enumerate(ratios.items(), start=1)
         for count, more in ((1, 1), (2048, 2))
         for what in ("dense", "experts")
     ]
     machine = {"gpu": "a GPU"}
-    return {"note": "In parts.", "command": "python -m bench", "machine": machine, "results": rows}
+    return {"commit": "c0ffee", "command": "python -m bench", "machine": machine, "results": rows}
 
 
 def test_types_are_in_the_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +35,7 @@ def test_types_are_in_the_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
         ["Q8_0", "1.00", *["1,234.6 (1.00)"] * 2, *["1,234.6 (2.00)"] * 2],
         ["IQ1_S", "2.00", *["1,234.6 (0.50)"] * 2, *["1,234.6 (1.00)"] * 2],
     ]
-    assert "a GPU, commits c0ffee: `python -m bench`. In parts." in text
+    assert "a GPU, commit c0ffee: `python -m bench`" in text
 
 
 def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
