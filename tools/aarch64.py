@@ -6,7 +6,8 @@
 
 The interpreter is Python 3.11 of Debian 12 for arm64. debootstrap fetches its packages. They are unpacked and
 not installed, so that no program of them runs but that interpreter. What tests need comes as wheels for
-aarch64. Both stay in build/aarch64. Takes debootstrap, dpkg and qemu-user-static; debootstrap takes root.
+aarch64. Both stay in build/aarch64. Takes debootstrap, dpkg, qemu-user-static and g++-aarch64-linux-gnu. That
+compiler is for one test; debootstrap takes root.
 
 An emulated processor has no speed to measure. It has the instructions of all tiers of aarch64.
 """
@@ -25,6 +26,7 @@ from tools.package import ROOT, environment
 FOLDER = ROOT / "build" / "aarch64"
 RELEASE, PYTHON = "bookworm", "usr/bin/python3.11"
 QEMU = ("qemu-aarch64-static", "qemu-aarch64")
+COMPILER = "aarch64-linux-gnu-g++"  # of test_cpu_vec16
 # With all that they depend on, as pip would judge conditions by this machine. PyTorch 2.9.1 has a wheel for
 # aarch64 without CUDA's libraries.
 PACKAGES = (
@@ -47,10 +49,11 @@ def main() -> int:
     parser.add_argument("arguments", nargs="*", help="of pytest, instead of the tests of the CPU's kernels")
     options = parser.parse_args()
     qemu = next((path for path in map(shutil.which, QEMU) if path), None)
-    missing = [name for name in ("debootstrap", "dpkg-deb") if shutil.which(name) is None]
+    missing = [name for name in ("debootstrap", "dpkg-deb", COMPILER) if shutil.which(name) is None]
     if qemu is None or missing:
         name = (missing or QEMU)[0]
-        print(f"there is no {name}: apt install qemu-user-static debootstrap", file=sys.stderr)
+        packages = "qemu-user-static debootstrap g++-aarch64-linux-gnu"
+        print(f"there is no {name}: apt install {packages}", file=sys.stderr)
         return 1
     if "-cp311-cp311-" not in options.wheel.name or not options.wheel.name.endswith("_aarch64.whl"):
         print(f"{options.wheel.name} is not a wheel for CPython 3.11 on aarch64", file=sys.stderr)

@@ -29,13 +29,13 @@ def test_the_tests_are_those_that_run_the_extension() -> None:
         assert "cuda" not in path.name
 
 
-@pytest.mark.parametrize("name", ["debootstrap", "dpkg-deb", "qemu-aarch64"])
+@pytest.mark.parametrize("name", ["debootstrap", "dpkg-deb", "aarch64-linux-gnu-g++", "qemu-aarch64"])
 def test_a_program_that_is_not_there_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     said = _run(monkeypatch, capsys, "coldstream-1-cp311-cp311-manylinux_2_28_aarch64.whl", name)
     assert said.startswith(f"there is no {name}")
-    assert "apt install qemu-user-static debootstrap" in said
+    assert "apt install qemu-user-static debootstrap g++-aarch64-linux-gnu" in said
 
 
 @pytest.mark.parametrize(
