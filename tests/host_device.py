@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from coldstream.kernels.cuda import compiler, limits, program
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
@@ -122,14 +123,16 @@ class HostDevice:
         for path in (*sources, *HEADERS):
             digest.update(path.read_bytes())
         file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
-        if not file.exists():
-            # Two threads may compile the same: each its own file, and the last one stays.
-            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            # Hidden, so that libraries do not share variables of inline functions.
-            headers = generated_headers(self._directory)
-            command = ["c++", *OPTIONS, headers, "-fvisibility=hidden", *options, "-o", part]
-            subprocess.run(command, check=True)
-            part.rename(file)
+        if file.exists():
+            return file
+        with FileLock(file.with_suffix(".lock")):  # another process of this run may be compiling it
+            if not file.exists():
+                part = file.with_suffix(".part")
+                # Hidden, so that libraries do not share variables of inline functions.
+                headers = generated_headers(self._directory)
+                command = ["c++", *OPTIONS, headers, "-fvisibility=hidden", *options, "-o", part]
+                subprocess.run(command, check=True)
+                part.rename(file)
         return file
 
 
