@@ -60,6 +60,9 @@ def test_views_are_those_of_tensors(shape: list[int], parts: list[int | slice], 
     assert seen(view) == seen(values[index])
     assert view.owner is values
     assert [seen(row) for row in own] == [seen(row) for row in values]
+    for part in parts:
+        assert seen(own[part]) == seen(values[part])
+        assert own[part].owner is values
 
 
 @given(

@@ -114,7 +114,9 @@ class RawArray:
 
     def is_contiguous(self) -> bool:
         """Whether elements are adjacent and in order; strides of single elements do not matter."""
-        pairs = zip(self._strides, _adjacent(self.shape), self.shape, strict=True)
+        if self.strides is None:
+            return True
+        pairs = zip(self.strides, _adjacent(self.shape), self.shape, strict=True)
         return self.numel() == 0 or all(own == other for own, other, size in pairs if size > 1)
 
     def reshape(self, *shape: int) -> Self:
@@ -133,6 +135,19 @@ class RawArray:
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> Self:
         """A view. IndexError for what does not exist, and for a slice that goes backwards."""
+        if self.strides is None and isinstance(index, slice) and self.shape:
+            first, end, step = index.indices(self.shape[0])
+            if step == 1:
+                return self._rows(first, max(0, end - first))
+        return self._view(index)
+
+    def _rows(self, first: int, count: int) -> Self:
+        """Rows of an array without gaps. Steps make most of their views so."""
+        rest = self.shape[1:]
+        skipped = first * math.prod(rest) * ELEMENT_BYTES[self.dtype] if count else 0
+        return type(self)(self.address + skipped, (count, *rest), self.dtype, self.owner)
+
+    def _view(self, index: int | slice | tuple[int | slice, ...]) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
             raise IndexError(f"{len(parts)} indices of an array with {len(self.shape)} dimensions")
