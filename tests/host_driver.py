@@ -20,6 +20,7 @@ from coldstream.kernels.cuda.runtime import allocations, calls, copies, graphs, 
 ALIGNMENT = 256
 DONE = driver.CUresult.CUDA_SUCCESS
 REFUSED = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 TOTAL_BYTES = 2**36
 RUBBISH = 0xA5
 CAPABILITY = (8, 0)
@@ -154,6 +155,11 @@ class HostDriver:
         self.taken_bytes += size
         return DONE, address
 
+    def split(self, address: int, size: int) -> None:
+        """Makes two blocks of the one at `address`, of which the first has `size` bytes."""
+        memory = self._blocks[address]
+        self._blocks[address], self._blocks[address + size] = memory[: size + ALIGNMENT], memory[size:]
+
     def cuMemFree(self, address: int) -> tuple[object]:
         assert self.recording is None, "a capture allows no free"
         self.taken_bytes -= len(self._blocks.pop(address)) - ALIGNMENT
@@ -180,7 +186,17 @@ class HostDriver:
         return self._copy(target, source, size)
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
+        if not all(self._is_of_one_block(address, size) for address in (target, source)):
+            return (INVALID,)
         return self._copy(target, source, size)
+
+    def _is_of_one_block(self, address: int, size: int) -> bool:
+        """False for bytes that begin in a block and end behind it."""
+        for start, memory in self._blocks.items():
+            room = start + len(memory) - ALIGNMENT - address
+            if start <= address and room > 0:
+                return size <= room
+        return True
 
     def cuMemcpyBatchAsync(
         self, targets: list[Any], sources: list[Any], sizes: list[int], *_: Any

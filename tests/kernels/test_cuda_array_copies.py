@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.kernels.cuda.array import ALIGNMENT, ArrayError, HostArray, PlannedArray, as_type, unowned
 from coldstream.kernels.cuda.contents import CudaArray, copy_parts, joined, new, read, take_rows, write
 from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan, own_bytes
-from coldstream.kernels.cuda.runtime import calls, copies
+from coldstream.kernels.cuda.runtime import calls
 from device_arrays import array_of, tensor_of
 from host_driver import TOTAL_BYTES, HostDriver
 
@@ -52,13 +52,15 @@ def test_copies_of_a_gpu_are_those_of_the_host(driver: HostDriver | None) -> Non
     assert torch.equal(tensor_of(joined([bits[1:3]])), values[1:3].bfloat16())
 
 
-def test_what_lies_side_by_side_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with HostDriver().installed():
-        array = array_of(torch.arange(24.0).reshape(6, 4))
-        sizes: list[int] = []
-        monkeypatch.setattr(copies, "within_device", lambda target, source, size: sizes.append(size))
-        joined([array[0], array[1], array[2], array[4], array[5], array[1]])
-    assert sizes == [3 * 16, 2 * 16, 16]
+def test_parts_side_by_side_may_be_of_two_allocations() -> None:
+    """The driver refuses a copy that begins in one and ends in the other."""
+    values = torch.arange(16.0).reshape(4, 4)
+    with HostDriver().installed() as driver:
+        array = array_of(values)
+        driver.split(array.data_ptr(), array.nbytes // 2)
+        assert torch.equal(tensor_of(joined([array[:2], array[2:]])), values)
+        with pytest.raises(DeviceError):
+            joined([array])
 
 
 def test_parts_that_do_not_fill_their_target_are_refused() -> None:

@@ -14,7 +14,7 @@ from runner_cases import token_ids
 
 from bench.runners import open_model_file, partial_plan, resident_plan
 from coldstream.experts.prefetch import Prefetching
-from coldstream.kernels.cuda.runtime import allocations, copies
+from coldstream.kernels.cuda.runtime import allocations, calls, copies
 from coldstream.kernels.cuda.runtime.allocations import Allocation
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
@@ -77,6 +77,7 @@ def poisoned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(num_bytes: int) -> Allocation:
         allocation = block(num_bytes)
         copies.fill_bytes(allocation.address, 0xFF, num_bytes)
+        calls.synchronize()  # other streams may write at once
         return allocation
 
     monkeypatch.setattr(allocations, "block", poisoned)

@@ -4,7 +4,7 @@ Copies and fills are queued to the current stream. Copies of arrays are in memor
 from the device's pool in the order of the default stream: see `runtime.allocations.scratch`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,11 @@ def new(shape: tuple[int, ...], dtype: str) -> CudaArray:
 def copy_parts(parts: Sequence[DeviceArray], target: DeviceArray) -> None:
     """Queues copies of contiguous parts, one after the other, into a contiguous target that they fill.
 
-    Parts that lie side by side are copied together. ArrayError for other types or another size.
+    Each part is a copy of its own: parts that lie side by side may be of two allocations, and the driver
+    refuses a copy across them. ArrayError for other types or another size.
     """
-    _check_contiguous(target)
+    for array in (target, *parts):
+        _check_contiguous(array)
     dtype = name_of(target.dtype)
     if any(name_of(part.dtype) != dtype for part in parts):
         raise ArrayError(f"{[name_of(part.dtype) for part in parts]} are no parts of {dtype}")
@@ -96,8 +98,10 @@ def copy_parts(parts: Sequence[DeviceArray], target: DeviceArray) -> None:
     if target.is_meta:
         return
     address = target.data_ptr()
-    for source, num_bytes in _runs(parts):
-        copies.within_device(address, source, num_bytes)
+    for part in parts:
+        num_bytes = num_bytes_of(part)
+        if num_bytes:
+            copies.within_device(address, part.data_ptr(), num_bytes)
         address += num_bytes
 
 
@@ -116,21 +120,6 @@ def take_rows(array: DeviceArray, rows: Array) -> CudaArray:
     copy = new((len(rows), *array.shape[1:]), name_of(array.dtype))
     copy_parts([array[int(run[0]) : int(run[-1]) + 1] for run in runs], copy)
     return copy
-
-
-def _runs(parts: Sequence[DeviceArray]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of parts, those that lie side by side together."""
-    begin = end = 0
-    for part in parts:
-        _check_contiguous(part)
-        address = part.data_ptr()
-        if address != end:
-            if end > begin:
-                yield begin, end - begin
-            begin = address
-        end = address + num_bytes_of(part)
-    if end > begin:
-        yield begin, end - begin
 
 
 def _check_contiguous(array: DeviceArray) -> None:
