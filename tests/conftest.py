@@ -137,8 +137,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no CUDA device")
+    on_host = config.getoption("--gpu-on-host")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and ("alone" in item.keywords or not on_host):
             item.add_marker(no_gpu)
 
 

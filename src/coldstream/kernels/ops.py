@@ -8,9 +8,9 @@ Shapes: T rows (tokens, of one or several sequences), E hidden size, H query hea
 size, C convolution channels, NK / NV key / value heads of the gated DeltaNet, d their head size, K experts
 per token, F an FFN size. Activations are float32 with unit stride along the last dimension.
 
-An `Array` is a torch.Tensor under `ReferenceOps` and a numpy array under `CpuOps` (which so needs neither
-PyTorch's start-up time nor its memory). Layers may index, slice and reshape arrays and ask for their shape;
-all arithmetic goes through `Ops`.
+An `Array` is a numpy array under `CpuOps`, an array of the device (`kernels/cuda/array.py`) under `CudaOps`,
+and a torch.Tensor under `ReferenceOps`. Layers may index, slice and reshape arrays and ask for their shape.
+Caches also assign 0 or another array to contiguous parts. All arithmetic goes through `Ops`.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from cuda_runner_cases import no_memory_left, open_cuda, open_partly
+from cuda_runner_cases import TakenMemory, no_memory_left, open_cuda, open_partly, taken_memory
 from one_sequence import OneSequence, step_rows
 from runner_cases import MIX, token_ids
 
@@ -39,7 +39,13 @@ def expected() -> dict[int, np.ndarray]:
 
 
 @pytest.fixture
-def shrinking(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneSequence]:
+def taken() -> Iterator[TakenMemory]:
+    with taken_memory() as taken:
+        yield taken
+
+
+@pytest.fixture
+def shrinking(taken: TakenMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneSequence]:
     """Half of the experts in slots, whose memory is in several pieces."""
     monkeypatch.setattr(partial_experts, "SlotSegments", partial(SlotSegments, segment_bytes=MIB))
     with open_partly(
@@ -80,15 +86,18 @@ def every_other_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mm03_a_capture_that_finds_no_memory_takes_some_from_slots(
-    shrinking: OneSequence, expected: dict[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    shrinking: OneSequence,
+    taken: TakenMemory,
+    expected: dict[int, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slots, free = num_slots(shrinking), calls.free_memory()[0]
+    slots, before = num_slots(shrinking), taken.num_bytes
     every_other_capture_fails(monkeypatch)
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     left = num_slots(shrinking)
     assert 0 < left < slots
-    assert calls.free_memory()[0] > free
+    assert taken.num_bytes < before
     for size, want in expected.items():
         assert np.array_equal(after_prompt(shrinking, size), want), size
     assert num_slots(shrinking) == left

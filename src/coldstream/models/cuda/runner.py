@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
+from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.dense_layers import PartialLayers
@@ -185,7 +185,7 @@ class CudaRunner(ModelRunner):
             self._partial.close()
             self._partial = None
         self.__dict__.pop("_loaded", None)
-        with suppress(DeviceError):  # of a device that has failed: the first error is the one to tell
+        with suppress(ColdstreamError):  # of a device that has failed, or of a forked child
             allocations.trim()
 
     @property
