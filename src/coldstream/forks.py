@@ -17,7 +17,7 @@ class OwnProcess:
 
     def check(self) -> None:
         """Raises GenerationFault in a forked child."""
-        if not self.is_here():
+        if os.getpid() != self._pid:
             raise GenerationFault(
                 "this model was opened before fork(), and its threads do not exist here: open the model in "
                 "the child process, or start it with the 'spawn' method"

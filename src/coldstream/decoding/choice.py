@@ -146,8 +146,11 @@ def _wants_logits(params: SamplingParams) -> bool:
 
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
     """The logits on the host, those of a device in one copy."""
+    near = [each for each in rows if isinstance(each, np.ndarray)]
+    if len(near) == len(rows):
+        return near
     far = [each for each in rows if not isinstance(each, np.ndarray)]
-    brought = iter(_step_of(far).bring([each.row for each in far]) if far else ())
+    brought = iter(_step_of(far).bring([each.row for each in far]))
     return [each if isinstance(each, np.ndarray) else next(brought) for each in rows]
 
 

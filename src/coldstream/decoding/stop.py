@@ -42,12 +42,7 @@ class StopMatcher:
         self._include = include
         self._held = ""
         self._num_passed = 0  # leading characters of the held text in which no stop string may end
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found, or None so far."""
-        return self._matched
+        self.matched: str | None = None  # the stop string that was found, or None so far
 
     def feed(self, text: str, *, may_end: bool = True) -> str:
         """Text that is now known to lie before any stop string. Empty once a stop string was found.
@@ -56,7 +51,7 @@ class StopMatcher:
         """
         if not self._stops:
             return text
-        if self._matched is not None:
+        if self.matched is not None:
             return ""
         self._held += text
         if not may_end:
@@ -68,7 +63,7 @@ class StopMatcher:
         ]
         kept = 0
         if found:
-            after, end, self._matched = min(found)
+            after, end, self.matched = min(found)
             end = after if self._include else end
         else:
             kept = self._num_undecided()

@@ -317,7 +317,8 @@ class Engine:
     def _rows_of_all(self) -> dict[Job, int]:
         """The rows of the next step, for which there is memory then, if need be that of the last answers."""
         running = self._served.running
-        if len(running) <= self._runner.chunk_size and all(job.num_wanted == 1 for job in running):
+        decodes = [job.num_wanted == 1 for job in running]  # a list is quicker for one than a generator
+        if len(running) <= self._runner.chunk_size and all(decodes):
             counts = dict.fromkeys(running, 1)
             if self._served.memory.owns_next_rows(running) or self._served.memory.fits(counts):
                 return counts

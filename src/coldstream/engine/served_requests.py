@@ -69,7 +69,8 @@ class JobMemory:
     def owns_next_rows(self, jobs: Collection[Job]) -> bool:
         """Whether a further row of each job takes no memory, as is so for most tokens."""
         owns_next_row = self._runner.owns_next_row
-        return all(job.sequence is not None and owns_next_row(job.sequence) for job in jobs)
+        owned = [job.sequence is not None and owns_next_row(job.sequence) for job in jobs]
+        return all(owned)
 
     def fits(self, counts: Mapping[Job, int], more_states: int = 0) -> bool:
         """Makes room for a step with these rows, by letting kept prefixes go. False if there is too little.
@@ -361,7 +362,7 @@ class ServedRequests:
 
     def end_overdue(self, now: float) -> None:
         """Ends the requests whose deadline has come."""
-        for request in [each for each in self._requests.values() if each.late_from is not None]:
+        for request in list(self._requests.values()):
             deadline = request.submission.deadline
             if deadline is not None and now >= deadline:
                 what = "was not finished" if request.has_started else "had not begun"

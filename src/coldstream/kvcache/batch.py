@@ -141,7 +141,7 @@ def check_batch(batch: Batch, cache: SequenceCache, limits: BatchLimits) -> list
             " steps of it"
         )
     checked = [check_segment(segment, cache, limits) for segment in batch.segments]
-    num_rows = sum(len(segment.token_ids) for segment in checked)
+    num_rows = sum([segment.demand.num_rows for segment in checked])
     if num_rows > limits.num_rows:
         raise InvalidRequestError(
             f"a batch of {num_rows} rows, but a step takes {limits.num_rows}: make several steps of it"
@@ -207,7 +207,7 @@ def _integers(values: Collection[int], what: str) -> Array:
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"{what} must be a list of integers")
-    return array.astype(np.int64, copy=False)
+    return array if array.dtype == np.int64 else array.astype(np.int64)
 
 
 def _check_range(values: Array, end: int, what: str) -> None:

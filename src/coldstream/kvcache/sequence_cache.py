@@ -330,10 +330,11 @@ class SequenceCache:
 
     def check_room(self, demands: Collection[Demand]) -> None:
         """Raises OutOfMemoryError if there is no room for what `reserve` would take."""
-        if all(
+        is_row = [
             each.num_rows == 1 and each.parents is None and self.owns_next_row(each.sequence)
             for each in demands
-        ):
+        ]
+        if all(is_row):
             return  # as for most tokens
         need = self.need_of(demands)
         self.blocks.check(need.num_blocks)
