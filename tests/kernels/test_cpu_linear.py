@@ -36,6 +36,18 @@ def test_generic_equals_the_reference(quant_type: QuantType) -> None:
         assert same_bits(actual, linear_exact(x, weight))
 
 
+@pytest.mark.parametrize("tier", [tier for tier in VECTOR_TIERS if tier in ("avx512", "amx")])
+@pytest.mark.parametrize("quant_type", [QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S])
+def test_entries_are_gathered_as_they_are_permuted(quant_type: QuantType, tier: str) -> None:
+    generic, fast = _csrc.Runtime(1, "generic"), _csrc.Runtime(1, tier)
+    weight, x = load(random_weight(quant_type, (33, 2304), 1)), activations(2, 33, 2304)
+    for num_rows in (1, 4, 33):
+        (expected,) = linear(generic, x[:num_rows], [weight])
+        for gathers in (False, True):
+            _csrc.gather_grid(quant_type, gathers)
+            assert same_bits(*linear(fast, x[:num_rows], [weight]), expected)
+
+
 @pytest.mark.sharded
 @EVERY_TIER
 @EVERY_TYPE

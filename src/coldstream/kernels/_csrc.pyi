@@ -211,6 +211,11 @@ class Weight:
 def quant_geometry() -> list:
     """(type id, name, elements per block, bytes per block) of every type."""
 
+def gather_grid(type_id: int, gathers: bool) -> None:
+    """
+    Whether tiers with 512-bit registers gather entries of a type's grid. For tests: they time both ways when they are first chosen. Raises ValueError for an unknown type.
+    """
+
 def linear(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], weights: Sequence[Weight], outs: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]]) -> None:
     """
     x [T, in] times each weight [out, in] into outs, float32 [T, out] each. x is quantised once for all.

@@ -5,6 +5,7 @@
 #include "quant/blocks.h"
 #include "quant/embed.h"
 #include "quant/experts.h"
+#include "quant/grid_loads.h"
 #include "quant/linear.h"
 #include "quant/pooled_experts.h"
 #include "runtime/mapped_file.h"
@@ -322,6 +323,16 @@ nb::list geometry() {
 void bind_quant(nb::module_& m) {
   bind_weight(m);
   m.def("quant_geometry", geometry, "(type id, name, elements per block, bytes per block) of every type.");
+  m.def(
+      "gather_grid",
+      [](int type_id, bool gathers) {
+        if (quant_geometry_find(type_id) == nullptr)
+          invalid("unknown tensor type " + std::to_string(type_id));
+        gathers_grid[type_id] = gathers;
+      },
+      "type_id"_a, "gathers"_a,
+      "Whether tiers with 512-bit registers gather entries of a type's grid. For tests: they time both ways "
+      "when they are first chosen. Raises ValueError for an unknown type.");
   m.def(
       "linear", linear, "runtime"_a, nb::arg("x").noconvert(), "weights"_a, nb::arg("outs").noconvert(),
       "x [T, in] times each weight [out, in] into outs, float32 [T, out] each. x is quantised once for all.");

@@ -1,8 +1,10 @@
-// Grids looked up in registers, for a super-block at a time: 64 entries of four values, or 32 of eight.
+// Grids looked up for a super-block at a time. 64 entries of four values are permuted from registers, 32 of
+// eight as well or gathered from memory; see grid_loads.h.
 #pragma once
 
 #include <immintrin.h>
 
+#include "quant/grid_loads.h"
 #include "quant/traits.h"
 #include "quant/unpack_avx512.h"
 
@@ -202,8 +204,8 @@ inline __attribute__((always_inline)) void load_fours(const typename Traits<Q>::
 
 // The unsigned codes of a super-block.
 template <QuantType Q>
-inline __attribute__((always_inline)) void load_eights(const typename Traits<Q>::Block* b,
-                                                       __m512i (&out)[4]) {
+inline __attribute__((always_inline)) void permute_eights(const typename Traits<Q>::Block* b,
+                                                          __m512i (&out)[4]) {
   using T = Traits<Q>;
   const auto& table = eights_table<Q>;
   __mmask64 signs[4];
@@ -219,6 +221,31 @@ inline __attribute__((always_inline)) void load_eights(const typename Traits<Q>:
     const __m512i found = _mm512_shuffle_epi8(values, _mm512_and_si512(levels, three));
     out[k] = UnpackAvx512::with_signs(found, signs[k], T::offset);
   }
+}
+
+// The same codes, with entries gathered from the grid as it is.
+template <QuantType Q>
+inline __attribute__((always_inline)) void gather_eights(const typename Traits<Q>::Block* b,
+                                                         __m512i (&out)[4]) {
+  using T = Traits<Q>;
+  __mmask64 signs[4];
+  load_sign_masks<Q>(*b, signs);
+  const __m512i all = load_indices<Q>(*b);
+  const __m128i eight[4] = {_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32(all, 1),
+                            _mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3)};
+  for (int k = 0; k < 4; k++) {
+    const __m512i found = _mm512_i32gather_epi64(_mm256_cvtepu16_epi32(eight[k]), T::grid.data(), 8);
+    out[k] = UnpackAvx512::with_signs(found, signs[k], T::offset);
+  }
+}
+
+template <QuantType Q>
+inline __attribute__((always_inline)) void load_eights(const typename Traits<Q>::Block* b,
+                                                       __m512i (&out)[4]) {
+  if (gathers_grid[static_cast<int>(Q)])
+    gather_eights<Q>(b, out);
+  else
+    permute_eights<Q>(b, out);
 }
 
 }  // namespace
