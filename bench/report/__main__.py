@@ -231,8 +231,7 @@ def install() -> str:
     ]
     names = {
         "cpu": "`coldstream`",
-        "serve": "`coldstream[serve]`",
-        "cuda": "`coldstream[cuda,serve]`",
+        "cuda": "`coldstream[cuda]`",
         "test": "`coldstream[test]`",
     }
     rows += [
