@@ -1,6 +1,10 @@
 """The loss by rounding activations, by type of weights, beside llama.cpp (`xllamacpp`, test extra).
 
     python -m bench.kernels.activation_scales --out docs/results/activation_scales.json
+    python -m bench.kernels.activation_scales --types IQ3_S --outliers 1 --out FILE
+
+All types take over an hour. Each row is written as it is found, in the place of the file's row of the same
+type and outliers, and names its commit.
 
 The demo model's matrices are quantised to one type in one file, and stored with the same values as float32 in
 a second one, its twin. The KL divergence of the file's logits from the twin's, over passages of the held-out
@@ -14,13 +18,13 @@ single passages.
 """
 
 import argparse
-import sys
+import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +32,7 @@ import gguf
 from bench.float_twin import Blocks, Tensor, read_tensors, twin_of, write_file
 from bench.kernels.kv_types import held_out_stream
 from bench.quantise import NOT_IN_LLAMA_CPP, quantize
-from bench.results import write_result
+from bench.results import commit, write_result
 from bench.runners import open_cpu_runner
 from coldstream.assets import demo_model_path
 from coldstream.gguf.quant_types import QuantType
@@ -39,6 +43,7 @@ from coldstream.models.cpu.runner import CpuRunner
 from tools import llama_cpp as oracle
 from tools.train_demo.data import load_corpus
 
+Row = dict[str, Any]
 POSITIONS = 512  # of a passage
 DRAWS, INTERVAL = 10_000, (2.5, 97.5)  # bootstrap samples of passages; percentiles
 OUTLIER_CHANNELS = (17, 100, 180)  # in three blocks of 32 of a row of 256
@@ -156,11 +161,18 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads: int) -> dict[str, object]:
-    """All figures; see the module docstring. num_passages: by factor."""
-    model = demo_model_path()
-    reader = gguf.GGUFReader(model)
-    rows, floats = [], 0.0
+def measure(
+    types: Sequence[QuantType],
+    num_passages: Mapping[int, int],
+    threads: int,
+    found: Callable[[Row, float], None],
+) -> None:
+    """Calls `found` with each row, and the divergence between floats; see the module docstring.
+
+    num_passages: by factor.
+    """
+    reader = gguf.GGUFReader(demo_model_path())
+    floats = 0.0
     with tempfile.TemporaryDirectory() as folder:
         path, twin = Path(folder) / "model.gguf", Path(folder) / "twin.gguf"
         for factor, count in num_passages.items():
@@ -178,30 +190,43 @@ def measure(types: Sequence[QuantType], num_passages: Mapping[int, int], threads
                     "passages": count,
                 }
                 has_peer = quant_type not in NOT_IN_LLAMA_CPP
-                found = compare(path, twin, texts, threads, has_peer=has_peer)
-                rows.append(case | found.figures())
-                print(rows[-1], file=sys.stderr, flush=True)
-    return {
-        "model": model.name,
+                figures = compare(path, twin, texts, threads, has_peer=has_peer).figures()
+                found(case | figures, floats)
+
+
+def write_rows(path: Path | None, new: Sequence[Row], floats: float) -> None:
+    """Writes rows, and those that the file has of other types or outliers, by outliers and type."""
+    known = json.loads(path.read_text())["rows"] if path and path.exists() else []
+    rows = {(row["outliers"], QuantType[row["type"]]): row for row in [*known, *new]}
+    result = {
+        "model": demo_model_path().name,
         "command": "python -m bench.kernels.activation_scales",
         "positions": POSITIONS,
         "channels": len(OUTLIER_CHANNELS),
         "between_floats": floats,
-        "rows": rows,
+        "rows": [rows[key] for key in sorted(rows)],
     }
+    write_result(result, path)
 
 
 def main() -> None:
     names = [kind.name for kind in sorted(INTEGER_TYPES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="+", choices=names, default=names)
+    factors = [*PASSAGES]
+    parser.add_argument("--outliers", nargs="+", type=int, choices=factors, default=factors, help="factors")
     parser.add_argument("--share", type=float, default=1.0, help="of the usual numbers of passages")
     parser.add_argument("--threads", type=int, default=1, help="of an engine; two run at a time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     types = [QuantType[name] for name in options.types]
-    counts = {factor: max(1, round(options.share * count)) for factor, count in PASSAGES.items()}
-    write_result(measure(types, counts, options.threads), options.out)
+    counts = {factor: max(1, round(options.share * PASSAGES[factor])) for factor in options.outliers}
+    name = commit()
+
+    def found(row: Row, floats: float) -> None:
+        write_rows(options.out, [row | {"commit": name}], floats)
+
+    measure(types, counts, options.threads, found)
 
 
 if __name__ == "__main__":

@@ -122,15 +122,7 @@ def activation_scales() -> str:
     found = {(row["type"], row["outliers"]): row for row in r["rows"]}
     rows = []
     for name, size in dict.fromkeys((row["type"], row["scale_inputs"]) for row in r["rows"]):
-        cases = [found[name, factor] for factor in factors]
-        figures = [
-            f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f} "
-            f"({case['ratio_low']:.2f}–{case['ratio_high']:.2f})"
-            if "ratio" in case
-            else f"{case['ours']:.1e} / –"
-            for case in cases
-        ]
-        rows.append([name, str(size), *figures])
+        rows.append([name, str(size), *(_divergences(found.get((name, factor))) for factor in factors)])
     header = ["weights", "inputs to a scale"]
     header += ["plain" if factor == 1 else f"{r['channels']} channels × {factor}" for factor in factors]
     rounded = [row for row in r["rows"] if "ratio" in row]
@@ -147,6 +139,16 @@ def activation_scales() -> str:
         target(f"at most {MOST_OF_LLAMA_CPP} times llama.cpp's", missed),
     ]
     return table(header, rows) + "\n" + "\n".join(lines) + "\n"
+
+
+def _divergences(case: Mapping[str, Any] | None) -> str:
+    """Both, their ratio and its interval; a dash for what was not measured."""
+    if case is None:
+        return "–"
+    if "ratio" not in case:
+        return f"{case['ours']:.1e} / –"
+    interval = f"{case['ratio_low']:.2f}–{case['ratio_high']:.2f}"
+    return f"{case['ours']:.1e} / {case['llama_cpp']:.1e} = {case['ratio']:.2f} ({interval})"
 
 
 def target(wanted: str, missed: Sequence[str]) -> str:
