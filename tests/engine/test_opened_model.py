@@ -145,7 +145,13 @@ def test_an_attention_window_is_that_of_the_forward_pass(tmp_path: Path) -> None
     assert logits[0] == logits[1] != logits[2] == logits[3]
 
 
-def test_the_vocabulary_is_read_beside_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary of a model on the CPU is read by a thread too."""
+    begin = opened_model._begin_reading
+    monkeypatch.setattr(opened_model, "_begin_reading", lambda _, *others: begin("cuda", *others))
+
+
+def test_the_vocabulary_is_read_beside_planning_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun = threading.Event()
     read, plan = Tokenizer.from_metadata, opened_model.plan_model
 
@@ -157,10 +163,24 @@ def test_the_vocabulary_is_read_beside_planning(monkeypatch: pytest.MonkeyPatch)
         has_begun.set()
         return plan(*args, **options)
 
+    read_as_for_a_gpu(monkeypatch)
     monkeypatch.setattr(Tokenizer, "from_metadata", read_later)
     monkeypatch.setattr(opened_model, "plan_model", plan_now)
     with open_model(CONFIG_OF_DEMO).runner as runner:
         assert runner.tier
+
+
+def test_a_cpu_starts_no_thread_for_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds no memory to begin with would be waited for forever."""
+    readers, read = [], Tokenizer.from_metadata
+
+    def noted(metadata: Mapping[str, Any]) -> Tokenizer:
+        readers.append(threading.current_thread())
+        return read(metadata)
+
+    monkeypatch.setattr(Tokenizer, "from_metadata", noted)
+    with open_model(CONFIG_OF_DEMO).runner:
+        assert readers == [threading.current_thread()]
 
 
 def test_what_is_wrong_with_a_vocabulary_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +200,7 @@ def test_what_is_wrong_with_a_vocabulary_leaves_nothing_open(monkeypatch: pytest
         closed.append(runner)
         close(runner)
 
+    read_as_for_a_gpu(monkeypatch)
     monkeypatch.setattr(opened_model, "load_runner", loaded_first)
     monkeypatch.setattr(Tokenizer, "from_metadata", refuse)
     monkeypatch.setattr(CpuRunner, "close", noted)

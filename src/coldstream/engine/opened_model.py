@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -163,8 +163,7 @@ def open_model(
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
-            # Beside planning and loading, as a vocabulary of 250,000 tokens takes a second.
-            reading = beside.submit(Tokenizer.from_metadata, file.metadata)
+            reading = _begin_reading(config.device, file.metadata, beside)
             begin("planning")
             measured = partial(with_rates, hardware, progress)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
@@ -202,6 +201,19 @@ def _begin(progress: OpenProgress | None, stage: str) -> None:
     """Says what is waited for now."""
     if progress is not None:
         progress(stage, 0, 1)
+
+
+def _begin_reading(device: str, metadata: Mapping[str, Any], beside: ThreadPoolExecutor) -> Future[Tokenizer]:
+    """The file's tokenizer. For a GPU a thread reads it, as a vocabulary of 250,000 tokens takes a second.
+
+    For a CPU it is read before this returns. There memory of the host runs out first, and Python waits
+    forever for a thread that finds none to begin with.
+    """
+    if device == "cuda":
+        return beside.submit(Tokenizer.from_metadata, metadata)
+    read: Future[Tokenizer] = Future()
+    read.set_result(Tokenizer.from_metadata(metadata))
+    return read
 
 
 def chat_template_of(path: str | None, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> ChatTemplate:

@@ -1,8 +1,6 @@
 """Comparisons with another commit: pairs, intervals, what fails, and a small one from end to end."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +17,7 @@ from bench.engine.versus_commit import compared, median_interval, merged
 from bench.results import ROOT
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels import _csrc
+from own_checkout import checkout_of_this
 from tools.checkouts import check_out
 
 
@@ -108,20 +106,6 @@ def test_new_lines_are_merged_with_those_of_the_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"lines": {names[2]: {"ratio": 2}, names[1]: {"ratio": 3}, "gone": {}}}))
     found = merged(path, {names[1]: {"ratio": 1}, names[0]: {"ratio": 0}})
     assert [*found.items()] == [(name, {"ratio": i}) for i, name in enumerate(names)]
-
-
-def checkout_of_this(folder: Path) -> Path:
-    """The sources of this checkout with the extension, which an editable installation has elsewhere."""
-    package = folder / "src" / "coldstream"
-    shutil.copytree(
-        ROOT / "src" / "coldstream",
-        package,
-        ignore=shutil.ignore_patterns("_csrc*.so", "__pycache__"),
-        copy_function=os.symlink,
-    )
-    extension = Path(_csrc.__file__)
-    (package / "kernels" / extension.name).symlink_to(extension)
-    return folder
 
 
 def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
