@@ -132,7 +132,6 @@ class ExpertResidency:
         self._next_step = self._begin_step()
         if self._running:
             self._running[-1] = self._next_step
-        streams.current_stream().synchronize()  # the tables are written
         assert self.cache.reclaimed(size), "slots are neither read nor written between two steps"
         return self._slots.drop_last(size)
 
