@@ -27,6 +27,7 @@ from coldstream.kvcache import CacheSize
 from coldstream.models.cpu.dflash import CpuDflash, CpuDflashSequence
 from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda.dflash import CudaDflash, CudaDflashSequence, RowSpans, room_for
+from coldstream.models.cuda.dflash_block import MOST_WAITING
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.context import ContextRows, Rows
 from coldstream.models.dflash.file import DflashFile
@@ -262,6 +263,23 @@ def test_rows_between_drafts_are_one_captured_step(tmp_path: Path, target: Path,
             both.append(rows[first:end])
             both.check(5)
         assert steps.num_captured == captured
+
+
+def test_rows_that_are_appended_end_no_step_of_the_model(
+    tmp_path: Path, target: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose logits are read later."""
+
+    def begin() -> None:
+        raise AssertionError("the model's outputs are forgotten")
+
+    with pair(tmp_path / "drafter", target, CASES["second"]) as both:
+        rows = rounded(features(both.on_cpu.spec, MOST_WAITING))
+        with monkeypatch.context() as patch:
+            patch.setattr(both.on_gpu._drafting, "_begin", begin)
+            both.append(rows)
+        assert not both.on_gpu._num_waiting
+        both.check(5)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -197,6 +197,7 @@ class CudaDflash:
             self.use(rings)
             self._stage(length, root)
             step = partial(self.block.draft, num_rows, self._place(ROOT), self._place(LENGTH))
+            self._begin()
             self._run(("dflash", (self, num_rows)), step)
             found = self._found.copy()
             streams.current_stream().synchronize()
@@ -207,7 +208,8 @@ class CudaDflash:
     def append(self, rings: DflashRings, parts: Sequence[DeviceArray], first: int) -> None:
         """Queues keys and values of committed rows from position `first` on, at most MOST_WAITING.
 
-        parts: their features, `FEATURE_TYPE` [n, feature_size] each. Raises DeviceError, OutOfMemoryError.
+        parts: their features, `FEATURE_TYPE` [n, feature_size] each. Only memory of the drafter is written:
+        logits of the model's last step may still be read. Raises DeviceError, OutOfMemoryError.
         """
         self.use(rings)
         count = sum(map(len, parts))
@@ -228,7 +230,6 @@ class CudaDflash:
         return self._staged.values[index : index + 1]
 
     def _run(self, key: Key, step: Callable[[], None]) -> None:
-        self._begin()
         self._steps.run(key, step, lambda nothing: nothing, self._make_room)
 
 
