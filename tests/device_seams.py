@@ -51,6 +51,7 @@ def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
     patch.setattr(allocations, "page_locked", np.zeros)
     patch.setattr(driver, "cuMemcpyHtoDAsync", partial(_copy, device))
     patch.setattr(driver, "cuMemsetD8Async", partial(_fill, device))
+    patch.setattr(driver, "cuMemsetD2D8Async", partial(_fill_rows, device))
     patch.setattr(driver, "cuMemcpyHtoD", partial(_copy_at_once, device))
     patch.setattr(driver, "cuMemcpyDtoHAsync", partial(_copy_back, device))
     patch.setattr(driver, "cuMemcpyBatchAsync", partial(_copy_batch, device))
@@ -83,6 +84,14 @@ def _copy_at_once(device: ModelDevice, target: int, source: int, size: int) -> t
 
 def _fill(device: ModelDevice, address: int, byte: int, size: int, handle: int) -> tuple[object]:
     device.fill(address, byte, size, handle)
+    return (DONE,)
+
+
+def _fill_rows(
+    device: ModelDevice, address: int, pitch: int, byte: int, width: int, height: int, handle: int
+) -> tuple[object]:
+    for row in range(height):
+        device.fill(address + row * pitch, byte, width, handle)
     return (DONE,)
 
 

@@ -213,6 +213,29 @@ class HostDriver:
         self.queue(lambda: ctypes.memset(int(address), byte, size))
         return (DONE,)
 
+    def cuMemsetD2D8Async(
+        self, address: int, pitch: int, byte: int, width: int, height: int, stream: int
+    ) -> tuple[object]:
+        if width > pitch:
+            return (INVALID,)
+        for row in range(height):
+            self.cuMemsetD8Async(int(address) + row * pitch, byte, width, stream)
+        return (DONE,)
+
+    def cuMemcpy2DAsync(self, copied: Any, stream: int) -> tuple[object]:
+        device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        if (copied.srcMemoryType, copied.dstMemoryType) != (device, device):
+            return (INVALID,)
+        if copied.WidthInBytes > min(copied.srcPitch, copied.dstPitch):
+            return (INVALID,)
+        for row in range(copied.Height):
+            target, source = (
+                int(start) + row * pitch
+                for start, pitch in ((copied.dstDevice, copied.dstPitch), (copied.srcDevice, copied.srcPitch))
+            )
+            self._copy(target, source, copied.WidthInBytes)
+        return (DONE,)
+
     def cuMemsetD32Async(self, address: int, word: int, count: int, stream: int) -> tuple[object]:
         def fill() -> None:
             np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(int(address))).fill(word)

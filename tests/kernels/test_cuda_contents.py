@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from coldstream.kernels.cuda.array import DTYPES, RawArray
-from coldstream.kernels.cuda.contents import clear, read, write
+from coldstream.kernels.cuda.array import DTYPES, ArrayError, RawArray
+from coldstream.kernels.cuda.contents import CudaArray, clear, read, write
 from coldstream.kernels.cuda.runtime import allocations, calls, copies
 from host_driver import HostDriver
 
@@ -93,3 +93,41 @@ def test_reading_waits_for_what_is_queued(driver: HostDriver | None) -> None:
     for value in range(50):
         copies.fill_words(array.data_ptr(), value, 4)
         assert read(array).tolist() == [value] * 4
+
+
+def spaced(dtype: str = "float32") -> tuple[CudaArray, np.ndarray]:
+    """An array [4, 5, 3, 2] and its values, none of which is zero."""
+    values = np.arange(1, 121).reshape(4, 5, 3, 2).astype(dtype)
+    memory = allocations.block(values.nbytes)
+    array = CudaArray(memory.address, values.shape, dtype, memory)
+    write(array, values)
+    return array, values
+
+
+@pytest.mark.parametrize("widest", [copies.MAX_PITCH, 0])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 3), slice(2, 2)], ids=str)
+def test_rows_that_lie_apart_are_cleared(rows: slice, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MAX_PITCH", widest)
+    array, values = spaced()
+    array[rows, 3] = 0
+    values[rows, 3] = 0
+    np.testing.assert_array_equal(read(array), values)
+
+
+@pytest.mark.parametrize("widest", [copies.MAX_PITCH, 0])
+@pytest.mark.parametrize("target", [0, 4])
+def test_rows_that_lie_apart_are_copied(target: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MAX_PITCH", widest)
+    array, values = spaced()
+    array[:, target] = array[:, 2]
+    values[:, target] = values[:, 2]
+    np.testing.assert_array_equal(read(array), values)
+
+
+def test_elements_of_a_row_must_be_adjacent() -> None:
+    array, values = spaced()
+    with pytest.raises(ArrayError, match="gaps"):
+        array[:, :, 1] = 0
+    with pytest.raises(ArrayError, match="gaps"):
+        array[:, :, 1] = array[:, :, 2]
+    np.testing.assert_array_equal(read(array), values)

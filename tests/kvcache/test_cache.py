@@ -40,6 +40,20 @@ def test_reset_clears_one_state() -> None:
                 assert (tensor[[0, 2]] == 1).all()
 
 
+def test_one_state_of_all_layers_is_copied() -> None:
+    cache = ModelCache(Shape(), ReferenceOps(), 3, 10, "f32")
+    for number, tensor in enumerate(cache.tensors()):
+        for state_id, state in enumerate(tensor):
+            state.fill_(10.0 * number + state_id)
+    cache.copy_state(2, 0)
+    for number, layer in ((0, cache.layers[0]), (4, cache.layers[2])):
+        assert isinstance(layer, DeltaNetState)
+        for place, tensor in enumerate((layer.conv_state, layer.state)):
+            found = [float(state.flatten()[0]) for state in tensor]
+            assert found == [10.0 * (number + place) + state_id for state_id in (2, 1, 2)]
+            assert all((state == state.flatten()[0]).all() for state in tensor)
+
+
 @pytest.mark.parametrize("state_id", [-1, 3])
 def test_there_must_be_such_a_state(state_id: int) -> None:
     with pytest.raises(IndexError, match="of 3"):

@@ -7,6 +7,7 @@ earlier position by overwriting. A recurrent state describes only the sequence's
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol, Self
 
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
@@ -155,6 +156,8 @@ class ModelCache:
         self, shape: CacheShape, ops: Ops, kv_type: str, places: tuple[int, int], num_tree_rows: int
     ) -> None:
         layout = CACHE_LAYOUTS[kv_type]
+        self._recurrent = self._recurrent_arrays(shape, ops)
+        layers_before = count()
 
         def layer_state(kind: str) -> LayerState:
             if kind == "attention":
@@ -162,12 +165,9 @@ class ModelCache:
                 return AttentionState(
                     ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element)
                 )
-            size = shape.ssm_state_size
-            return DeltaNetState(
-                ops.zeros((self.num_states, shape.conv_kernel - 1, shape.conv_dim), "float32"),
-                ops.zeros((self.num_states, shape.num_value_heads, size, size), "float32"),
-                kept_inputs() if num_tree_rows else None,
-            )
+            layer = next(layers_before)
+            conv_state, state = (array[layer] for array in self._recurrent)
+            return DeltaNetState(conv_state, state, kept_inputs() if num_tree_rows else None)
 
         def kept_inputs() -> KeptInputs:
             widths = (shape.conv_dim, shape.num_value_heads, shape.num_value_heads)
@@ -175,8 +175,20 @@ class ModelCache:
 
         self.layers = tuple(layer_state(kind) for kind in shape.layer_kinds)
 
+    def _recurrent_arrays(self, shape: CacheShape, ops: Ops) -> tuple[Array, ...]:
+        """Of all recurrent layers [layers, states, …], so that one call writes a state of all of them."""
+        num_layers = shape.layer_kinds.count("delta_net")
+        if not num_layers:
+            return ()
+        size = shape.ssm_state_size
+        states = (num_layers, self.num_states)
+        return (
+            ops.zeros((*states, shape.conv_kernel - 1, shape.conv_dim), "float32"),
+            ops.zeros((*states, shape.num_value_heads, size, size), "float32"),
+        )
+
     def with_layers(self, layers: Sequence[int]) -> Self:
-        """A cache of these layers alone, over the same memory."""
+        """A cache for steps of these layers alone, over the same memory. States are still those of all."""
         some = copy(self)
         some.layers = tuple(self.layers[layer] for layer in layers)
         return some
@@ -202,17 +214,13 @@ class ModelCache:
         """
         if not 0 <= state_id < self.num_states:
             raise IndexError(f"state {state_id} of {self.num_states}")
-        for layer in self.layers:
-            if isinstance(layer, DeltaNetState):
-                layer.conv_state[state_id] = 0
-                layer.state[state_id] = 0
+        for array in self._recurrent:
+            array[:, state_id] = 0
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the recurrent states of number `source` to number `target`."""
-        for layer in self.layers:
-            if isinstance(layer, DeltaNetState):
-                layer.conv_state[target] = layer.conv_state[source]
-                layer.state[target] = layer.state[source]
+        for array in self._recurrent:
+            array[:, target] = array[:, source]
 
     def copy_block(self, source: int, target: int, num_positions: int) -> None:
         """Copies keys and values of the first `num_positions` of a block to another."""

@@ -1,11 +1,14 @@
 """What is in contiguous arrays of the device. Nothing is done to one that is only planned.
 
+Zeros and copies also reach views of rows that lie apart, such as one state of all layers: see `Spaced`.
+
 Copies and fills are queued to the current stream. Copies of arrays are in memory of their own, which comes
 from the device's pool in the order of the default stream: see `runtime.allocations.scratch`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from coldstream.kernels.cuda.array import (
     ArrayError,
     DeviceArray,
     RawArray,
+    element_bytes,
     name_of,
     num_bytes_of,
 )
@@ -26,14 +30,17 @@ class CudaArray(RawArray):
     """A `RawArray` whose contiguous views are written by assignment, and read by NumPy.
 
     An assignment takes 0, an array of the device, or one of NumPy's, as `clear`, `copy_parts` and `write` do.
+    Of 0 and of an array of the same shape, rows may lie apart.
     """
 
     def __setitem__(self, index: int | slice | tuple[int | slice, ...], values: Any) -> None:
         part = self[index]
         if isinstance(values, np.ndarray):
             write(part, values)
-        elif isinstance(values, RawArray):
+        elif isinstance(values, RawArray) and part.is_contiguous():
             copy_parts([values], part)
+        elif isinstance(values, RawArray):
+            copy_spaced(values, part)
         else:
             assert values == 0, "a fill is of zeros"
             clear(part)
@@ -48,11 +55,43 @@ def host_type(dtype: Any) -> str:
     return "uint16" if name == "bfloat16" else name
 
 
+@dataclass(frozen=True)
+class Spaced:
+    """Where an array's bytes lie: rows of so many adjacent ones, each `pitch` behind the one before."""
+
+    address: int
+    num_rows: int
+    row_bytes: int
+    pitch: int
+
+    @classmethod
+    def of(cls, array: DeviceArray) -> Self:
+        """Rows are the entries of its first dimension. ArrayError where their elements are not adjacent."""
+        size = element_bytes(array)
+        if array.numel():
+            _check_contiguous(array[0])
+        row_bytes = array.numel() // max(1, len(array)) * size
+        return cls(array.data_ptr(), len(array), row_bytes, array.stride(0) * size)
+
+
 def clear(array: DeviceArray) -> None:
-    """Queues writing zeros."""
-    _check_contiguous(array)
+    """Queues writing zeros. ArrayError where rows are not as `Spaced` has them."""
+    if array.is_contiguous():
+        if not array.is_meta:
+            copies.fill_bytes(array.data_ptr(), 0, num_bytes_of(array))
+        return
+    rows = Spaced.of(array)
     if not array.is_meta:
-        copies.fill_bytes(array.data_ptr(), 0, num_bytes_of(array))
+        copies.fill_spaced_bytes(rows.address, 0, rows.row_bytes, rows.num_rows, rows.pitch)
+
+
+def copy_spaced(source: DeviceArray, target: DeviceArray) -> None:
+    """Queues a copy between arrays of one shape and type that do not overlap. ArrayError as `clear`."""
+    assert tuple(source.shape) == tuple(target.shape)
+    assert name_of(source.dtype) == name_of(target.dtype)
+    a, b = Spaced.of(source), Spaced.of(target)
+    if not target.is_meta:
+        copies.within_device_spaced(b.address, b.pitch, a.address, a.pitch, a.row_bytes, a.num_rows)
 
 
 def write(array: DeviceArray, values: Array) -> None:
