@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from coldstream import kvcache
-from coldstream.errors import GenerationFault, OutOfMemoryError, host_memory_errors
+from coldstream.errors import GenerationFault, host_memory_errors
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.fused.reference import FusedText
@@ -19,7 +19,7 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.footprint import nextn_bytes
-from coldstream.models.mtp.model import MtpModel
+from coldstream.models.mtp.model import MtpModel, check_rows
 
 Array = np.ndarray[Any, Any]
 BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are right 1 % of the time
@@ -146,12 +146,7 @@ class MtpSequence:
         Raises GenerationFault for states that are not finite, OutOfMemoryError and ModelChangedError, each
         with no row appended.
         """
-        assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
-        if len(token_ids) > self.room:
-            raise OutOfMemoryError(
-                f"{len(token_ids)} rows of a draft, but {self.room} fit into the context: try a larger "
-                "--ctx-size"
-            )
+        check_rows(token_ids, states, self.room)
         hidden = np.stack(states)
         if not np.isfinite(hidden).all():
             raise GenerationFault("hidden states that a draft is to follow are not finite")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from coldstream import kvcache
-from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.contents import copy_parts, joined
 from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
@@ -23,6 +22,7 @@ from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.mtp_block import BRANCHING, MAX_MTP_ROWS, LoadedMtp, run_shape
+from coldstream.models.mtp.model import check_rows
 
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
@@ -152,12 +152,7 @@ class CudaMtpSequence:
         Raises DeviceError and OutOfMemoryError, with no row appended. States that are not finite show in the
         candidates.
         """
-        assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
-        if len(token_ids) > self.room:
-            raise OutOfMemoryError(
-                f"{len(token_ids)} rows of a draft, but {self.room} fit into the context: try a larger "
-                "--ctx-size"
-            )
+        check_rows(token_ids, states, self.room)
         self._block.append(self._sequence, token_ids, states)
 
     def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:

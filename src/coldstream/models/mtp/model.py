@@ -8,10 +8,11 @@ and head are the trunk's unless the block has tables of its own.
 The unit of work is a row (token x_{p+1}, hidden state h_p). It is written over `Ops`, like the trunk.
 """
 
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 from typing import Self
 
-from coldstream.errors import InvalidRequestError, UnsupportedError
+from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Array, Ops, Rows, Weight
@@ -75,3 +76,15 @@ class MtpModel:
     def logits(self, outputs: Array) -> Array:
         """Logits of outputs of `forward`: [T, E] → [T, vocab]."""
         return self.layer.logits(outputs)
+
+
+def check_rows(token_ids: Sized, states: Sized, room: int) -> None:
+    """What is appended to a sequence of the block: a state for each token, and at most `room` rows.
+
+    Raises OutOfMemoryError for more.
+    """
+    assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
+    if len(token_ids) > room:
+        raise OutOfMemoryError(
+            f"{len(token_ids)} rows of a draft, but {room} fit into the context: try a larger --ctx-size"
+        )
