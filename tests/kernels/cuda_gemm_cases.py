@@ -1,18 +1,32 @@
 """Shared by tests of GEMM on a GPU."""
 
+from pathlib import Path
+
 import torch
+from machine_code import stack_bytes
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.arithmetic.reference import quantize_activations
+from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.gemm_tiles import Tiling
-from coldstream.kernels.linear.integer_types import activation_scale_size
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.linear.integer_types import BLOCK_TYPES, activation_scale_size
 from coldstream.kernels.quant_tensor import QuantTensor
 
 
 def arch_of(tiling: Tiling, number: int) -> str:
     """One of two architectures, alternately; always the second where warpgroups multiply."""
     return "sm_90a" if tiling.by_warpgroups or number % 2 else "sm_80"
+
+
+def check_instance(
+    program: CudaProgram, quant_type: QuantType, kernel: str, arch: str, directory: Path
+) -> None:
+    """It is listed and compiles, for types with blocks below 256 without a stack. directory: a cache."""
+    assert kernel in program.instances
+    code = compile_instance(program.source, kernel, arch, directory)
+    assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
 
 
 def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:

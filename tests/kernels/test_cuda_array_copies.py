@@ -1,7 +1,5 @@
 """Copies of arrays on the device, and the memory that they lie in: on the host's driver and on a GPU's."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -15,16 +13,6 @@ from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan, own_bytes
 from coldstream.kernels.cuda.runtime import calls
 from device_arrays import array_of, tensor_of
 from host_driver import TOTAL_BYTES, HostDriver
-
-
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def driver(request: pytest.FixtureRequest) -> Iterator[HostDriver | None]:
-    if request.param == "gpu":
-        calls.attach()
-        yield None
-        return
-    with HostDriver().installed() as driver:
-        yield driver
 
 
 @given(

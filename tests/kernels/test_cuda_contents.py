@@ -1,14 +1,14 @@
 """Arrays of the device are cleared, written and read, on the host's driver and on a GPU's."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from coldstream.kernels.cuda.array import DTYPES, ArrayError, RawArray
 from coldstream.kernels.cuda.contents import CudaArray, clear, read, write
-from coldstream.kernels.cuda.runtime import allocations, calls, copies
+from coldstream.kernels.cuda.runtime import allocations, copies
 from host_driver import HostDriver
+
+pytestmark = pytest.mark.usefixtures("driver")
 
 RUBBISH, GUARD = 0xA5, 64  # bytes before an array and behind it
 
@@ -19,16 +19,6 @@ class Planned(RawArray):
     @property
     def is_meta(self) -> bool:
         return True
-
-
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def driver(request: pytest.FixtureRequest) -> Iterator[HostDriver | None]:
-    if request.param == "gpu":
-        calls.attach()
-        yield None
-        return
-    with HostDriver().installed() as driver:
-        yield driver
 
 
 def guarded(shape: tuple[int, ...], dtype: str) -> tuple[RawArray, RawArray]:

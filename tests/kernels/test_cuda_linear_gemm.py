@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_gemm_cases import arch_of, device_activations, device_weight
+from cuda_gemm_cases import arch_of, check_instance, device_activations, device_weight
 from guarded import Guarded
-from machine_code import stack_bytes
 from quant_cases import same_numbers
 from random_blocks import activations, float16_places, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import quantize_activations
-from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_gemm
-from coldstream.kernels.linear.integer_types import BLOCK_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -37,9 +34,7 @@ def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
     ("quant_type", "kernel", "arch"), [*instances_and_archs()], ids=lambda each: getattr(each, "name", each)
 )
 def test_compiles(quant_type: QuantType, kernel: str, arch: str, tmp_path: Path) -> None:
-    assert kernel in PROGRAM.instances
-    code = compile_instance(PROGRAM.source, kernel, arch, tmp_path)
-    assert quant_type not in BLOCK_TYPES or stack_bytes(code) == 0
+    check_instance(PROGRAM, quant_type, kernel, arch, tmp_path)
 
 
 def cols(quant_type: QuantType, groups: int) -> int:

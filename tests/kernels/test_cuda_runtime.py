@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,20 +14,11 @@ from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.cuda.runtime.calls import checked
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda.runtime.streams import current_stream, on_stream
-from host_driver import HostDriver
 
 LENGTH = 2**20  # bytes: a copy of them takes a while
 GPU = pytest.mark.gpu
 
-
-@pytest.fixture(params=["host", pytest.param("gpu", marks=GPU)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "gpu":
-        calls.attach()
-        yield
-        return
-    with HostDriver().installed():
-        yield
+pytestmark = pytest.mark.usefixtures("driver")
 
 
 def values_of(allocation: allocations.Allocation) -> np.ndarray:
@@ -224,7 +214,7 @@ def test_memory_is_flat_to_the_byte() -> None:
     assert calls.free_memory()[0] == before
 
 
-@pytest.mark.parametrize("device", [pytest.param("gpu", marks=GPU)], indirect=True)
+@pytest.mark.parametrize("driver", [pytest.param("gpu", marks=GPU)], indirect=True)
 class TestProcess:
     """What is decided for a process; only a real driver shows it."""
 
