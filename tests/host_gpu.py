@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
+from coldstream.engine import opened_model
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda import device as cuda_device
 from coldstream.kernels.cuda.driver import MIN_CUDA, Driver, DriverDevice
 from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda import runner as cuda_runner
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.planning import gather
 from host_device import HostDevice
 from host_driver import CAPABILITY, TOTAL_BYTES, HostStream
+
+_GPU = GpuHardware("a GPU", "0", TOTAL_BYTES, TOTAL_BYTES)
+MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=_GPU)
 
 
 class Servers:
@@ -85,3 +91,13 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
             patch.setattr(each, "kernels_of", lambda *_: frozenset())
             patch.setattr(each, "loading_kernels", lambda *_: nullcontext())
         yield device.driver.current
+
+
+@contextmanager
+def opened_on(device: HostDevice) -> Iterator[HostStream]:
+    """`gpu_on`, and `open_model` finds MACHINE, of which it measures nothing."""
+    with gpu_on(device) as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
+        patch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
+        patch.setattr(gather, "measured_hardware", lambda *_, **__: MACHINE)
+        yield stream

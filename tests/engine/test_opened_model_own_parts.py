@@ -14,26 +14,23 @@ import pytest
 from builders import Dims, write_gguf
 from coldstream import LLM, ConfigError, Executor, Policy, SamplingParams
 from coldstream.assets import demo_model_path
-from coldstream.engine import EngineConfig, opened_model
+from coldstream.engine import EngineConfig
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.cuda.runner import CudaRunner
-from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan import PlanOptions
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.policies import Changes
 from coldstream.planning.gather import plan_by_name
 from host_device import HostDevice
-from host_gpu import gpu_on
+from host_gpu import opened_on
 from test_python_page import PAGE, snippets
 
 DIMS = Dims(layers=4, hidden=128, experts=16, experts_used=3, expert_ffn=128, shared_ffn=64)
 CONTEXT, NEW_TOKENS = 128, 8
 SAMPLED = SamplingParams(seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
 ON_GPU: dict[str, Any] = {"device": "cuda", "ctx_size": CONTEXT, "vram": "454M", "threads": 1}
-RATES = GpuHardware("a GPU", "0", 2**36, 2**36)
-MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=RATES)
 
 
 class CountingLru(Policy):
@@ -103,11 +100,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(compiled_for_the_host: HostDevice) -> Iterator[None]:
     """A GPU on the host."""
-    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
-    monkeypatch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
-    with gpu_on(compiled_for_the_host):
+    with opened_on(compiled_for_the_host):
         yield
 
 

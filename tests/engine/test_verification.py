@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path, verification_text
-from coldstream.engine import LLM, EngineConfig, opened_model, verification
+from coldstream.engine import LLM, EngineConfig, verification
 from coldstream.engine.verification import AMOUNTS, Amount, Measured, Part, amount_for, difference, verify
-from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.planning import gather
 from host_device import HostDevice
-from host_gpu import gpu_on
+from host_gpu import opened_on
 
 LITTLE = Amount(32, 6, 1)
 
@@ -183,13 +181,8 @@ def test_a_gpu_and_the_cpu_give_the_same(
 ) -> None:
     """On the model of a GPU, with experts that it holds in three numbers."""
     (path,) = write_gguf(tmp_path / "small.gguf", dims=Dims(layers=4, hidden=128, experts=16, experts_used=3))
-    gpu = GpuHardware("a GPU", "0", 2**36, 2**36)
-    machine = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=gpu)
-    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: machine)
-    monkeypatch.setattr(opened_model, "with_rates", lambda *_: machine)
-    monkeypatch.setattr(gather, "measured_hardware", lambda *_, **__: machine)
     monkeypatch.setattr(verification, "amount_for", lambda *given: Amount(16, 3, 1, 32))
-    with gpu_on(compiled_for_the_host):
+    with opened_on(compiled_for_the_host):
         found = verify(EngineConfig(str(path), threads=1, vram="454M"), math.inf)
     assert [outcome.part.name for outcome in found.outcomes] == [
         "GPU, largest budget",

@@ -18,22 +18,19 @@ import coldstream
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.cli.main import main
-from coldstream.engine import LLM, opened_model
+from coldstream.engine import LLM
 from coldstream.experts.cpu.disk_tier import DiskTier
 from coldstream.experts.partial_experts import PartialExperts
-from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.planned import Planned
 from host_device import HostDevice
-from host_gpu import gpu_on
+from host_gpu import opened_on
 
 ROOT = f"{Path(coldstream.__file__).parent}/"
 FOLLOWED = (EngineConfig, RunPlan, Planned)
 MOST_STOPS = 15
 DIMS = Dims(hidden=128, experts=16, experts_used=3, expert_ffn=128, shared_ffn=64)
-RATES = GpuHardware("a GPU", "0", 2**36, 2**36)
-MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=RATES)
 
 
 @contextmanager
@@ -80,13 +77,9 @@ def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
     assert rooms_of(stops) == ["cli", "engine", "planning", "models", "experts"]
 
 
-def test_the_way_is_as_short_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_for_the_host: HostDevice
-) -> None:
+def test_the_way_is_as_short_on_a_gpu(tmp_path: Path, compiled_for_the_host: HostDevice) -> None:
     (path,) = write_gguf(tmp_path / "small.gguf", dims=DIMS)
-    monkeypatch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
-    monkeypatch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
-    with gpu_on(compiled_for_the_host), walking(PartialExperts.fill.__code__) as files:
+    with opened_on(compiled_for_the_host), walking(PartialExperts.fill.__code__) as files:
         LLM(path, device="cuda", ctx_size=128, vram="454M", threads=1).close()
     stops = [file for file, _ in groupby(files)]
     assert stops[-1] == "experts/partial_experts.py"
