@@ -4,12 +4,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from cuda.bindings import driver
 
-from coldstream.kernels.cuda.runtime import streams
+from coldstream.kernels.cuda.runtime import allocations, streams
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
 
@@ -81,6 +83,28 @@ def measure_bandwidth(device: str, threads: int) -> float:
     from coldstream.kernels.cuda.device import measure_copy_bandwidth
 
     return measure_copy_bandwidth()
+
+
+@contextmanager
+def no_memory_left(but: int = 0) -> Iterator[None]:
+    """Another program has taken all of the device's memory, `but` so many bytes."""
+    allocations.trim()
+    torch.cuda.empty_cache()
+    spare = driver.cuMemAlloc(but)[1] if but else None
+    taken, size = [], 2**36
+    while size >= 2**12:
+        status, address = driver.cuMemAlloc(size)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            taken.append(address)
+        else:
+            size //= 2
+    if spare is not None:
+        driver.cuMemFree(spare)
+    try:
+        yield
+    finally:
+        for address in taken:
+            driver.cuMemFree(address)
 
 
 def gpu_memory_used() -> int | None:

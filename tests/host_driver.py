@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,9 @@ INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 TOTAL_BYTES = 2**36
 RUBBISH = 0xA5
 CAPABILITY = (8, 0)
+
+
+Place = Literal["block", "pool", "host"]
 
 
 class HostStream:
@@ -75,10 +78,11 @@ class _Resource:
     """In place of a memory resource of cuda.core."""
 
     driver: "HostDriver"
+    place: Place
     handle: int = 0
 
     def allocate(self, size: int, *, stream: object = None) -> _Buffer:
-        status, address = self.driver.cuMemAlloc(size)
+        status, address = self.driver.allocate(size, self.place)
         if status != DONE:
             raise calls.CUDAError(f"{REFUSED.name}: as cuda.core has it")
         return _Buffer(self.driver, address)
@@ -98,14 +102,17 @@ class _Recorded:
 class HostDriver:
     """Replaces what the runtime has of cuda.core, and functions of `cuda.bindings.driver`.
 
-    current: the default stream. recording: the calls of the capture that is going on, else None.
+    current: the default stream. recording: the calls of the capture that is going on, else None. taken_bytes:
+    of the device's `total_bytes`. registered: addresses of locked memory.
     """
 
     def __init__(self) -> None:
         self.current = HostStream()
         self.recording: list[Callable[[], object]] | None = None
-        self.taken_bytes = 0
+        self.taken_bytes, self.total_bytes = 0, TOTAL_BYTES
+        self.registered: set[int] = set()
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
+        self._elsewhere: dict[int, Place] = {}  # those that are no blocks of the device
 
     @contextmanager
     def installed(self) -> Iterator["HostDriver"]:
@@ -125,8 +132,8 @@ class HostDriver:
             patch.setattr(streams, "_DEFAULT", self.current)
             patch.setattr(streams, "_current", streams._Current())
             patch.setattr(graphs, "_recorded", self.recorded)
-            patch.setattr(allocations, "_pool", lambda: _Resource(self))
-            patch.setattr(allocations, "_page_locked", lambda: _Resource(self))
+            patch.setattr(allocations, "_pool", lambda: _Resource(self, "pool"))
+            patch.setattr(allocations, "_page_locked", lambda: _Resource(self, "host"))
             yield self
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -146,14 +153,21 @@ class HostDriver:
         finally:
             self.recording = None
 
-    def cuMemAlloc(self, size: int) -> tuple[object, int]:
-        if self.taken_bytes + size > TOTAL_BYTES:
-            return REFUSED, 0
+    def allocate(self, size: int, place: Place) -> tuple[object, int]:
+        """A status, and an address if that is DONE."""
+        if place != "host":
+            if self.taken_bytes + size > self.total_bytes:
+                return REFUSED, 0
+            self.taken_bytes += size
         memory = np.full(size + ALIGNMENT, RUBBISH, np.uint8)
         address = memory.ctypes.data + -memory.ctypes.data % ALIGNMENT
         self._blocks[address] = memory
-        self.taken_bytes += size
+        if place != "block":
+            self._elsewhere[address] = place
         return DONE, address
+
+    def cuMemAlloc(self, size: int) -> tuple[object, int]:
+        return self.allocate(size, "block")
 
     def split(self, address: int, size: int) -> None:
         """Makes two blocks of the one at `address`, of which the first has `size` bytes."""
@@ -162,14 +176,29 @@ class HostDriver:
 
     def cuMemFree(self, address: int) -> tuple[object]:
         assert self.recording is None, "a capture allows no free"
-        self.taken_bytes -= len(self._blocks.pop(address)) - ALIGNMENT
+        memory = self._blocks.pop(address)
+        if self._elsewhere.pop(address, None) != "host":
+            self.taken_bytes -= len(memory) - ALIGNMENT
         return (DONE,)
+
+    def cuPointerGetAttribute(self, attribute: object, address: int) -> tuple[object, int]:
+        assert attribute == driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        types = driver.CUmemorytype
+        is_host = self._elsewhere.get(address) == "host"
+        return DONE, int(types.CU_MEMORYTYPE_HOST if is_host else types.CU_MEMORYTYPE_DEVICE)
 
     def cuGetErrorString(self, status: Any) -> tuple[object, bytes]:
         return DONE, status.name.lower().encode()
 
     def cuMemGetInfo(self) -> tuple[object, int, int]:
-        return DONE, TOTAL_BYTES - self.taken_bytes, TOTAL_BYTES
+        return DONE, self.total_bytes - self.taken_bytes, self.total_bytes
+
+    def cuDeviceGetMemPool(self, device: int) -> tuple[object, int]:
+        return DONE, 0
+
+    def cuMemPoolGetAttribute(self, pool: object, attribute: object) -> tuple[object, int]:
+        held = [address for address, place in self._elsewhere.items() if place == "pool"]
+        return DONE, sum(len(self._blocks[address]) - ALIGNMENT for address in held)
 
     def cuMemPoolTrimTo(self, pool: object, size: int) -> tuple[object]:
         return (DONE,)
@@ -243,11 +272,13 @@ class HostDriver:
         self.queue(fill)
         return (DONE,)
 
-    def cuMemHostRegister(self, *_: object) -> tuple[object]:
+    def cuMemHostRegister(self, address: int, *_: object) -> tuple[object]:
+        self.registered.add(address)
         return (DONE,)
 
     def cuMemHostGetDevicePointer(self, address: int, _: int) -> tuple[object, int]:
         return DONE, address
 
     def cuMemHostUnregister(self, address: int) -> tuple[object]:
+        self.registered.remove(address)
         return (DONE,)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from cuda.bindings import driver
 from one_sequence import OneSequence
 from runner_cases import token_ids
 
@@ -121,28 +119,6 @@ def taken_memory() -> Iterator[TakenMemory]:
         for name in ("block", "scratch"):
             patch.setattr(allocations, name, taken.counted(getattr(allocations, name)))
         yield taken
-
-
-@contextmanager
-def no_memory_left(but: int = 0) -> Iterator[None]:
-    """Another program has taken all of the device's memory, `but` so many bytes."""
-    allocations.trim()
-    torch.cuda.empty_cache()
-    spare = driver.cuMemAlloc(but)[1] if but else None
-    taken, size = [], 2**36
-    while size >= 2**12:
-        status, address = driver.cuMemAlloc(size)
-        if status == driver.CUresult.CUDA_SUCCESS:
-            taken.append(address)
-        else:
-            size //= 2
-    if spare is not None:
-        driver.cuMemFree(spare)
-    try:
-        yield
-    finally:
-        for address in taken:
-            driver.cuMemFree(address)
 
 
 def check_chains(runner: OneSequence, plain: OneSequence, lengths: Iterable[int] = (1, 5, 20, 130)) -> None:

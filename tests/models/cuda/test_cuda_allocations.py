@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_runner_cases import TakenMemory, no_memory_left, open_partly, taken_memory
+from cuda_runner_cases import TakenMemory, open_partly, taken_memory
 from one_sequence import OneSequence
 from runner_cases import token_ids
 
+from bench.device import no_memory_left
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts import partial_experts
 from coldstream.experts.slots.segments import SlotSegments

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from cuda_runner_cases import TakenMemory, no_memory_left, open_cuda, open_partly, taken_memory
+from cuda_runner_cases import TakenMemory, open_cuda, open_partly, taken_memory
 from one_sequence import OneSequence, step_rows
 from runner_cases import MIX, token_ids
 
+from bench.device import no_memory_left
 from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.errors import OutOfMemoryError

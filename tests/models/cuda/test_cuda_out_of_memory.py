@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_runner_cases import no_memory_left, open_cuda, taken_memory
+from cuda_runner_cases import open_cuda, taken_memory
 from one_sequence import OneSequence
 from runner_cases import reference_logits, token_ids
 
+from bench.device import no_memory_left
 from builders import Dims, write_gguf
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM

@@ -1,0 +1,379 @@
+"""A GPU's model opened and closed many times in one process: what stays of memory, threads and descriptors.
+
+    python -m bench.engine.open_close --out docs/results/gpu/open_close.json
+
+Each cycle opens the bundled model, computes a short and a long prompt, and closes it: with all experts on the
+device or with a part of them, without drafts or with a drafter. All cycles must give the same tokens. Between
+them the model is opened where memory does not suffice: with too small a budget, with too long a context, and
+where another program has taken the device's memory in the midst of opening. What the process holds is read
+after each of them and compared with what it held after a warm-up. The exit status is 1 if anything stays.
+"""
+
+import argparse
+import gc
+import os
+import re
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+from cuda.bindings import driver
+
+from bench.device import describe, no_memory_left
+from bench.results import write_result
+from coldstream.assets import demo_drafter_path, demo_model_path
+from coldstream.decoding import SamplingParams
+from coldstream.engine import LLM, EngineConfig, open_model
+from coldstream.engine.opened_model import OpenedModel
+from coldstream.errors import OutOfMemoryError
+from coldstream.kernels.cuda.device import Gpu, find_gpu
+from coldstream.kernels.cuda.runtime import calls, streams
+from coldstream.kernels.cuda.runtime.allocations import Allocation
+from coldstream.kernels.cuda.runtime.calls import checked
+from coldstream.kernels.cuda.runtime.graphs import Graph
+from coldstream.models.cuda import runner as cuda_runner
+
+WARM_UPS: Final = 2  # cycles of each kind, and openings of each kind that fail
+MIB: Final = 2**20
+# Fragments of the host's allocator and caches of Python: less than any array that a model holds.
+RSS_BYTES_PER_CYCLE: Final = 2**16
+SETTLING_S: Final = 5.0  # within which the system takes a thread that has ended off its list
+RSS_STEP: Final = 10  # cycles between two figures that are written
+
+Answers = tuple[tuple[int, ...], ...]
+Taken = Callable[[], AbstractContextManager[None]]  # inside, the device has no free memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model does before it is closed. lengths: of its prompts, in tokens."""
+
+    lengths: tuple[int, ...] = (5, 600)
+    num_tokens: int = 24  # behind each prompt
+
+    def answers(self, opened: OpenedModel) -> Answers:
+        """The tokens behind each prompt. Closes the model."""
+        sampling = SamplingParams(seed=3, max_tokens=self.num_tokens, ignore_eos=True)
+        vocab_size = opened.runner.spec.vocab_size
+        with LLM.from_opened(opened) as llm:
+            if opened.has_chat_template:
+                opened.chat_template.check()  # in a process of its own
+            prompts = [[(7 * i + 11) % vocab_size for i in range(length)] for length in self.lengths]
+            return tuple(llm.generate(prompt, sampling)[0].token_ids for prompt in prompts)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An opening for which memory does not suffice.
+
+    changed: the configuration's fields. takes_at: at which word of progress another program takes the
+    device's memory, given its amount done and the whole amount; None: it takes none. at_planning: it takes
+    the memory once the runner has read how much is free.
+    """
+
+    kind: str
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    takes_at: Callable[[str, int, int], bool] | None = None
+    at_planning: bool = False
+
+    @property
+    def is_refused_by_device(self) -> bool:
+        return self.at_planning or self.takes_at is not None
+
+
+def refusals_of(kinds: Mapping[str, EngineConfig], longest: int) -> dict[str, Refusal]:
+    """By name, those of the kinds that there are. longest: the model's context."""
+    found = {"no memory for weights": Refusal("resident", at_planning=True)}
+    if "partial" in kinds:
+        least = _least_budget(kinds["partial"])
+        found |= {
+            "a budget below the least": Refusal("partial", {"vram": 1}),
+            "a context beyond the budget": Refusal("partial", {"ctx_size": longest, "vram": least}),
+            "no memory for slots": Refusal(
+                "partial", takes_at=lambda task, done, total: task == "loading" and done == total > 1
+            ),
+        }
+    if "partial, dflash" in kinds:
+        found |= {
+            "no memory for a drafter": Refusal(
+                "partial, dflash", takes_at=lambda task, done, total: task == "preparing drafts"
+            )
+        }
+    return found
+
+
+class Cycles:
+    """Openings of one model. kinds: configurations by name. memory_taken: see `Taken`."""
+
+    def __init__(self, kinds: Mapping[str, EngineConfig], work: Work, memory_taken: Taken) -> None:
+        self._kinds, self._work, self._memory_taken = kinds, work, memory_taken
+        self._expected: Answers | None = None
+        self.seen: dict[str, dict[str, Any]] = {}  # of each kind that was opened: how it ran
+        self.messages: dict[str, str] = {}  # by refusal
+
+    def run(self, kind: str) -> None:
+        """Opens, computes and closes. Raises RuntimeError for other tokens than before."""
+        opened = open_model(self._kinds[kind])
+        placement = opened.plan.placement
+        self.seen[kind] = {
+            "vram_bytes": placement.budget_bytes,
+            "resident_experts": placement.num_resident,
+            "experts": placement.num_all,
+            "prefetched": opened.plan.prefetch,
+            "drafter": opened.plan.spec_type,
+        }
+        answers = self._work.answers(opened)
+        self._expected = self._expected or answers
+        if answers != self._expected:
+            raise RuntimeError(f"{kind}: other tokens than the first cycle's")
+
+    def refuse(self, name: str, refusal: Refusal) -> None:
+        """Opens a model that must be refused. Raises RuntimeError if it is not, or by somebody else."""
+        config = replace(self._kinds[refusal.kind], **refusal.changed)
+        try:
+            with ExitStack() as stack:
+
+                def take() -> None:
+                    stack.enter_context(self._memory_taken())
+
+                def progress(task: str, done: int, total: int) -> None:
+                    if refusal.takes_at is not None and refusal.takes_at(task, done, total):
+                        take()
+
+                if refusal.at_planning:
+                    stack.enter_context(_after_planning(take))
+                open_model(config, progress).close()
+        except OutOfMemoryError as error:
+            self.messages[name] = str(error)
+            first = str(_first_of(error))
+        else:
+            raise RuntimeError(f"{name}: the model was opened")
+        if refusal.is_refused_by_device != first.startswith("the GPU's memory ran out"):
+            raise RuntimeError(f"{name}: refused by another part: {first}")
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The error that this one was made of."""
+    return error if error.__cause__ is None else _first_of(error.__cause__)
+
+
+@contextmanager
+def _after_planning(take: Callable[[], None]) -> Iterator[None]:
+    """Inside, `take` is called once a runner knows how much memory is free."""
+
+    def found() -> Gpu:
+        gpu = find_gpu()
+        take()
+        return gpu
+
+    with patch.object(cuda_runner, "find_gpu", found):
+        yield
+
+
+def in_use() -> dict[str, int]:
+    """What there is of this process: bytes, and numbers of the rest. Nothing is collected before."""
+    free, total = calls.free_memory()
+    pool = checked(driver.cuDeviceGetMemPool(calls.DEVICE))
+    attributes = driver.CUmemPool_attribute
+    used, reserved = (
+        int(checked(driver.cuMemPoolGetAttribute(pool, each)))
+        for each in (
+            attributes.CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
+            attributes.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+        )
+    )
+    objects = gc.get_objects()
+    counts = Counter(map(type, objects))
+    allocated: Counter[bool] = Counter()  # by whether it is the host's
+    for each in objects:
+        if type(each) is Allocation:
+            allocated[_is_on_host(each.address)] += each.num_bytes
+    return {
+        "device_bytes": total - free,  # all programs, as the driver counts them
+        "allocated_bytes": allocated[False],
+        "pool_used_bytes": used,
+        "pool_reserved_bytes": reserved,
+        "page_locked_bytes": allocated[True],
+        "locked_bytes": sum(_status(name) for name in ("VmLck", "VmPin")),
+        "mapped_model_files": Path("/proc/self/maps").read_text().count(".gguf\n"),
+        "streams": counts[streams.Stream],
+        "events": counts[streams.Event],
+        "graphs": counts[Graph],
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def _is_on_host(address: int) -> bool:
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    found = int(checked(driver.cuPointerGetAttribute(kind, address)))
+    return found == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+def _status(name: str) -> int:
+    """Bytes that the system counts for this process; 0 where it does not count them."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def settled(num_threads: int) -> dict[str, int]:
+    """`in_use`, once there are no more than so many threads, or after SETTLING_S."""
+    deadline = time.monotonic() + SETTLING_S
+    while len(os.listdir("/proc/self/task")) > num_threads and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return in_use()
+
+
+class Records:
+    """What was in use after each cycle and each refusal, beside what was after the warm-up."""
+
+    def __init__(self) -> None:
+        self.first = in_use()
+        self._least, self._most = dict(self.first), dict(self.first)
+        self.rss: list[int] = []  # after each cycle
+
+    def note(self) -> None:
+        for name, value in settled(self.first["threads"]).items():
+            self._least[name] = min(self._least[name], value)
+            self._most[name] = max(self._most[name], value)
+
+    def note_cycle(self) -> None:
+        self.note()
+        self.rss.append(_status("VmRSS"))
+
+    @property
+    def changed(self) -> list[str]:
+        """What was not the same all the time."""
+        return [name for name in self.first if self._least[name] != self._most[name]]
+
+    @property
+    def rss_growth(self) -> float:
+        """Bytes per cycle, of the straight line through all."""
+        return float(np.polyfit(range(len(self.rss)), self.rss, 1)[0])
+
+    def result(self) -> dict[str, Any]:
+        """For the file."""
+        return {
+            "is_flat": not self.changed and self.rss_growth <= RSS_BYTES_PER_CYCLE,
+            "changed": self.changed,
+            "after_warm_up": self.first,
+            "least": self._least,
+            "most": self._most,
+            "rss_bytes_per_cycle": self.rss_growth,
+            "rss_bytes": self.rss[::RSS_STEP],
+        }
+
+
+def with_partial_budgets(kinds: Mapping[str, EngineConfig]) -> dict[str, EngineConfig]:
+    """The partial ones with the least budget that is advised, and room for half of the experts."""
+    opened = open_model(kinds["resident"])
+    expert_bytes = opened.plan.placement.resident_bytes
+    opened.close()
+    return {
+        name: replace(config, vram=_least_budget(config) + expert_bytes // 2)
+        if name.startswith("partial")
+        else config
+        for name, config in kinds.items()
+    }
+
+
+def _least_budget(config: EngineConfig) -> int:
+    """Bytes of the device's memory that are advised to whom has one. RuntimeError if none are."""
+    try:
+        open_model(replace(config, vram=1)).close()
+    except OutOfMemoryError as error:
+        advised = re.search(r"try --vram (\d+)M", str(error))
+        if advised is None:
+            raise RuntimeError(f"no budget is advised: {error}") from error
+        return int(advised[1]) * MIB
+    raise RuntimeError("a budget of one byte was accepted")
+
+
+def measure(
+    kinds: Mapping[str, EngineConfig],
+    num_cycles: int,
+    num_refusals: int,
+    work: Work | None = None,
+    memory_taken: Taken = no_memory_left,
+) -> dict[str, Any]:
+    """All cycles; see the module docstring. kinds: by name, "resident" and some of "partial…".
+
+    Raises RuntimeError for other tokens, a model that is not placed as its kind says, and a refusal that was
+    none.
+    """
+    kinds = with_partial_budgets(kinds)
+    cycles = Cycles(kinds, work or Work(), memory_taken)
+    opened = open_model(kinds["resident"])
+    refusals = refusals_of(kinds, opened.runner.spec.context_length)
+    opened.close()
+    for _ in range(WARM_UPS):
+        for name, refusal in refusals.items():
+            cycles.refuse(name, refusal)
+        for kind in kinds:
+            cycles.run(kind)
+    for kind, ran in cycles.seen.items():
+        if (0 < ran["resident_experts"] < ran["experts"]) != kind.startswith("partial"):
+            raise RuntimeError(f"{kind}: {ran}")
+    names = list(islice(cycle(refusals), num_refusals))
+    started, records = time.perf_counter(), Records()
+    for number, kind in enumerate(islice(cycle(kinds), num_cycles)):
+        # As many before each cycle as keep pace with it.
+        for name in names[num_refusals * number // num_cycles : num_refusals * (number + 1) // num_cycles]:
+            cycles.refuse(name, refusals[name])
+            records.note()
+        cycles.run(kind)
+        records.note_cycle()
+    return {
+        **records.result(),
+        "cycles": num_cycles,
+        "seconds_per_cycle": (time.perf_counter() - started) / num_cycles,
+        "kinds": cycles.seen,
+        "refusals": {
+            name: {"count": names.count(name), "message": message}
+            for name, message in cycles.messages.items()
+        },
+    }
+
+
+def demo_kinds() -> dict[str, EngineConfig]:
+    """Of the bundled model and its drafter."""
+    resident = EngineConfig(str(demo_model_path()), device="cuda", ctx_size=1024, spec_type="none")
+    drafts = {"spec_type": "dflash", "model_draft": str(demo_drafter_path()), "tree_budget": 5}
+    return {
+        "resident": resident,
+        "partial": replace(resident, prefetch=2),
+        "resident, mtp": replace(resident, spec_type="mtp", tree_budget=3),
+        "partial, dflash": replace(resident, prefetch=2, **drafts),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--refusals", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where there is no repository")
+    options = parser.parse_args(arguments)
+    found = measure(demo_kinds(), options.cycles, options.refusals)
+    words = ["python", "-m", "bench.engine.open_close", "--cycles", str(options.cycles)]
+    result = {
+        "command": shlex.join([*words, "--refusals", str(options.refusals)]),
+        "machine": describe("cuda"),
+        "model": demo_model_path().name,
+        **found,
+    }
+    write_result(result, options.out, options.commit)
+    return int(not found["is_flat"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
