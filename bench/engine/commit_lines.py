@@ -4,9 +4,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+from zlib import crc32
 
 GIB: Final = 2**30
-FIRST_ID: Final = 1000  # of prompts for full-size files, whose text walks through the vocabulary
+FIRST_ID, STEP = 1000, 257  # of prompts for full-size files, whose text walks through the vocabulary
 SMALL_IDS: Final = 200  # of prompts for others
 
 
@@ -48,7 +49,7 @@ class Line:
     new_tokens: int = 128
 
     def request(self, run: int) -> dict[str, Any]:
-        """Prompts that no run had before, so that no prefix is found again; of parts, the one prompt."""
+        """Prompts that no run of any line had, so that no prefix is found again; of parts, the one prompt."""
         if self.counted == "part":
             longest = self.setting.ctx_size - self.prompt_tokens
             return {"prompt": self._prompt(0, 0), "longest": longest, "new_tokens": self.new_tokens}
@@ -56,7 +57,7 @@ class Line:
 
     def _prompt(self, run: int, number: int) -> list[int]:
         if self.setting.model == "full":
-            first = FIRST_ID + 257 * (run * self.prompts + number)
+            first = FIRST_ID + STEP * (run * self.prompts + number) + crc32(self.name.encode()) % STEP
             return list(range(first, first + self.prompt_tokens))
         chooser = random.Random(f"{self.name} {run} {number}")
         return [chooser.randrange(SMALL_IDS) for _ in range(self.prompt_tokens)]
