@@ -261,6 +261,13 @@ def write_converted(folder: Path, values: dict[str, Any], tensors: dict[str, np.
     return path
 
 
+def write_drafter(folder: Path, num_layers: int) -> Path:
+    """A GGUF file of random weights, for a model of so many layers by `Dims`, of which it reads two."""
+    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=num_layers)
+    values["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": 319}
+    return write_converted(folder, values, random_tensors(spec_of(values)))
+
+
 def types_of(spec: DflashSpec, name: str) -> dict[str, str]:
     """A type for all matrices; for those whose rows are no whole blocks of it Q8_0 or F16."""
     sizes = {

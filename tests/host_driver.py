@@ -103,13 +103,14 @@ class HostDriver:
     """Replaces what the runtime has of cuda.core, and functions of `cuda.bindings.driver`.
 
     current: the default stream. recording: the calls of the capture that is going on, else None. taken_bytes:
-    of the device's `total_bytes`. registered: addresses of locked memory.
+    of the device's `total_bytes`, with those that the pool keeps of freed memory until it is trimmed.
+    registered: addresses of locked memory.
     """
 
     def __init__(self) -> None:
         self.current = HostStream()
         self.recording: list[Callable[[], object]] | None = None
-        self.taken_bytes, self.total_bytes = 0, TOTAL_BYTES
+        self.taken_bytes, self.total_bytes, self._kept_bytes = 0, TOTAL_BYTES, 0
         self.registered: set[int] = set()
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._elsewhere: dict[int, Place] = {}  # those that are no blocks of the device
@@ -155,10 +156,12 @@ class HostDriver:
 
     def allocate(self, size: int, place: Place) -> tuple[object, int]:
         """A status, and an address if that is DONE."""
+        kept = min(size, self._kept_bytes) if place == "pool" else 0
         if place != "host":
-            if self.taken_bytes + size > self.total_bytes:
+            if self.taken_bytes + size - kept > self.total_bytes:
                 return REFUSED, 0
-            self.taken_bytes += size
+            self.taken_bytes += size - kept
+            self._kept_bytes -= kept
         memory = np.full(size + ALIGNMENT, RUBBISH, np.uint8)
         address = memory.ctypes.data + -memory.ctypes.data % ALIGNMENT
         self._blocks[address] = memory
@@ -176,9 +179,11 @@ class HostDriver:
 
     def cuMemFree(self, address: int) -> tuple[object]:
         assert self.recording is None, "a capture allows no free"
-        memory = self._blocks.pop(address)
-        if self._elsewhere.pop(address, None) != "host":
-            self.taken_bytes -= len(memory) - ALIGNMENT
+        size, place = len(self._blocks.pop(address)) - ALIGNMENT, self._elsewhere.pop(address, "block")
+        if place == "block":
+            self.taken_bytes -= size
+        elif place == "pool":
+            self._kept_bytes += size
         return (DONE,)
 
     def cuPointerGetAttribute(self, attribute: object, address: int) -> tuple[object, int]:
@@ -198,9 +203,12 @@ class HostDriver:
 
     def cuMemPoolGetAttribute(self, pool: object, attribute: object) -> tuple[object, int]:
         held = [address for address, place in self._elsewhere.items() if place == "pool"]
-        return DONE, sum(len(self._blocks[address]) - ALIGNMENT for address in held)
+        used = sum(len(self._blocks[address]) - ALIGNMENT for address in held)
+        is_reserved = attribute == driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+        return DONE, used + self._kept_bytes if is_reserved else used
 
     def cuMemPoolTrimTo(self, pool: object, size: int) -> tuple[object]:
+        self.taken_bytes, self._kept_bytes = self.taken_bytes - self._kept_bytes, 0
         return (DONE,)
 
     def cuMemcpyHtoD(self, target: int, source: int, size: int) -> tuple[object]:

@@ -131,12 +131,18 @@ class MemoryPlan(Memory):
 class DeviceMemory(Memory):
     """Two blocks of memory of the device, of given sizes. MemoryError beyond them.
 
-    Arrays do not keep the blocks, which go with this object. Raises OutOfMemoryError, DeviceError.
+    Arrays do not keep the blocks, which go with this object or with `close`. Raises OutOfMemoryError,
+    DeviceError.
     """
 
     def __init__(self, persistent_bytes: int, workspace_bytes: int) -> None:
         super().__init__()
         self._blocks = tuple(allocations.block(size) for size in (persistent_bytes, workspace_bytes))
+
+    def close(self) -> None:
+        """Frees both blocks once the device is idle. Arrays in them must not be used afterwards."""
+        for block in self._blocks:
+            block.close()
 
     def _persistent_at(self, start: int, num_bytes: int) -> int:
         return self._at(self._blocks[0], start, num_bytes)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from coldstream import kvcache
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.kernels.cuda.array import ELEMENT_BYTES, DeviceArray, RawArray, as_type
-from coldstream.kernels.cuda.contents import copy_parts, joined, new, write
+from coldstream.kernels.cuda.contents import copy_parts, joined, write
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.memory import DeviceMemory, own_bytes
 from coldstream.kernels.cuda.program import loading_kernels
@@ -22,7 +23,11 @@ from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, NO_ROW, choose_cha
 from coldstream.kernels.fused.cuda import FusedArrays, FusedKernels
 from coldstream.kernels.fused.reference import FusedText
 from coldstream.models.cuda.dflash_block import (
+    COUNT,
+    FIRST,
+    LENGTH,
     MOST_WAITING,
+    ROOT,
     BlockMemory,
     DflashBlock,
     DraftTarget,
@@ -36,7 +41,6 @@ from coldstream.models.dflash.context import CommittedRows
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import FIRST_CONTEXT_ROWS, DflashSpec, DraftLattice
 
-LENGTH, ROOT, FIRST, COUNT, NUM_PLACES = 0, 1, 2, 3, 4  # of what the host writes before a draft or rows
 # Rows of captured steps that append committed rows. Shorter ones leave the last rows out: the host would take
 # longer to launch an exact number of them, kernel by kernel.
 APPENDED_ROWS = (8, 16, 32, MOST_WAITING)
@@ -81,6 +85,11 @@ class DflashRings:
 
     def __init__(self, spec: DflashSpec) -> None:
         self._spec = spec
+        self.close()
+
+    def close(self) -> None:
+        """Forgets all rows and frees their memory."""
+        spec = self._spec
         self._room = 0  # positions that fit, however many of them a window keeps
         self._capacities: list[int] = []
         self._rows = RawArray(0, (0, spec.num_kv_heads, spec.head_dim), FEATURE_TYPE)
@@ -109,10 +118,11 @@ class DflashRings:
             return
         ends = np.cumsum([0, *capacities])
         shape = (2 * int(ends[-1]), spec.num_kv_heads, spec.head_dim)
-        # Blocks, which go with a wait for the device: the pool would otherwise hold more than it keeps.
+        # Blocks, which go with a wait for the device: the pool would otherwise hold more than it keeps, and
+        # would keep something when a model is closed.
         rows = as_type(own_bytes(prod(shape) * ELEMENT_BYTES[FEATURE_TYPE]), FEATURE_TYPE).reshape(*shape)
         positions = as_type(own_bytes(int(ends[-1]) * ELEMENT_BYTES["int32"]), "int32")
-        on_device = new((table_bytes(spec),), "uint8")
+        on_device = own_bytes(table_bytes(spec))
         copies.fill_words(positions.data_ptr(), NO_ROW, len(positions))
         table = np.zeros(len(capacities), CONTEXT_TYPE)
         old = 0
@@ -165,22 +175,31 @@ class CudaDflash:
         """
         self._loaded, self._steps = loaded, steps
         self._begin, self._make_room = begin, make_room
+        self._contexts = WeakSet[DflashRings]()  # of all sequences
         target, sizes = DraftTarget.of(loaded), BlockMemory.of(file)
         with device_errors(), room_for("loading a drafter"):
             with loading_kernels(kernels_of(file, target)):
-                memory = DeviceMemory(sizes.persistent, sizes.workspace)
-                self.block = DflashBlock.load(file, memory, target)
-            places = new((NUM_PLACES,), "int32")
-            self._staged, self._found = StagedRing(places), ReadBack(self.block.found)
+                self._memory = DeviceMemory(sizes.persistent, sizes.workspace)
+                self.block = DflashBlock.load(file, self._memory, target)
+            self._staged, self._found = StagedRing(self.block.places), ReadBack(self.block.found)
         self._table: RawArray | None = None  # of the contexts that the block reads
         self.fused = None
         if loaded.fused is not None and loaded.features is not None:
             block = DflashFusedDrafter(self.block, loaded.features)
             self.fused = CudaFusedSteps(loaded, block, steps, begin, make_room)
 
+    def close(self) -> None:
+        """Frees the device's memory once it is idle, that of all contexts too. Not to be used afterwards."""
+        for rings in self._contexts:
+            rings.close()
+        self._table = None
+        self._memory.close()
+
     def new_sequence(self) -> "CudaDflashSequence":
         """An empty sequence. It takes no memory before its first row."""
-        return CudaDflashSequence(self)
+        rings = DflashRings(self.block.spec)
+        self._contexts.add(rings)
+        return CudaDflashSequence(self, rings)
 
     def use(self, rings: DflashRings) -> None:
         """Makes the block read these contexts, with what is queued from now on."""
@@ -236,11 +255,10 @@ class CudaDflash:
 class CudaDflashSequence(CommittedRows[DflashRings]):
     """The context of one sequence. Raises OutOfMemoryError, GenerationFault and DeviceError."""
 
-    def __init__(self, drafting: "CudaDflash") -> None:
-        spec = drafting.block.spec
-        self._rings = DflashRings(spec)
-        super().__init__((self._rings,), MOST_WAITING)
-        self._drafting = drafting
+    def __init__(self, drafting: "CudaDflash", rings: DflashRings) -> None:
+        """rings: empty ones."""
+        super().__init__((rings,), MOST_WAITING)
+        self._drafting, self._rings = drafting, rings
 
     @property
     def spec(self) -> DflashSpec:

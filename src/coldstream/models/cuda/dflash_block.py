@@ -56,6 +56,7 @@ from coldstream.models.dflash.weights import (
 MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
 # Rows that wait for a draft, so that those between drafts are computed together: their products read the
 # weights once.
+LENGTH, ROOT, FIRST, COUNT, NUM_PLACES = 0, 1, 2, 3, 4  # of what the host writes before a draft or rows
 MOST_WAITING: Final = 64
 MOST_APPENDED: Final = MOST_WAITING - 1 + CHUNK_ROWS
 
@@ -122,6 +123,7 @@ class DflashBlock:
     found: int32, the candidates' ids and their log-probabilities as bits, in one piece that the host reads.
     candidate_ids, log_probs: views of it, [block_size − 1, K] and that or, of the second kind, [.., K, K].
     waiting: `FEATURE_TYPE` [MOST_WAITING, feature_size], where features lie that a captured step appends.
+    places: int32 [NUM_PLACES], for numbers that the host writes before a step.
     """
 
     def __init__(self, spec: DflashSpec, weights: DflashWeights, ops: CudaOps, target: DraftTarget) -> None:
@@ -147,6 +149,7 @@ class DflashBlock:
         self.log_probs = as_type(self.found[prod(shape) :], "float32").reshape(*scores)
         self._arrivals = ops.zeros((spec.block_size - 1,), "int32")
         self.waiting = ops.zeros((MOST_WAITING, spec.feature_size), FEATURE_TYPE)
+        self.places = ops.zeros((NUM_PLACES,), "int32")
 
     @classmethod
     def load(

@@ -85,6 +85,8 @@ class CudaRunner(ModelRunner):
         self._outputs = StepOutputs(spec.hidden_size)
         self.gives_hidden, self.aux_layers = limits.has_mtp, limits.aux_layers
         self._num_steps, self._can_make_room = 0, False
+        self._memory: DeviceMemory | None = None
+        self._drafters: list[CudaDflash] = []  # which have memory of their own
         try:
             with device_errors():
                 if limits.expert_bytes is not None:
@@ -102,7 +104,7 @@ class CudaRunner(ModelRunner):
 
     def _load(self, executor_factory: ExecutorFactory | None, progress: Progress | None) -> None:
         """Allocates all device memory and copies the weights, without a kernel of this package."""
-        memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
+        memory = self._memory = DeviceMemory(self.plan.weights + self.plan.caches, self.plan.workspace)
         host = self._partial.host if self._partial else None
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
         self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
@@ -184,7 +186,13 @@ class CudaRunner(ModelRunner):
             calls.synchronize()
             self._partial.close()
             self._partial = None
-        self.__dict__.pop("_loaded", None)
+        # Drafters, whom a closed model may still have, hold what was loaded.
+        while self._drafters:
+            self._drafters.pop().close()
+        if self._memory is not None:
+            self._memory.close()
+        for name in ("_loaded", "_host_logits"):
+            self.__dict__.pop(name, None)
         with suppress(ColdstreamError):  # of a device that has failed, or of a forked child
             allocations.trim()
 
@@ -384,7 +392,9 @@ class CudaRunner(ModelRunner):
     def load_dflash(self, file: DflashFile) -> CudaDflash:
         """A drafter for this model, which was loaded with its auxiliary layers. Raises as `CudaDflash`."""
         assert self.aux_layers == file.spec.aux_layers, "the runner keeps what the drafter reads"
-        return CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
+        drafter = CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
+        self._drafters.append(drafter)
+        return drafter
 
     def _begin_beside(self) -> None:
         """Before a step that is none of the model's, but uses its workspace."""

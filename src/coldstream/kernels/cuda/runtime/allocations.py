@@ -37,7 +37,7 @@ _OUT_OF_MEMORY: Final = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Allocation:
-    """Bytes from `address` on, freed by `free` when the last owner has gone.
+    """Bytes from `address` on, freed by `free` when the last owner has gone, or by `close`.
 
     At the interpreter's end nothing is freed: the context goes as a whole.
     """
@@ -47,6 +47,11 @@ class Allocation:
     def __init__(self, address: int, num_bytes: int, free: Callable[[], object]) -> None:
         self.address, self.num_bytes, self._free = address, num_bytes, free
 
+    def close(self) -> None:
+        """Frees the memory, whoever still holds this object. Calling twice is harmless."""
+        free, self._free = self._free, _nothing
+        free_later(free)
+
     # The defaults are still there when the module's names have gone.
     def __del__(
         self,
@@ -55,6 +60,10 @@ class Allocation:
     ) -> None:
         if not is_ending():
             free_later(self._free)
+
+
+def _nothing() -> None:
+    """What is left to do for memory that is freed."""
 
 
 def block(num_bytes: int) -> Allocation:
