@@ -10,6 +10,7 @@ after each of them and compared with what it held after a warm-up. The exit stat
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import re
@@ -35,19 +36,21 @@ from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.errors import OutOfMemoryError
+from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import Gpu, find_gpu
 from coldstream.kernels.cuda.runtime import calls, streams
 from coldstream.kernels.cuda.runtime.allocations import Allocation
 from coldstream.kernels.cuda.runtime.calls import checked
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.models.cuda import runner as cuda_runner
+from coldstream.models.read_spec import read_spec
 
 WARM_UPS: Final = 2  # cycles of each kind, and openings of each kind that fail
 MIB: Final = 2**20
 # Fragments of the host's allocator and caches of Python: less than any array that a model holds.
 RSS_BYTES_PER_CYCLE: Final = 2**16
 SETTLING_S: Final = 5.0  # within which the system takes a thread that has ended off its list
-RSS_STEP: Final = 10  # cycles between two figures that are written
+HOST_STEP: Final = 10  # cycles between two figures of the host's memory that are written
 
 Answers = tuple[tuple[int, ...], ...]
 Taken = Callable[[], AbstractContextManager[None]]  # inside, the device has no free memory
@@ -58,7 +61,7 @@ class Work:
     """What a model does before it is closed. lengths: of its prompts, in tokens."""
 
     lengths: tuple[int, ...] = (5, 600)
-    num_tokens: int = 24  # behind each prompt
+    num_tokens: int = 12  # behind each prompt
 
     def answers(self, opened: OpenedModel) -> Answers:
         """The tokens behind each prompt. Closes the model."""
@@ -90,11 +93,13 @@ class Refusal:
         return self.at_planning or self.takes_at is not None
 
 
-def refusals_of(kinds: Mapping[str, EngineConfig], longest: int) -> dict[str, Refusal]:
-    """By name, those of the kinds that there are. longest: the model's context."""
+def refusals_of(kinds: Mapping[str, EngineConfig]) -> dict[str, Refusal]:
+    """By name, those of the kinds that there are."""
     found = {"no memory for weights": Refusal("resident", at_planning=True)}
     if "partial" in kinds:
         least = _least_budget(kinds["partial"])
+        with GGUFFile.open(Path(kinds["partial"].model)) as file:
+            longest = read_spec(file.metadata, file.tensors).context_length
         found |= {
             "a budget below the least": Refusal("partial", {"vram": 1}),
             "a context beyond the budget": Refusal("partial", {"ctx_size": longest, "vram": least}),
@@ -180,7 +185,7 @@ def _after_planning(take: Callable[[], None]) -> Iterator[None]:
 
 
 def in_use() -> dict[str, int]:
-    """What there is of this process: bytes, and numbers of the rest. Nothing is collected before."""
+    """What there is of this process: bytes, and numbers of the rest. Garbage counts too."""
     free, total = calls.free_memory()
     pool = checked(driver.cuDeviceGetMemPool(calls.DEVICE))
     attributes = driver.CUmemPool_attribute
@@ -225,6 +230,26 @@ def _status(name: str) -> int:
     return 1024 * int(found[1]) if found else 0
 
 
+class _MallocInfo(ctypes.Structure):
+    """The C library's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcd"]
+    _fields_ += [("mapped", ctypes.c_size_t), ("e", ctypes.c_size_t), ("f", ctypes.c_size_t)]
+    _fields_ += [("used", ctypes.c_size_t), ("g", ctypes.c_size_t), ("h", ctypes.c_size_t)]
+
+
+def host_memory() -> dict[str, int]:
+    """Bytes in memory and bytes that `malloc` has given out; Python's own blocks of small objects."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return {
+        "rss_bytes": _status("VmRSS"),
+        "malloc_bytes": info.used + info.mapped,
+        "python_blocks": sys.getallocatedblocks(),
+    }
+
+
 def settled(num_threads: int) -> dict[str, int]:
     """`in_use`, once there are no more than so many threads, or after SETTLING_S."""
     deadline = time.monotonic() + SETTLING_S
@@ -234,42 +259,45 @@ def settled(num_threads: int) -> dict[str, int]:
 
 
 class Records:
-    """What was in use after each cycle and each refusal, beside what was after the warm-up."""
+    """What was in use after each cycle and each refusal, the first time after the warm-up."""
 
     def __init__(self) -> None:
-        self.first = in_use()
-        self._least, self._most = dict(self.first), dict(self.first)
-        self.rss: list[int] = []  # after each cycle
+        self.after = ["warm-up"]
+        self.values = {name: [value] for name, value in in_use().items()}
+        self.host: dict[str, list[int]] = {name: [] for name in host_memory()}  # after each cycle
 
-    def note(self) -> None:
-        for name, value in settled(self.first["threads"]).items():
-            self._least[name] = min(self._least[name], value)
-            self._most[name] = max(self._most[name], value)
+    def note(self, what: str) -> None:
+        self.after.append(what)
+        for name, value in settled(self.values["threads"][0]).items():
+            self.values[name].append(value)
 
-    def note_cycle(self) -> None:
-        self.note()
-        self.rss.append(_status("VmRSS"))
+    def note_cycle(self, kind: str) -> None:
+        for name, value in host_memory().items():
+            self.host[name].append(value)
+        self.note(kind)
 
     @property
     def changed(self) -> list[str]:
         """What was not the same all the time."""
-        return [name for name in self.first if self._least[name] != self._most[name]]
+        return [name for name, values in self.values.items() if len(set(values)) > 1]
 
     @property
-    def rss_growth(self) -> float:
-        """Bytes per cycle, of the straight line through all."""
-        return float(np.polyfit(range(len(self.rss)), self.rss, 1)[0])
+    def growth(self) -> dict[str, float]:
+        """Of the host's memory, per cycle, of the straight line through all."""
+        return {
+            name: float(np.polyfit(range(len(values)), values, 1)[0]) for name, values in self.host.items()
+        }
 
     def result(self) -> dict[str, Any]:
         """For the file."""
+        changed, growth = self.changed, self.growth
         return {
-            "is_flat": not self.changed and self.rss_growth <= RSS_BYTES_PER_CYCLE,
-            "changed": self.changed,
-            "after_warm_up": self.first,
-            "least": self._least,
-            "most": self._most,
-            "rss_bytes_per_cycle": self.rss_growth,
-            "rss_bytes": self.rss[::RSS_STEP],
+            "is_flat": not changed and growth["rss_bytes"] <= RSS_BYTES_PER_CYCLE,
+            "after_warm_up": {name: values[0] for name, values in self.values.items()},
+            "changed": {name: self.values[name] for name in changed},
+            "after": self.after if changed else [],
+            "host_growth_per_cycle": growth,
+            "host": {name: values[::HOST_STEP] for name, values in self.host.items()},
         }
 
 
@@ -312,9 +340,7 @@ def measure(
     """
     kinds = with_partial_budgets(kinds)
     cycles = Cycles(kinds, work or Work(), memory_taken)
-    opened = open_model(kinds["resident"])
-    refusals = refusals_of(kinds, opened.runner.spec.context_length)
-    opened.close()
+    refusals = refusals_of(kinds)
     for _ in range(WARM_UPS):
         for name, refusal in refusals.items():
             cycles.refuse(name, refusal)
@@ -324,14 +350,15 @@ def measure(
         if (0 < ran["resident_experts"] < ran["experts"]) != kind.startswith("partial"):
             raise RuntimeError(f"{kind}: {ran}")
     names = list(islice(cycle(refusals), num_refusals))
+    gc.collect()
     started, records = time.perf_counter(), Records()
     for number, kind in enumerate(islice(cycle(kinds), num_cycles)):
         # As many before each cycle as keep pace with it.
         for name in names[num_refusals * number // num_cycles : num_refusals * (number + 1) // num_cycles]:
             cycles.refuse(name, refusals[name])
-            records.note()
+            records.note(name)
         cycles.run(kind)
-        records.note_cycle()
+        records.note_cycle(kind)
     return {
         **records.result(),
         "cycles": num_cycles,

@@ -26,7 +26,7 @@ from coldstream.engine import EngineConfig
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.cuda.runtime.graphs import Graph
-from dflash_cases import MIXED, config, random_tensors, spec_of, write_converted
+from dflash_cases import write_drafter
 from host_device import HostDevice
 from host_driver import HostDriver
 from host_gpu import opened_on
@@ -48,15 +48,9 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(str(path), device="cuda", ctx_size=128, spec_type="none", threads=1)
 
 
-@pytest.fixture
-def drafter(tmp_path: Path) -> Path:
-    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=LAYERS)
-    values["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": 319}
-    return write_converted(tmp_path, values, random_tensors(spec_of(values)))
-
-
 @contextmanager
 def no_memory_left(driver: HostDriver) -> Iterator[None]:
+    allocations.trim()
     total, driver.total_bytes = driver.total_bytes, driver.taken_bytes
     try:
         yield
@@ -64,16 +58,16 @@ def no_memory_left(driver: HostDriver) -> Iterator[None]:
         driver.total_bytes = total
 
 
-def test_nothing_stays(driver: HostDriver, resident: EngineConfig, drafter: Path) -> None:
+def test_nothing_stays(driver: HostDriver, resident: EngineConfig, tmp_path: Path) -> None:
     partial = {"prefetch": 1}
-    drafts = {"spec_type": "dflash", "model_draft": str(drafter), "tree_budget": 3}
+    drafts = {"spec_type": "dflash", "model_draft": str(write_drafter(tmp_path, LAYERS)), "tree_budget": 3}
     kinds = {
         "resident": resident,
         "partial": replace(resident, **partial),
         "partial, dflash": replace(resident, **partial, **drafts),
     }
     found = measure(kinds, 6, 5, LITTLE, lambda: no_memory_left(driver))
-    assert found["changed"] == []
+    assert found["changed"] == {}
     assert found["after_warm_up"]["device_bytes"] == 0
     assert driver.registered == set()
     assert [each["count"] for each in found["refusals"].values()] == [1] * 5
@@ -137,7 +131,8 @@ def test_what_stays_is_found(driver: HostDriver, resident: EngineConfig) -> None
 )
 def test_memory_of_the_host_may_grow_by_little(driver: HostDriver, growth: int, is_flat: bool) -> None:
     records = Records()
-    records.rss = [growth * number for number in range(50)]
+    for values in records.host.values():
+        values += [growth * number for number in range(50)]
     assert records.result()["is_flat"] == is_flat
 
 
@@ -162,4 +157,4 @@ def test_other_tokens_than_before_are_an_error(driver: HostDriver, resident: Eng
 @pytest.mark.alone
 def test_nothing_stays_of_the_bundled_model_on_a_gpu() -> None:
     found = measure(demo_kinds(), 12, 10)
-    assert found["changed"] == []
+    assert found["changed"] == {}
