@@ -3,6 +3,8 @@
 The host's device has no products of four warps, so that its choice of tiles is that of devices without.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from cuda_gemm_cases import device_activations
@@ -11,7 +13,7 @@ from guarded import Guarded
 from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.gemm_tiles import least_tiling
+from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
@@ -32,19 +34,33 @@ def test_every_type(quant_type: QuantType) -> None:
             assert_same(out.checked(), linear_exact(x, weight))
 
 
-@pytest.mark.sharded
-@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
-def test_products_of_four_warps(quant_type: QuantType) -> None:
-    (tiling,) = (each for each in TILINGS[quant_type] if each.by_warpgroups)
-    sizes = [(512, 70), (2304, 9)]
-    if quant_type in BLOCK_TYPES:  # one block, some accumulators with one, or one more than others
-        sizes += [(64, 40), (7 * 64, 17), (33 * 64, 65)]
+def compare(tiling: Tiling, quant_type: QuantType, sizes: Sequence[tuple[int, int]]) -> None:
+    """A tiling's products of 150 weight rows with the reference's, by columns and rows of activations."""
     for cols, rows in sizes:
         weight, x = random_weight(quant_type, (150, cols), seed=cols), activations(rows, rows, cols)
         out = Guarded(rows, 150, device=CPU)
         codes = device_activations(x, quant_type, "cpu")
         launch_linear(PROGRAM, tiling, codes, on_gpu(weight, device="cpu"), out.tensor)
         assert_same(out.checked(), linear_exact(x, weight))
+
+
+# One block, some accumulators with one, or one more than others.
+BLOCK_SIZES = [(64, 40), (7 * 64, 17), (33 * 64, 65)]
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
+def test_products_of_four_warps(quant_type: QuantType) -> None:
+    (tiling,) = (each for each in TILINGS[quant_type] if each.by_warpgroups)
+    sizes = BLOCK_SIZES if quant_type in BLOCK_TYPES else []
+    compare(tiling, quant_type, [(512, 70), (2304, 9), *sizes])
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("quant_type", sorted(BLOCK_TYPES), ids=lambda t: t.name)
+def test_blocks_by_single_warps(quant_type: QuantType) -> None:
+    (tiling,) = (each for each in TILINGS[quant_type] if not each.by_warpgroups)
+    compare(tiling, quant_type, BLOCK_SIZES)
 
 
 @pytest.mark.sharded

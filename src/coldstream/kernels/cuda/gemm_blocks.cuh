@@ -1,5 +1,5 @@
-// Products with blocks of 32 or 64, straight from the bytes that were copied. Each block of 32 has a product
-// of its own, whose sums become floats and are scaled before the next ones are added.
+// Products with blocks of 32 or 64 by single warps, straight from the bytes that were copied. Each block of
+// 32 has a product of its own, whose sums become floats and are scaled before the next ones are added.
 #pragma once
 
 #include "cuda/gemm_gather.cuh"
@@ -43,10 +43,11 @@ struct BlockRows {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const auto& block = blocks[h];
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const SplitIndex word = {first_word, 4 * k};
-        a[2 * k + h] = shifted ? Weights::shifted_word(block, word) : Weights::word(block, word);
+      if constexpr (shifted) {
+        a[h] = Weights::shifted_word(block, SplitIndex{first_word, 0});
+        a[2 + h] = Weights::shifted_word(block, SplitIndex{first_word, 4});
+      } else {
+        Weights::two_words(block, SplitIndex{first_word, 0}, a[h], a[2 + h]);
       }
       d[h] = Weights::d(block);
       if constexpr (Weights::has_mins) minima[h] = Weights::minimum(block);
@@ -161,78 +162,11 @@ __device__ __forceinline__ void add_run(const BlockStage<T>& stage, uint32_t cod
   }
 }
 
-// The floats of 8 * nt activation rows from the integers of a product of four warps.
-template <class T, int nt, class Rows>
-__device__ __forceinline__ void add_products(const Rows& rows, const int (&products)[nt][4],
-                                             const uint8_t* words, float (&p)[T::nt][4]) {
-#pragma unroll
-  for (int first = 0; first < nt; first += 2) {
-    const float4 scales = *reinterpret_cast<const float4*>(words + T::scales_at + 8 * first);
-    float4 code_sums;
-    if constexpr (T::Weights::has_mins)
-      code_sums = *reinterpret_cast<const float4*>(words + T::sums_at + 8 * first);
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      float sums[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums[i] = float(products[first + k][i]);
-      rows.add(sums, k ? make_float2(scales.z, scales.w) : make_float2(scales.x, scales.y),
-               k ? make_float2(code_sums.z, code_sums.w) : make_float2(code_sums.x, code_sums.y),
-               p[first + k]);
-    }
-  }
-}
-
-// The same by products of four warps: while one becomes floats, the next runs. Of entries beyond the last,
-// the last one's products are begun and left.
-template <class T, int nt>
-__device__ __forceinline__ void add_run_by_warpgroups(const BlockStage<T>& stage, uint32_t codes, int entry,
-                                                      int end, int block,
-                                                      float (&p)[T::num_sums][T::mt][T::nt][4]) {
-  const auto describe = [&](uint32_t entry) {
-    return describe_swizzled_from(codes,
-                                  entry / 4 * (T::tokens * swizzled_row_bytes) + entry % 4 * small_block);
-  };
-  const int first = entry, first_word = stage.first_word(block);
-  const uint32_t begins[2] = {stage.begin(0, block), stage.begin(1, block)};
-  int products[2][nt][4];
-  const auto start = [&](auto& rows, int (&into)[nt][4], int at) {
-    begin_products();
-    multiply_by_four<false>(into, rows.a, describe(at), false);
-    commit_products();
-  };
-  const auto add = [&](const auto& rows, int (&from)[nt][4], int at, float (&sums)[T::nt][4]) {
-    take_products(from);
-    if (at < end) add_products<T, nt>(rows, from, stage.words_of(at), sums);
-  };
-#pragma unroll 1
-  for (; entry < end; entry += 4) {
-    const int last = end - 1, number = entry - first;
-    const auto rows_0 = stage.template load<false, 0>(entry, begins, number, first_word);
-    start(rows_0, products[0], entry);
-    const auto rows_1 = stage.template load<false, 1>(min(entry + 1, last), begins, number + 1, first_word);
-    start(rows_1, products[1], min(entry + 1, last));
-    wait_for_products<1>();
-    add(rows_0, products[0], entry, p[0][0]);
-    const auto rows_2 = stage.template load<false, 0>(min(entry + 2, last), begins, number + 2, first_word);
-    start(rows_2, products[0], min(entry + 2, last));
-    wait_for_products<1>();
-    add(rows_1, products[1], entry + 1, p[1][0]);
-    const auto rows_3 = stage.template load<false, 1>(min(entry + 3, last), begins, number + 3, first_word);
-    start(rows_3, products[1], min(entry + 3, last));
-    wait_for_products<1>();
-    add(rows_2, products[0], entry + 2, p[0][0]);
-    wait_for_products<0>();
-    add(rows_3, products[1], entry + 3, p[1][0]);
-  }
-}
-
 // Where the lane's products find the activations' codes of a stage.
 template <class T>
 __device__ __forceinline__ uint32_t codes_of(const Fragment& at, const uint8_t* stage) {
-  const uint32_t codes = shared_address(stage + T::codes_at);
-  if constexpr (T::by_warpgroups) return same_for_warp(codes);
-  return codes + (at.column * 8 + at.lane % 8) * code_pitch + at.lane / 8 % 2 * 16;
+  return shared_address(stage + T::codes_at) + (at.column * 8 + at.lane % 8) * code_pitch +
+         at.lane / 8 % 2 * 16;
 }
 
 // Adds the blocks of a stage from `position` on, which are in the order of memory.
@@ -262,10 +196,7 @@ __device__ __forceinline__ void add_leaves(int num_blocks, const Fragment& at, c
   const uint32_t codes = codes_of<T>(at, stage);
   for (int entry = 0; entry < stage_blocks && position.leaf < 8;) {
     const int count = min(position.rest_of_leaf(num_blocks), stage_blocks - entry);
-    if constexpr (T::by_warpgroups)
-      add_run_by_warpgroups<T, nt>(blocks, codes, entry, entry + count, position.group, sums.p);
-    else
-      add_run<T, nt>(blocks, codes, entry, entry + count, position.group, sums.p);
+    add_run<T, nt>(blocks, codes, entry, entry + count, position.group, sums.p);
     entry += round_up(count, 2);
     const BlockWalk following = position.after(count, num_blocks);
     if (following.leaf != position.leaf) sums.template close<nt>(position.leaf, following.leaf);
@@ -287,11 +218,9 @@ template <class T>
 __device__ __forceinline__ void add_blocks_of(int count, int num_blocks, const Fragment& at,
                                               const uint8_t* stage, BlockWalk& position,
                                               Accumulators<T>& sums) {
-  if constexpr (T::by_warpgroups)
-    see_copies();
-  else if (count <= 8 * T::columns)
-    return add_blocks<T, 1>(num_blocks, at, stage, position, sums);
-  if (T::nt == 2 || count <= 16 * T::columns)
+  if (count <= 8 * T::columns)
+    add_blocks<T, 1>(num_blocks, at, stage, position, sums);
+  else if (T::nt == 2 || count <= 16 * T::columns)
     add_blocks<T, 2>(num_blocks, at, stage, position, sums);
   else if (T::nt == 4 || count <= 32 * T::columns)
     add_blocks<T, (T::nt < 4 ? T::nt : 4)>(num_blocks, at, stage, position, sums);

@@ -30,6 +30,7 @@ template <class Weights_, int mt_, int nt_, int warp_rows, int warp_columns, int
           bool by_warpgroups_ = false>
 struct Tiling {
   static constexpr int blocks = blocks_;  // on a multiprocessor
+  static constexpr bool shares = false;   // the inputs of a tile among warpgroups
   static constexpr bool by_warpgroups = by_warpgroups_;
   using Weights = Weights_;
   using Group = WeightGroup<Weights>;
@@ -38,6 +39,8 @@ struct Tiling {
   static constexpr int warps = warp_rows * warp_columns;  // that multiply
   static constexpr int multiplying_threads = warp_size * warps;
   static constexpr int threads = multiplying_threads + copying_threads;
+  // A multiprocessor's registers, for 128 threads that copy and 256 that multiply by warpgroups.
+  static constexpr int copying_registers = 72, multiplying_registers = 216;
   static constexpr bool gathers = !Weights::is_super;  // single blocks, see gemm_gather.cuh
   // Of blocks of 32 two accumulators are added at a time, j and j + 4. Where few activation rows leave
   // registers for all eight, blocks come in the order of memory, so that sectors are read once.
@@ -75,7 +78,7 @@ struct Tiling {
   static_assert(tokens % 16 == 0);
   static_assert(Group::in_place || gathers || rows * weight_pitch % (copy_bytes * copying_threads) == 0);
   static_assert(!by_warpgroups || (mt == 1 && columns == 1 && warps % 4 == 0));
-  static_assert(!gathers || mt == 1);
+  static_assert(!gathers || (mt == 1 && !by_warpgroups));  // warpgroups: ShareTiling
 
   // Where a token's codes lie; 16 bytes from chunk to chunk of 16, or swizzled.
   __device__ static constexpr int code_place(int token, int chunk) {

@@ -3,7 +3,7 @@
 // multiply; both sides meet at barriers in shared memory, so that no warp waits for all others.
 #pragma once
 
-#include "cuda/gemm_blocks.cuh"
+#include "cuda/gemm_shares.cuh"
 #include "cuda/gemm_unpack.cuh"
 #include "cuda/gemm_warpgroups.cuh"
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void fill_lookups(uint8_t* shared) {
   meet_at<T::multiplying_threads>(1);
 }
 
-// The warps that multiply, each for itself or in fours.
+// The warps that multiply whole groups, each for itself or in fours.
 template <class T, class Job>
 __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
   uint8_t* const unpacked = shared + T::stages * T::stage_bytes;
@@ -96,20 +96,28 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
     init_barrier(stage + T::full_at, 2 * copying_threads);  // what a thread stores itself, and what it copies
     init_barrier(stage + T::empty_at, T::warps);
   }
+  if constexpr (T::shares) {
+    if (threadIdx.x == T::stages) init_barrier(address + T::read_at, T::warps);
+  }
   __syncthreads();
   wait_for_previous_grid();
   const bool is_copying = threadIdx.x >= T::multiplying_threads;
   if constexpr (T::by_warpgroups) {
     if (is_copying)
-      give_registers<copying_registers>();
+      give_registers<T::copying_registers>();
     else
-      take_registers<multiplying_registers>();
+      take_registers<T::multiplying_registers>();
   }
-  if (!is_copying) return multiply<T>(job, shared);
-  if constexpr (T::gathers)
-    BlockCopier<T, Job>(job, address).run();
-  else
-    Copier<T, Job>(job, address).run();
+  if constexpr (T::shares) {
+    if (!is_copying) return multiply_shares<T>(job, shared);
+    ShareCopier<T, Job>(job, shared).run();
+  } else {
+    if (!is_copying) return multiply<T>(job, shared);
+    if constexpr (T::gathers)
+      BlockCopier<T, Job>(job, address).run();
+    else
+      Copier<T, Job>(job, address).run();
+  }
 }
 
 }  // namespace coldstream::gemm

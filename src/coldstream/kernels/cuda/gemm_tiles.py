@@ -41,6 +41,8 @@ HALVED = frozenset({QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ3_S})
 IN_PLACE = frozenset(kind for kind in INTEGER_TYPES if kind.block_bytes % WINDOW == 0)
 BLOCK_SIZE = 32
 STAGE_BLOCKS = 8  # of 32 inputs, in a stage of blocks of 32 or 64
+SHARERS, SHARED_BLOCKS = 4, 16  # warpgroups that share a tile's inputs, and blocks of 32 in a stage of it
+TILE_BYTES = 32  # a barrier with what aligns it, and a header
 SWIZZLE_BYTES = 1024
 
 
@@ -121,6 +123,34 @@ class Tiling:
         return (min(num_tiles, device_limits().num_processors * self.blocks), 1, 1)
 
 
+class ShareTiling(Tiling):
+    """Tiles of blocks of 32 or 64, whose inputs four warpgroups share; see `gemm_shares.cuh`."""
+
+    @classmethod
+    def of(cls, quant_type: QuantType) -> "ShareTiling":
+        """The tiling of a type."""
+        return cls(quant_type, 1, 8, 4, 1, stages=2, by_warpgroups=True)
+
+    @functools.cached_property
+    def name(self) -> str:
+        return f"ShareTiling<{self.quant_type.name}, {self.stages}>"
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warp_rows * self.warp_columns * SHARERS + COPYING_WARPS)
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        kind, stage_codes = self.quant_type, BLOCK_SIZE * SHARED_BLOCKS
+        word_bytes = 4 * (self.tokens + 4) * SHARED_BLOCKS
+        stage_bytes = HEADER_BYTES + (1 + (kind in MINIMUM_TYPES)) * word_bytes + 4 * self.rows
+        row_bytes = round_up(kind.row_bytes(stage_codes) + WINDOW - kind.alignment, WINDOW) | WINDOW
+        stage_bytes = round_up(stage_bytes, SWIZZLE_BYTES) + stage_codes * self.tokens + row_bytes * self.rows
+        sums_bytes = 4 * SHARERS * self.rows * self.tokens
+        tile_bytes = TILE_BYTES + 8 * self.rows + 4 * self.tokens
+        return self.stages * round_up(stage_bytes, SWIZZLE_BYTES) + sums_bytes + tile_bytes
+
+
 def group_pitch(quant_type: QuantType) -> int:
     """Bytes from row to row for super-blocks, which may begin anywhere in a window."""
     if quant_type in IN_PLACE:
@@ -135,10 +165,10 @@ def block_room(quant_type: QuantType) -> int:
 
 def dense_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:
     """Tilings for all rows of a matrix, in order of preference."""
-    is_large = block_room(quant_type) > 2 * WINDOW or quant_type in MINIMUM_TYPES
-    stages = 2 if quant_type in BLOCK_TYPES and is_large else 3
+    if quant_type in BLOCK_TYPES:
+        return ShareTiling.of(quant_type), Tiling(quant_type, 1, 4, 4, 2, 2)
     numbers = (1, 4, 8, 2, 3) if quant_type in IN_PLACE else (1, 4, 4, 2, 2)
-    return Tiling(quant_type, 1, 8, 8, 1, stages, by_warpgroups=True), Tiling(quant_type, *numbers)
+    return Tiling(quant_type, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(quant_type, *numbers)
 
 
 def least_tiling(quant_type: QuantType) -> Tiling:

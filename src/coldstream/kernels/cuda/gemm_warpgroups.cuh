@@ -8,9 +8,6 @@
 
 namespace coldstream::gemm {
 
-// A multiprocessor's registers, for 128 threads that copy and 256 that multiply.
-constexpr int copying_registers = 72, multiplying_registers = 216;
-
 // The sums of both planes of one group, or of the low one alone.
 template <class T, int nt, bool has_high, bool is_halved>
 struct PlaneProducts {

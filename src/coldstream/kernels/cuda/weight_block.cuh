@@ -68,6 +68,13 @@ struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
   // Whether `product` takes the codes of x in the order of `interleave`.
   static constexpr bool interleaves_x = false;
 
+  // Words w and w + 4; w is one of the first four of 32 codes.
+  template <class B>
+  __device__ static __forceinline__ void two_words(const B& block, SplitIndex w, uint32_t& first,
+                                                   uint32_t& second) {
+    first = Own::word(block, w);
+    second = Own::word(block, w + SplitIndex{0, 4});
+  }
   // I of a block of 32.
   template <class B>
   __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {

@@ -88,7 +88,7 @@ struct Q5_0 : SmallBlock<Q5_0, q5_0, 22> {
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
-    return subtract<16>(nibbles_of_32(block, 6, w) | spread_bits(block.word(2) >> 4 * w) << 4);
+    return spread_bits(~block.word(2) >> 4 * w) * 0xf0 + nibbles_of_32(block, 6, w);
   }
   // The fifth bits become the top bits of the bytes, inverted: 128 is taken away.
   template <class B, class W>
@@ -108,7 +108,7 @@ struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
-    return nibbles_of_32(block, 8, w) | spread_bits(block.word(4) >> 4 * w) << 4;
+    return spread_bits(block.word(4) >> 4 * w) * 16 + nibbles_of_32(block, 8, w);
   }
   template <class B>
   __device__ static __forceinline__ float minimum(const B& block) {
@@ -153,6 +153,11 @@ struct IQ4_NL : SmallBlock<IQ4_NL, iq4_nl, 18> {
     return look_up(iq4_values, nibbles_of_32(block, 2, w));
   }
   template <class B>
+  __device__ static __forceinline__ void two_words(const B& block, SplitIndex w, uint32_t& first,
+                                                   uint32_t& second) {
+    look_up_nibbles(iq4_values, block.word(2 + w * 4), first, second);
+  }
+  template <class B>
   __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
     const SplitSum sum = split_product(iq4_split, block, 2, x);
     return sum.high - sum.low;
@@ -165,6 +170,11 @@ struct MXFP4 : SmallBlock<MXFP4, mxfp4, 17> {
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
     return look_up(e2m1_doubled, nibbles_of_32(block, 1, w));
+  }
+  template <class B>
+  __device__ static __forceinline__ void two_words(const B& block, SplitIndex w, uint32_t& first,
+                                                   uint32_t& second) {
+    look_up_nibbles(e2m1_doubled, block.word(1 + w * 4), first, second);
   }
   template <class B>
   __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
