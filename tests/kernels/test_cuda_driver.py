@@ -93,3 +93,11 @@ def test_what_is_new_enough() -> None:
 
 def test_the_driver_has_a_version_or_is_unknown() -> None:
     assert driver_version() == "unknown" or driver_version()[0].isdigit()
+
+
+def test_the_kernel_module_says_its_version_before_any_library(tmp_path: Path) -> None:
+    module = tmp_path / "version"
+    module.write_text("580.95.05\n")
+    assert driver_version(module) == "580.95.05"
+    module.write_bytes(b"\xff\xfe")
+    assert driver_version(module) == driver_version(tmp_path / "none")

@@ -4,12 +4,15 @@ Needs no package and loads nothing but the driver's own libraries. Unit of work:
 """
 
 import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from coldstream.kernels.cuda.ahead import DRIVER
 
 MANAGEMENT: Final = "libnvidia-ml.so.1"  # NVIDIA's library for management
+MODULE_VERSION: Final = Path("/sys/module/nvidia/version")  # as Linux shows it, where it loads the driver
 UNKNOWN: Final = "unknown"
 MIN_CAPABILITY: Final = (8, 0)  # integer matrix instructions and asynchronous copies
 MIN_CUDA: Final = (13, 0)  # whose bindings and compiler the extra `cuda` installs
@@ -63,8 +66,14 @@ def served_cuda() -> tuple[int, int] | None:
         return None
 
 
-def driver_version() -> str:
-    """The driver's version as nvidia-smi shows it; "unknown" where the library for management is missing."""
+def driver_version(module: Path = MODULE_VERSION) -> str:
+    """The driver's version as nvidia-smi shows it; "unknown" where nothing says it.
+
+    From the kernel's module, or the library for management, which takes some tenths of a second to begin.
+    """
+    with suppress(OSError, UnicodeDecodeError):
+        if version := module.read_text().strip():
+            return version
     text = ctypes.create_string_buffer(80)
     try:
         library = ctypes.CDLL(MANAGEMENT)
