@@ -78,7 +78,7 @@ def _key(source: Path, instance: str, arch: str) -> str:
     _, *version = nvrtc.nvrtcVersion()  # major and minor
     digest = hashlib.sha256(repr((instance, arch, OPTIONS, version)).encode())
     for path in sorted(_closure(source)):
-        digest.update(path.read_bytes())
+        digest.update(_contents(path, path.stat().st_mtime_ns)[0])
     return digest.hexdigest()[:32]
 
 
@@ -89,9 +89,16 @@ def _closure(source: Path) -> set[Path]:
         path = new.pop()
         if path not in found:
             found.add(path)
-            for name in map(bytes.decode, INCLUDE.findall(path.read_bytes())):
+            for name in _contents(path, path.stat().st_mtime_ns)[1]:
                 new += SOURCES_OF_GENERATED.get(name, (KERNELS / name,))
     return found
+
+
+@cache
+def _contents(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
+    """The bytes of a file as it was at that time, and what it includes."""
+    text = path.read_bytes()
+    return text, tuple(map(bytes.decode, INCLUDE.findall(text)))
 
 
 @cache
