@@ -14,7 +14,7 @@ def unusable() -> None:
 
 def test_a_gpu_that_cannot_be_used_is_named_and_the_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: True)
-    monkeypatch.setattr(device_choice, "find_gpu", unusable)
+    monkeypatch.setattr(device_choice, "check_software", unusable)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu) == ("cpu", None)
     assert warnings == ("there is a GPU, but the CPU computes: device cuda: too old",)
@@ -27,3 +27,15 @@ def test_without_a_gpu_there_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_choice, "gpu_is_visible", lambda: False)
     config, gpu, warnings = choose_device(EngineConfig("m.gguf"))
     assert (config.device, gpu, warnings) == ("cpu", None, ())
+
+
+def test_what_computes_is_imported_while_the_driver_makes_its_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(device_choice, "check_software", lambda: done.append("checked"))
+    monkeypatch.setattr(device_choice.ahead, "begin", lambda: done.append("begun"))
+    monkeypatch.setattr(device_choice, "import_module", done.append)
+    monkeypatch.setattr(device_choice, "find_gpu", lambda: done.append("waited"))
+    choose_device(EngineConfig("m.gguf", device="cuda"))
+    assert done == ["checked", "begun", "coldstream.models.cuda.runner", "waited"]

@@ -2,13 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from typing import Final
 
 from coldstream.errors import DeviceError
-from coldstream.kernels.cuda.device import INSTALL, Gpu, find_gpu, gpu_is_visible, missing_packages
+from coldstream.kernels.cuda import ahead
+from coldstream.kernels.cuda.device import (
+    INSTALL,
+    Gpu,
+    check_software,
+    find_gpu,
+    gpu_is_visible,
+    missing_packages,
+)
 from coldstream.planning.config import EngineConfig
 
 # Called with the name of the current task, the amount done and the whole amount.
 OpenProgress = Callable[[str, int, int], None]
+
+_RUNNER: Final = "coldstream.models.cuda.runner"  # whose packages a machine without a GPU may not have
 
 
 def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple[str, ...]]:
@@ -20,6 +32,9 @@ def choose_device(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, tuple
     if config.device == "cpu" or (not _asks_for_a_gpu(config) and not gpu_is_visible()):
         return replace(config, device="cpu"), None, ()
     try:
+        check_software()
+        ahead.begin()
+        import_module(_RUNNER)  # beside the driver, which makes its context
         return replace(config, device="cuda"), find_gpu(), ()
     except DeviceError as error:
         if _asks_for_a_gpu(config):

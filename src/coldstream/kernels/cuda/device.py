@@ -54,8 +54,8 @@ def nvrtc_version() -> tuple[int, int] | None:
     return (int(major), int(minor)) if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
 
 
-def find_gpu() -> Gpu:
-    """The current device. Raises DeviceError, saying what is missing, if this package cannot use it."""
+def check_software() -> None:
+    """Raises DeviceError, saying what is missing, for packages and a driver that cannot do. Loads none."""
     if missing := missing_packages():
         no_gpu = "" if gpu_is_visible() else ", and the driver shows no GPU (check nvidia-smi)"
         raise DeviceError(
@@ -63,6 +63,11 @@ def find_gpu() -> Gpu:
         )
     if problem := old_driver(served_cuda()):
         raise DeviceError(f"device cuda: {problem}, or use device cpu")
+
+
+def find_gpu() -> Gpu:
+    """The current device. Raises DeviceError, saying what is missing, if this package cannot use it."""
+    check_software()
     ahead.begin()
     from coldstream.kernels.cuda.limits import device_limits
     from coldstream.kernels.cuda.runtime import calls
