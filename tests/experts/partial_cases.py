@@ -75,10 +75,10 @@ class DecodeSteps:
         self.ops = _Ops(HostMemory(), 256, 512, executor)
         assert isinstance(self.ops.executor, PartialExecutor)
         self.executor = self.ops.executor
-        self.partial.attach(self.executor)
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
         routers = [self._floats(self.spec.num_experts) for _ in self.weights]
         self.executor.number_layers(zip(routers, self.weights, strict=True))
+        self.partial.attach(self.executor)
         self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None

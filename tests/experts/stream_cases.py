@@ -53,7 +53,8 @@ def open_host(
         stacks = []
         for name in ("gate", "up", "down"):
             info = file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
-            weight, source, mapped = host.map_weight(file, info)
+            weight, source = host.map_weight(file, info)
+            mapped = host.device_address(source)
             num_experts, rows, cols = info.shape
             table = torch.zeros(num_experts, dtype=torch.int64)
             step = info.num_bytes // num_experts

@@ -92,9 +92,9 @@ class Steps:
         }
         assert isinstance(self.ops.model_executor, LayerExecutor)
         self.executor = self.ops.model_executor
-        self.partial.attach(self.executor)
         self.weights = [self._weights(layer) for layer in range(NUM_LAYERS)]
         self.executor.number_layers(self.weights)
+        self.partial.attach(self.executor)
         self.ops._uploads.clear()
         self._fill_resident()
 

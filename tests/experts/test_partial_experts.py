@@ -129,9 +129,13 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
 def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
     with decode_steps_of(path, whole_layers=[1]) as runner:
         partial = [0, 2, 3]
-        assert [stacks[2] for stacks in runner.executor.tables.layers] == [
-            runner.weights[i].down for i in partial
-        ]
+        found = [stacks[2] for stacks in runner.executor.tables.layers]
+        downs = [runner.weights[i].down for i in partial]
+        assert [each.source for each in found] == [down.source for down in downs]
+        assert all(each.addresses is down.addresses for each, down in zip(found, downs, strict=True))
+        addresses = [runner.partial.host.device_address(each.source) for each in found]
+        assert [each.mapped for each in found] == addresses
+        assert all(addresses), "which the device reads from then on"
         assert len(runner.partial.host.server.work()) == len(partial)
         stream = runner.executor.prefill.stream
         assert stream is not None

@@ -63,8 +63,8 @@ class DecodeExperts:
             self._beside = streams.Stream()
         self._has_forked = False  # whether the current step has work on `_beside`
 
-    def number_layers(self) -> None:
-        """Call once, after `PartialTables.number`.
+    def connect(self) -> None:
+        """Call once, after `PartialTables.connect`.
 
         If the device cannot read experts over the bus, the CPU computes all missing ones. Steps have no more
         rows than a mailbox takes then.
@@ -82,7 +82,8 @@ class DecodeExperts:
         """See `Executor`; `Routing.places` says where all experts are computed."""
         tokens, ranks = x.shape[0], weights.num_experts_per_tok
         is_one_launch = self._kernels.routes_at_once(tokens, weights.shared_gate)
-        layer, stacks = self._tables.number_of(experts), stacks_of(experts)
+        layer = self._tables.number_of(experts)
+        stacks = self._tables.layers[layer]
         places = Partition(
             self._device.empty(len(stacks), len(stacks[0].addresses), dtype="int64"),
             self._device.empty(tokens, ranks, dtype="int32"),

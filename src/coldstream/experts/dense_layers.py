@@ -47,8 +47,8 @@ class _MissingLayer:
 class LayerExecutor(ResidentExecutor):
     """A `ModelExecutor` over weights on the device, a ring of `ring_bytes`, the mapped file and the CPU.
 
-    whole_layers: layers whose FFN is on the device. Call `number_layers` before the first step, and set
-    `times` to the plan's. `host` is None over a `MemoryPlan`.
+    whole_layers: layers whose FFN is on the device. Call `number_layers` and then `connect` before the first
+    step, and set `times` to the plan's. `host` is None over a `MemoryPlan`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LayerExecutor(ResidentExecutor):
             if isinstance(weights.gate, ExpertTable):
                 number = len(self._missing)
                 stacks = (weights.gate, weights.up, weights.down)
-                self._missing.append(_MissingLayer(stacks, tuple(map(self._page_locked, stacks))))
+                self._missing.append(_MissingLayer(stacks, tuple(stack.source for stack in stacks)))
                 if self._host is not None:
                     self._host.add_layer(stacks)
             self._numbers[id(weights.gate)] = number
@@ -106,12 +106,23 @@ class LayerExecutor(ResidentExecutor):
         if self._place_bytes > self._ring.numel():
             raise ValueError(f"an FFN of {self._place_bytes} bytes, a ring of {self._ring.numel()}")
 
-    def _page_locked(self, stack: ExpertTable) -> int:
+    def connect(self) -> None:
+        """Call once before the first step: from then on the device copies missing layers.
+
+        Waits until the file is locked for it. Raises as `HostExperts.device_address`, and ModelChangedError.
+        """
+        if self._host is not None:
+            self._missing = [
+                replace(layer, sources=tuple(self._page_locked(self._host, stack) for stack in layer.stacks))
+                for layer in self._missing
+            ]
+
+    def _page_locked(self, host: HostExperts, stack: ExpertTable) -> int:
         """The address of page-locked bytes of a matrix: the mapping, or a copy."""
-        if self._host is None or stack.mapped:
+        if host.device_address(stack.source):
             return stack.source
         self._pinned.append(allocations.page_locked((stack.matrix_bytes,), "uint8"))
-        read_host(self._host, stack.source, self._pinned[-1])
+        read_host(host, stack.source, self._pinned[-1])
         address: int = self._pinned[-1].ctypes.data
         return address
 
@@ -191,8 +202,7 @@ class LayerExecutor(ResidentExecutor):
         """Asks the CPU for a layer, as for the only expert of every row."""
         rows = x.shape[0]
         places = Partition(self._addresses, self._cpu_ids[:rows])
-        unread = [replace(stack, mapped=0) for stack in self._missing[number].stacks]
-        sharing = sharing_of(unread, self._no_bus, self._mailbox, number, places, self._used)
+        sharing = sharing_of(self._missing[number].stacks, self._no_bus, self._mailbox, number, places, self._used)
         self._device.launch(partition_experts_cuda, self._ids[:rows], x.values, sharing)
         box = self._mailbox
         return ExpertOutputs(
@@ -243,8 +253,9 @@ class PartialLayers:
         self._num_running = 0
 
     def attach(self, executor: ModelExecutor) -> None:
-        """Call once, before the executor's first step."""
+        """Call once, before the executor's first step. Waits until the mapped file is locked."""
         assert isinstance(executor, LayerExecutor)
+        executor.connect()
         executor.times = self._plan.miss_times
 
     def must_wait(self, rows: int) -> bool:

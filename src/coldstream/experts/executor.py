@@ -29,7 +29,7 @@ class PartialExecutor(WithWholeFfns):
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
-    `number_layers` before the first step. `host` is None over a `MemoryPlan`. Prefill steps use all of the
+    `number_layers` and then `connect` before the first step. `host` is None over a `MemoryPlan`. Prefill steps use all of the
     ring. Decode steps use its beginning for prefetched experts, and the rest for staged ones.
     """
 
@@ -63,8 +63,15 @@ class PartialExecutor(WithWholeFfns):
         ValueError for experts that do not fit into the ring.
         """
         self.tables.number(layers)
-        self.decode.number_layers()
         self.prefill.number_layers()
+
+    def connect(self) -> None:
+        """Call once before the first step: from then on the device reads experts over the bus, if it can.
+
+        Waits until the file is locked for it. Raises as `HostExperts.device_address`.
+        """
+        self.tables.connect()
+        self.decode.connect()
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""

@@ -46,7 +46,7 @@ class HostExperts:
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
     def map_ahead(self, file: GGUFFile, shards: Collection[int]) -> None:
-        """Begins to map and register `shards` of a file on a thread. `map_weight` waits for it."""
+        """Begins to register `shards` of a file on a thread. `device_address` waits for it."""
         if self.pool is not None:
             return
         pool = ThreadPoolExecutor(1)
@@ -55,22 +55,32 @@ class HostExperts:
             self._begun[mapped.address] = pool.submit(_register, mapped)
         pool.shutdown(wait=False)  # the thread ends with its work
 
-    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int, int]:
-        """A stack of experts, the address at which it is mapped, and its address for the device.
+    def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
+        """A stack of experts, and the address at which it is mapped.
 
-        The last one is 0 if the device cannot read it. With a pool the mapping is never read: its addresses
-        name places in the file.
+        With a pool the mapping is never read: its addresses name places in the file.
         """
         weight = self.ops.map_weight(file, info)
         mapped = self.ops.mapped_file(file, info.shard)
         self._places[mapped.address] = (file, info.shard, mapped.size)
         if self.pool is not None:
-            return self.pool.weight(info, weight.address), weight.address, 0
-        if mapped.address not in self._registered:
-            begun = self._begun.pop(mapped.address, None)
-            self._registered[mapped.address] = _register(mapped) if begun is None else begun.result()
-        registered = self._registered[mapped.address]
-        return weight, weight.address, 0 if registered is None else weight.address + registered.offset
+            return self.pool.weight(info, weight.address), weight.address
+        return weight, weight.address
+
+    def device_address(self, address: int) -> int:
+        """Where the device reads what is mapped at `address`; 0 if it cannot. Waits for the registration.
+
+        ValueError for an address of no model's file. Raises as `RegisteredMemory.register`.
+        """
+        if self.pool is not None:
+            return 0
+        begin, (file, shard, _) = self._place_of(address)
+        if begin not in self._registered:
+            begun = self._begun.pop(begin, None)
+            mapped = self.ops.mapped_file(file, shard)
+            self._registered[begin] = _register(mapped) if begun is None else begun.result()
+        registered = self._registered[begin]
+        return 0 if registered is None else address + registered.offset
 
     @property
     def is_readable(self) -> bool:
@@ -79,9 +89,14 @@ class HostExperts:
 
     def locate(self, address: int) -> tuple[GGUFFile, int, int]:
         """The file, shard and offset in it that are mapped at `address`. ValueError if none is."""
-        for begin, (file, shard, size) in self._places.items():
-            if begin <= address < begin + size:
-                return file, shard, address - begin
+        begin, (file, shard, _) = self._place_of(address)
+        return file, shard, address - begin
+
+    def _place_of(self, address: int) -> tuple[int, tuple[GGUFFile, int, int]]:
+        """Where the part of a file begins that is mapped at `address`, and which part it is."""
+        for begin, place in self._places.items():
+            if begin <= address < begin + place[2]:
+                return begin, place
         raise ValueError(f"no model file is mapped at {address:#x}")
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> int:

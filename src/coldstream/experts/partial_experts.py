@@ -102,8 +102,9 @@ class PartialExperts:
         self._steps_until_growth = 0  # 0: all slots are there
 
     def attach(self, executor: ModelExecutor) -> None:
-        """Call once, before the executor's first step."""
+        """Call once, before the executor's first step. Waits until the mapped file is locked."""
         assert isinstance(executor, PartialExecutor)
+        executor.connect()
         self._executor = executor
         if executor.prefetch is not None:
             self._guesses = GuessCounter(executor.decode.chosen.num_layers, executor.prefetch.distance)

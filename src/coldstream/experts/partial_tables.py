@@ -1,6 +1,7 @@
 """Tables of expert addresses for the layers that may have experts outside the device."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -16,8 +17,8 @@ class PartialTables:
     """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
     `layers` has the tables of each layer that may miss an expert, and `routers` its router's weight. They are
-    in the model's order without `whole_layers`, as `slot_shares` numbers them. `host` is None over a
-    `MemoryPlan`.
+    in the model's order without `whole_layers`, as `slot_shares` numbers them. The device reads experts over
+    the bus only after `connect`. `host` is None over a `MemoryPlan`.
     """
 
     def __init__(self, memory: Memory, host: HostExperts | None, whole_layers: Collection[int]) -> None:
@@ -36,9 +37,17 @@ class PartialTables:
         if self._host is None:
             return ExpertTable(addresses, info.quant_type, rows, cols, is_partial=True)
         clear(addresses)
-        weight, source, mapped = self._host.map_weight(file, info)
-        step = info.num_bytes // num_experts
-        return ExpertTable(addresses, info.quant_type, rows, cols, True, weight, mapped, step, source)
+        weight, source = self._host.map_weight(file, info)
+        return ExpertTable(
+            addresses,
+            info.quant_type,
+            rows,
+            cols,
+            is_partial=True,
+            host=weight,
+            step=info.num_bytes // num_experts,
+            source=source,
+        )
 
     def number(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
         """Call once after loading, with the routers and experts of all layers in the model's order."""
@@ -52,6 +61,11 @@ class PartialTables:
             if self._host is not None:
                 self._host.add_layer(stacks)
 
+    def connect(self) -> None:
+        """Enters the addresses at which the device reads experts into `layers`. Waits until it can."""
+        if self._host is not None:
+            self.layers = [_readable(self._host, stacks) for stacks in self.layers]
+
     def number_of(self, weights: ExpertWeights) -> int:
         """The number of the layer with these experts. KeyError for a whole layer."""
         return self._numbers[id(weights.gate)]
@@ -60,3 +74,9 @@ class PartialTables:
     def is_readable(self) -> bool:
         """Whether the device can read all experts over the bus; assumed without a `host`."""
         return self._host is None or all(stack.mapped for stacks in self.layers for stack in stacks)
+
+
+def _readable(host: HostExperts, stacks: Stacks) -> Stacks:
+    """The tables of a layer with the addresses at which the device reads its experts."""
+    gate, up, down = (replace(stack, mapped=host.device_address(stack.source)) for stack in stacks)
+    return gate, up, down

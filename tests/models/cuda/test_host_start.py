@@ -11,6 +11,7 @@ from builders import Dims, write_gguf
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.host import HostExperts
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.loader import CudaLoader
 from coldstream.models.cuda import runner as cuda_runner
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -33,6 +34,8 @@ def events(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -
             (cuda_runner, "plan_memory"),
             (cuda_runner, "kernels_of"),
             (cuda_runner, "DeviceMemory"),
+            (CudaLoader, "finish_loading"),
+            (HostExperts, "device_address"),
             (RegisteredMemory, "close"),
         ):
             monkeypatch.setattr(owner, name, _noting(found, name, getattr(owner, name)))
@@ -47,9 +50,16 @@ def _noting(events: list[str], name: str, call: Any) -> Any:
     return noted
 
 
-def test_the_file_is_locked_beside_all_dry_runs(path: Path, events: list[str]) -> None:
+def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[str]) -> None:
     with open_partly(path, 0.5):
-        assert events == ["map_ahead", "plan_memory", "kernels_of", "DeviceMemory"]
+        assert [event for event in events if event != "device_address"] == [
+            "map_ahead",
+            "plan_memory",
+            "kernels_of",
+            "DeviceMemory",
+            "finish_loading",
+        ]
+        assert events.index("device_address") > events.index("finish_loading"), "nothing waits before"
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_locked(

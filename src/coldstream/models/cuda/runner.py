@@ -110,10 +110,10 @@ class CudaRunner(ModelRunner):
         self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
         self._sequences = self._loaded.sequences
         self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
+        self._loaded.ops.finish_loading(progress)
         if self._partial:
             self._partial.attach(self._loaded.ops.model_executor)
             self.limits = replace(self.limits, shared_rows=self._partial.shared_rows)
-        self._loaded.ops.finish_loading(progress)
         self.file.check_unchanged()  # or the copied weights may be of two versions
         self._host_logits = allocations.page_locked((HEAD_ROWS, self.spec.vocab_size), "float32")
 
