@@ -10,6 +10,7 @@ from coldstream.kernels.cuda.compiler import (
     CompileError,
     MachineCode,
     compile_instance,
+    compile_together,
     default_cache,
 )
 from coldstream.kernels.cuda.kernel_cache import KernelCache
@@ -49,6 +50,18 @@ def test_machine_code_is_compiled_once(source: Path, tmp_path: Path) -> None:
     source.write_text(SOURCE.replace("+=", "-="))
     compile_instance(source, "add<3>", "sm_90", cache)
     assert len(list(cache.iterdir())) == 3
+
+
+def test_kernels_that_are_compiled_together_share_a_cubin(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    both = compile_together(source, ("add<3>", "add<4>"), "sm_90", cache)
+    assert len({code.symbol for code in both}) == 2
+    assert all(code.symbol.encode() in both[0].cubin for code in both)
+    assert compile_together(source, ("add<3>", "add<4>"), "sm_90", cache) == both
+    assert len(list(cache.iterdir())) == 1
+    alone = compile_instance(source, "add<3>", "sm_90", cache)
+    assert alone.symbol == both[0].symbol
+    assert both[1].symbol.encode() not in alone.cubin
 
 
 def test_a_damaged_entry_is_compiled_again(source: Path, tmp_path: Path) -> None:

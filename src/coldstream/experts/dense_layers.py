@@ -202,7 +202,9 @@ class LayerExecutor(ResidentExecutor):
         """Asks the CPU for a layer, as for the only expert of every row."""
         rows = x.shape[0]
         places = Partition(self._addresses, self._cpu_ids[:rows])
-        sharing = sharing_of(self._missing[number].stacks, self._no_bus, self._mailbox, number, places, self._used)
+        sharing = sharing_of(
+            self._missing[number].stacks, self._no_bus, self._mailbox, number, places, self._used
+        )
         self._device.launch(partition_experts_cuda, self._ids[:rows], x.values, sharing)
         box = self._mailbox
         return ExpertOutputs(

@@ -8,7 +8,7 @@ Machine code is kept in the user's cache directory under a hash of everything th
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,22 +61,33 @@ def default_cache() -> KernelCache:
 def compile_instance(source: Path, instance: str, arch: str, directory: Path | None = None) -> MachineCode:
     """The template instance or function `instance` of `source` for `arch`, for example sm_90.
 
-    From the cache in `directory` (None: the default one) if it was compiled before. A cache that cannot be
-    used is no error. Raises CompileError with the compiler's log.
+    As `compile_together`.
     """
-    kept = default_cache() if directory is None else KernelCache(directory)
-    name = f"{source.stem}-{_key(source, instance, arch)}.cubin"
-    if (payload := kept.get(name)) is not None:
-        symbol, _, cubin = payload.partition(b"\n")
-        return MachineCode(cubin, symbol.decode())
-    code = _compile(source, instance, arch)
-    kept.put(name, code.symbol.encode() + b"\n" + code.cubin)
+    (code,) = compile_together(source, (instance,), arch, directory)
     return code
 
 
-def _key(source: Path, instance: str, arch: str) -> str:
+def compile_together(
+    source: Path, instances: Sequence[str], arch: str, directory: Path | None = None
+) -> tuple[MachineCode, ...]:
+    """Template instances and functions of `source` for `arch`, in one cubin, which all results share.
+
+    From the cache in `directory` (None: the default one) if they were compiled before. A cache that cannot be
+    used is no error. Raises CompileError with the compiler's log.
+    """
+    kept = default_cache() if directory is None else KernelCache(directory)
+    name = f"{source.stem}-{_key(source, instances, arch)}.cubin"
+    if (payload := kept.get(name)) is not None:
+        symbols, _, cubin = payload.partition(b"\n")
+        return tuple(MachineCode(cubin, symbol) for symbol in symbols.decode().split(" "))
+    codes = _compile(source, instances, arch)
+    kept.put(name, " ".join(code.symbol for code in codes).encode() + b"\n" + codes[0].cubin)
+    return codes
+
+
+def _key(source: Path, instances: Sequence[str], arch: str) -> str:
     _, *version = nvrtc.nvrtcVersion()  # major and minor
-    digest = hashlib.sha256(repr((instance, arch, OPTIONS, version)).encode())
+    digest = hashlib.sha256(repr((*instances, arch, OPTIONS, version)).encode())
     for path in sorted(_closure(source)):
         digest.update(_contents(path, path.stat().st_mtime_ns)[0])
     return digest.hexdigest()[:32]
@@ -110,22 +121,25 @@ def generated_headers() -> Mapping[str, str]:
     }
 
 
-def _compile(source: Path, instance: str, arch: str) -> MachineCode:
+def _compile(source: Path, instances: Sequence[str], arch: str) -> tuple[MachineCode, ...]:
     headers = generated_headers()
     texts, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
     program = _checked(
         nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(texts), texts, names)
     )
     try:
-        _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
+        for instance in instances:
+            _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
         options = [*OPTIONS, f"--gpu-architecture={arch}", f"--include-path={KERNELS}"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{source.name}, {instance}, {arch}:\n{_log(program)}")
-        symbol = _checked(nvrtc.nvrtcGetLoweredName(program, instance.encode())).decode()
+            raise CompileError(f"{source.name}, {', '.join(instances)}, {arch}:\n{_log(program)}")
+        symbols = [
+            _checked(nvrtc.nvrtcGetLoweredName(program, instance.encode())).decode() for instance in instances
+        ]
         cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return MachineCode(cubin, symbol)
+        return tuple(MachineCode(cubin, symbol) for symbol in symbols)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -10,9 +10,10 @@ compiles them together.
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.compiler import MachineCode, compile_instance
+from coldstream.kernels.cuda.compiler import compile_together
 from coldstream.kernels.cuda.runtime import calls, streams
 
 Grid = tuple[int, int, int]
@@ -32,10 +33,9 @@ DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory of a block without an attribut
 class Kernel:
     """One kernel in the current device's memory."""
 
-    def __init__(self, code: MachineCode) -> None:
-        calls.attach()
-        self._module = calls.checked(driver.cuModuleLoadData(code.cubin))
-        self._function = calls.checked(driver.cuModuleGetFunction(self._module, code.symbol.encode()))
+    def __init__(self, module: Any, symbol: str) -> None:
+        """module: the driver's, with a kernel of this name. It stays loaded."""
+        self._function = calls.checked(driver.cuModuleGetFunction(module, symbol.encode()))
         self._shared_limit = DEFAULT_SHARED_BYTES
         self._can_overlap = calls.capability() >= (9, 0)
         self._overlap = driver.CUlaunchAttribute()
@@ -92,15 +92,18 @@ class NotedKernel(Kernel):
 class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
-    Each is compiled and loaded when it is first asked for, other instances of the same templates too.
-    is_slow: whether the compiler takes more than a second for some of them.
+    Each is compiled and loaded when it is first asked for, other instances of the same templates too. Where
+    some are no templates, all of `instances` are compiled with the first, as the compiler omits none of these.
+    is_slow: whether the compiler takes long for some of them.
     """
 
     def __init__(self, source: Path, instances: Sequence[str], *, is_slow: bool = False) -> None:
         self.source, self.is_slow = source, is_slow
         self.instances = tuple(instances)
         self._names = {_function(instance) for instance in instances}
+        self._is_whole = any(instance in self._names for instance in instances)
         self._kernels: dict[str, Kernel] = {}
+        self._loading = threading.Lock()  # of kernels that are compiled together
 
     def kernel(self, instance: str) -> Kernel:
         """KeyError for one of a function that was not listed; CompileError, DeviceError, OutOfMemoryError."""
@@ -111,9 +114,19 @@ class CudaProgram:
             if (noted := _noted.get()) is not None:
                 noted.add((self, instance))
                 return NotedKernel()
-            kernel = Kernel(compile_instance(self.source, instance, _architecture()))
-            self._kernels[instance] = kernel
+            kernel = self._loaded(instance)
         return kernel
+
+    def compiled_with(self, instance: str) -> tuple[str, ...]:
+        """The kernels that are compiled and loaded with one, itself included."""
+        return self.instances if self._is_whole and instance in self.instances else (instance,)
+
+    def _loaded(self, instance: str) -> Kernel:
+        together = self.compiled_with(instance)
+        with self._loading if len(together) > 1 else nullcontext():
+            if instance not in self._kernels:  # another thread may have loaded it
+                self._kernels.update(_load(self.source, together))
+            return self._kernels[instance]
 
 
 Noted = set[tuple[CudaProgram, str]]
@@ -137,11 +150,15 @@ def loading_kernels(
 ) -> Iterator[None]:
     """Compiles and loads the kernels for the current device, with one thread per core, beside what is within.
 
-    At the end they are there; progress is then called with (done, total) kernels. Raises as
+    At the end they are there; progress is then called with (done, total) compilations. Raises as
     `CudaProgram.kernel`.
     """
+    once = {(program, program.compiled_with(instance)): instance for program, instance in noted}
     # Slow ones first, or the last of them would be compiled alone while all other cores are idle.
-    ordered = sorted(noted, key=lambda kernel: not kernel[0].is_slow)
+    ordered = sorted(
+        ((program, instance) for (program, _), instance in once.items()),
+        key=lambda kernel: not kernel[0].is_slow,
+    )
     with ThreadPoolExecutor(os.cpu_count(), initializer=calls.attach) as pool:
         try:
             loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), ordered)
@@ -152,6 +169,14 @@ def loading_kernels(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _load(source: Path, instances: Sequence[str]) -> dict[str, Kernel]:
+    """Kernels of a source in one module, by their instances."""
+    codes = compile_together(source, instances, _architecture())
+    calls.attach()
+    module = calls.checked(driver.cuModuleLoadData(codes[0].cubin))
+    return {instance: Kernel(module, code.symbol) for instance, code in zip(instances, codes, strict=True)}
 
 
 def _function(instance: str) -> str:

@@ -159,8 +159,8 @@ class CudaRunner(ModelRunner):
         The runner then closes the file. The plan's context bounds a sequence. cache_size bounds what all
         sequences hold together. By default it is the plan's, one context of positions.
 
-        policy, executor: None for the defaults. compiling is called with (done, total) kernels, progress with
-        (done, total) bytes. aux_layers: layers after which `features` has the residual stream.
+        policy, executor: None for the defaults. compiling is called with (done, total) compilations, progress
+        with (done, total) bytes. aux_layers: layers after which `features` has the residual stream.
 
         Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
         is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
