@@ -8,15 +8,16 @@ library's answers.
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coldstream.kernels.memory_readers import MemoryReaders
 
 _BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
-_WINDOW_S = 0.15
-_NUM_WINDOWS = 8  # over a second, as other programs come and go
+_WINDOW_S = 0.1
+_NUM_WINDOWS = 12  # at most, over a second, as other programs come and go
+_NUM_ALIKE, _ALIKE = 3, 0.97  # so many windows at that share of the best one or more: nothing disturbs them
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -81,7 +82,7 @@ class Hardware:
         )
 
     def with_bandwidth(self, num_threads: int) -> "Hardware":
-        """The same machine with `read_bytes_per_s` measured by `num_threads` threads in about two seconds."""
+        """The same machine with `read_bytes_per_s` measured by `num_threads` threads, in a second or two."""
         return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.reader_bytes))
 
     @property
@@ -91,14 +92,23 @@ class Hardware:
 
 
 def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second that `num_threads` threads read from memory together: the best of several windows."""
+    """Bytes per second that `num_threads` threads read from memory together: the best of several windows.
+
+    There are more of them where they differ, as other programs may have slowed them all.
+    """
+    rates: list[float] = []
     with MemoryReaders.running(num_threads, num_bytes) as readers:
-        rates = []
-        for _ in range(_NUM_WINDOWS):
+        while len(rates) < _NUM_WINDOWS and not _are_alike(rates):
             before, start = readers.num_bytes, time.perf_counter()
             time.sleep(_WINDOW_S)
             rates.append((readers.num_bytes - before) / (time.perf_counter() - start))
     return max(rates)
+
+
+def _are_alike(rates: Sequence[float]) -> bool:
+    """Whether several windows found about the best rate."""
+    best = sorted(rates)[-_NUM_ALIKE:]
+    return len(best) == _NUM_ALIKE and best[0] >= _ALIKE * best[-1]
 
 
 def affinity() -> list[int]:

@@ -20,7 +20,8 @@ from coldstream.kernels.memory_readers import MemoryReaders
 
 BUFFER_BYTES = 256 * 2**20
 PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
-BURST_S = 0.1  # of copies at a time
+BURST_S = 0.03  # of copies at a time, which the device times
+BURST_BESIDE_S = 0.1  # beside readers, which count by pieces of some milliseconds
 NUM_BURSTS = 3
 
 # Products of large matrices by a library run at 0.80e15 on an H200, and those of the kernel here at 1.07e15.
@@ -62,6 +63,7 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
         _copy_for(source, target, 1)
         pass_s = _copy_for(source, target, 2) / 2
         num_passes = max(1, round(BURST_S / pass_s))
+        num_beside = max(1, round(BURST_BESIDE_S / pass_s))
         alone = max(
             num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes) for _ in range(NUM_BURSTS)
         )
@@ -69,7 +71,7 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
         with MemoryReaders.running(num_threads, reader_bytes) as readers:
             for _ in range(NUM_BURSTS):
                 before, start = readers.num_bytes, time.perf_counter()
-                copied = num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes)
+                copied = num_beside * BUFFER_BYTES / _copy_for(source, target, num_beside)
                 read = (readers.num_bytes - before) / (time.perf_counter() - start)
                 both.append((copied + read, copied, read))
     _, beside_read, read_beside = max(both)

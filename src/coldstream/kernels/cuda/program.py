@@ -93,7 +93,7 @@ class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
     Each is compiled and loaded when it is first asked for, other instances of the same templates too. Where
-    some are no templates, all of `instances` are compiled with the first, as the compiler omits none of these.
+    some are no templates, all `instances` are compiled with the first, as the compiler omits none of these.
     is_slow: whether the compiler takes long for some of them.
     """
 
