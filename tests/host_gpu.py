@@ -6,7 +6,7 @@ Streams and events order nothing here; `device_model.py` is for that. Kernels ar
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from coldstream.kernels.cuda import device as cuda_device
 from coldstream.kernels.cuda.driver import MIN_CUDA, Driver, DriverDevice
 from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda import runner as cuda_runner
+from coldstream.models.cuda.memory_plan import NeededKernels
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.planning import gather
 from host_device import HostDevice
@@ -87,9 +88,8 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
         patch.setattr(_csrc, "ExpertServer", servers.make)
         patch.setattr(device, "before_launch", servers.look)
         # Kernels are compiled when they are first launched.
-        for each in (cuda_runner, cuda_dflash):
-            patch.setattr(each, "kernels_of", lambda *_: frozenset())
-            patch.setattr(each, "loading_kernels", lambda *_: nullcontext())
+        patch.setattr(cuda_runner, "kernels_of", lambda *_: NeededKernels(set(), set()))
+        patch.setattr(cuda_dflash, "kernels_of", lambda *_: set())
         yield device.driver.current
 
 
@@ -98,6 +98,6 @@ def opened_on(device: HostDevice) -> Iterator[HostStream]:
     """`gpu_on`, and `open_model` finds MACHINE, of which it measures nothing."""
     with gpu_on(device) as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
-        patch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
+        patch.setattr(opened_model, "with_rates", lambda *_, **__: MACHINE)
         patch.setattr(gather, "measured_hardware", lambda *_, **__: MACHINE)
         yield stream

@@ -21,7 +21,7 @@ NUM_FUNCTIONS = 120  # that are written
 # Where a sample counts: the first of these (module, function) that is on its stack.
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "import": (("importlib", "_find_and_load"),),
-    "compile or load kernels": (("kernels.cuda.program", "loading_kernels"),),
+    "compile or load kernels": (("kernels.cuda.kernel_loading", "KernelLoading.wait_for_first"),),
     "copy weights to the GPU": (("kernels.cuda.loader", "CudaLoader.finish_loading"),),
     "page-lock the file": (("kernels.cuda.host_memory", "RegisteredMemory.register"),),
     "map the file": (("experts.host", "HostExperts.map_weight"),),

@@ -35,8 +35,9 @@ from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
 from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.device import find_gpu
+from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.memory import DeviceMemory, Memory, MemoryPlan
-from coldstream.kernels.cuda.program import Noted, loading_kernels, note_kernels
+from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import Mailbox
@@ -128,7 +129,7 @@ class Stepper:
     @classmethod
     def ready(cls, layers: Layers, prefetching: Prefetching | None) -> "Stepper":
         planned, noted = plan_steps(layers, prefetching)
-        with loading_kernels(noted):
+        with KernelLoading.beside(noted):
             pass
         shape = layers.shape
         mailbox = Mailbox.create(shape.experts_per_token, shape.hidden)

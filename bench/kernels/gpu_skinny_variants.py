@@ -20,7 +20,8 @@ from bench import device
 from bench.kernels import gpu_skinny
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import empty_activations
-from coldstream.kernels.cuda.program import loading_kernels, note_kernels
+from coldstream.kernels.cuda.kernel_loading import KernelLoading
+from coldstream.kernels.cuda.program import note_kernels
 from coldstream.kernels.experts import cuda as pairwise
 from coldstream.kernels.experts import cuda_gemm, cuda_layer
 from coldstream.kernels.experts import cuda_grouped as grouped
@@ -229,7 +230,7 @@ def load(calls: dict[str, Call]) -> dict[str, str]:
             noted |= found
         except ValueError as error:
             refused[name] = str(error)
-    with loading_kernels(noted):
+    with KernelLoading.beside(noted):
         return refused
 
 

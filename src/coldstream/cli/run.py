@@ -150,7 +150,7 @@ def _open(model: str, options: Mapping[str, Any], *, verbose: bool) -> LLM:
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line, starting():
         times = StartTimes(line.update)
-        opened = open_model(config, progress=times.update if verbose else line.update)
+        opened = open_model(config, times.update if verbose else line.update, is_early=True)
     if verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(opened.config).items()))
         note(times.report())

@@ -147,10 +147,13 @@ def open_model(
     progress: OpenProgress | None = None,
     own: OwnParts | None = None,
     prompt_cache_bytes: int = 0,
+    *,
+    is_early: bool = False,
 ) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
 
-    prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes.
+    prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes. is_early: whether
+    the first steps may begin before `ModelRunner.finish_loading`; a later step may raise CompileError then.
     """
     own = own or OwnParts()
     begin = partial(_begin, progress)
@@ -190,6 +193,8 @@ def open_model(
                 if not is_auto:
                     raise
                 speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
+        if not is_early:
+            runner.finish_loading()
         cleanup.pop_all()
     has_template = config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata
     return OpenedModel(

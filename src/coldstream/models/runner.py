@@ -60,6 +60,7 @@ class ModelRunner(ABC):
     _sequences: SequenceCache
     _limits: BatchLimits
     _steps: Any = None  # the `CapturedSteps` of a device that captures them
+    _kernels: Any = None  # the `KernelLoading` of a device for which kernels are compiled
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, context_length: int) -> None:
         self.file = file
@@ -381,6 +382,16 @@ class ModelRunner(ABC):
         """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""
         if self.reads_file:
             self.file.check_unchanged()
+
+    def finish_loading(self) -> None:
+        """Returns when nothing that loading began goes on beside steps.
+
+        Steps may be taken before. They wait for what they need, and are slower meanwhile. Raises CompileError
+        for a kernel that does not compile.
+        """
+        if self._kernels is not None:
+            with self._typed_errors():
+                self._kernels.wait()
 
     def close(self) -> None:
         """Closes the file. The runner cannot be used afterwards."""

@@ -314,7 +314,7 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
     with GGUFFile.open(moe_path) as file:
         spec = read_spec(file.metadata, file.tensors)
         noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
-    names = " ".join(instance for _, instance in noted)
+    names = " ".join(instance for _, instance in noted.all)
     decode = "linear_one", "linear_rows", "linear_skinny", "expert_gate_up", "grouped_gate_up"
     norms_before = "router_gemv<true, 8, true>", "router_gemv<true, 8, false>"  # for one row, and for more
     for part in (*decode, *norms_before, "linear_gemm<", "experts_gemm<"):
@@ -335,6 +335,7 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
     kernel = CudaProgram.kernel
 
     def noting(self: CudaProgram, instance: str) -> Kernel:
+        assert instance in self._kernels
         used.add((self.source, instance))
         return kernel(self, instance)
 
@@ -347,8 +348,9 @@ def test_nothing_is_compiled_once_a_model_is_loaded(
         compiling=lambda *done: seen.append(done),
     )
     with OneSequence(opened) as runner:
-        loaded = kernels_of(file, spec, runner.limits, runner.chunk_size)
-        assert seen == [(done, len(loaded)) for done in range(1, len(loaded) + 1)]
+        loaded = kernels_of(file, spec, runner.limits, runner.chunk_size).all
+        assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
+        opened.finish_loading()
         monkeypatch.setattr(CudaProgram, "kernel", noting)
         for count in (1, 2, 3, 9, 16, 17, 40, 100, 700):
             runner.reset()

@@ -75,14 +75,32 @@ def compile_together(
     From the cache in `directory` (None: the default one) if they were compiled before. A cache that cannot be
     used is no error. Raises CompileError with the compiler's log.
     """
-    kept = default_cache() if directory is None else KernelCache(directory)
-    name = f"{source.stem}-{_key(source, instances, arch)}.cubin"
-    if (payload := kept.get(name)) is not None:
-        symbols, _, cubin = payload.partition(b"\n")
-        return tuple(MachineCode(cubin, symbol) for symbol in symbols.decode().split(" "))
+    if (kept := kept_together(source, instances, arch, directory)) is not None:
+        return kept
     codes = _compile(source, instances, arch)
-    kept.put(name, " ".join(code.symbol for code in codes).encode() + b"\n" + codes[0].cubin)
+    payload = " ".join(code.symbol for code in codes).encode() + b"\n" + codes[0].cubin
+    _cache(directory).put(_entry(source, instances, arch), payload)
     return codes
+
+
+def kept_together(
+    source: Path, instances: Sequence[str], arch: str, directory: Path | None = None
+) -> tuple[MachineCode, ...] | None:
+    """What `compile_together` finds in the cache; None if it would compile. CompileError without NVRTC."""
+    payload = _cache(directory).get(_entry(source, instances, arch))
+    if payload is None:
+        return None
+    symbols, _, cubin = payload.partition(b"\n")
+    return tuple(MachineCode(cubin, symbol) for symbol in symbols.decode().split(" "))
+
+
+def _cache(directory: Path | None) -> KernelCache:
+    return default_cache() if directory is None else KernelCache(directory)
+
+
+def _entry(source: Path, instances: Sequence[str], arch: str) -> str:
+    """The name of an entry of the cache."""
+    return f"{source.stem}-{_key(source, instances, arch)}.cubin"
 
 
 def _key(source: Path, instances: Sequence[str], arch: str) -> str:

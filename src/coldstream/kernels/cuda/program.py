@@ -4,24 +4,24 @@
     program.kernel("linear_skinny<1>").launch((grid, 1, 1), 256, (x, weight, 3, 1.5))
 
 Loading a kernel needs its first use outside a graph capture; after that launches are captured like any other.
-Compiling takes up to a second each, so `note_kernels` finds out which ones are needed and `loading_kernels`
-compiles them together.
+Compiling takes up to a second each, so `note_kernels` finds out which ones are needed, and
+`kernel_loading.py` compiles them beside other work.
 """
 
 import ctypes
-import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
 
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.compiler import compile_together
+from coldstream.kernels.cuda.compiler import MachineCode, compile_together, kept_together
 from coldstream.kernels.cuda.runtime import calls, streams
 
 Grid = tuple[int, int, int]
@@ -103,7 +103,8 @@ class CudaProgram:
         self._names = {_function(instance) for instance in instances}
         self._is_whole = any(instance in self._names for instance in instances)
         self._kernels: dict[str, Kernel] = {}
-        self._loading = threading.Lock()  # of kernels that are compiled together
+        self._lock = threading.Lock()
+        self._pending: dict[str, Pending] = {}  # by instance, until they are loaded
 
     def kernel(self, instance: str) -> Kernel:
         """KeyError for one of a function that was not listed; CompileError, DeviceError, OutOfMemoryError."""
@@ -114,19 +115,93 @@ class CudaProgram:
             if (noted := _noted.get()) is not None:
                 noted.add((self, instance))
                 return NotedKernel()
-            kernel = self._loaded(instance)
+            self.pending(instance)
+            kernel = self._taken(instance)
         return kernel
 
-    def compiled_with(self, instance: str) -> tuple[str, ...]:
-        """The kernels that are compiled and loaded with one, itself included."""
-        return self.instances if self._is_whole and instance in self.instances else (instance,)
+    def pending(self, instance: str) -> "Pending | None":
+        """What is to be loaded for a kernel; None if it is there, or somebody else is to load it."""
+        together = self.instances if self._is_whole and instance in self.instances else (instance,)
+        with self._lock:
+            if instance in self._kernels or instance in self._pending:
+                return None
+            pending = Pending(self, together)
+            self._pending |= dict.fromkeys(together, pending)
+            return pending
 
-    def _loaded(self, instance: str) -> Kernel:
-        together = self.compiled_with(instance)
-        with self._loading if len(together) > 1 else nullcontext():
-            if instance not in self._kernels:  # another thread may have loaded it
-                self._kernels.update(_load(self.source, together))
-            return self._kernels[instance]
+    def put(self, kernels: "dict[str, Kernel]") -> None:
+        """Adds kernels that have been loaded."""
+        with self._lock:
+            self._kernels |= kernels
+
+    def forget(self, pending: "Pending") -> None:
+        """Nobody loads these kernels any more."""
+        with self._lock:
+            for instance in pending.instances:
+                if self._pending.get(instance) is pending:
+                    del self._pending[instance]
+
+    def _taken(self, instance: str) -> Kernel:
+        """A kernel that is pending, loaded here unless another thread has begun."""
+        with self._lock:
+            pending = self._pending.get(instance)
+        if pending is not None:
+            if pending.future.cancel():
+                pending.load_now()
+            else:
+                pending.future.result()
+        return self._kernels[instance]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Kernels of one module that are to be loaded, by whoever comes first.
+
+    future: done when they are there; cancelled if who asked for one has taken them all.
+    """
+
+    program: CudaProgram
+    instances: tuple[str, ...]
+    future: "Future[None]" = field(default_factory=Future)
+
+    def load_kept(self) -> bool:
+        """Loads them if they were compiled before; False: they were not. Errors are those of the future."""
+        try:
+            codes = kept_together(self.program.source, self.instances, _architecture())
+        except Exception:  # which compiling meets again
+            return False
+        if codes is not None:
+            self._begin(lambda: codes)
+        return codes is not None
+
+    def load(self) -> None:
+        """Compiles and loads them. Errors are those of the future."""
+        self._begin(lambda: compile_together(self.program.source, self.instances, _architecture()))
+
+    def give_up(self) -> None:
+        """Leaves them to who asks for one, unless somebody has begun."""
+        if self.future.cancel():
+            self.program.forget(self)
+
+    def load_now(self) -> None:
+        """`load`, after its future was cancelled. Raises CompileError, DeviceError, OutOfMemoryError."""
+        try:
+            codes = compile_together(self.program.source, self.instances, _architecture())
+            self.program.put(_loaded(self.instances, codes))
+        finally:
+            self.program.forget(self)
+
+    def _begin(self, codes: "Callable[[], Sequence[MachineCode]]") -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.program.put(_loaded(self.instances, codes()))
+        except BaseException as error:
+            self.program.forget(self)
+            self.future.set_exception(error)
+        else:
+            self.program.forget(self)
+            self.future.set_result(None)
 
 
 Noted = set[tuple[CudaProgram, str]]
@@ -144,36 +219,8 @@ def note_kernels() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-@contextmanager
-def loading_kernels(
-    noted: Collection[tuple[CudaProgram, str]], progress: Callable[[int, int], None] | None = None
-) -> Iterator[None]:
-    """Compiles and loads the kernels for the current device, with one thread per core, beside what is within.
-
-    At the end they are there; progress is then called with (done, total) compilations. Raises as
-    `CudaProgram.kernel`.
-    """
-    once = {(program, program.compiled_with(instance)): instance for program, instance in noted}
-    # Slow ones first, or the last of them would be compiled alone while all other cores are idle.
-    ordered = sorted(
-        ((program, instance) for (program, _), instance in once.items()),
-        key=lambda kernel: not kernel[0].is_slow,
-    )
-    with ThreadPoolExecutor(os.cpu_count(), initializer=calls.attach) as pool:
-        try:
-            loaded = pool.map(lambda kernel: kernel[0].kernel(kernel[1]), ordered)
-            yield
-            for done, _ in enumerate(loaded, start=1):
-                if progress is not None:
-                    progress(done, len(ordered))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _load(source: Path, instances: Sequence[str]) -> dict[str, Kernel]:
-    """Kernels of a source in one module, by their instances."""
-    codes = compile_together(source, instances, _architecture())
+def _loaded(instances: Sequence[str], codes: "Sequence[MachineCode]") -> dict[str, Kernel]:
+    """Kernels of one cubin in one module, by their instances."""
     calls.attach()
     module = calls.checked(driver.cuModuleLoadData(codes[0].cubin))
     return {instance: Kernel(module, code.symbol) for instance, code in zip(instances, codes, strict=True)}

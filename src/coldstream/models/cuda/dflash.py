@@ -15,8 +15,8 @@ from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.kernels.cuda.array import ELEMENT_BYTES, DeviceArray, RawArray, as_type
 from coldstream.kernels.cuda.contents import copy_parts, joined, write
 from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.memory import DeviceMemory, own_bytes
-from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.runtime import copies, streams
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.draft_block.cuda import CONTEXT_TYPE, NO_ROW, choose_chain_cuda, forget_rows_cuda
@@ -178,7 +178,7 @@ class CudaDflash:
         self._contexts = WeakSet[DflashRings]()  # of all sequences
         target, sizes = DraftTarget.of(loaded), BlockMemory.of(file)
         with device_errors(), room_for("loading a drafter"):
-            with loading_kernels(kernels_of(file, target)):
+            with KernelLoading.beside(kernels_of(file, target)):
                 self._memory = DeviceMemory(sizes.persistent, sizes.workspace)
                 self.block = DflashBlock.load(file, self._memory, target)
             self._staged, self._found = StagedRing(self.block.places), ReadBack(self.block.found)

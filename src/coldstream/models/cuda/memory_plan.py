@@ -17,7 +17,7 @@ from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS
 from coldstream.kernels.cuda.array import RawArray, name_of
 from coldstream.kernels.cuda.memory import MemoryPlan
-from coldstream.kernels.cuda.program import Noted, note_kernels
+from coldstream.kernels.cuda.program import CudaProgram, Noted, note_kernels
 from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
@@ -35,6 +35,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
+FIRST_ROWS = 17  # of a short prompt, and of the first steps that a runner takes
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,25 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     )
 
 
-def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> Noted:
+@dataclass(frozen=True)
+class NeededKernels:
+    """Those of steps of up to FIRST_ROWS rows, and of choosing tokens; and others, which are needed later."""
+
+    first: Noted
+    later: Noted
+
+    @property
+    def all(self) -> Noted:
+        return self.first | self.later
+
+
+def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> NeededKernels:
     """The kernels that steps of any size launch, and the kernels that choose tokens."""
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
+    first = _instances(SAMPLER, ADMISSION)
     with note_kernels() as noted:
         for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
@@ -114,14 +128,17 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
             loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
             for shape in others:
                 mixers.mix(shape)  # nothing else asks which rows they are
+            if count <= FIRST_ROWS:
+                first |= noted
         if limits.has_trees:
             loaded.commit()
         if loaded.mtp is not None:
             loaded.mtp.run_all()
-    chosen = {
-        (program, instance) for program in (SAMPLER, ADMISSION, FUSED) for instance in program.instances
-    }
-    return noted | chosen
+    return NeededKernels(first, (noted | _instances(FUSED)) - first)
+
+
+def _instances(*programs: CudaProgram) -> Noted:
+    return {(program, instance) for program in programs for instance in program.instances}
 
 
 def row_counts(most_rows: int) -> list[int]:

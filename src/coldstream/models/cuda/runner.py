@@ -23,8 +23,8 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import RawArray, unowned
 from coldstream.kernels.cuda.compiler import default_cache
 from coldstream.kernels.cuda.device import device_errors, find_gpu
+from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.memory import DeviceMemory
-from coldstream.kernels.cuda.program import loading_kernels
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
@@ -92,8 +92,10 @@ class CudaRunner(ModelRunner):
                 if limits.expert_bytes is not None:
                     self._partial = _partial_model(plan, file, spec)
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
-                with loading_kernels(kernels_of(file, spec, limits, self.chunk_size), compiling):
-                    self._load(executor, progress)
+                kernels = kernels_of(file, spec, limits, self.chunk_size)
+                self._kernels = KernelLoading(kernels.first, kernels.later)
+                self._load(executor, progress)
+                self._kernels.wait_for_first(compiling)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
                 self._run_first_steps()
                 if self._partial_experts:
@@ -156,7 +158,8 @@ class CudaRunner(ModelRunner):
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
 
-        The runner then closes the file. The plan's context bounds a sequence. cache_size bounds what all
+        Kernels of long steps are compiled beside the first ones, until `finish_loading`. The runner then
+        closes the file. The plan's context bounds a sequence. cache_size bounds what all
         sequences hold together. By default it is the plan's, one context of positions.
 
         policy, executor: None for the defaults. compiling is called with (done, total) compilations, progress
@@ -177,6 +180,8 @@ class CudaRunner(ModelRunner):
 
     def _release(self) -> None:
         """Frees the device's memory, also if loading failed half-way."""
+        if self._kernels is not None:
+            self._kernels.close()
         self._outputs.forget()
         self._in_flight.clear()
         if "_sequences" in self.__dict__:
