@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from builders import write_gguf
-from coldstream.experts import host
+from coldstream.experts import file_lock
+from coldstream.experts.file_lock import FileLock
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
@@ -58,7 +59,7 @@ def test_the_first_experts_wait_for_what_was_begun(
 
     monkeypatch.setattr(RegisteredMemory, "register", register)
     if is_ahead:
-        experts.map_ahead(file, {0})
+        experts.use_lock(file, {0}, FileLock(file, {0}))
     for name in (EXPERTS, "blk.1.ffn_down_exps.weight"):
         _, address = experts.map_weight(file, file.tensors[name])
         assert experts.device_address(address) == address + 64
@@ -68,14 +69,18 @@ def test_the_first_experts_wait_for_what_was_begun(
     assert len(closed) == 1
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
 def test_what_was_begun_for_nothing_is_unlocked(
-    file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+    is_taken: bool, file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where loading has failed before anything was mapped."""
+    """Where loading has failed before anything was mapped, or where nobody reads the file."""
     closed: list[int] = []
     monkeypatch.setattr(RegisteredMemory, "register", lambda address, _: Registered(address, closed))
-    experts.map_ahead(file, {0})
+    lock = FileLock(file, {0})
+    if is_taken:
+        experts.use_lock(file, {0}, lock)
     experts.close()
+    lock.close()
     assert len(closed) == 1
 
 
@@ -86,17 +91,19 @@ def test_an_error_is_that_of_the_first_experts(
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(RegisteredMemory, "register", register)
-    experts.map_ahead(file, {0})
+    experts.use_lock(file, {0}, FileLock(file, {0}))
     _, address = experts.map_weight(file, file.tensors[EXPERTS])
     with pytest.raises(RuntimeError, match="no driver"):
         experts.device_address(address)
-    experts.map_ahead(file, {0})
+    experts.use_lock(file, {0}, FileLock(file, {0}))
     experts.close()
 
 
-@pytest.mark.parametrize(("more_than_ram", "is_read"), [(-1, True), (0, False), (1, False)])
+@pytest.mark.parametrize(
+    ("more_than_ram", "is_cached", "is_read"), [(-1, False, True), (-1, True, False), (0, False, False)]
+)
 def test_a_file_that_is_smaller_than_ram_is_read_before_it_is_locked(
-    monkeypatch: pytest.MonkeyPatch, more_than_ram: int, is_read: bool
+    monkeypatch: pytest.MonkeyPatch, more_than_ram: int, is_cached: bool, is_read: bool
 ) -> None:
     """Locking reads pages one by one; what does not fit would only push others out."""
     done: list[str] = []
@@ -109,7 +116,53 @@ def test_a_file_that_is_smaller_than_ram_is_read_before_it_is_locked(
             assert (begin, size) == (0, self.size)
             done.append("read")
 
+    monkeypatch.setattr(file_lock, "is_cached", lambda *_: is_cached)
     monkeypatch.setattr(RegisteredMemory, "register", lambda address, size: done.append("locked"))
     mapped: Any = Mapped()
-    host._register(mapped)
+    file_lock.register(0, mapped)
     assert done == ["read"] * is_read + ["locked"]
+
+
+def test_a_file_that_the_system_has_in_memory_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system says so; samples are of the whole file."""
+    path, offsets = tmp_path / "file", list[int]()
+    path.write_bytes(bytes(1 << 20))
+
+    def read(descriptor: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        offsets.append(offset)
+        if missing is not None and offset > missing:
+            raise BlockingIOError
+        return 1
+
+    monkeypatch.setattr(os, "preadv", read)
+    with path.open("rb") as file:
+        for missing in (None, 1 << 19):
+            assert file_lock.is_cached(file.fileno(), 1 << 20) == (missing is None)
+            assert len(set(offsets)) == len(offsets) > 1000 * (missing is None)
+            assert max(offsets) > (1 << 20) * (0.9 if missing is None else 0.5)
+            offsets.clear()
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    assert not file_lock.is_cached(0, 1 << 20)
+
+
+def test_a_lock_that_is_waited_for_has_ended(file: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, ended = threading.Event(), list[int]()
+
+    def register(address: int, num_bytes: int) -> RegisteredMemory:
+        assert goes_on.wait(10)
+        ended.append(address)
+        return Registered(address, [])
+
+    monkeypatch.setattr(RegisteredMemory, "register", register)
+    lock = FileLock(file, {0})
+    assert not ended
+    goes_on.set()
+    lock.wait()
+    assert len(ended) == 1
+    with pytest.raises(KeyError):
+        lock.take(1)
+    lock.take(0)
+    lock.close()

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -31,12 +31,14 @@ from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.gguf.vocabulary import Vocabulary
 from coldstream.kernels.experts.executor import ExecutorFactory
-from coldstream.models.load_runner import load_runner
+from coldstream.models.expert_stacks import placed_bytes
+from coldstream.models.load_runner import load_runner, lock_file
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
+from coldstream.planning.choose import is_sure_to_map
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
@@ -165,10 +167,13 @@ def open_model(
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
+        in_ram = sum(file.shard_bytes) + prompt_cache_bytes
+        is_mapped = is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
+        lock = cleanup.enter_context(closing(lock_file(file, spec))) if is_mapped else None
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             reading = _begin_reading(config.device, file.metadata, beside)
             begin("planning")
-            measured = partial(with_rates, hardware, progress)
+            measured = partial(with_rates, hardware, progress, be_alone=lock.wait if lock else None)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
@@ -179,9 +184,11 @@ def open_model(
             aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
             begin("loading")
             runner = load_runner(
-                file, spec, planned.run, config.tier, own.policy, own.executor, progress, aux_layers
+                file, spec, planned.run, config.tier, own.policy, own.executor, progress, aux_layers, lock
             )
             cleanup.callback(runner.close)
+            if lock is not None:
+                lock.close()  # what the runner did not take
             begin("waiting for the vocabulary")
             tokenizer = reading.result()
             warnings += file_warnings(file, spec, tokenizer.vocabulary)

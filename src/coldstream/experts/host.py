@@ -4,14 +4,13 @@ The file is mapped whole, and the GPU reads it over the bus; or some experts are
 others on the disk.
 """
 
-import mmap
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from coldstream.experts.file_lock import FileLock, register, unlock
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
@@ -45,15 +44,12 @@ class HostExperts:
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
-    def map_ahead(self, file: GGUFFile, shards: Collection[int]) -> None:
-        """Begins to register `shards` of a file on a thread. `device_address` waits for it."""
-        if self.pool is not None:
-            return
-        pool = ThreadPoolExecutor(1)
-        for shard in sorted(shards):
-            mapped = self.ops.mapped_file(file, shard)
-            self._begun[mapped.address] = pool.submit(_register, mapped)
-        pool.shutdown(wait=False)  # the thread ends with its work
+    def use_lock(self, file: GGUFFile, shards: Collection[int], lock: FileLock) -> None:
+        """Takes these parts of a file over from their lock, on which `device_address` waits."""
+        for shard in shards:
+            mapped, begun = lock.take(shard)
+            self.ops.use_map(file, shard, mapped)
+            self._begun[mapped.address] = begun
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> tuple[Any, int]:
         """A stack of experts, and the address at which it is mapped.
@@ -76,9 +72,11 @@ class HostExperts:
             return 0
         begin, (file, shard, _) = self._place_of(address)
         if begin not in self._registered:
-            begun = self._begun.pop(begin, None)
-            mapped = self.ops.mapped_file(file, shard)
-            self._registered[begin] = _register(mapped) if begun is None else begun.result()
+            if (begun := self._begun.pop(begin, None)) is not None:
+                self._registered[begin] = begun.result()
+            else:
+                mapped = self.ops.mapped_file(file, shard)
+                self._registered[begin] = register(file.descriptor(shard), mapped)
         registered = self._registered[begin]
         return 0 if registered is None else address + registered.offset
 
@@ -143,20 +141,12 @@ class HostExperts:
         """Ends the threads and unregisters the file. The device must no longer read from it."""
         self.server.end()
         self.bulk_server.end()
-        # A registration that was begun locks memory that is about to be unmapped: wait for it.
-        begun = [each.result() for each in self._begun.values() if each.exception() is None]
+        for begun in self._begun.values():
+            unlock(begun)
         self._begun.clear()
-        for registered in (*self._registered.values(), *begun):
+        for registered in self._registered.values():
             if registered is not None:
                 registered.close()
         self._registered.clear()
         if self.pool is not None:
             self.pool.close()
-
-
-def _register(mapped: _csrc.MappedFile) -> RegisteredMemory | None:
-    """Locks a mapped file for the device; None if the system refuses."""
-    if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
-        # Registering locks the pages, and would read them from the disk one by one.
-        mapped.read_ahead(0, mapped.size)
-    return RegisteredMemory.register(mapped.address, mapped.size)

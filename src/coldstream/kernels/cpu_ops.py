@@ -152,6 +152,10 @@ class CpuOps(ComposedOps):
             self._maps[file, shard] = _csrc.MappedFile(file.descriptor(shard), file.shard_bytes[shard], name)
         return self._maps[file, shard]
 
+    def use_map(self, file: GGUFFile, shard: int, mapped: _csrc.MappedFile) -> None:
+        """Has `mapped_file` return a mapping that exists already."""
+        self._maps[file, shard] = mapped
+
     def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         if info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
             return self.load_weight(file, info)

@@ -27,6 +27,16 @@ def placed_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
     return [[replace(info, shape=(1, *info.shape)) for info in layer] for layer in infos]
 
 
+def placed_bytes(file: GGUFFile, spec: ModelSpec) -> int:
+    """Bytes in the file of all that a GPU may lack."""
+    return sum(info.num_bytes for layer in placed_stacks(file, spec) for info in layer)
+
+
+def shards_of_experts(file: GGUFFile, spec: ModelSpec) -> frozenset[int]:
+    """Parts of the file with something that a GPU may lack."""
+    return frozenset(info.shard for layer in placed_stacks(file, spec) for info in layer)
+
+
 def disk_tier(file: GGUFFile, spec: ModelSpec, policy: Policy | None = None) -> DiskTier:
     """A tier for the experts of the model in `file`, without slots."""
     return DiskTier(file, expert_stacks(file, spec), spec.num_experts_per_tok, policy)

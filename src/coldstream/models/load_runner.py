@@ -2,15 +2,27 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.models.cpu.runner import CpuRunner
+from coldstream.models.expert_stacks import shards_of_experts
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from coldstream.experts.file_lock import FileLock
+
+
+def lock_file(file: GGUFFile, spec: ModelSpec) -> "FileLock":
+    """Begins to lock all parts of an open file that a GPU may lack. Needs the packages for a GPU."""
+    from coldstream.experts.file_lock import FileLock
+
+    return FileLock(file, shards_of_experts(file, spec))
 
 
 def load_runner(
@@ -22,12 +34,14 @@ def load_runner(
     executor: ExecutorFactory | None,
     progress: Callable[[str, int, int], None] | None,
     aux_layers: tuple[int, ...] = (),
+    lock: "FileLock | None" = None,
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
     tier: of a CPU's kernels. policy, executor: the caller's; None: the defaults. progress: called with the
     name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
-    drafter reads. Raises as the runners' `load`; the file stays open then.
+    drafter reads. lock: of `lock_file`, if it was begun; the caller closes it in the end. Raises as the
+    runners' `load`; the file stays open then.
     """
     loading = partial(progress, "loading") if progress else None
     checked = CheckedPolicy(policy) if policy else None
@@ -47,4 +61,5 @@ def load_runner(
         progress=loading,
         compiling=partial(progress, "compiling kernels") if progress else None,
         aux_layers=aux_layers,
+        lock=lock,
     )

@@ -42,6 +42,7 @@ DEFAULT_CACHE_SHARE: Final = 0.25  # share of available memory for the cache of 
 # Share of what is free beside all weights, for a context beyond DEFAULT_CTX_SIZE.
 SPARE_CACHE_SHARE: Final = 0.5
 PARALLEL_SHARE: Final = 0.125  # share of the budget for the caches of whole contexts
+_MOST_BESIDE_FILE: Final = 4 * 2**30  # RAM of a runner on a GPU beside the mapped file
 _AUTO_RAM_SHARE: Final = 0.9  # share of available RAM; the rest is for all other programs
 _AGAIN: Final = "make another with `coldstream plan`"
 _NO_OPTIONS: Final = PlanOptions()
@@ -135,6 +136,17 @@ def concrete_config(config: EngineConfig, run: RunPlan, num_cores: int) -> Engin
 def ram_bytes(config: EngineConfig, hardware: Hardware) -> int:
     """Bytes of RAM: what the configuration allows, or else most of what is available."""
     return config.ram if isinstance(config.ram, int) else int(hardware.ram_available_bytes * _AUTO_RAM_SHARE)
+
+
+def is_sure_to_map(config: EngineConfig, hardware: Hardware, file_bytes: int, expert_bytes: int) -> bool:
+    """Whether a GPU is sure to lack some experts and RAM to hold the file, whatever else a plan will say.
+
+    file_bytes: with all that is kept in RAM beside the file. expert_bytes: of all experts, or FFNs.
+    """
+    if config.device != "cuda" or config.plan is not None or hardware.gpu is None:
+        return False
+    is_partial = expert_bytes > budget_bytes(config, hardware)
+    return is_partial and file_bytes + _MOST_BESIDE_FILE <= ram_bytes(config, hardware)
 
 
 def budget_bytes(config: EngineConfig, hardware: Hardware) -> int:

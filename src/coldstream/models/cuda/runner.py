@@ -13,6 +13,7 @@ from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.dense_layers import PartialLayers
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.file_lock import FileLock
 from coldstream.experts.gpu_statistics import GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefill import StreamCounters
@@ -43,7 +44,7 @@ from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda.memory_plan import check_supported, check_types, kernels_of, plan_memory
 from coldstream.models.cuda.mtp import CudaMtp
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.expert_stacks import expert_stacks, placed_stacks
+from coldstream.models.expert_stacks import expert_stacks, shards_of_experts
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.policies import Policy
@@ -71,6 +72,7 @@ class CudaRunner(ModelRunner):
         executor: ExecutorFactory | None,
         progress: Progress | None,
         compiling: Progress | None,
+        lock: FileLock | None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = find_gpu()
@@ -87,13 +89,18 @@ class CudaRunner(ModelRunner):
         self._num_steps, self._can_make_room = 0, False
         self._memory: DeviceMemory | None = None
         self._drafters: list[CudaDflash] = []  # which have memory of their own
+        self._lock: FileLock | None = None
         try:
             with device_errors():
-                if limits.expert_bytes is not None:
-                    self._partial = _partial_model(plan, file, spec)
+                # The driver is not called while the file is locked: that would wait.
+                shards = _mapped_shards(plan, file, spec)
+                self._lock = lock or FileLock(file, shards)
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 kernels = kernels_of(file, spec, limits, self.chunk_size)
                 self._kernels = KernelLoading(kernels.first, kernels.later)
+                if limits.expert_bytes is not None:
+                    self._partial = _partial_model(plan, file, spec)
+                    self._partial.host.use_lock(file, shards, self._lock)
                 self._load(executor, progress)
                 self._kernels.wait_for_first(compiling)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
@@ -155,6 +162,7 @@ class CudaRunner(ModelRunner):
         progress: Progress | None = None,
         compiling: Progress | None = None,
         aux_layers: tuple[int, ...] = (),
+        lock: FileLock | None = None,
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
 
@@ -163,7 +171,8 @@ class CudaRunner(ModelRunner):
         sequences hold together. By default it is the plan's, one context of positions.
 
         policy, executor: None for the defaults. compiling is called with (done, total) compilations, progress
-        with (done, total) bytes. aux_layers: layers after which `features` has the residual stream.
+        with (done, total) bytes. aux_layers: layers after which `features` has the residual stream. lock: of
+        all parts of the file with experts, if it was begun before; the caller closes it in the end.
 
         Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
         is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
@@ -171,7 +180,7 @@ class CudaRunner(ModelRunner):
         """
         limits = Limits.of(plan, spec, cache_size, aux_layers)
         spec = spec.with_window(plan.attention_window)
-        return cls(file, spec, plan, limits, policy, executor, progress, compiling)
+        return cls(file, spec, plan, limits, policy, executor, progress, compiling, lock)
 
     def close(self) -> None:
         """Frees the device's memory and closes the file. The runner cannot be used afterwards."""
@@ -191,6 +200,8 @@ class CudaRunner(ModelRunner):
             calls.synchronize()
             self._partial.close()
             self._partial = None
+        if self._lock is not None:
+            self._lock.close()
         # Drafters, whom a closed model may still have, hold what was loaded.
         while self._drafters:
             self._drafters.pop().close()
@@ -418,19 +429,18 @@ class CudaRunner(ModelRunner):
 
 
 def _partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialModel:
-    """The part of `plan` that is not on the GPU. Begins to map the file, beside what comes next.
-
-    Raises MemoryError.
-    """
+    """The part of `plan` that is not on the GPU. Raises MemoryError."""
     mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size, plan.shared_rows)
-    model: PartialModel
     if spec.is_moe:
-        model = PartialExperts(mailbox, plan, _ram_pool(plan, file, spec))
-    else:
-        model = PartialLayers(mailbox, plan)
-    stacks = (info for layer in placed_stacks(file, spec) for info in layer)
-    model.host.map_ahead(file, {info.shard for info in stacks})
-    return model
+        return PartialExperts(mailbox, plan, _ram_pool(plan, file, spec))
+    return PartialLayers(mailbox, plan)
+
+
+def _mapped_shards(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> frozenset[int]:
+    """Parts of the file that the GPU reads by `plan`."""
+    if plan.placement.is_all_resident or plan.pool is not None:
+        return frozenset()
+    return shards_of_experts(file, spec)
 
 
 def _ram_pool(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> RamPool | None:
