@@ -187,8 +187,8 @@ def test_what_is_wrong_with_a_vocabulary_leaves_nothing_open(monkeypatch: pytest
     is_loaded, closed = threading.Event(), list[ModelRunner]()
     load, close = opened_model.load_runner, CpuRunner.close
 
-    def loaded_first(*args: Any) -> ModelRunner:
-        runner = load(*args)
+    def loaded_first(*args: Any, **options: Any) -> ModelRunner:
+        runner = load(*args, **options)
         is_loaded.set()
         return runner
 

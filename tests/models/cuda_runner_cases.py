@@ -44,6 +44,7 @@ def open_partly(
     prefetching: Prefetching | None = None,
     layer_weights: tuple[float, ...] = (),
     in_ram: float | None = None,
+    is_early: bool = False,
 ) -> OneSequence:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
@@ -65,7 +66,8 @@ def open_partly(
         prefetching=prefetching,
         num_in_ram=None if in_ram is None else max(2, round(in_ram * spec.num_experts)),
     )
-    return OneSequence(CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size))
+    runner = CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size, is_early=is_early)
+    return OneSequence(runner)
 
 
 def poisoned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from coldstream.planning.choose import (
     TooSmall,
     choose,
     concrete_config,
+    is_sure_to_map,
     place,
     resolve,
     tree_rows_of,
@@ -256,6 +257,27 @@ def test_a_choice_follows_from_its_arguments_alone(model: ModelFacts, data: st.D
     concrete = concrete_config(config, answer, CORES)
     assert "auto" not in (concrete.threads, concrete.prefetch, concrete.spec_type, concrete.parallel)
     assert place(concrete, facts, options, kept) == placement, "a choice that is made is not made again"
+
+
+@pytest.mark.parametrize(
+    ("is_sure", "changed"),
+    [
+        (True, {}),
+        (True, {"vram": "auto"}),  # 16 GiB are free
+        (False, {"vram": 20 * 2**30}),
+        (False, {"ram": 23 * 2**30}),  # 4 GiB less than with what a runner takes beside
+        (True, {"ram": 24 * 2**30}),
+        (False, {"device": "cpu", "vram": "auto"}),
+        (False, {"plan": "p.json", "vram": "auto", "ram": "auto"}),
+    ],
+)
+def test_a_file_is_locked_early_where_a_gpu_lacks_a_part_of_it(
+    is_sure: bool, changed: dict[str, Any]
+) -> None:
+    """And RAM has room for it."""
+    config = EngineConfig("m", **{"device": "cuda", "vram": 2**30, "ram": 30 * 2**30, **changed})
+    assert is_sure_to_map(config, MACHINE, 20 * 2**30, 18 * 2**30) == is_sure
+    assert not is_sure_to_map(config, replace(MACHINE, gpu=None), 20 * 2**30, 18 * 2**30)
 
 
 @settings(max_examples=60)

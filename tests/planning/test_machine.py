@@ -51,6 +51,21 @@ def test_rates_are_added_without_another_look_at_the_machine(
     assert with_rates(here, path=path) == replace(first, ram_available_bytes=123)
 
 
+def test_a_machine_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work ends before, and is not waited for where there is nothing to measure."""
+    path, done = tmp_path / "hardware.json", list[str]()
+    measure = machine.measure_rates
+
+    def measured(hardware: Hardware, progress: object) -> Hardware:
+        done.append("measured")
+        return measure(hardware)
+
+    monkeypatch.setattr(machine, "measure_rates", measured)
+    for _ in range(2):
+        with_rates(Hardware.measure(), path=path, be_alone=lambda: done.append("alone"))
+    assert done == ["alone", "measured"]
+
+
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert measured_hardware(None, path=tmp_path / "file" / "hardware.json").read_bytes_per_s is not None

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.drafting import open_speculation
@@ -45,6 +45,9 @@ from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.machine import hardware_of, with_rates
 from coldstream.planning.planned import Planned
+
+if TYPE_CHECKING:
+    from coldstream.models.dflash.file import DflashFile
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ def open_model(
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
 
     prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes. is_early: whether
-    the first steps may begin before `ModelRunner.finish_loading`; a later step may raise CompileError then.
+    the first steps may be slow, as they begin before `ModelRunner.finish_loading`. A later step may raise
+    CompileError then.
     """
     own = own or OwnParts()
     begin = partial(_begin, progress)
@@ -168,8 +172,9 @@ def open_model(
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
         in_ram = sum(file.shard_bytes) + prompt_cache_bytes
-        is_mapped = is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
-        lock = cleanup.enter_context(closing(lock_file(file, spec))) if is_mapped else None
+        lock = None
+        if is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec)):
+            lock = cleanup.enter_context(closing(lock_file(file, spec)))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             reading = _begin_reading(config.device, file.metadata, beside)
             begin("planning")
@@ -183,9 +188,8 @@ def open_model(
             default_sampling = sampling_defaults(file.metadata)
             aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
             begin("loading")
-            runner = load_runner(
-                file, spec, planned.run, config.tier, own.policy, own.executor, progress, aux_layers, lock
-            )
+            parts = (config.tier, own.policy, own.executor, progress, aux_layers, lock)
+            runner = load_runner(file, spec, planned.run, *parts, is_early=is_early)
             cleanup.callback(runner.close)
             if lock is not None:
                 lock.close()  # what the runner did not take
@@ -194,12 +198,8 @@ def open_model(
             warnings += file_warnings(file, spec, tokenizer.vocabulary)
             template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
             begin("preparing drafts")
-            try:
-                speculation = open_speculation(planned.run, runner, draft.file)
-            except (ModelFormatError, OutOfMemoryError) as error:
-                if not is_auto:
-                    raise
-                speculation, warnings = None, (*warnings, NOTHING_IS_DRAFTED.format(error))
+            speculation, problems = _speculation(planned.run, runner, draft.file, is_auto=is_auto)
+            warnings += problems
         if not is_early:
             runner.finish_loading()
         cleanup.pop_all()
@@ -207,6 +207,19 @@ def open_model(
     return OpenedModel(
         planned, runner, tokenizer, template, has_template, default_sampling, warnings, speculation
     )
+
+
+def _speculation(
+    plan: RunPlan, runner: ModelRunner, drafter: "DflashFile | None", *, is_auto: bool
+) -> tuple[Speculation | None, tuple[str, ...]]:
+    """What drafts by `plan`, and why nothing does. Raises as `open_speculation` unless `is_auto`."""
+    try:
+        speculation = open_speculation(plan, runner, drafter)
+    except (ModelFormatError, OutOfMemoryError) as error:
+        if not is_auto:
+            raise
+        return None, (NOTHING_IS_DRAFTED.format(error),)
+    return speculation, ()
 
 
 def _begin(progress: OpenProgress | None, stage: str) -> None:

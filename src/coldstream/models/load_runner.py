@@ -35,13 +35,15 @@ def load_runner(
     progress: Callable[[str, int, int], None] | None,
     aux_layers: tuple[int, ...] = (),
     lock: "FileLock | None" = None,
+    *,
+    is_early: bool = False,
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
     tier: of a CPU's kernels. policy, executor: the caller's; None: the defaults. progress: called with the
     name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
-    drafter reads. lock: of `lock_file`, if it was begun; the caller closes it in the end. Raises as the
-    runners' `load`; the file stays open then.
+    drafter reads. lock: of `lock_file`, if it was begun; the caller closes it in the end. is_early:
+    whether the first steps may be slow. Raises as the runners' `load`; the file stays open then.
     """
     loading = partial(progress, "loading") if progress else None
     checked = CheckedPolicy(policy) if policy else None
@@ -62,4 +64,5 @@ def load_runner(
         compiling=partial(progress, "compiling kernels") if progress else None,
         aux_layers=aux_layers,
         lock=lock,
+        is_early=is_early,
     )

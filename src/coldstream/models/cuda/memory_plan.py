@@ -104,7 +104,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 @dataclass(frozen=True)
 class NeededKernels:
-    """Those of steps of up to FIRST_ROWS rows, and of choosing tokens; and others, which are needed later."""
+    """Those of steps of up to FIRST_ROWS rows at the begin of a text, and of choosing tokens; and others."""
 
     first: Noted
     later: Noted
@@ -120,16 +120,20 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
-    first = _instances(SAMPLER, ADMISSION)
+    first, deep = _instances(SAMPLER, ADMISSION), list[StepShape]()
     with note_kernels() as noted:
         for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
             hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
             loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
             for shape in others:
-                mixers.mix(shape)  # nothing else asks which rows they are
+                if not shape.is_deep:
+                    mixers.mix(shape)  # nothing else asks which rows they are
+            deep += [shape for shape in others if shape.is_deep]
             if count <= FIRST_ROWS:
                 first |= noted
+        for shape in deep:
+            mixers.mix(shape)
         if limits.has_trees:
             loaded.commit()
         if loaded.mtp is not None:

@@ -73,6 +73,7 @@ class CudaRunner(ModelRunner):
         progress: Progress | None,
         compiling: Progress | None,
         lock: FileLock | None,
+        is_early: bool,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = find_gpu()
@@ -104,7 +105,8 @@ class CudaRunner(ModelRunner):
                 self._load(executor, progress)
                 self._kernels.wait_for_first(compiling)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
-                self._run_first_steps()
+                if not is_early:
+                    self._run_first_steps()
                 if self._partial_experts:
                     self._partial_experts.fill(policy, progress)
         except BaseException:
@@ -163,6 +165,7 @@ class CudaRunner(ModelRunner):
         compiling: Progress | None = None,
         aux_layers: tuple[int, ...] = (),
         lock: FileLock | None = None,
+        is_early: bool = False,
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
 
@@ -172,7 +175,8 @@ class CudaRunner(ModelRunner):
 
         policy, executor: None for the defaults. compiling is called with (done, total) compilations, progress
         with (done, total) bytes. aux_layers: layers after which `features` has the residual stream. lock: of
-        all parts of the file with experts, if it was begun before; the caller closes it in the end.
+        all parts of the file with experts, if it was begun before; the caller closes it in the end. is_early:
+        whether the first step of a kind may be the caller's, which is slow.
 
         Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
         is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
@@ -180,7 +184,7 @@ class CudaRunner(ModelRunner):
         """
         limits = Limits.of(plan, spec, cache_size, aux_layers)
         spec = spec.with_window(plan.attention_window)
-        return cls(file, spec, plan, limits, policy, executor, progress, compiling, lock)
+        return cls(file, spec, plan, limits, policy, executor, progress, compiling, lock, is_early)
 
     def close(self) -> None:
         """Frees the device's memory and closes the file. The runner cannot be used afterwards."""
