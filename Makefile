@@ -35,7 +35,7 @@ lint: install-test
 # With OLDEST=1: on the oldest versions that pyproject.toml allows, in an environment of its own; types are those of the newest.
 # With LINTED=1: where `lint` has passed. With JOBS=N: in so many processes, which begin at different files, and one that has
 # no tests left takes some of another's; where there is a GPU, tests of its memory want it to themselves.
-# With SHARD=HASH: of tests marked `sharded` a third of the cases, and half of random examples, as in CI.
+# With SHARD=HASH: of tests marked `sharded` a third of the cases, or what they say, and half of random examples, as in CI.
 PYTEST_JOBS := $(if $(JOBS),-n $(JOBS) --dist worksteal) $(if $(SHARD),--shard=$(SHARD))
 
 test: $(if $(OLDEST)$(LINTED),install-test,lint)

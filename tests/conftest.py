@@ -31,7 +31,7 @@ settings.register_profile(
 settings.register_profile("shard", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
-SHARDS = 3  # of the cases of tests marked `sharded`
+SHARDS = 3  # of the cases of a test marked `sharded`, unless it says how many: `sharded(9)`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard",
         type=lambda word: int(word, 16),
-        help="a hash, which chooses a third of the cases of tests marked `sharded`; half of random examples",
+        help="a hash, which chooses one of the shards of tests marked `sharded`; half of random examples",
     )
     parser.addoption(
         "--gpu-on-host",
@@ -144,20 +144,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
-    """Of tests marked `sharded` that have SHARDS cases or more only one in SHARDS stays.
+    """Of tests marked `sharded` that have as many cases as shards, or more, only one shard stays.
 
-    Which one shifts from one row of SHARDS cases to the next, so that a shard has every value of a parameter
-    that has SHARDS values.
+    Which one shifts from one row of so many cases to the next, so that a shard has every value of a parameter
+    that has as many values as there are shards.
     """
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sharded"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if marker := item.get_closest_marker("sharded"):
+            (shards,) = marker.args or (SHARDS,)
+            cases.setdefault((item.nodeid.partition("[")[0], shards), []).append(item)
     left_out = [
         item
-        for those in cases.values()
+        for (_, shards), those in cases.items()
         for number, item in enumerate(those)
-        if len(those) >= SHARDS and (number + number // SHARDS) % SHARDS != shard % SHARDS
+        if len(those) >= shards and (number + number // shards) % shards != shard % shards
     ]
     config.hook.pytest_deselected(items=left_out)
     gone = {*map(id, left_out)}

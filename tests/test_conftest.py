@@ -56,9 +56,15 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
     assert "passed" not in done.stdout
 
 
-def test_three_shards_have_all_cases_of_sharded_tests() -> None:
-    file = "tests/kernels/test_cuda_attention.py"
-    options = [[], *(["--shard", f"{number:x}"] for number in range(10, 13))]
+@pytest.mark.parametrize(
+    ("file", "test", "count"),
+    [
+        ("tests/kernels/test_cuda_attention.py", "test_kernels_compile_without_a_gpu", 3),
+        ("tests/kernels/test_cuda_linear_gemm.py", "test_compiles", 9),
+    ],
+)
+def test_shards_together_have_all_cases_of_a_sharded_test(file: str, test: str, count: int) -> None:
+    options = [[], *(["--shard", f"{number:x}"] for number in range(10, 10 + count))]
     done = subprocess.run(
         [sys.executable, "-c", COLLECTS.format(file=file, options=options)],
         cwd=ROOT,
@@ -70,8 +76,8 @@ def test_three_shards_have_all_cases_of_sharded_tests() -> None:
         [line for line in part.splitlines() if line.startswith(file)]
         for part in done.stdout.split("next:")[1:]
     )
-    assert len(shards) == 3
-    sharded = [case for case in every if "::test_kernels_compile_without_a_gpu[" in case]
-    assert len(sharded) >= 3
+    assert len(shards) == count
+    sharded = [case for case in every if f"::{test}[" in case]
+    assert len(sharded) >= count
     for case in every:
-        assert sum(case in shard for shard in shards) == (1 if case in sharded else 3), case
+        assert sum(case in shard for shard in shards) == (1 if case in sharded else count), case

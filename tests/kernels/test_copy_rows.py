@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from guarded import Guarded
 
 from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
@@ -16,8 +16,9 @@ COLS = (32, 256, 300, 2048)
 PLACES = ((1, 1, None), (5, 5, None), (5, 2, None), (5, 1, 3), (64, 3, 61))
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def rows_of(count: int, cols: int, device: str) -> Activations:

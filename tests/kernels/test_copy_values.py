@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from guarded import Guarded
 
 from coldstream.kernels.cuda.array import ArrayError, RawArray
@@ -17,8 +17,9 @@ TYPES = [
 SHAPES = [(1, 1), (3, 63), (2, 256), (5, 300)]
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def values(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from gpu_cases import on_gpu
 from guarded import Guarded
 from host_code import HostCode
@@ -82,8 +82,9 @@ def test_unpackers_of_every_power_of_mxfp4(host: Path) -> None:
     assert_same_bits(actual, reference.dequantize(weight))
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 @EVERY_TYPE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_gemm_cases import arch_of, check_instance, device_activations, device_weight
-from cuda_row_cases import check_compiles
+from cuda_row_cases import check_compiles, for_each_architecture
 from guarded import Guarded
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
@@ -38,8 +38,9 @@ UNWRITTEN = 1234.5
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
-def test_grouping_compiles() -> None:
-    check_compiles(GROUP_PROGRAM)
+@for_each_architecture
+def test_grouping_compiles(arch: str) -> None:
+    check_compiles(GROUP_PROGRAM, arch)
 
 
 def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
@@ -50,7 +51,7 @@ def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
             yield quant_type, instance(tiling, gated), arch_of(tiling, number + place)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("quant_type", "kernel", "arch"), [*instances_and_archs()], ids=lambda each: getattr(each, "name", each)
 )

@@ -85,7 +85,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("program", "instance"),
     [(program, name) for program in (DECODE, PREFILL, REPLAY) for name in program.instances[::5]],

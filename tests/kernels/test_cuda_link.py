@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 from cuda.bindings import driver
-from cuda_row_cases import check_compiles
+from cuda_row_cases import check_compiles, for_each_architecture
 
 from coldstream.kernels.cuda import device, link
 from coldstream.kernels.cuda.device import measure_copy_bandwidth
@@ -44,8 +44,9 @@ def test_a_handshake_raises_the_flag_after_the_last_answer_is_forgotten() -> Non
         assert [forget.writeValue.flags, ask.writeValue.flags, answer.waitValue.flags] == [0, 0, at_least]
 
 
-def test_the_products_that_are_timed_compile() -> None:
-    check_compiles(link.PRODUCTS)
+@for_each_architecture
+def test_the_products_that_are_timed_compile(arch: str) -> None:
+    check_compiles(link.PRODUCTS, arch)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles, random
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture, random
 from same_bits import assert_same_bits
 
 from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
@@ -88,8 +88,9 @@ def brought(ring: PrefetchRing, layer: int, memories: list[torch.Tensor]) -> lis
     return experts
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles, random, rows_apart, spiky
+from cuda_row_cases import (
+    CUDA,
+    ROW_COUNTS,
+    GuardedActivations,
+    check_compiles,
+    for_each_architecture,
+    random,
+    rows_apart,
+    spiky,
+)
 from guarded import Guarded
 from same_bits import assert_same_bits
 
@@ -18,8 +27,9 @@ EPS = 1e-6
 COLS = (1, 3, 16, 31, 100, 256, 384, 1000, 2048, 5120)
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def check_norm(rows: int, cols: int, gap: int = 0, *, as_floats: bool = True, as_codes: bool = True) -> None:

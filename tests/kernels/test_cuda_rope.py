@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from guarded import Guarded
 from same_bits import assert_same_bits
 
@@ -11,8 +11,9 @@ from coldstream.kernels.rope import cuda as rope_cuda
 from coldstream.kernels.rope.reference import rope_angles
 
 
-def test_kernels_compile() -> None:
-    check_compiles(rope_cuda.PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(rope_cuda.PROGRAM, arch)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, random, rows_apart
+from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, for_each_architecture, random, rows_apart
 from guarded import Guarded
 from same_bits import assert_same_bits
 
@@ -11,8 +11,9 @@ from coldstream.kernels.router.cuda import PROGRAM, RouterBuffers, router_choose
 from coldstream.kernels.router.reference import choose_experts_exact
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def check_router(tokens: int, experts: int, cols: int, ranks: int, gap: int = 0, *, times: int = 2) -> None:

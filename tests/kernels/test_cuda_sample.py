@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_cases import (
@@ -24,8 +24,9 @@ GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def check(cases: Sequence[Case], workspace: torch.Tensor | None = None, gap: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, check_compiles
+from cuda_row_cases import CUDA, check_compiles, for_each_architecture
 from test_cuda_prefetch import COLS, EXPERTS, RANKS, stacks_of, zeros
 
 from coldstream.gguf.quant_types import QuantType
@@ -19,8 +19,9 @@ from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stage import PROGRAM, stage_experts_cuda
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 @pytest.mark.gpu

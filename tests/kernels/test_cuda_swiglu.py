@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from cuda_row_cases import CUDA, ROW_COUNTS, GuardedActivations, check_compiles, random, rows_apart, spiky
+from cuda_row_cases import (
+    CUDA,
+    ROW_COUNTS,
+    GuardedActivations,
+    check_compiles,
+    for_each_architecture,
+    random,
+    rows_apart,
+    spiky,
+)
 from guarded import Guarded
 from same_bits import assert_same_bits
 
@@ -11,8 +20,9 @@ from coldstream.kernels.swiglu.cuda import PROGRAM, swiglu_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
 
-def test_kernels_compile() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_kernels_compile(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 def test_shapes_that_disagree_are_refused() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from cuda_row_cases import check_compiles
+from cuda_row_cases import check_compiles, for_each_architecture
 from guarded import Guarded
 
 from coldstream.kernels.draft_block import HEAD_SIZES, reference
@@ -70,9 +70,10 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@for_each_architecture
 @pytest.mark.parametrize("program", [ROWS, ATTENTION], ids=["rows", "attention"])
-def test_kernels_compile(program: object) -> None:
-    check_compiles(program)
+def test_kernels_compile(program: object, arch: str) -> None:
+    check_compiles(program, arch)
 
 
 @pytest.mark.parametrize(

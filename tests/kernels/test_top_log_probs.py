@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cuda_row_cases import check_compiles
+from cuda_row_cases import check_compiles, for_each_architecture
 from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,8 +47,9 @@ def random_logits(seed: int, rows: int, vocab: int) -> np.ndarray:
     return np.round(4 * rng.standard_normal((rows, vocab)), 1).astype(np.float32)
 
 
-def test_the_kernel_compiles() -> None:
-    check_compiles(PROGRAM)
+@for_each_architecture
+def test_the_kernel_compiles(arch: str) -> None:
+    check_compiles(PROGRAM, arch)
 
 
 @pytest.mark.usefixtures("host")
