@@ -1,5 +1,6 @@
 """Settings for every test: reproducible properties, and no memory that happens to hold the right answer."""
 
+import ctypes
 import gc
 import sys
 import tempfile
@@ -19,6 +20,22 @@ from short_rates import SHORT
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
 # second thread spins: with several test processes this would take most of the time.
 torch.set_num_threads(1)
+
+
+def keep_freed_memory() -> None:
+    """Have this process use freed memory again, which the C library would give back to the system.
+
+    Fresh pages must be cleared. That was a tenth of the time of tests that open many small models. The
+    programs that tests start keep the usual settings, so what they show of memory is that of a user.
+    AddressSanitizer's allocator ignores the call.
+    """
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # of <malloc.h>
+    libc = ctypes.CDLL(None)
+    for option, value in ((m_mmap_threshold, 32 << 20), (m_trim_threshold, 1 << 30), (m_top_pad, 16 << 20)):
+        libc.mallopt(option, value)
+
+
+keep_freed_memory()
 
 settings.register_profile(
     "repeatable",
