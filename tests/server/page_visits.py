@@ -148,6 +148,9 @@ class Visit:
 @contextmanager
 def browsing() -> Iterator[Browser]:
     """The Chromium of the system."""
+    # What other tests left is not looked through again after each visit.
+    gc.collect()
+    gc.freeze()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
