@@ -15,6 +15,21 @@ import pytest
 SLOW_IMPORTS = ("torch", "numpy", "tokenizers", "jinja2")
 
 
+class FirstFailures:
+    """A plugin that leaves out the other cases of a test of which one has failed."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.nodeid.partition("[")[0] in self._failed:
+            pytest.skip("another case has failed")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid.partition("[")[0])
+
+
 def run(arguments: list[str], output: Path) -> int:
     """Its exit status; negative: the number of the signal that ended it."""
     child = os.fork()
@@ -24,7 +39,7 @@ def run(arguments: list[str], output: Path) -> int:
             with output.open("w") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
-            status = int(pytest.main(arguments))
+            status = int(pytest.main(arguments, plugins=[FirstFailures()]))
         finally:
             sys.stdout.flush()
             os._exit(status)
