@@ -250,7 +250,7 @@ async def test_a_lost_replica_costs_its_answers_one_error_and_comes_back(http: h
     """Of four requests, two on each replica, those of the lost one fail, each in its way."""
     before = await both_idle()
     lost, stays = before
-    stream = {"prompt": "def", "stream": True, "max_tokens": 500, "ignore_eos": True}
+    stream = {"prompt": "def", "stream": True, **ENDLESS}  # none is complete when the replica is killed
     tasks = []
     for body in (stream, stream, {**stream, "stream": False}, {**stream, "stream": False}):
         tasks.append(
