@@ -150,6 +150,30 @@ def test_several_matrices_of_floats_in_one_launch(rows: int) -> None:
     check(activations(rows, rows, 264), weights)
 
 
+@pytest.mark.parametrize("cols", [24, 264, 1000])
+@pytest.mark.parametrize("quant_type", sorted(PASS_COLS), ids=lambda t: t.name)
+def test_tiles_of_a_large_matrix_of_floats(
+    monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, cols: int
+) -> None:
+    """Beside a small one, for a few rows."""
+    monkeypatch.setattr(skinny_layouts, "MIN_TILED_FLOAT_ROWS", 33)
+    large, small = (
+        random_weight(quant_type, (37, cols), seed=cols),
+        random_weight(QuantType.F32, (5, cols), 1),
+    )
+    for rows in (1, 2, 7, 8):
+        check(activations(rows, rows, cols), [small, large])
+
+
+def test_large_matrices_of_floats_have_tiles_where_their_rows_are_aligned() -> None:
+    sizes = [(QuantType.BF16, 2048, 2048), (QuantType.F32, 256, 2048), (QuantType.Q8_0, 4096, 2048)]
+    assert layout_for(LIMITS, sizes, 4).tiles == [64, 0, 0]
+    assert layout_for(LIMITS, sizes, 4, are_aligned=False).tiles == [0, 0, 0]
+    assert layout_for(LIMITS, sizes[:1], 2).tiles == [64]
+    assert layout_for(LIMITS, sizes[:1], 1).tiles == [0]
+    assert layout_for(LIMITS, sizes, 12).tiles == [512, 64, 0]
+
+
 def test_sums_of_floats_that_are_negative_zero_and_values_that_are_not_finite() -> None:
     x = activations(2, 20, 40)
     x[0] = -1e-30

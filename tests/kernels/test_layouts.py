@@ -209,9 +209,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "linear_max_matrices": linear_skinny.MAX_MATRICES,
         "slice_rows": skinny_layouts.SLICE_ROWS,
         "float_tile_threads": skinny_layouts.WARPS * 32,
-        "float_tile_tokens": skinny_layouts.FLOAT_TILE_TOKENS,
         **{
-            f"float_stages({slices}) * sizeof(FloatStage<{value}, float_tile_rows({slices})>)": (
+            f"float_tile_tokens({slices})": tokens
+            for slices, tokens in skinny_layouts.FLOAT_TILE_TOKENS.items()
+        },
+        **{f"float_tile_rows({slices})": rows for slices, rows in skinny_layouts.FLOAT_TILE_ROWS.items()},
+        **{
+            f"float_stages({slices}) * sizeof(FloatStage<{value}, {slices}>)": (
                 skinny_layouts.float_tile_bytes([quant_type], slices)
             )
             for quant_type, value in FLOAT_VALUES.items()
@@ -306,7 +310,7 @@ def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     source.write_text(
         "\n".join([f'#include "{file}"', *namespaces, *lines, "template <int> __global__ void none() {}"])
     )
-    _compile(source, "none<0>", "compute_90")
+    _compile(source, ("none<0>",), "compute_90")
 
 
 @pytest.mark.parametrize("file", sorted({source for source, _ in (*declared_structs(), *OTHERS)}))

@@ -25,7 +25,6 @@ from coldstream.kernels.linear.skinny_layouts import (
     Layout,
     Walk,
     Weight,
-    float_tiles,
     is_large,
     layout_for,
 )
@@ -132,7 +131,8 @@ def linear_skinny_cuda(
     num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)
     limits, groups = device_limits(), _groups(weights)
-    layout = layout_for(limits, _sizes(weights), num_rows)
+    are_aligned = x is None or all(has_aligned_floats(weight, x) for weight in weights)
+    layout = layout_for(limits, _sizes(weights), num_rows, are_aligned=are_aligned)
     has_blocks = any(weight.quant_type in BLOCK_TYPES for weight in weights)
     if layout.walk is Walk.PARTS and has_blocks and block_rows is None:
         raise ValueError("so many columns need rows quantised for blocks of 32")
@@ -165,16 +165,16 @@ def _matrices(
 ) -> LinearMatrices:
     """The kernel's table, with float matrices first, as their sums are the longest chains."""
     order = sorted(range(len(weights)), key=lambda i: weights[i].quant_type not in PASS_COLS)
-    shapes = layout.shapes
-    tiles = [float_tiles(shapes[i], layout.part_rows) for i in order]
+    shapes, tiles = layout.shapes, [layout.tiles[i] for i in order]
     rest = [shapes[i] for i, count in zip(order, tiles, strict=True) if not count]
     shares = iter(share_blocks(rest, max_blocks - sum(tiles)))
     blocks = [count or next(shares) for count in tiles]
     table, first_block = LinearMatrices(count=len(weights)), 0
-    for entry, (i, num_blocks) in zip(table.at, zip(order, blocks, strict=True), strict=False):
+    for entry, i, num_blocks in zip(table.at, order, blocks, strict=False):
         entry.weight = weights[i].blocks.data_ptr()
         entry.out, entry.out_stride = outs[i].data_ptr(), outs[i].stride(0)
         entry.first_block, entry.num_blocks = first_block, num_blocks
+        entry.is_tiled = layout.tiles[i] > 0
         entry.shape = shapes[i]
         first_block += num_blocks
     return table

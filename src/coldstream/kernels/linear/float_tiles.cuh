@@ -1,6 +1,6 @@
-// Products of float weights with 9 to 64 rows of activations, as float_gemm.cu in small tiles: there are few
+// Products of float weights with up to 64 rows of activations, as float_gemm.cu in small tiles: there are few
 // outputs, so that they take as long as one tile, and the stages of the next inputs are on their way while a
-// block multiplies. All threads of a block copy, and sixteen for each row of weights multiply.
+// block multiplies. All threads of a block copy, and some of them multiply.
 #pragma once
 
 #include "cuda/products_gemv.cuh"
@@ -8,13 +8,16 @@
 
 namespace coldstream {
 
-constexpr int float_tile_threads = 256, float_tile_tokens = 16, stage_values = 128;
+constexpr int float_tile_threads = 256, stage_values = 128;
 constexpr int thread_rows = 4, thread_tokens = 4;
 
+constexpr int float_tile_tokens(int slices) { return slices == 1 ? 8 : 16; }
+
 // Fewer rows of weights give more multiprocessors a tile, more leave more blocks for matrices of integers,
-// which with more slices of activations have a multiprocessor each.
-constexpr int float_tile_rows(int slices) { return slices <= 2 ? 4 : 16; }
-constexpr int float_stages(int slices) { return slices <= 2 ? 6 : 4; }
+// which with more slices of activations have a multiprocessor each. One slice has tiles only of large
+// matrices.
+constexpr int float_tile_rows(int slices) { return slices == 1 ? 32 : slices == 2 ? 4 : 16; }
+constexpr int float_stages(int slices) { return slices == 2 ? 6 : 4; }
 
 // What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride]
 // of x.
@@ -26,14 +29,15 @@ struct FloatTile {
 };
 
 // Inputs of a stage. Of the two groups of a warp, four rows or tokens apart, each reads other banks.
-template <typename Value, int rows>
+template <typename Value, int slices>
 struct FloatStage {
-  static constexpr int chunk_values = 16 / sizeof(Value);
-  float x[float_tile_tokens][stage_values + 4];
+  static constexpr int chunk_values = 16 / sizeof(Value), rows = float_tile_rows(slices);
+  float x[float_tile_tokens(slices)][stage_values + 4];
   Value w[rows][stage_values + chunk_values];
 };
 
-// Copies `rows` rows of a stage, those past the last one as the last one, without what lies past the end.
+// Copies `rows` rows of a stage, without what lies past the last one and past the end: nobody reads sums of
+// that. Many copies of the last row instead would wait for each other.
 template <int rows, typename Value, int pitch>
 __device__ __forceinline__ void copy_float_stage(Value (&to)[rows][pitch], const Value* from, int64_t stride,
                                                  int first_row, int num_rows, int first, int num_values) {
@@ -41,15 +45,16 @@ __device__ __forceinline__ void copy_float_stage(Value (&to)[rows][pitch], const
 #pragma unroll
   for (int i = threadIdx.x; i < rows * chunks; i += float_tile_threads) {
     const int row = i / chunks, at = i % chunks * chunk;
-    const Value* source = from + min(first_row + row, num_rows - 1) * stride + first + at;
-    copy_if_below(num_values - first, at, shared_address(&to[row][at]), source);
+    const Value* source = from + (first_row + row) * stride + first + at;
+    copy_if_below(first_row + row < num_rows ? num_values - first : 0, at, shared_address(&to[row][at]),
+                  source);
   }
 }
 
 // The first `count` inputs of a stage. Those past the end are skipped, as adding 0 would turn a sum of −0
 // into 0; in a whole stage, loads need not wait for that decision.
-template <bool is_whole, typename Value, int rows>
-__device__ __forceinline__ void add_float_stage(const FloatStage<Value, rows>& from, int count, int token,
+template <bool is_whole, typename Value, int slices>
+__device__ __forceinline__ void add_float_stage(const FloatStage<Value, slices>& from, int count, int token,
                                                 int row, int lane, float (&p)[thread_tokens][thread_rows]) {
 #pragma unroll(is_whole ? stage_values / lanes : 1)
   for (int step = 0; step < stage_values; step += lanes) {
@@ -72,9 +77,9 @@ template <typename Value, int slices, typename Finish>
 __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8_t* memory, Finish&& finish) {
   constexpr int tile_rows = float_tile_rows(slices), num_stages = float_stages(slices);
   constexpr int group_columns = tile_rows / thread_rows;
-  constexpr int multiplying_threads = lanes * group_columns * (float_tile_tokens / thread_tokens);
+  constexpr int multiplying_threads = lanes * group_columns * (float_tile_tokens(slices) / thread_tokens);
   static_assert(multiplying_threads <= float_tile_threads && multiplying_threads % warp_size == 0);
-  using Stage = FloatStage<Value, tile_rows>;
+  using Stage = FloatStage<Value, slices>;
   Stage* const stages = reinterpret_cast<Stage*>(memory);
   const auto copy_w = [&](int stage) {
     copy_float_stage(stages[stage % num_stages].w, reinterpret_cast<const Value*>(tile.weight),

@@ -37,10 +37,13 @@ MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few b
 QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
 # Beyond so many rows GEMM is faster with a matrix that has enough rows and columns for it.
 MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
-FLOAT_TILE_TOKENS, FLOAT_STAGE_VALUES = 16, 128  # rows of activations, and inputs of a stage
-FLOAT_TILE_ROWS = {2: 4, 4: 16, 8: 16}  # rows of weights, by slices
-FLOAT_STAGES = {2: 6, 4: 4, 8: 4}  # by slices
-FLOAT_ROW_BYTES = 16  # to which rows of floats are aligned where there are more than eight
+FLOAT_STAGE_VALUES = 128  # inputs of a stage
+FLOAT_TILE_TOKENS = {1: 8, 2: 16, 4: 16, 8: 16}  # rows of activations, by slices
+FLOAT_TILE_ROWS = {1: 32, 2: 4, 4: 16, 8: 16}  # rows of weights, by slices
+FLOAT_STAGES = {1: 4, 2: 6, 4: 4, 8: 4}  # by slices
+# With fewer rows of weights, the tiles of one slice are too few blocks.
+MIN_TILED_FLOAT_ROWS = 2048
+FLOAT_ROW_BYTES = 16  # to which rows of floats in tiles are aligned
 TILE_BLOCKS = {
     1: 3,
     2: 3,
@@ -98,11 +101,13 @@ SETS = {Walk.TILES: {1: 1, 2: 1, 4: 2, 8: 2}, Walk.PARTS: {1: 1, 2: 1, 4: 1, 8: 
 class Layout:
     """How a launch is shared out.
 
-    part_rows: rows of activations that a block takes; numbers: the kernel's arguments behind its structures.
+    tiles: of each matrix, as `float_tiles` has them. part_rows: rows of activations that a block takes.
+    numbers: the kernel's arguments behind its structures.
     """
 
     walk: Walk
     shapes: Sequence[MatrixShape]
+    tiles: Sequence[int]
     part_rows: int
     plan: RingPlan
     numbers: tuple[int, ...]
@@ -137,32 +142,37 @@ def tile_blocks(slices: int, walk: Walk) -> int:
     return 1 if walk.sets(slices) > 1 else (PART_BLOCKS if walk is Walk.PARTS else TILE_BLOCKS)[slices]
 
 
-def float_tiles(shape: MatrixShape, part_rows: int) -> int:
-    """Tiles, each with a block, of a matrix of floats for more than a slice of rows; 0 for what has none."""
-    if part_rows <= SLICE_ROWS or shape.type not in PASS_COLS:
+def float_tiles(shape: MatrixShape, part_rows: int, *, are_aligned: bool) -> int:
+    """Tiles, each with a block, of a matrix of floats; 0 for what has none.
+
+    Up to a slice of rows, those are matrices that are small or not aligned to FLOAT_ROW_BYTES: each warp
+    takes rows of weights of its own.
+    """
+    slices = slices_of(part_rows)
+    is_small = shape.num_rows < MIN_TILED_FLOAT_ROWS or part_rows == 1 or not are_aligned
+    if shape.type not in PASS_COLS or (slices == 1 and is_small):
         return 0
-    tile_rows = FLOAT_TILE_ROWS[slices_of(part_rows)]
-    return -(-int(shape.num_rows) // tile_rows) * -(-part_rows // FLOAT_TILE_TOKENS)
+    return -(-int(shape.num_rows) // FLOAT_TILE_ROWS[slices]) * -(-part_rows // FLOAT_TILE_TOKENS[slices])
 
 
 def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
     """Shared memory for a tile of floats in a launch with weights of `types`."""
-    if slices == 1:
-        return 0
-    x_bytes = FLOAT_TILE_TOKENS * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
+    x_bytes = FLOAT_TILE_TOKENS[slices] * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
     rows, stages = FLOAT_TILE_ROWS[slices], FLOAT_STAGES[slices]
     row_bytes = [kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES for kind in types if kind in PASS_COLS]
     return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
 
 
-def layout_for(limits: DeviceLimits, weights: Sequence[Weight], num_rows: int) -> Layout:
+def layout_for(
+    limits: DeviceLimits, weights: Sequence[Weight], num_rows: int, *, are_aligned: bool = True
+) -> Layout:
     """For all rows in one part, if they fit into shared memory together, otherwise for more parts.
 
-    ValueError if a single row does not fit.
+    are_aligned: whether rows of floats begin on FLOAT_ROW_BYTES. ValueError if a single row does not fit.
     """
     part_rows, walk = num_rows, Walk.of(weights, num_rows)
     while part_rows > 0:
-        layout = _layout(limits, weights, part_rows, walk)
+        layout = _layout(limits, weights, part_rows, walk, are_aligned)
         if layout is not None:
             return layout
         if walk is Walk.ROWS:
@@ -172,7 +182,9 @@ def layout_for(limits: DeviceLimits, weights: Sequence[Weight], num_rows: int) -
     raise ValueError(f"a row of {weights[0][2]} activations does not fit a block's shared memory")
 
 
-def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk) -> Layout | None:
+def _layout(
+    limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk, are_aligned: bool
+) -> Layout | None:
     by_walk = {Walk.TILES: tile_shape, Walk.PARTS: part_shape}
     types = [kind for kind, *_ in weights]
     shapes = [(matrix_shape if w[0] in PASS_COLS else by_walk.get(walk, matrix_shape))(*w) for w in weights]
@@ -181,7 +193,8 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
     # weights early.
     by_warps = walk in (Walk.ONE, Walk.ROWS)
-    units = sum(float_tiles(shape, part_rows) or shape.num_units for shape in shapes)
+    tiles = [0 if by_warps else float_tiles(shape, part_rows, are_aligned=are_aligned) for shape in shapes]
+    units = sum(count or shape.num_units for count, shape in zip(tiles, shapes, strict=True))
     is_small = units <= limits.num_processors * (WARPS if by_warps else 1)
     slices = slices_of(part_rows)
     most = 1 if is_small else BLOCKS_PER_PROCESSOR if by_warps else tile_blocks(slices, walk)
@@ -190,7 +203,9 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
         stage_bytes = max(stage_bytes, value_bytes)
         others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
         plan = plan_ring(limits, WARPS * stage_bytes, others, most)
-        return None if plan is None else Layout(walk, shapes, part_rows, plan, (stage_bytes, plan.stages))
+        if plan is None:
+            return None
+        return Layout(walk, shapes, tiles, part_rows, plan, (stage_bytes, plan.stages))
     if walk is Walk.ROWS:
         return _rows_layout(limits, shapes, part_rows, (stage_bytes, value_bytes), row_bytes, most)
     others = slices * PARTIAL_BYTES + SLACK_BYTES
@@ -200,10 +215,10 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     else:
         others += part_rows * (row_bytes + ROW_BYTES)
     own_values = WARPS * value_bytes if slices == 1 else 0
-    least = float_tile_bytes(types, slices)
+    least = float_tile_bytes([kind for kind, count in zip(types, tiles, strict=True) if count], slices)
     plan = plan_ring(limits, max(stage_bytes, own_values), others, most, least_bytes=least)
     sizes = (stage_bytes, rows_at, value_bytes) if walk is Walk.PARTS else (stage_bytes, value_bytes)
-    return None if plan is None else Layout(walk, shapes, part_rows, plan, (*sizes, plan.stages))
+    return None if plan is None else Layout(walk, shapes, tiles, part_rows, plan, (*sizes, plan.stages))
 
 
 def _rows_layout(
@@ -225,7 +240,8 @@ def _rows_layout(
         return None
     accumulators_at = plan.stages * WARPS * stage_bytes[0] + row_memory
     places = accumulators_at, accumulators_at + accumulators, sums
-    return Layout(Walk.ROWS, shapes, num_rows, plan, (*stage_bytes, plan.stages, *places))
+    no_tiles = [0] * len(shapes)
+    return Layout(Walk.ROWS, shapes, no_tiles, num_rows, plan, (*stage_bytes, plan.stages, *places))
 
 
 def _most_stage_bytes(shapes: Sequence[MatrixShape], types: Sequence[QuantType], *, floats: bool) -> int:
