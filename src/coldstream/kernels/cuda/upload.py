@@ -5,10 +5,13 @@ engine transfers.
 """
 
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -18,6 +21,7 @@ from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 PIECE_BYTES = 16 * 2**20
 NUM_READERS = 8
 
+Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
 
@@ -51,19 +55,27 @@ def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> 
 
 
 class _Readers:
-    """One page-locked buffer and one stream a thread."""
+    """Page-locked buffers with a stream each, as many as are in use at once.
+
+    They are freed with this object, by the caller's thread. A finalizer that runs while its thread ends would
+    make a thread-local value of the runtime anew, which then stays.
+    """
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._idle = deque[tuple[Array, streams.Stream]]()
 
     def copy(self, upload: Upload, start: int, size: int) -> int:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = allocations.page_locked((PIECE_BYTES,), "uint8")
-            self._own.stream = streams.Stream()
-        buffer = self._own.buffer[:size]
-        _read(upload.file, upload.info, start, buffer.data)
-        copies.to_device(upload.destination.data_ptr() + start, buffer, self._own.stream)
-        self._own.stream.synchronize()
+        try:
+            buffer, stream = self._idle.pop()
+        except IndexError:
+            buffer, stream = allocations.page_locked((PIECE_BYTES,), "uint8"), streams.Stream()
+        try:
+            part = buffer[:size]
+            _read(upload.file, upload.info, start, part.data)
+            copies.to_device(upload.destination.data_ptr() + start, part, stream)
+            stream.synchronize()
+        finally:
+            self._idle.append((buffer, stream))
         return size
 
 
