@@ -50,7 +50,7 @@ MIB: Final = 2**20
 # Fragments of the host's allocator and caches of Python: less than any array that a model holds.
 RSS_BYTES_PER_CYCLE: Final = 2**16
 SETTLING_S: Final = 5.0  # within which the system takes a thread that has ended off its list
-HOST_STEP: Final = 10  # cycles between two figures of the host's memory that are written
+HOST_STEP: Final = 10  # cycles between two figures of the host's memory, which garbage is taken from before
 
 Answers = tuple[tuple[int, ...], ...]
 Taken = Callable[[], AbstractContextManager[None]]  # inside, the device has no free memory
@@ -264,7 +264,8 @@ class Records:
     def __init__(self) -> None:
         self.after = ["warm-up"]
         self.values = {name: [value] for name, value in in_use().items()}
-        self.host: dict[str, list[int]] = {name: [] for name in host_memory()}  # after each cycle
+        self.num_cycles = 0
+        self.host: dict[str, list[int]] = {name: [] for name in host_memory()}  # after HOST_STEP cycles
 
     def note(self, what: str) -> None:
         self.after.append(what)
@@ -272,9 +273,12 @@ class Records:
             self.values[name].append(value)
 
     def note_cycle(self, kind: str) -> None:
-        for name, value in host_memory().items():
-            self.host[name].append(value)
         self.note(kind)
+        self.num_cycles += 1
+        if self.num_cycles % HOST_STEP == 0:
+            gc.collect()
+            for name, value in host_memory().items():
+                self.host[name].append(value)
 
     @property
     def changed(self) -> list[str]:
@@ -283,9 +287,10 @@ class Records:
 
     @property
     def growth(self) -> dict[str, float]:
-        """Of the host's memory, per cycle, of the straight line through all."""
+        """Of the host's memory, per cycle: the straight line through all. 0 of less than two values."""
         return {
-            name: float(np.polyfit(range(len(values)), values, 1)[0]) for name, values in self.host.items()
+            name: float(np.polyfit(range(len(values)), values, 1)[0]) / HOST_STEP if values[1:] else 0.0
+            for name, values in self.host.items()
         }
 
     def result(self) -> dict[str, Any]:
@@ -297,7 +302,7 @@ class Records:
             "changed": {name: self.values[name] for name in changed},
             "after": self.after if changed else [],
             "host_growth_per_cycle": growth,
-            "host": {name: values[::HOST_STEP] for name, values in self.host.items()},
+            "host": self.host,
         }
 
 
