@@ -105,6 +105,7 @@ def answer_with(
     return found, context
 
 
+@pytest.mark.sharded(2)
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("second", [False, True])
 def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(

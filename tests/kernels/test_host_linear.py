@@ -219,7 +219,7 @@ def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None
     assert not fits(16, 17408, QuantType.F16)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("walk", [Walk.ROWS, Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:

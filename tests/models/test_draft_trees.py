@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Mo
         yield Model(arch, paths[arch], kv_type, Oracle(runner))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier: str) -> None:
     """With one thread or two alternately, which share out rows alike whatever the tier and the cache."""

@@ -109,7 +109,7 @@ def test_figures_are_of_texts_that_walk_alone(library: Library, path: Path) -> N
             gpu_peer.check_walk(context, [0])
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(7)
 @pytest.mark.parametrize(
     "mix", [mix for mix in MIXES.values() if not mix.unknown_types], ids=lambda m: m.name
 )
