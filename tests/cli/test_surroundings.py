@@ -16,6 +16,7 @@ from test_serve import SHORT, serving
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, SamplingParams
+from short_rates import PROGRAM
 
 ANSWER = [
     "-n",
@@ -40,7 +41,7 @@ def coldstream(
 ) -> subprocess.CompletedProcess[str]:
     """The command with no environment but `options`."""
     return subprocess.run(
-        [sys.executable, "-m", "coldstream", *arguments],
+        [sys.executable, *PROGRAM, *arguments],
         env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **options},
         preexec_fn=limit,
         capture_output=True,
@@ -106,8 +107,9 @@ def test_a_user_without_a_home_and_without_an_entry_of_its_own() -> None:
         "import os, pwd, sys\n"
         "def none(uid): raise KeyError(uid)\n"
         "pwd.getpwuid = none\n"
-        "from coldstream.cli.main import main\n"
-        "sys.exit(main())"
+        "import runpy\n"
+        f"sys.argv[0] = {PROGRAM[-1]!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     for arguments in (["plan", "--device", "cpu"], ["run", "-p", "def", *ANSWER], ["ls"]):
         done = subprocess.run(
