@@ -17,8 +17,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.checkouts import build_extension, make_environment
+from tools.checkouts import make_environment
 from tools.planted_faults import ROOT, Fault
+from tools.planted_faults.extension import build_with
 from tools.planted_faults.sources import Sources
 
 TEST_TIMEOUT_S = 120
@@ -59,19 +60,15 @@ class SourceCopy:
         try:
             file.write_text(planted)
             if fault.is_compiled:
-                self.build()
+                built = build_with(fault.file, self.root, self._build, ROOT)
+                self._extension.unlink()
+                shutil.copy2(built, self._extension)
             yield
         finally:
             file.write_text(self.sources.text(fault.file))
             # A new file: the old one may be mapped by a process that has not ended.
             self._extension.unlink()
             self._extension.write_bytes(extension)
-
-    def build(self) -> None:
-        """As `build_extension` does. Optimised little, which takes half the time."""
-        built = build_extension(self.root, self._build, "-O1")
-        self._extension.unlink()
-        shutil.copy2(built, self._extension)
 
     def failing(self, tests: Iterable[str]) -> set[str]:
         """Which of `tests` fail, be it for some of their parameters only; all if the process dies or hangs.
