@@ -73,6 +73,7 @@ def distributions() -> dict[str, torch.Tensor]:
     return {name: ids.int().contiguous() for name, ids in cases.items()}
 
 
+@pytest.mark.sharded
 @EVERY_TIER
 @pytest.mark.parametrize("name", list(distributions()))
 def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
@@ -82,6 +83,7 @@ def test_kn01_every_distribution_of_pairs(tier: str, name: str) -> None:
         assert same_bits(run(_csrc.Runtime(threads, tier), x, ids, experts(*types)), result)
 
 
+@pytest.mark.sharded
 @EVERY_TIER
 @pytest.mark.parametrize(
     "types",
@@ -127,6 +129,7 @@ def test_one_tensor_of_gate_and_up_rows(tier: str) -> None:
     assert same_bits(out.checked(), run(runtime, x, ids, (gate, up, down)))
 
 
+@pytest.mark.sharded
 @EVERY_TIER
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
 def test_trap_04_pairs_that_somebody_else_computes_are_left_alone(tier: str, share: float) -> None:

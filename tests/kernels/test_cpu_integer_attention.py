@@ -70,6 +70,7 @@ def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count:
     check(runtimes, make_case((0, first, count), cache_name=name, head_dim=32))
 
 
+@pytest.mark.sharded(2)
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_prompts(runtimes: Runtimes, name: str) -> None:
     check(runtimes, make_case((0, 220, 64), cache_name=name, num_heads=8, num_kv_heads=1))
