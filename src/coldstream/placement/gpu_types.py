@@ -1,7 +1,7 @@
 """What a GPU takes for products of each type of weights, over its time for as many weights of Q4_K.
 
 A type is bound by its bytes or by the instructions that unpack its codes. The numbers are means of dense
-products and routed experts on an H100, from docs/results/gpu/types.json (`bench.kernels.gpu_types`). Float
+products and routed experts on an H200, from docs/results/gpu/types.json (`bench.kernels.gpu_types`). Float
 types are bound by bytes in one row, and in prompts by multiplications of float32.
 """
 
@@ -23,11 +23,11 @@ class ProductTime:
 
 
 GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
-    QuantType.Q4_0: ProductTime(1.17, 1.72),
-    QuantType.Q4_1: ProductTime(1.18, 2.07),
-    QuantType.Q5_0: ProductTime(1.33, 1.86),
-    QuantType.Q5_1: ProductTime(1.38, 2.12),
-    QuantType.Q8_0: ProductTime(1.61, 1.94),
+    QuantType.Q4_0: ProductTime(1.17, 1.23),
+    QuantType.Q4_1: ProductTime(1.18, 1.60),
+    QuantType.Q5_0: ProductTime(1.33, 1.30),
+    QuantType.Q5_1: ProductTime(1.38, 1.57),
+    QuantType.Q8_0: ProductTime(1.61, 1.28),
     QuantType.Q2_K: ProductTime(0.93, 0.85),
     QuantType.Q3_K: ProductTime(1.22, 1.06),
     QuantType.Q4_K: ProductTime(1.00, 1.00),
@@ -37,14 +37,14 @@ GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
     QuantType.IQ2_XS: ProductTime(1.18, 1.12),
     QuantType.IQ3_XXS: ProductTime(1.31, 1.21),
     QuantType.IQ1_S: ProductTime(1.07, 0.95),
-    QuantType.IQ4_NL: ProductTime(1.27, 1.90),
+    QuantType.IQ4_NL: ProductTime(1.27, 1.27),
     QuantType.IQ3_S: ProductTime(1.42, 1.16),
     QuantType.IQ2_S: ProductTime(1.19, 1.29),
     QuantType.IQ4_XS: ProductTime(1.15, 1.20),
     QuantType.IQ1_M: ProductTime(1.06, 1.06),
     QuantType.TQ2_0: ProductTime(0.94, 0.75),
-    QuantType.MXFP4: ProductTime(1.25, 1.92),
-    QuantType.Q2_0: ProductTime(1.09, 1.68),
+    QuantType.MXFP4: ProductTime(1.25, 1.31),
+    QuantType.Q2_0: ProductTime(1.09, 1.25),
 }
 FLOAT_PROMPT: Final = 5.0  # of float types in a prompt
 
