@@ -263,7 +263,9 @@ def test_fl02_a_read_that_brings_less_than_asked_for_goes_on(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, views, offset: read(file, [views[0][:9999]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, offset, *flags: read(file, [views[0][:9999]], offset, *flags)
+    )
     with prompts_of(path, seed=1, registers=False) as prompts:
         prompts.step(CHUNK)
 

@@ -31,7 +31,7 @@ def test_a_kernel_that_finds_no_memory_when_it_is_loaded(monkeypatch: pytest.Mon
     monkeypatch.setattr(calls, "attach", lambda: None)
     monkeypatch.setattr(program.driver, "cuModuleLoadData", lambda cubin: (status, None))
     with pytest.raises(OutOfMemoryError, match="GiB are free"):
-        program.Kernel(program.MachineCode(b"", "kernel"))
+        program._loaded(["kernel"], [program.MachineCode(b"", "kernel")])
 
 
 def test_an_error_that_is_kept_keeps_no_arrays() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.prefetch_ring import PrefetchRing
-from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.partition import Partition
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
@@ -36,7 +35,7 @@ class BusBytes:
         compute, fetch = DecodeExperts.compute, PrefetchRing.fetch
 
         def computed(decode: DecodeExperts, x: Any, routing: Routing, weights: ExpertWeights) -> Any:
-            self._note_reads(decode, stacks_of(weights), decode._tables.number_of(weights), routing)
+            self._note_reads(decode, decode._tables.number_of(weights), routing)
             return compute(decode, x, routing, weights)
 
         def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
@@ -51,15 +50,13 @@ class BusBytes:
             patch.setattr(CapturedSteps, "run", lambda self, key, step, *others: step())
             yield self
 
-    def _note_reads(
-        self, decode: DecodeExperts, stacks: Sequence[ExpertTable], layer: int, routing: Routing
-    ) -> None:
+    def _note_reads(self, decode: DecodeExperts, layer: int, routing: Routing) -> None:
         """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
         places: Partition = routing.places
         assert (view_of(places.cpu_ids) < 0).all(), "the CPU computes nothing"
         staging = decode._staging.data_ptr(), decode._staging.data_ptr() + decode._staging.numel()
         used = view_of(places.addresses)[:, np.unique(view_of(routing.ids))]
-        for stack, addresses in zip(stacks, used, strict=True):
+        for stack, addresses in zip(decode._tables.layers[layer], used, strict=True):
             mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
             first, end = staging if len(routing.ids) > 1 else mapped
             read = {address for address in addresses.tolist() if first <= address < end}
