@@ -104,14 +104,14 @@ class HostDriver:
 
     current: the default stream. recording: the calls of the capture that is going on, else None. taken_bytes:
     of the device's `total_bytes`, with those that the pool keeps of freed memory until it is trimmed.
-    registered: addresses of locked memory.
+    registered: bytes of locked memory, by address.
     """
 
     def __init__(self) -> None:
         self.current = HostStream()
         self.recording: list[Callable[[], object]] | None = None
         self.taken_bytes, self.total_bytes, self._kept_bytes = 0, TOTAL_BYTES, 0
-        self.registered: set[int] = set()
+        self.registered: dict[int, int] = {}
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._elsewhere: dict[int, Place] = {}  # those that are no blocks of the device
 
@@ -216,6 +216,8 @@ class HostDriver:
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
         self.current.num_uploads += 1
+        if self._is_across(source, size):
+            return (INVALID,)
         return self._copy(target, source, size)
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> tuple[object]:
@@ -238,9 +240,15 @@ class HostDriver:
     def cuMemcpyBatchAsync(
         self, targets: list[Any], sources: list[Any], sizes: list[int], *_: Any
     ) -> tuple[object]:
+        if any(self._is_across(int(source), size) for source, size in zip(sources, sizes, strict=True)):
+            return (INVALID,)
         for target, source, size in zip(targets, sources, sizes, strict=True):
             self._copy(target, source, size)
         return (DONE,)
+
+    def _is_across(self, source: int, size: int) -> bool:
+        """Whether a copy begins in registered memory and ends beyond that registration."""
+        return any(begin <= source < begin + of < source + size for begin, of in self.registered.items())
 
     def _copy(self, target: Any, source: Any, size: int) -> tuple[object]:
         self.queue(lambda: ctypes.memmove(int(target), int(source), size))
@@ -280,13 +288,13 @@ class HostDriver:
         self.queue(fill)
         return (DONE,)
 
-    def cuMemHostRegister(self, address: int, *_: object) -> tuple[object]:
-        self.registered.add(address)
+    def cuMemHostRegister(self, address: int, size: int, _: object) -> tuple[object]:
+        self.registered[address] = size
         return (DONE,)
 
     def cuMemHostGetDevicePointer(self, address: int, _: int) -> tuple[object, int]:
         return DONE, address
 
     def cuMemHostUnregister(self, address: int) -> tuple[object]:
-        self.registered.remove(address)
+        del self.registered[address]
         return (DONE,)

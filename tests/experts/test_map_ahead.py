@@ -29,7 +29,7 @@ class Registered(RegisteredMemory):
         self._closed = closed
 
     def close(self) -> None:
-        self._closed.append(self._address)
+        self._closed.append(self._pieces[0])
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_memory_is_locked_once_and_given_back(file: GGUFFile, monkeypatch: pytes
 
     closed: list[int] = []
     monkeypatch.setattr(RegisteredMemory, "register", registered)
-    monkeypatch.setattr(RegisteredMemory, "close", lambda memory: closed.append(memory._address))
+    monkeypatch.setattr(RegisteredMemory, "close", lambda memory: closed.append(memory._pieces[0]))
     with opened(file, 4) as (host, pool):
         address, num_bytes = pool.stacks.pool.memory()
         assert calls == [(address, num_bytes, False)]

@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from cuda.bindings import driver
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda import host_memory
-from coldstream.kernels.cuda.host_memory import RegisteredMemory
+from coldstream.kernels.cuda.host_memory import PIECE_BYTES, RegisteredMemory, parts_of
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
@@ -23,7 +25,10 @@ class Device:
     def __init__(self) -> None:
         self.with_context: set[int] = set()
         self.registered: list[int] = []
+        self.sizes: list[int] = []
         self.answer = SUCCESS
+        self.refuses_after = 1000  # registrations
+        self.shift = 0  # of the device's address from one registration to the next
 
     def attach(self) -> None:
         self.with_context.add(threading.get_ident())
@@ -31,9 +36,20 @@ class Device:
     def register(self, address: int, num_bytes: int, flags: int) -> tuple[driver.CUresult]:
         if threading.get_ident() not in self.with_context:
             return (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if len(self.registered) >= self.refuses_after:
+            return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
         if self.answer == SUCCESS:
             self.registered.append(address)
+            self.sizes.append(num_bytes)
         return (self.answer,)
+
+    def pointer(self, address: int, _: int) -> tuple[driver.CUresult, int]:
+        return SUCCESS, address + 4096 + self.shift * (len(self.registered) - 1)
+
+    def unregister(self, address: int) -> tuple[driver.CUresult]:
+        place = self.registered.index(address)
+        del self.registered[place], self.sizes[place]
+        return (SUCCESS,)
 
 
 @pytest.fixture
@@ -41,7 +57,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
     monkeypatch.setattr(host_memory.calls, "attach", device.attach)
     monkeypatch.setattr(driver, "cuMemHostRegister", device.register)
-    monkeypatch.setattr(driver, "cuMemHostGetDevicePointer", lambda address, _: (SUCCESS, address + 4096))
+    monkeypatch.setattr(driver, "cuMemHostUnregister", device.unregister)
+    monkeypatch.setattr(driver, "cuMemHostGetDevicePointer", device.pointer)
     return device
 
 
@@ -64,3 +81,43 @@ def test_a_call_that_cannot_succeed_is_no_refusal(device: Device) -> None:
     device.answer = driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     with pytest.raises(DeviceError, match="HOST_MEMORY_ALREADY_REGISTERED; open the model again"):
         RegisteredMemory.register(8192, 100)
+
+
+def test_large_memory_is_locked_in_pieces(device: Device) -> None:
+    """Other calls of the driver go on between two of them."""
+    address, num_bytes = 3 * PIECE_BYTES - 8192 + 100, 2 * PIECE_BYTES + 5000
+    memory = RegisteredMemory.register(address, num_bytes)
+    assert memory is not None
+    assert memory.offset == 4096
+    assert device.registered == [3 * PIECE_BYTES - 8192, 3 * PIECE_BYTES, 4 * PIECE_BYTES]
+    assert device.registered[-1] + device.sizes[-1] == 5 * PIECE_BYTES
+    assert [start + size for start, size in zip(device.registered, device.sizes, strict=True)][:2] == (
+        device.registered[1:]
+    )
+    memory.close()
+    assert device.registered == []
+
+
+def test_a_refusal_half_way_leaves_nothing_locked(device: Device) -> None:
+    device.refuses_after = 2
+    assert RegisteredMemory.register(0, 3 * PIECE_BYTES) is None
+    assert device.registered == []
+
+
+def test_pieces_that_the_device_sees_apart_are_locked_as_one(device: Device) -> None:
+    device.shift = 4096
+    memory = RegisteredMemory.register(0, 3 * PIECE_BYTES)
+    assert memory is not None
+    assert (device.registered, device.sizes) == ([0], [3 * PIECE_BYTES])
+
+
+@given(address=st.integers(0, 5 * PIECE_BYTES), num_bytes=st.integers(0, 3 * PIECE_BYTES))
+def test_parts_of_a_copy_are_of_one_piece_each(address: int, num_bytes: int) -> None:
+    parts = list(parts_of(address, num_bytes))
+    assert sum(size for _, size in parts) == num_bytes
+    end = 0
+    for offset, size in parts:
+        assert offset == end
+        assert (address + offset) // PIECE_BYTES == (address + offset + size - 1) // PIECE_BYTES
+        end = offset + size
+    assert len(parts) <= num_bytes // PIECE_BYTES + 2, "no more than there are pieces"

@@ -19,6 +19,7 @@ from cuda.bindings import driver
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
 from coldstream.experts.staging import NUM_PINNED_BUFFERS, StagingCopy
+from coldstream.kernels.cuda.host_memory import parts_of
 from coldstream.kernels.cuda.runtime import allocations, calls, streams
 
 NUM_READERS = 8
@@ -168,19 +169,20 @@ def copy_to_device(
     first_source: address of a host copy of the buffer, for experts that are not held; None: all are copied
     from their own sources.
     """
-    targets = [driver.CUdeviceptr(target + copy.offset) for copy in copies]
-    sources = [
-        driver.CUdeviceptr(
-            copy.source if first_source is None or copy.is_held else first_source + copy.offset
-        )
-        for copy in copies
-    ]
-    sizes = [copy.size for copy in copies]
+    targets, sources, sizes = [], [], []
+    for copy in copies:
+        source = copy.source
+        if first_source is not None and not copy.is_held:
+            source = first_source + copy.offset
+        for offset, size in parts_of(source, copy.size):
+            targets.append(driver.CUdeviceptr(target + copy.offset + offset))
+            sources.append(driver.CUdeviceptr(source + offset))
+            sizes.append(size)
     access = driver.CUmemcpyAttributes()
     access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     for _ in range(2):
         (status,) = driver.cuMemcpyBatchAsync(
-            targets, sources, sizes, len(copies), [access], [0], 1, stream.handle
+            targets, sources, sizes, len(sizes), [access], [0], 1, stream.handle
         )
         if status == driver.CUresult.CUDA_SUCCESS:
             return

@@ -22,6 +22,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.composed_ops import ffn_of_products
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
+from coldstream.kernels.cuda.host_memory import from_host
 from coldstream.kernels.cuda.runtime import allocations, streams
 from coldstream.kernels.experts.cuda_layer import Stacks
 from coldstream.kernels.experts.executor import ModelExecutor, ResidentExecutor
@@ -170,7 +171,7 @@ class LayerExecutor(ResidentExecutor):
             layer.stacks, layer.sources, self._offsets(layer.stacks, place), strict=True
         ):
             address = self._ring.data_ptr() + target
-            (status,) = driver.cuMemcpyHtoDAsync(address, source, stack.matrix_bytes, beside.handle)
+            status = from_host(address, source, stack.matrix_bytes, beside)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise DeviceError(f"a layer cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
         self._copied.append((number, place, _recorded(beside)))

@@ -1,15 +1,19 @@
 """The order of a start on a GPU that does not hold all experts, on the host."""
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
+from runner_cases import token_ids
 
 from builders import Dims, write_gguf
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.host import HostExperts
+from coldstream.kernels.cuda import host_memory
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.loader import CudaLoader
 from coldstream.kernels.cuda.runtime import allocations
@@ -86,3 +90,20 @@ def test_a_model_that_does_not_fit_leaves_nothing_locked(
     with pytest.raises(OutOfMemoryError, match="needs more"):
         open_partly(path, 0.5)
     assert events == ["FileLock", "close"]
+
+
+@pytest.mark.parametrize("in_ram", [None, 0.6], ids=["mapped", "pool"])
+def test_copies_from_a_file_that_is_locked_in_pieces_are_of_one_each(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch, in_ram: float | None
+) -> None:
+    """As the driver refuses others. Into slots, and through the ring of a prompt."""
+    with gpu_on(compiled_for_the_host):
+        found = []
+        for piece_bytes in (host_memory.PIECE_BYTES, 2 * mmap.PAGESIZE):
+            monkeypatch.setattr(host_memory, "PIECE_BYTES", piece_bytes)
+            with open_partly(path, 0.5, in_ram=in_ram) as runner:
+                found.append([runner.prefill(token_ids(60)), *(runner.decode(token) for token in (1, 2, 3))])
+                assert runner.expert_cache is not None
+                if in_ram is None:
+                    assert runner.runner.stream_counters.streamed.sum() > 0
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))

@@ -12,6 +12,7 @@ from coldstream.errors import DeviceError
 from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import Copy, ExpertCache
 from coldstream.experts.slots.segments import SlotSegments
+from coldstream.kernels.cuda.host_memory import from_host
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
@@ -229,7 +230,7 @@ class ExpertResidency:
     def _queue(self, copy: Copy, sources: Sequence[int]) -> None:
         targets, sizes = self._addresses.of_slot(copy.expert, copy.slot)
         for source, target, size in zip(sources, targets, sizes, strict=True):
-            (status,) = driver.cuMemcpyHtoDAsync(target, source, size, self._stream.handle)
+            status = from_host(target, source, size, self._stream)
             if status != driver.CUresult.CUDA_SUCCESS:
                 reason = driver.cuGetErrorString(status)[1].decode()
                 raise DeviceError(f"an expert cannot be copied to the GPU: {reason}")

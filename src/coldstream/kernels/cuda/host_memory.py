@@ -1,12 +1,13 @@
 """Host memory that the device reads over the bus."""
 
 import mmap
-from typing import Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Self
 
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
-from coldstream.kernels.cuda.runtime import calls
+from coldstream.kernels.cuda.runtime import calls, streams
 
 # Of a process or thread that has no context, and of memory that is locked already: no refusal by the system.
 _OWN_FAULTS = (
@@ -18,14 +19,43 @@ _OWN_FAULTS = (
 )
 
 
+PIECE_BYTES: Final = 64 * 2**20  # of addresses, from one multiple to the next
+
+
+def parts_of(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Offsets and sizes of the parts of registered memory that one copy may have: those within a piece.
+
+    The driver refuses a copy across two registrations.
+    """
+    done = 0
+    while done < num_bytes:
+        size = min(num_bytes - done, PIECE_BYTES - (address + done) % PIECE_BYTES)
+        yield done, size
+        done += size
+
+
+def from_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":
+    """Queues a copy of registered or page-locked memory to the device; the driver's status."""
+    status = driver.CUresult.CUDA_SUCCESS
+    for offset, size in parts_of(source, num_bytes):
+        (status,) = driver.cuMemcpyHtoDAsync(target + offset, source + offset, size, stream.handle)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            break
+    return status
+
+
 class RegisteredMemory:
     """A mapping of host memory that the device may read until `close`.
+
+    It is registered piece by piece. While a piece is locked, the driver takes no other call, and the system
+    gives the process no memory: for 20 GB at once both waited a second and more.
 
     offset: the device's address minus the host's.
     """
 
-    def __init__(self, address: int, device_address: int) -> None:
-        self._address = address
+    def __init__(self, address: int, device_address: int, pieces: Sequence[int] = ()) -> None:
+        """pieces: addresses of all registrations; by default there is one, at `address`."""
+        self._pieces = list(pieces) or [address]
         self.offset = device_address - address
 
     @classmethod
@@ -39,22 +69,53 @@ class RegisteredMemory:
         calls.attach()
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        if is_read_only:
-            flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
-        (status,) = driver.cuMemHostRegister(begin, end - begin, flags)
-        if status in _OWN_FAULTS:
-            raise DeviceError(
-                f"host memory cannot be locked for the GPU: {status.name}; open the model again"
-            )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            return None
-        status, pointer = driver.cuMemHostGetDevicePointer(begin, 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            driver.cuMemHostUnregister(begin)
-            return None
-        return cls(begin, int(pointer))
+        pieces = [(begin + offset, size) for offset, size in parts_of(begin, end - begin)]
+        found = _registered_all(pieces, is_read_only=is_read_only)
+        if found and len({pointer - start for pointer, (start, _) in zip(found, pieces, strict=True)}) > 1:
+            # The device sees the pieces apart from each other, and could not read across them.
+            _unregister(pieces)
+            pieces = [(begin, end - begin)]
+            found = _registered_all(pieces, is_read_only=is_read_only)
+        return cls(begin, found[0], [start for start, _ in pieces]) if found else None
 
     def close(self) -> None:
         """Unlocks the pages, which the device must no longer read."""
-        driver.cuMemHostUnregister(self._address)
+        for start in self._pieces:
+            driver.cuMemHostUnregister(start)
+
+
+def _registered_all(pieces: Sequence[tuple[int, int]], *, is_read_only: bool) -> list[int] | None:
+    """The device's addresses of pieces that are locked now; None, and none is, if the system refuses one."""
+    found: list[int] = []
+    try:
+        for start, size in pieces:
+            pointer = _registered(start, size, is_read_only=is_read_only)
+            if pointer is None:
+                break
+            found.append(pointer)
+    finally:
+        if len(found) < len(pieces):
+            _unregister(pieces[: len(found)])
+    return found if len(found) == len(pieces) else None
+
+
+def _registered(address: int, num_bytes: int, *, is_read_only: bool) -> int | None:
+    """The device's address of pages that are locked now; None if the system refuses. Raises DeviceError."""
+    flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    if is_read_only:
+        flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
+    (status,) = driver.cuMemHostRegister(address, num_bytes, flags)
+    if status in _OWN_FAULTS:
+        raise DeviceError(f"host memory cannot be locked for the GPU: {status.name}; open the model again")
+    if status != driver.CUresult.CUDA_SUCCESS:
+        return None
+    status, pointer = driver.cuMemHostGetDevicePointer(address, 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        driver.cuMemHostUnregister(address)
+        return None
+    return int(pointer)
+
+
+def _unregister(pieces: Iterable[tuple[int, int]]) -> None:
+    for start, _ in pieces:
+        driver.cuMemHostUnregister(start)
