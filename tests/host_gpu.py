@@ -88,7 +88,7 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
         patch.setattr(_csrc, "ExpertServer", servers.make)
         patch.setattr(device, "before_launch", servers.look)
         # Kernels are compiled when they are first launched.
-        patch.setattr(cuda_runner, "kernels_of", lambda *_: NeededKernels(set(), set()))
+        patch.setattr(cuda_runner, "kernels_of", lambda *_: NeededKernels((set(),)))
         patch.setattr(cuda_dflash, "kernels_of", lambda *_: set())
         yield device.driver.current
 
@@ -98,6 +98,6 @@ def opened_on(device: HostDevice) -> Iterator[HostStream]:
     """`gpu_on`, and `open_model` finds MACHINE, of which it measures nothing."""
     with gpu_on(device) as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
-        patch.setattr(opened_model, "with_rates", lambda *_, **__: MACHINE)
+        patch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
         patch.setattr(gather, "measured_hardware", lambda *_, **__: MACHINE)
         yield stream

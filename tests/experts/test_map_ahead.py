@@ -146,23 +146,3 @@ def test_a_file_that_the_system_has_in_memory_is_known(
             offsets.clear()
     monkeypatch.delattr(os, "RWF_NOWAIT")
     assert not file_lock.is_cached(0, 1 << 20)
-
-
-def test_a_lock_that_is_waited_for_has_ended(file: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, ended = threading.Event(), list[int]()
-
-    def register(address: int, num_bytes: int) -> RegisteredMemory:
-        assert goes_on.wait(10)
-        ended.append(address)
-        return Registered(address, [])
-
-    monkeypatch.setattr(RegisteredMemory, "register", register)
-    lock = FileLock(file, {0})
-    assert not ended
-    goes_on.set()
-    lock.wait()
-    assert len(ended) == 1
-    with pytest.raises(KeyError):
-        lock.take(1)
-    lock.take(0)
-    lock.close()

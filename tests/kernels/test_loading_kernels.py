@@ -115,19 +115,24 @@ def test_who_asks_waits_for_what_has_begun(compiler: Compiler, program: CudaProg
     loading.close()
 
 
-def test_who_asks_compiles_what_has_not_begun(
+def test_who_asks_for_what_nobody_loads_compiles_it(compiler: Compiler, program: CudaProgram) -> None:
+    kernel = program.kernel("two<1>")
+    assert compiler.threads == {"two<1>": threading.main_thread()}
+    assert program.kernel("two<1>") is kernel
+    loading = KernelLoading([(program, "two<1>")])
+    loading.wait()
+    loading.close()
+    assert compiler.compiled == [("two<1>",)]
+
+
+def test_groups_are_compiled_one_after_the_other(
     compiler: Compiler, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    goes_on = compiler.held("one<1>")
-    loading = KernelLoading([(program, "one<1>")], [(program, "two<1>")])
-    assert compiler.begun["one<1>"].wait(WAIT_S)
-    program.kernel("two<1>")
-    assert compiler.threads == {"two<1>": threading.main_thread()}
-    goes_on.set()
+    loading = KernelLoading(*([(program, each)] for each in ("two<1>", "three<1>", "one<1>")))
     loading.wait()
-    assert compiler.compiled == [("one<1>",), ("two<1>",)]
     loading.close()
+    assert compiler.compiled == [("two<1>",), ("three<1>",), ("one<1>",)]
 
 
 def test_closing_gives_up_what_has_not_begun(

@@ -21,7 +21,13 @@ from coldstream.kernels.experts import cpu_rates
 from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
 from coldstream.planning import machine
-from coldstream.planning.machine import hardware_with, measured_hardware, reconsider_rates, with_rates
+from coldstream.planning.machine import (
+    hardware_with,
+    measured_hardware,
+    rates_are_known,
+    reconsider_rates,
+    with_rates,
+)
 
 
 def test_a_machine_is_measured_once(tmp_path: Path) -> None:
@@ -51,19 +57,12 @@ def test_rates_are_added_without_another_look_at_the_machine(
     assert with_rates(here, path=path) == replace(first, ram_available_bytes=123)
 
 
-def test_a_machine_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other work ends before, and is not waited for where there is nothing to measure."""
-    path, done = tmp_path / "hardware.json", list[str]()
-    measure = machine.measure_rates
-
-    def measured(hardware: Hardware, progress: object) -> Hardware:
-        done.append("measured")
-        return measure(hardware)
-
-    monkeypatch.setattr(machine, "measure_rates", measured)
-    for _ in range(2):
-        with_rates(Hardware.measure(), path=path, be_alone=lambda: done.append("alone"))
-    assert done == ["alone", "measured"]
+def test_what_is_not_measured_again_is_known_before(tmp_path: Path) -> None:
+    path, here = tmp_path / "hardware.json", Hardware.measure()
+    assert not rates_are_known(here, path)
+    with_rates(here, path=path)
+    assert rates_are_known(here, path)
+    assert not rates_are_known(hardware_with(GPU), path), "of the CPU alone"
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:

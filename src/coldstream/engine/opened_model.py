@@ -43,7 +43,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
-from coldstream.planning.machine import hardware_of, with_rates
+from coldstream.planning.machine import hardware_of, rates_are_known, with_rates
 from coldstream.planning.planned import Planned
 
 if TYPE_CHECKING:
@@ -173,12 +173,13 @@ def open_model(
         spec = read_spec(file.metadata, file.tensors)
         in_ram = sum(file.shard_bytes) + prompt_cache_bytes
         lock = None
-        if is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec)):
+        is_mapped = is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
+        if is_mapped and rates_are_known(hardware):  # nothing else goes on while they are measured
             lock = cleanup.enter_context(closing(lock_file(file, spec)))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             reading = _begin_reading(config.device, file.metadata, beside)
             begin("planning")
-            measured = partial(with_rates, hardware, progress, be_alone=lock.wait if lock else None)
+            measured = partial(with_rates, hardware, progress)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings

@@ -7,7 +7,7 @@ where the GPU is sure to lack a part of the file, and who reads the file takes o
 import mmap
 import os
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from coldstream.gguf.reader import GGUFFile
@@ -39,10 +39,6 @@ class FileLock:
     def take(self, shard: int) -> LockedPart:
         """A part, which is the caller's to unlock from now on. KeyError for one that is taken."""
         return self._parts.pop(shard)
-
-    def wait(self) -> None:
-        """Returns when nothing is being locked any more."""
-        wait([begun for _, begun in self._parts.values()])
 
     def close(self) -> None:
         """Waits for the parts that nobody took, and unlocks them."""

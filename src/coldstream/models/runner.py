@@ -125,7 +125,7 @@ class ModelRunner(ABC):
 
     @property
     def num_captured(self) -> int:
-        """CUDA graphs captured so far, 0 on a CPU. A step that captures one takes longer than later ones."""
+        """Steps so far that took longer for a CUDA graph, or as the first of their shape; 0 on a CPU."""
         return 0 if self._steps is None else self._steps.num_captured
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 
 from coldstream.assets import demo_profile_path
 from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError, host_memory_errors
+from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.prefetch import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -25,7 +26,7 @@ from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.cuda.capacity import mailbox_ranks
-from coldstream.models.expert_stacks import disk_tier, placed_stacks
+from coldstream.models.expert_stacks import disk_tier, expert_stacks, placed_stacks
 from coldstream.models.footprint import file_bytes, model_sizes, nextn_bytes, routed_model
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner_capacity import RunnerCapacity
@@ -207,7 +208,9 @@ def model_facts(file: GGUFFile, spec: ModelSpec) -> ModelFacts:
     """What the header of an open file says to a plan."""
     on_gpu = model_sizes(spec, file.tensors, file.fingerprint, 0, places_layers=True)
     mapped = model_sizes(spec, file.tensors, file.fingerprint, 0, file_bytes)
-    in_slots = replace(mapped, expert_bytes=disk_tier(file, spec).expert_bytes) if spec.is_moe else mapped
+    in_slots = mapped
+    if spec.is_moe:
+        in_slots = replace(mapped, expert_bytes=PooledStacks(file, expert_stacks(file, spec)).expert_bytes)
     return ModelFacts(
         spec,
         on_gpu,

@@ -42,26 +42,23 @@ def measured_hardware(
     return with_rates(hardware_of(gpu), progress, path, again=again)
 
 
+def rates_are_known(hardware: Hardware, path: Path | None = None) -> bool:
+    """Whether `with_rates` would measure nothing."""
+    return with_stored_rates(hardware, path or default_path()) is not None
+
+
 def with_rates(
-    hardware: Hardware,
-    progress: Progress | None = None,
-    path: Path | None = None,
-    *,
-    again: bool = False,
-    be_alone: Callable[[], None] | None = None,
+    hardware: Hardware, progress: Progress | None = None, path: Path | None = None, *, again: bool = False
 ) -> Hardware:
     """`hardware`, which is this machine, with its rates.
 
     The rates are read from the file at `path` (None: the default one), or measured in a few seconds and
-    stored there if possible; again: measured in any case. be_alone: waits for other work of this process,
-    before anything is measured. Raises DeviceError, OutOfMemoryError.
+    stored there if possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
     stored = None if again else with_stored_rates(hardware, path)
     if stored is not None:
         return stored
-    if be_alone is not None:
-        be_alone()
     hardware = measure_rates(hardware, progress)
     with suppress(StorageError):  # the next call measures again
         store_rates(hardware, path)

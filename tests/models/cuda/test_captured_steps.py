@@ -52,6 +52,16 @@ def test_no_garbage_is_collected_within_a_capture(fails: bool) -> None:
     assert garbage() is None
 
 
+def test_of_an_early_start_the_second_step_of_a_shape_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.steps = CapturedSteps(is_early=True)
+    assert [steps.run(shape) for shape in (1, 2)] == [1, 2]
+    assert steps.captured == []
+    assert [steps.run(shape) for shape in (2, 2)] == [2, 2]
+    assert (steps.captured, steps.replayed) == ([2], [2])
+    assert steps.steps.num_captured == 3, "steps that were no replays"
+
+
 @pytest.mark.usefixtures("driver")
 def test_a_collection_that_was_off_stays_off() -> None:
     gc.disable()

@@ -73,7 +73,7 @@ def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[
 def test_the_first_steps_of_an_early_start_are_the_callers(
     path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = {}
+    captured: dict[bool, int] = {}
     for is_early in (False, True):
         with open_partly(path, 0.5, is_early=is_early) as opened:
             captured[is_early] = opened.runner.num_captured

@@ -1,8 +1,7 @@
 """Kernels that are compiled and loaded beside other work, those that are needed first before others.
 
 What was compiled before is loaded by one thread: its work is short, and much of it holds the interpreter's
-lock. The rest goes to a thread for each core. Who asks a program for a kernel that is waiting its turn loads
-it himself, and waits for one that is in work.
+lock. The rest goes to a thread for each core. Who asks a program for one of the kernels waits for it.
 """
 
 import os
@@ -20,9 +19,9 @@ Kernels = Iterable[tuple[CudaProgram, str]]
 class KernelLoading:
     """Loads kernels for the current device, beside the caller, until `close`."""
 
-    def __init__(self, first: Kernels, later: Kernels = ()) -> None:
-        """first: those that are waited for by `wait_for_first`."""
-        self._first, self._later = _pending(first), _pending(later)
+    def __init__(self, first: Kernels, *later: Kernels) -> None:
+        """first: those that are waited for by `wait_for_first`. later: others, in the order of their need."""
+        self._first, self._later = _pending(first), [each for group in later for each in _pending(group)]
         self._reader, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(os.cpu_count())
         if self._first or self._later:
             self._reader.submit(self._load_kept)
@@ -84,5 +83,5 @@ def _finish(pending: Pending) -> None:
     """Waits for kernels, or for who has taken them. Raises what their loading raised."""
     try:
         pending.future.result()
-    except CancelledError:  # who asked for them has loaded them, and met their errors
+    except CancelledError:  # given up: who asks for them loads them, and meets their errors
         return

@@ -11,8 +11,8 @@ Compiling takes up to a second each, so `note_kernels` finds out which ones are 
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,8 +115,7 @@ class CudaProgram:
             if (noted := _noted.get()) is not None:
                 noted.add((self, instance))
                 return NotedKernel()
-            self.pending(instance)
-            kernel = self._taken(instance)
+            kernel = self._awaited(instance)
         return kernel
 
     def pending(self, instance: str) -> "Pending | None":
@@ -141,24 +140,21 @@ class CudaProgram:
                 if self._pending.get(instance) is pending:
                     del self._pending[instance]
 
-    def _taken(self, instance: str) -> Kernel:
-        """A kernel that is pending, loaded here unless another thread has begun."""
-        with self._lock:
-            pending = self._pending.get(instance)
-        if pending is not None:
-            if pending.future.cancel():
-                pending.load_now()
-            else:
-                pending.future.result()
+    def _awaited(self, instance: str) -> Kernel:
+        """A kernel that is not there yet: loaded here, unless another thread is to load it."""
+        while instance not in self._kernels:
+            if (mine := self.pending(instance)) is not None:
+                mine.load()
+                mine.future.result()
+            elif (other := self._pending.get(instance)) is not None:
+                with suppress(CancelledError):  # given up: this thread may load it
+                    other.future.result()
         return self._kernels[instance]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Kernels of one module that are to be loaded, by whoever comes first.
-
-    future: done when they are there; cancelled if who asked for one has taken them all.
-    """
+    """Kernels of one module that somebody is to load. future: done when they are there, or given up."""
 
     program: CudaProgram
     instances: tuple[str, ...]
@@ -181,14 +177,6 @@ class Pending:
     def give_up(self) -> None:
         """Leaves them to who asks for one, unless somebody has begun."""
         if self.future.cancel():
-            self.program.forget(self)
-
-    def load_now(self) -> None:
-        """`load`, after its future was cancelled. Raises CompileError, DeviceError, OutOfMemoryError."""
-        try:
-            codes = compile_together(self.program.source, self.instances, _architecture())
-            self.program.put(_loaded(self.instances, codes))
-        finally:
             self.program.forget(self)
 
     def _begin(self, codes: "Callable[[], Sequence[MachineCode]]") -> None:

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, captured after the first step of their shape."""
+"""Steps as CUDA graphs, captured after the first step of their shape, or after the second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +29,15 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """The graphs that were used last, MAX_GRAPHS at most. num_captured: in all so far."""
+    """The graphs that were used last, MAX_GRAPHS at most.
 
-    def __init__(self) -> None:
+    is_early: whether only the second step of a shape is captured, so that a first token need not wait for it.
+    num_captured: steps so far that took longer, as the first one of a shape or for a capture.
+    """
+
+    def __init__(self, *, is_early: bool = False) -> None:
         self.num_captured = 0
+        self._has_run: set[Key] | None = set() if is_early else None
         self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
     def run(self, key: Key, step: Step, without_memory: WithoutMemory, make_room: Callable[[], bool]) -> Any:
@@ -49,6 +54,9 @@ class CapturedSteps:
         # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
         outputs = step()
         self.num_captured += 1
+        if self._has_run is not None and key not in self._has_run:
+            self._has_run.add(key)
+            return outputs
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         try:

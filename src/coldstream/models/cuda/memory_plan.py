@@ -8,7 +8,7 @@ combinations of those, so that only the first layer of each kind is run.
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
@@ -35,7 +35,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 
 GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
-FIRST_ROWS = 17  # of a short prompt, and of the first steps that a runner takes
+ROWS_OF_GROUPS = (5, 17, 128)  # most rows of a step whose kernels are in a group
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,17 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 
 @dataclass(frozen=True)
 class NeededKernels:
-    """Those of steps of up to FIRST_ROWS rows at the begin of a text, and of choosing tokens; and others."""
+    """Kernels in the order of their need.
 
-    first: Noted
-    later: Noted
+    Those of choosing tokens and of the shortest steps at the begin of a text come first, then those of longer
+    ones (ROWS_OF_GROUPS), and of everything else.
+    """
+
+    groups: tuple[Noted, ...]
 
     @property
     def all(self) -> Noted:
-        return self.first | self.later
+        return set().union(*self.groups)
 
 
 def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> NeededKernels:
@@ -120,7 +123,8 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
-    first, deep = _instances(SAMPLER, ADMISSION), list[StepShape]()
+    deep: list[StepShape] = []
+    known = [_instances(SAMPLER, ADMISSION)] * len(ROWS_OF_GROUPS)  # up to each group's rows
     with note_kernels() as noted:
         for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
@@ -130,15 +134,17 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
                 if not shape.is_deep:
                     mixers.mix(shape)  # nothing else asks which rows they are
             deep += [shape for shape in others if shape.is_deep]
-            if count <= FIRST_ROWS:
-                first |= noted
+            for group, rows in enumerate(ROWS_OF_GROUPS):
+                if count <= rows:
+                    known[group] = known[group] | noted
         for shape in deep:
             mixers.mix(shape)
         if limits.has_trees:
             loaded.commit()
         if loaded.mtp is not None:
             loaded.mtp.run_all()
-    return NeededKernels(first, (noted | _instances(FUSED)) - first)
+    known.append(noted | known[-1] | _instances(FUSED))
+    return NeededKernels((known[0], *(more - less for less, more in pairwise(known))))
 
 
 def _instances(*programs: CudaProgram) -> Noted:

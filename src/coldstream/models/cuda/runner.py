@@ -84,7 +84,7 @@ class CudaRunner(ModelRunner):
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._partial: PartialModel | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
-        self._steps = CapturedSteps()
+        self._steps = CapturedSteps(is_early=is_early)
         self._outputs = StepOutputs(spec.hidden_size)
         self.gives_hidden, self.aux_layers = limits.has_mtp, limits.aux_layers
         self._num_steps, self._can_make_room = 0, False
@@ -98,7 +98,7 @@ class CudaRunner(ModelRunner):
                 self._lock = lock or FileLock(file, shards)
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 kernels = kernels_of(file, spec, limits, self.chunk_size)
-                self._kernels = KernelLoading(kernels.first, kernels.later)
+                self._kernels = KernelLoading(*kernels.groups)
                 if limits.expert_bytes is not None:
                     self._partial = _partial_model(plan, file, spec)
                     self._partial.host.use_lock(file, shards, self._lock)

@@ -1,0 +1,97 @@
+"""What `open_model` begins before it is needed, on a GPU on the host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import Dims, write_gguf
+from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model, opened_model
+from coldstream.errors import UnsupportedError
+from coldstream.experts.file_lock import FileLock
+from host_device import HostDevice
+from host_gpu import opened_on
+
+DIMS = Dims(hidden=128, experts=16, experts_used=3, expert_ffn=128, shared_ffn=64)
+PARTLY, WHOLLY = "454M", "1G"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (path,) = write_gguf(tmp_path / "small.gguf", dims=DIMS)
+    return path
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The begin of each lock and plan, where the GPU is taken to lack a part of the file."""
+    found: list[str] = []
+    begin, plan = FileLock.__init__, opened_model.plan_model
+
+    def locked(lock: FileLock, *arguments: Any) -> None:
+        found.append("lock")
+        begin(lock, *arguments)
+
+    def planned(*arguments: Any, **options: Any) -> Any:
+        found.append("plan")
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(FileLock, "__init__", locked)
+    monkeypatch.setattr(opened_model, "plan_model", planned)
+    monkeypatch.setattr(opened_model, "is_sure_to_map", lambda *_: True)
+    return found
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("vram", [PARTLY, WHOLLY])
+def test_the_file_is_locked_before_a_plan_is_made(
+    path: Path,
+    events: list[str],
+    compiled_for_the_host: HostDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+    vram: str,
+) -> None:
+    """But not while the machine is measured; and what the GPU holds after all is not locked."""
+    monkeypatch.setattr(opened_model, "rates_are_known", lambda _: is_known)
+    registered = compiled_for_the_host.driver.registered
+    with opened_on(compiled_for_the_host):
+        with LLM(path, device="cuda", ctx_size=128, vram=vram, threads=1) as llm:
+            assert llm.opened.plan.placement.is_all_resident == (vram == WHOLLY)
+            assert events[0] == ("lock" if is_known else "plan")
+            assert bool(registered) == (vram == PARTLY)
+        assert not registered
+
+
+def test_a_model_that_is_refused_leaves_nothing_locked(
+    path: Path, events: list[str], compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise UnsupportedError("no kernels")
+
+    monkeypatch.setattr(opened_model, "rates_are_known", lambda _: True)
+    monkeypatch.setattr(opened_model, "load_runner", refuse)
+    with opened_on(compiled_for_the_host):
+        with pytest.raises(UnsupportedError, match="no kernels"):
+            open_model(EngineConfig(str(path), device="cuda", ctx_size=128, vram=PARTLY))
+        assert events == ["lock", "plan"]
+        assert not compiled_for_the_host.driver.registered
+
+
+def test_an_early_start_answers_as_any_other(path: Path, compiled_for_the_host: HostDevice) -> None:
+    """Its first steps are the caller's, and the second ones are captured."""
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=PARTLY, threads=1)
+    answers, captured = [], []
+    with opened_on(compiled_for_the_host):
+        for is_early in (False, True):
+            with LLM.from_opened(open_model(config, is_early=is_early)) as llm:
+                assert not llm.opened.plan.placement.is_all_resident
+                captured.append(llm.opened.runner.num_captured)
+                answers.append(
+                    [
+                        llm.generate(ids, SamplingParams(temperature=0, max_tokens=6))[0].token_ids
+                        for ids in ([7, 300, 5], [7, 300, 5], list(range(40, 120)))
+                    ]
+                )
+    assert captured[0] > captured[1] == 0
+    assert answers[0] == answers[1]
