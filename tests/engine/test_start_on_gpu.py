@@ -54,8 +54,8 @@ def test_the_file_is_locked_before_a_plan_is_made(
 ) -> None:
     """But not while the machine is measured; and what the GPU holds after all is not locked."""
     monkeypatch.setattr(opened_model, "rates_are_known", lambda _: is_known)
-    registered = compiled_for_the_host.driver.registered
     with opened_on(compiled_for_the_host):
+        registered = compiled_for_the_host.driver.registered
         with LLM(path, device="cuda", ctx_size=128, vram=vram, threads=1) as llm:
             assert llm.opened.plan.placement.is_all_resident == (vram == WHOLLY)
             assert events[0] == ("lock" if is_known else "plan")
