@@ -75,6 +75,7 @@ struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
     first = Own::word(block, w);
     second = Own::word(block, w + SplitIndex{0, 4});
   }
+
   // I of a block of 32.
   template <class B>
   __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {

@@ -148,15 +148,15 @@ __device__ __forceinline__ uint32_t look_up(const SixteenValues& values, uint32_
 __device__ __forceinline__ void look_up_nibbles(const SixteenValues& values, uint32_t nibbles, uint32_t& low,
                                                 uint32_t& high) {
   const uint32_t numbers = nibbles & 0x77777777u, halves = (nibbles >> 1 & 0x44444444u) | 0x32103210u;
-  uint32_t turns[2];  // a low nibble's value, a high one's, and so on
+  uint32_t mixed[2];  // a low nibble's value, a high one's, alternately
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32_t first = permute(values.words[0], values.words[1], numbers >> 16 * i);
     const uint32_t second = permute(values.words[2], values.words[3], numbers >> 16 * i);
-    turns[i] = permute(first, second, halves >> 16 * i);
+    mixed[i] = permute(first, second, halves >> 16 * i);
   }
-  low = __byte_perm(turns[0], turns[1], 0x6420);
-  high = __byte_perm(turns[0], turns[1], 0x7531);
+  low = __byte_perm(mixed[0], mixed[1], 0x6420);
+  high = __byte_perm(mixed[0], mixed[1], 0x7531);
 }
 
 // The values of an entry of a grid, whose four nibbles are numbers of bytes among eight.
