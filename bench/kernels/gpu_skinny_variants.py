@@ -170,7 +170,7 @@ def router_variants(rows: int) -> tuple[dict[str, Call], list[torch.Tensor], int
 def forced(walk: Walk | None, sets: int | None):
     kept_of, kept_sets = Walk.of, {each: dict(by_slices) for each, by_slices in skinny_layouts.SETS.items()}
     if walk is not None:
-        Walk.of = lambda *_: walk
+        Walk.of = lambda *_, **__: walk
     if walk in skinny_layouts.SETS and sets is not None:
         skinny_layouts.SETS[walk].update({4: sets, 8: sets})
     try:

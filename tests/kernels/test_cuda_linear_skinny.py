@@ -73,7 +73,7 @@ def test_every_length_of_a_row(quant_type: QuantType) -> None:
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:
     """Whichever is chosen, with one set of warps and with two."""
-    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    monkeypatch.setattr(Walk, "of", lambda *_, **__: walk)
     for cols in (quant_type.block_elements, 1024, 2560, 17408):
         weight = random_weight(quant_type, (70, cols), seed=cols)
         for rows in (2, 7) if walk is Walk.ROWS else (2, 8, 9, 31, 64):

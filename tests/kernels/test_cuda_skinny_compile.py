@@ -11,6 +11,7 @@ from machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.skinny_shapes import (
+    PASS_COLS,
     SKINNY_TYPES,
     MatrixShape,
     instance_for,
@@ -35,6 +36,7 @@ SKINNY_KERNELS = (
 PARTS_KERNELS = tuple(
     ("linear/parts.cu", "linear_parts", *numbers) for numbers in LINEAR_INSTANCES[Walk.PARTS]
 )
+FLOAT_KERNELS = (("linear/skinny.cu", "linear_floats"),)
 GROUPED_KERNELS = (("experts/grouped.cu", "grouped_gate_up"), ("experts/grouped.cu", "grouped_down"))
 EACH_TYPE = tuple({kind} for kind in sorted(SKINNY_TYPES))
 EACH_INTEGER_TYPE = tuple({kind} for kind in sorted(INTEGER_TYPES))
@@ -46,6 +48,7 @@ TYPES = {
         {QuantType.Q6_K, QuantType.F32},
         {QuantType.IQ3_S, QuantType.IQ4_XS},
     ),
+    FLOAT_KERNELS: (*({kind} for kind in sorted(PASS_COLS)), {QuantType.F32, QuantType.BF16}),
     PARTS_KERNELS: (*EACH_TYPE, {QuantType.Q8_0, QuantType.Q5_K}, {QuantType.Q2_K, QuantType.MXFP4}),
     GROUPED_KERNELS: (
         *EACH_INTEGER_TYPE,
@@ -78,7 +81,7 @@ def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch:
 
 def test_structures_have_the_sizes_that_device_code_sees() -> None:
     assert ctypes.sizeof(MatrixShape) == 9 * 4
-    assert ctypes.sizeof(LinearMatrix) == 2 * 8 + 4 * 4 + 9 * 4 + 4, "of padding, the last"
+    assert ctypes.sizeof(LinearMatrix) == 2 * 8 + 3 * 4 + 9 * 4
 
 
 @pytest.mark.parametrize("quant_type", sorted(SKINNY_TYPES), ids=lambda t: t.name)

@@ -166,12 +166,17 @@ def test_tiles_of_a_large_matrix_of_floats(
 
 
 def test_large_matrices_of_floats_have_tiles_where_their_rows_are_aligned() -> None:
-    sizes = [(QuantType.BF16, 2048, 2048), (QuantType.F32, 256, 2048), (QuantType.Q8_0, 4096, 2048)]
-    assert layout_for(LIMITS, sizes, 4).tiles == [64, 0, 0]
-    assert layout_for(LIMITS, sizes, 4, are_aligned=False).tiles == [0, 0, 0]
-    assert layout_for(LIMITS, sizes[:1], 2).tiles == [64]
-    assert layout_for(LIMITS, sizes[:1], 1).tiles == [0]
-    assert layout_for(LIMITS, sizes, 12).tiles == [512, 64, 0]
+    small, large, codes = (
+        (QuantType.F32, 256, 2048),
+        (QuantType.BF16, 2048, 2048),
+        (QuantType.Q8_0, 4096, 2048),
+    )
+    for rows, expected in ((1, [0, 0]), (2, [64, 8]), (8, [64, 8]), (12, [512, 64])):
+        assert layout_for(LIMITS, [large, small], rows).tiles == expected
+    assert layout_for(LIMITS, [large], 4, are_aligned=False).tiles == [0]
+    assert layout_for(LIMITS, [small], 4).tiles == [0]
+    assert layout_for(LIMITS, [large, codes], 4).tiles == [0, 0]
+    assert layout_for(LIMITS, [large, codes], 12).tiles == [512, 0]
 
 
 def test_sums_of_floats_that_are_negative_zero_and_values_that_are_not_finite() -> None:
@@ -224,7 +229,7 @@ def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk: Walk) -> None:
     """Whichever is chosen, at sizes that its units and passes do and do not divide."""
-    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    monkeypatch.setattr(Walk, "of", lambda *_, **__: walk)
     step = quant_type.block_elements
     for cols, count in ((step, 5), (1024, 32), (1024 + step, 33), (2560, 70), (3072, 31), (4096 + step, 40)):
         weight = random_weight(quant_type, (count, cols), seed=cols)
@@ -234,7 +239,7 @@ def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk
 
 @pytest.mark.parametrize("rows", [33, 64])
 def test_parts_of_columns_for_two_sets_of_warps(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(Walk, "of", lambda *_: Walk.PARTS)
+    monkeypatch.setattr(Walk, "of", lambda *_, **__: Walk.PARTS)
     weights = [random_weight(kind, (35, 1280), seed=3) for kind in (QuantType.Q5_K, QuantType.F16)]
     check(activations(3, rows, 1280), weights)
 
@@ -242,7 +247,7 @@ def test_parts_of_columns_for_two_sets_of_warps(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("walk", [Walk.TILES, Walk.PARTS], ids=lambda walk: walk.name)
 def test_one_set_of_warps_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, walk: Walk) -> None:
     x, weight = activations(3, 27, 2304), random_weight(QuantType.Q6_K, (37, 2304), seed=3)
-    monkeypatch.setattr(Walk, "of", lambda *_: walk)
+    monkeypatch.setattr(Walk, "of", lambda *_, **__: walk)
     for sets in (1, 2):
         monkeypatch.setitem(skinny_layouts.SETS[walk], 4, sets)
         check(x, [weight])

@@ -215,11 +215,11 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         },
         **{f"float_tile_rows({slices})": rows for slices, rows in skinny_layouts.FLOAT_TILE_ROWS.items()},
         **{
-            f"float_stages({slices}) * sizeof(FloatStage<{value}, {slices}>)": (
+            f"float_stages<{value}>({slices}) * sizeof(FloatStage<{value}, {slices}>)": (
                 skinny_layouts.float_tile_bytes([quant_type], slices)
             )
             for quant_type, value in FLOAT_VALUES.items()
-            for slices in skinny_layouts.FLOAT_STAGES
+            for slices in skinny_layouts.SLICES
         },
         **{
             f"tile_blocks({slices // sets}, {sets})": skinny_layouts.tile_blocks(

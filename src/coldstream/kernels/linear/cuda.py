@@ -33,6 +33,8 @@ from coldstream.kernels.quant_tensor import QuantTensor
 MAX_MATRICES = 8
 MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
 ONE, ROWS, SKINNY = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_skinny"
+FLOATS = "coldstream::linear_floats"
+BY_WALK = {Walk.ONE: ONE, Walk.ROWS: ROWS, Walk.FLOATS: FLOATS}  # of kernels without numbers
 PARTS = "coldstream::linear_parts"
 INSTANCES = {
     walk: tuple((slices // count, count) for slices, count in sets.items()) for walk, sets in SETS.items()
@@ -41,6 +43,7 @@ PROGRAM = CudaProgram(
     Path(__file__).with_name("skinny.cu"),
     (
         *(instance_for(kernel, {kind}) for kernel in (ONE, ROWS) for kind in sorted(SKINNY_TYPES)),
+        *(instance_for(FLOATS, {kind}) for kind in sorted(PASS_COLS)),
         *(
             instance_for(SKINNY, {kind}, *numbers)
             for numbers in INSTANCES[Walk.TILES]
@@ -174,7 +177,6 @@ def _matrices(
         entry.weight = weights[i].blocks.data_ptr()
         entry.out, entry.out_stride = outs[i].data_ptr(), outs[i].stride(0)
         entry.first_block, entry.num_blocks = first_block, num_blocks
-        entry.is_tiled = layout.tiles[i] > 0
         entry.shape = shapes[i]
         first_block += num_blocks
     return table
@@ -205,7 +207,7 @@ def _launch(
     elif layout.walk is Walk.TILES:
         kernel = PROGRAM.kernel(instance_for(SKINNY, types, layout.slices // sets, sets))
     else:
-        kernel = PROGRAM.kernel(instance_for(ONE if layout.walk is Walk.ONE else ROWS, types))
+        kernel = PROGRAM.kernel(instance_for(BY_WALK[layout.walk], types))
     kernel.launch(
         (last.first_block + last.num_blocks, layout.num_parts(inputs.num_rows), 1),
         layout.threads,

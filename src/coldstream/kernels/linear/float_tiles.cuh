@@ -14,10 +14,13 @@ constexpr int thread_rows = 4, thread_tokens = 4;
 constexpr int float_tile_tokens(int slices) { return slices == 1 ? 8 : 16; }
 
 // Fewer rows of weights give more multiprocessors a tile, more leave more blocks for matrices of integers,
-// which with more slices of activations have a multiprocessor each. One slice has tiles only of large
-// matrices.
+// which with more slices of activations have a multiprocessor each. One slice has tiles in a kernel of its
+// own, for large matrices.
 constexpr int float_tile_rows(int slices) { return slices == 1 ? 32 : slices == 2 ? 4 : 16; }
-constexpr int float_stages(int slices) { return slices == 2 ? 6 : 4; }
+template <typename Value>
+constexpr int float_stages(int slices) {
+  return slices == 2 || (slices == 1 && sizeof(Value) == 2) ? 6 : 4;
+}
 
 // What a block multiplies: rows of 16 aligned bytes, [num_rows, num_values] of weights, [num_tokens, stride]
 // of x.
@@ -75,7 +78,7 @@ __device__ __forceinline__ void add_float_stage(const FloatStage<Value, slices>&
 // ones. Waits for the previous grid.
 template <typename Value, int slices, typename Finish>
 __device__ __forceinline__ void multiply_float_tile(const FloatTile& tile, uint8_t* memory, Finish&& finish) {
-  constexpr int tile_rows = float_tile_rows(slices), num_stages = float_stages(slices);
+  constexpr int tile_rows = float_tile_rows(slices), num_stages = float_stages<Value>(slices);
   constexpr int group_columns = tile_rows / thread_rows;
   constexpr int multiplying_threads = lanes * group_columns * (float_tile_tokens(slices) / thread_tokens);
   static_assert(multiplying_threads <= float_tile_threads && multiplying_threads % warp_size == 0);

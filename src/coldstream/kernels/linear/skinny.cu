@@ -56,6 +56,15 @@ __global__ void __launch_bounds__(linear_threads, 2)
   });
 }
 
+// Matrices of floats, of which one at least is large, with up to eight rows.
+template <Types types>
+__global__ void __launch_bounds__(linear_threads, 2)
+    linear_floats(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs all) {
+  release_next_grid();
+  multiply_floats<types, 1>(matrices.at[this_matrix(matrices)], all,
+                            reinterpret_cast<uint8_t*>(dynamic_shared));
+}
+
 // Blocks on a processor at once, which limit the registers of a thread.
 constexpr int tile_blocks(int slices, int sets) {
   return sets > 1 ? 1 : slices <= 2 ? 3 : slices <= 4 ? 2 : 1;

@@ -18,7 +18,6 @@ struct LinearMatrix {
   int out_stride;
   int first_block;
   int num_blocks;
-  int is_tiled;  // whether each of its blocks has a tile of floats
   MatrixShape shape;
 
   __device__ __forceinline__ void store(int t, int row, float y) const {
@@ -144,9 +143,10 @@ __device__ __forceinline__ void multiply_any_floats(const LinearMatrix& matrix, 
                                                     uint8_t* memory, int value_stage_bytes, int stages) {
   constexpr Types floats = types & float_types;
   if (threadIdx.x >= linear_threads) return;
-  if (matrix.is_tiled) return multiply_floats<types, slices>(matrix, all, memory);
   if constexpr (slices == 1)
     multiply_by_warps<floats, 8>(matrix, all.part(), all.first_row(), memory, value_stage_bytes, stages);
+  else
+    multiply_floats<types, slices>(matrix, all, memory);
 }
 
 }  // namespace coldstream

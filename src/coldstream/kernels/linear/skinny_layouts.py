@@ -40,8 +40,8 @@ MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
 FLOAT_STAGE_VALUES = 128  # inputs of a stage
 FLOAT_TILE_TOKENS = {1: 8, 2: 16, 4: 16, 8: 16}  # rows of activations, by slices
 FLOAT_TILE_ROWS = {1: 32, 2: 4, 4: 16, 8: 16}  # rows of weights, by slices
-FLOAT_STAGES = {1: 4, 2: 6, 4: 4, 8: 4}  # by slices
-# With fewer rows of weights, the tiles of one slice are too few blocks.
+FLOAT_BLOCKS = 2  # on a processor, of tiles of one slice, as in skinny.cu
+# With fewer rows of weights in all matrices, the tiles of one slice are too few blocks.
 MIN_TILED_FLOAT_ROWS = 2048
 FLOAT_ROW_BYTES = 16  # to which rows of floats in tiles are aligned
 TILE_BLOCKS = {
@@ -64,6 +64,7 @@ class Walk(Enum):
 
     ONE = auto()  # one row; a warp takes units for itself
     ROWS = auto()  # a few, one after the other; the same
+    FLOATS = auto()  # a few rows of large matrices of floats alone; a block takes a tile
     TILES = auto()  # tensor cores; a block takes a unit and holds whole rows
     PARTS = auto()  # the same, with a part of the columns of all rows at a time
 
@@ -72,13 +73,17 @@ class Walk(Enum):
         return SETS[self][slices]
 
     @classmethod
-    def of(cls, weights: Sequence["Weight"], num_rows: int) -> "Walk":
-        """The walk for so many rows; the same on every device, as plans are made without one."""
+    def of(cls, weights: Sequence["Weight"], num_rows: int, *, are_aligned: bool = True) -> "Walk":
+        """The walk for so many rows; the same on every device, as plans are made without one.
+
+        are_aligned: whether rows of floats begin on FLOAT_ROW_BYTES.
+        """
         if num_rows == 1:
             return cls.ONE
         kinds = {kind for kind, *_ in weights}
         if kinds.issubset(PASS_COLS):
-            return cls.TILES
+            is_large = max(rows for _, rows, _ in weights) >= MIN_TILED_FLOAT_ROWS
+            return cls.FLOATS if is_large and are_aligned and num_rows <= SLICE_ROWS else cls.TILES
         if num_rows <= SLICE_ROWS:
             return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
         return cls.PARTS if cls._has_parts(kinds, weights, num_rows) else cls.TILES
@@ -101,7 +106,8 @@ SETS = {Walk.TILES: {1: 1, 2: 1, 4: 2, 8: 2}, Walk.PARTS: {1: 1, 2: 1, 4: 1, 8: 
 class Layout:
     """How a launch is shared out.
 
-    tiles: of each matrix, as `float_tiles` has them. part_rows: rows of activations that a block takes.
+    tiles: of each matrix of floats, each with a block; 0 for others, and where warps take rows of weights for
+    themselves. part_rows: rows of activations that a block takes.
     numbers: the kernel's arguments behind its structures.
     """
 
@@ -142,25 +148,28 @@ def tile_blocks(slices: int, walk: Walk) -> int:
     return 1 if walk.sets(slices) > 1 else (PART_BLOCKS if walk is Walk.PARTS else TILE_BLOCKS)[slices]
 
 
-def float_tiles(shape: MatrixShape, part_rows: int, *, are_aligned: bool) -> int:
-    """Tiles, each with a block, of a matrix of floats; 0 for what has none.
-
-    Up to a slice of rows, those are matrices that are small or not aligned to FLOAT_ROW_BYTES: each warp
-    takes rows of weights of its own.
-    """
+def _float_tiles(shape: MatrixShape, part_rows: int, walk: Walk) -> int:
+    """See `Layout.tiles`."""
     slices = slices_of(part_rows)
-    is_small = shape.num_rows < MIN_TILED_FLOAT_ROWS or part_rows == 1 or not are_aligned
-    if shape.type not in PASS_COLS or (slices == 1 and is_small):
+    if shape.type not in PASS_COLS or walk is Walk.ONE or (slices == 1 and walk is not Walk.FLOATS):
         return 0
     return -(-int(shape.num_rows) // FLOAT_TILE_ROWS[slices]) * -(-part_rows // FLOAT_TILE_TOKENS[slices])
+
+
+def float_stages(kind: QuantType, slices: int) -> int:
+    """Stages of a tile of floats."""
+    return 6 if slices == 2 or (slices == 1 and kind is not QuantType.F32) else 4
 
 
 def float_tile_bytes(types: Sequence[QuantType], slices: int) -> int:
     """Shared memory for a tile of floats in a launch with weights of `types`."""
     x_bytes = FLOAT_TILE_TOKENS[slices] * (4 * FLOAT_STAGE_VALUES + FLOAT_ROW_BYTES)
-    rows, stages = FLOAT_TILE_ROWS[slices], FLOAT_STAGES[slices]
-    row_bytes = [kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES for kind in types if kind in PASS_COLS]
-    return max((stages * (x_bytes + rows * each) for each in row_bytes), default=0)
+
+    def tile_bytes(kind: QuantType) -> int:
+        row_bytes = kind.row_bytes(FLOAT_STAGE_VALUES) + FLOAT_ROW_BYTES
+        return float_stages(kind, slices) * (x_bytes + FLOAT_TILE_ROWS[slices] * row_bytes)
+
+    return max((tile_bytes(kind) for kind in types if kind in PASS_COLS), default=0)
 
 
 def layout_for(
@@ -170,33 +179,34 @@ def layout_for(
 
     are_aligned: whether rows of floats begin on FLOAT_ROW_BYTES. ValueError if a single row does not fit.
     """
-    part_rows, walk = num_rows, Walk.of(weights, num_rows)
+    part_rows, walk = num_rows, Walk.of(weights, num_rows, are_aligned=are_aligned)
     while part_rows > 0:
-        layout = _layout(limits, weights, part_rows, walk, are_aligned)
+        layout = _layout(limits, weights, part_rows, walk)
         if layout is not None:
             return layout
-        if walk is Walk.ROWS:
+        if walk in (Walk.ROWS, Walk.FLOATS):
             walk = Walk.TILES
         else:
             part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS
     raise ValueError(f"a row of {weights[0][2]} activations does not fit a block's shared memory")
 
 
-def _layout(
-    limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk, are_aligned: bool
-) -> Layout | None:
+def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk) -> Layout | None:
     by_walk = {Walk.TILES: tile_shape, Walk.PARTS: part_shape}
     types = [kind for kind, *_ in weights]
     shapes = [(matrix_shape if w[0] in PASS_COLS else by_walk.get(walk, matrix_shape))(*w) for w in weights]
+    tiles = [_float_tiles(shape, part_rows, walk) for shape in shapes]
+    slices = slices_of(part_rows)
+    if walk is Walk.FLOATS:
+        plan = plan_ring(limits, 0, float_tile_bytes(types, slices), FLOAT_BLOCKS)
+        return None if plan is None else Layout(walk, shapes, tiles, part_rows, plan, ())
     stage_bytes = _most_stage_bytes(shapes, types, floats=False)
     value_bytes = _most_stage_bytes(shapes, types, floats=True)
     # One block if it has a warp for every unit: the next kernel then fits beside it and loads its first
     # weights early.
     by_warps = walk in (Walk.ONE, Walk.ROWS)
-    tiles = [0 if by_warps else float_tiles(shape, part_rows, are_aligned=are_aligned) for shape in shapes]
     units = sum(count or shape.num_units for count, shape in zip(tiles, shapes, strict=True))
     is_small = units <= limits.num_processors * (WARPS if by_warps else 1)
-    slices = slices_of(part_rows)
     most = 1 if is_small else BLOCKS_PER_PROCESSOR if by_warps else tile_blocks(slices, walk)
     row_bytes = -(-weights[0][2] // GROUP_SIZE) * row_group_bytes(types, at_once=False)
     if walk is Walk.ONE:
@@ -215,7 +225,7 @@ def _layout(
     else:
         others += part_rows * (row_bytes + ROW_BYTES)
     own_values = WARPS * value_bytes if slices == 1 else 0
-    least = float_tile_bytes([kind for kind, count in zip(types, tiles, strict=True) if count], slices)
+    least = float_tile_bytes(types, slices) if slices > 1 else 0
     plan = plan_ring(limits, max(stage_bytes, own_values), others, most, least_bytes=least)
     sizes = (stage_bytes, rows_at, value_bytes) if walk is Walk.PARTS else (stage_bytes, value_bytes)
     return None if plan is None else Layout(walk, shapes, tiles, part_rows, plan, (*sizes, plan.stages))
