@@ -177,7 +177,7 @@ def open_model(
         if is_mapped and rates_are_known(hardware):  # nothing else goes on while they are measured
             lock = cleanup.enter_context(closing(lock_file(file, spec)))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
-            reading = _begin_reading(config.device, file.metadata, beside)
+            reading = _begin_reading(config.device, file, beside)
             begin("planning")
             measured = partial(with_rates, hardware, progress)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
@@ -229,16 +229,20 @@ def _begin(progress: OpenProgress | None, stage: str) -> None:
         progress(stage, 0, 1)
 
 
-def _begin_reading(device: str, metadata: Mapping[str, Any], beside: ThreadPoolExecutor) -> Future[Tokenizer]:
+def _begin_reading(device: str, file: GGUFFile, beside: ThreadPoolExecutor) -> Future[Tokenizer]:
     """The file's tokenizer. For a GPU a thread reads it, as a vocabulary of 250,000 tokens takes a second.
+
+    The same thread then takes the samples by which a later change of the file is found.
 
     For a CPU it is read before this returns. There memory of the host runs out first, and Python waits
     forever for a thread that finds none to begin with.
     """
     if device == "cuda":
-        return beside.submit(Tokenizer.from_metadata, metadata)
+        reading = beside.submit(Tokenizer.from_metadata, file.metadata)
+        beside.submit(file.check_unchanged)  # whose error the runner's own check repeats
+        return reading
     read: Future[Tokenizer] = Future()
-    read.set_result(Tokenizer.from_metadata(metadata))
+    read.set_result(Tokenizer.from_metadata(file.metadata))
     return read
 
 
