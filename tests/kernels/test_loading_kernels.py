@@ -11,6 +11,7 @@ from coldstream.kernels.cuda import program as program_module
 from coldstream.kernels.cuda.compiler import CompileError, MachineCode
 from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.program import CudaProgram, Kernel, NotedKernel
+from coldstream.kernels.cuda.runtime import calls
 
 WAIT_S = 20.0
 
@@ -123,6 +124,19 @@ def test_who_asks_for_what_nobody_loads_compiles_it(compiler: Compiler, program:
     loading.wait()
     loading.close()
     assert compiler.compiled == [("two<1>",)]
+
+
+def test_nothing_is_loaded_or_waited_for_within_a_capture(compiler: Compiler, program: CudaProgram) -> None:
+    """Which may take seconds, and which a capture may not do. What is there is launched in it."""
+    kernel = program.kernel("one<1>")
+    calls.begin_deferring()
+    try:
+        assert program.kernel("one<1>") is kernel
+        with pytest.raises(AssertionError, match="two<1> is launched before"):
+            program.kernel("two<1>")
+    finally:
+        calls.end_deferring()
+    assert compiler.compiled == [("one<1>",)]
 
 
 def test_groups_are_compiled_one_after_the_other(

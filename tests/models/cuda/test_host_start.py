@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
+from one_sequence import step_rows
 from runner_cases import token_ids
 
 from builders import Dims, write_gguf
@@ -16,7 +17,10 @@ from coldstream.experts.host import HostExperts
 from coldstream.kernels.cuda import host_memory
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.loader import CudaLoader
-from coldstream.kernels.cuda.runtime import allocations
+from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.runtime import allocations, calls
+from coldstream.kvcache.batch import Batch, Segment
+from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cuda import runner as cuda_runner
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -30,10 +34,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def events(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def events(compiled_for_the_host: HostDevice) -> Iterator[list[str]]:
     """What happens, in order."""
     found: list[str] = []
-    with gpu_on(compiled_for_the_host):
+    with gpu_on(compiled_for_the_host), pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (cuda_runner, "FileLock"),
             (cuda_runner, "plan_memory"),
@@ -44,7 +48,7 @@ def events(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -
             (HostExperts, "device_address"),
             (RegisteredMemory, "close"),
         ):
-            monkeypatch.setattr(owner, name, _noting(found, name, getattr(owner, name)))
+            patch.setattr(owner, name, _noting(found, name, getattr(owner, name)))
         yield found
 
 
@@ -78,6 +82,43 @@ def test_the_first_steps_of_an_early_start_are_the_callers(
         with open_partly(path, 0.5, is_early=is_early) as opened:
             captured[is_early] = opened.runner.num_captured
     assert captured[False] > captured[True] == 0
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_kernels_of_a_capture_were_launched_outside_of_one(
+    path: Path, compiled_for_the_host: HostDevice, is_early: bool
+) -> None:
+    """So that they are loaded: also those of kinds of steps that are met later."""
+    launched, captured = set[tuple[Path, str]](), set[tuple[Path, str]]()
+    with gpu_on(compiled_for_the_host), pytest.MonkeyPatch.context() as patch:
+        kernel = CudaProgram.kernel
+
+        def noting(program: CudaProgram, instance: str) -> Any:
+            name = program.source, instance
+            if calls.is_capturing():
+                assert name in launched
+                captured.add(name)
+            else:
+                launched.add(name)
+            return kernel(program, instance)
+
+        patch.setattr(CudaProgram, "kernel", noting)
+        patch.setattr(cuda_runner, "SHORT_CONTEXT", 48)
+        sizes = CacheSize.of(2, 256, 1)
+        with open_partly(path, 0.5, is_early=is_early, cache_size=sizes) as runner:
+            for count in (1, 5, 8, 20, 60):
+                runner.reset()
+                for _ in range(2):
+                    runner.extend(token_ids(count))
+                    for token in (1, 2, 3):
+                        runner.decode(token)
+            other = runner.new_sequence()
+            for _ in range(2):
+                step_rows(runner, [runner.sequence, other], [1, 2])
+                runner.step(Batch((Segment(other, [3] * 6, range(-1, 5)),)))
+                runner.commit(other, range(2))
+            assert runner.runner.num_captured > 6
+    assert len(captured) > 20
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_locked(

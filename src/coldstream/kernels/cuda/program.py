@@ -142,6 +142,7 @@ class CudaProgram:
 
     def _awaited(self, instance: str) -> Kernel:
         """A kernel that is not there yet: loaded here, unless another thread is to load it."""
+        assert not calls.is_capturing(), f"{instance} is launched before it is captured, and loaded by then"
         while instance not in self._kernels:
             if (mine := self.pending(instance)) is not None:
                 mine.load()
