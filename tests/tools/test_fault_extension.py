@@ -4,7 +4,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,14 @@ SOURCES = {
     "one.cpp": '#include "value.h"\nextern "C" int one() { return VALUE; }\n',
     "two.cpp": 'extern "C" int two() { return 2; }\n',
 }
+MODULE = "module.so"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sources and a build of them, of which ninja says what it would."""
     root = tmp_path / "checkout"
-    source, build = root / "src", root / f"build/cp{sys.version_info[0]}{sys.version_info[1]}-any"
+    source, build = root / "src", root / "build/any"
     source.mkdir(parents=True)
     build.mkdir(parents=True)
     for name, text in SOURCES.items():
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"-c {source}/{name}.cpp"
         for name in ("one", "two")
     ]
-    commands.append(": && c++ -shared -o module.so one.o two.o && :")
+    commands.append(f": && c++ -shared -o {MODULE} one.o two.o && :")
     for command in commands:
         subprocess.run(command, shell=True, cwd=build, check=True)
     one = f"one.o: #deps 2\n    {source}/one.cpp\n    {source}/value.h\n"
@@ -63,27 +63,31 @@ def test_what_depends_on_a_changed_file_is_compiled(
     copy = tmp_path / "copy"
     shutil.copytree(checkout / "src", copy / "src")
     (copy / "src" / name).write_text(SOURCES[name].replace(old, new))
-    build = installed_build(checkout)
+    build = installed_build(checkout, MODULE)
     assert build is not None
-    before = (build / "module.so").read_bytes()
-    built = build_with(f"src/{name}", copy, tmp_path / "built", checkout)
+    before = (build / MODULE).read_bytes()
+    built = build_with(f"src/{name}", copy, tmp_path / "built", checkout, MODULE)
     assert results(built) == expected
     assert len(list((tmp_path / "built").glob("*.o"))) == 1
-    assert (build / "module.so").read_bytes() == before
+    assert (build / MODULE).read_bytes() == before
 
 
 def test_what_is_newer_than_its_object_is_compiled_too(checkout: Path, tmp_path: Path) -> None:
     (checkout / "src/two.cpp").write_text(SOURCES["two.cpp"].replace("2;", "7;"))
     os.utime(checkout / "src/two.cpp", (1 << 32, 1 << 32))
-    assert results(build_with("src/one.cpp", checkout, tmp_path / "built", checkout)) == (1, 7)
+    assert results(build_with("src/one.cpp", checkout, tmp_path / "built", checkout, MODULE)) == (1, 7)
 
 
 def test_what_does_not_compile_is_an_error(checkout: Path, tmp_path: Path) -> None:
     (checkout / "src/one.cpp").write_text("int one( {")
     with pytest.raises(RuntimeError, match=r"c\+\+ .*failed"):
-        build_with("src/one.cpp", checkout, tmp_path / "built", checkout)
+        build_with("src/one.cpp", checkout, tmp_path / "built", checkout, MODULE)
 
 
 def test_the_build_of_another_checkout_is_none_of_this_one(checkout: Path, tmp_path: Path) -> None:
     shutil.move(checkout, tmp_path / "moved")
-    assert installed_build(tmp_path / "moved") is None
+    assert installed_build(tmp_path / "moved", MODULE) is None
+
+
+def test_the_build_of_another_python_is_none_of_this_one(checkout: Path) -> None:
+    assert installed_build(checkout, "module.abi3.so") is None

@@ -6,7 +6,6 @@ An editable installation keeps the folder in which its extension was built. Its 
 import re
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -19,21 +18,24 @@ NANOBIND = re.compile(r"-I\S*/nanobind/include")  # that of an environment which
 JOBS = 2
 
 
-def installed_build(checkout: Path) -> Path | None:
-    """The folder in which the extension of this checkout's installation was built; None if there is none."""
+def installed_build(checkout: Path, module: str) -> Path | None:
+    """The folder in which `module` of this checkout's installation was built; None if there is none."""
     line = f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n"
-    caches = checkout.glob(f"build/cp{sys.version_info[0]}{sys.version_info[1]}-*/CMakeCache.txt")
-    return next((cache.parent for cache in sorted(caches) if line in cache.read_text()), None)
+    caches = sorted(checkout.glob("build/*/CMakeCache.txt"))
+    found = (cache.parent for cache in caches if line in cache.read_text())
+    return next((folder for folder in found if (folder / module).exists()), None)
 
 
-def build_with(file: str, copy: Path, folder: Path, checkout: Path) -> Path:
+def build_with(file: str, copy: Path, folder: Path, checkout: Path, module: str) -> Path:
     """Builds the extension of the sources below `copy` in `folder`, and returns its file.
 
-    file: the one, from the root, in which `copy` differs from `checkout`. Without a build of the checkout's
-    installation all sources are compiled. Raises ImportError without the packages cmake, ninja and nanobind,
-    and RuntimeError with what was printed if it cannot be built.
+    file: the one, from the root, in which `copy` differs from `checkout`. module: the name of the installed
+    extension's file. Without a build of it in `checkout` all sources are compiled.
+
+    Raises ImportError without the packages cmake, ninja and nanobind, and RuntimeError with what was printed
+    if it cannot be built.
     """
-    build = installed_build(checkout)
+    build = installed_build(checkout, module)
     if build is None:
         return build_extension(copy, folder, OPTIMISATION)
     folder.mkdir(exist_ok=True)

@@ -60,7 +60,7 @@ class SourceCopy:
         try:
             file.write_text(planted)
             if fault.is_compiled:
-                built = build_with(fault.file, self.root, self._build, ROOT)
+                built = build_with(fault.file, self.root, self._build, ROOT, self._extension.name)
                 self._extension.unlink()
                 shutil.copy2(built, self._extension)
             yield
