@@ -3,9 +3,11 @@
 Unit of work: one fault, one run of pytest.
 """
 
+import compileall
 import importlib
 import json
 import os
+import py_compile
 import select
 import shutil
 import signal
@@ -41,6 +43,9 @@ class SourceCopy:
             if name and (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
+        # Compiled once, and again where a file has other contents, which is found by them.
+        by_content = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(self.root / "src", quiet=2, invalidation_mode=by_content)
         extension = importlib.import_module("coldstream.kernels._csrc").__file__
         assert extension is not None
         self._extension = self.root / "src/coldstream/kernels" / Path(extension).name
