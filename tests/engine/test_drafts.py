@@ -80,7 +80,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sp01_any_draft_leaves_the_answers_of_the_demo_model(

@@ -89,7 +89,7 @@ def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int)
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
     path = write_variant(tmp_path, name)

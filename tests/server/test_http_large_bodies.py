@@ -103,7 +103,7 @@ LARGEST: dict[str, bytes] = {
 }
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("kind", LARGEST)
 def test_rq02_what_passes_takes_a_bounded_multiple_of_its_length(

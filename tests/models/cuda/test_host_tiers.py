@@ -31,7 +31,7 @@ def unused_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(path, types=types, dims=dims, num_shards=3, fused_experts=True)[0]
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("share", "in_ram"), [(0.0, 0.0), (0.25, 0.25), (0.5, 0.5)], ids=str)
 def test_wherever_experts_are(path: Path, share: float, in_ram: float) -> None:
