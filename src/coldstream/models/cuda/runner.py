@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class CudaRunner(ModelRunner):
         self.gives_hidden, self.aux_layers = limits.has_mtp, limits.aux_layers
         self._num_steps, self._can_make_room = 0, False
         self._memory: DeviceMemory | None = None
-        self._drafters: list[CudaDflash] = []  # which have memory of their own
+        self._drafters = WeakSet[CudaDflash]()  # which have memory of their own
         self._lock: FileLock | None = None
         try:
             with device_errors():
@@ -207,8 +208,8 @@ class CudaRunner(ModelRunner):
         if self._lock is not None:
             self._lock.close()
         # Drafters, whom a closed model may still have, hold what was loaded.
-        while self._drafters:
-            self._drafters.pop().close()
+        for drafter in self._drafters:
+            drafter.close()
         if self._memory is not None:
             self._memory.close()
         for name in ("_loaded", "_host_logits"):
@@ -413,7 +414,7 @@ class CudaRunner(ModelRunner):
         """A drafter for this model, which was loaded with its auxiliary layers. Raises as `CudaDflash`."""
         assert self.aux_layers == file.spec.aux_layers, "the runner keeps what the drafter reads"
         drafter = CudaDflash(self._loaded, file, self._steps, self._begin_beside, self._make_room)
-        self._drafters.append(drafter)
+        self._drafters.add(drafter)
         return drafter
 
     def _begin_beside(self) -> None:
