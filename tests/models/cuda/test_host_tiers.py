@@ -106,7 +106,7 @@ def test_a_file_that_shrinks_while_it_is_opened_leaves_no_memory_locked(
         return register(address, num_bytes, is_read_only=is_read_only)
 
     def closed(memory: RegisteredMemory) -> None:
-        locked.remove(memory._address)
+        locked.remove(memory._pieces[0])
         close(memory)
 
     monkeypatch.setattr(RegisteredMemory, "register", registered)
