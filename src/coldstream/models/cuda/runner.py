@@ -212,6 +212,7 @@ class CudaRunner(ModelRunner):
             drafter.close()
         if self._memory is not None:
             self._memory.close()
+            self._memory = None
         for name in ("_loaded", "_host_logits"):
             self.__dict__.pop(name, None)
         with suppress(ColdstreamError):  # of a device that has failed, or of a forked child
