@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,13 @@ def test_a_dropped_model_leaves_nothing_open(options: dict[str, Any]) -> None:
     assert len(during["children"]) == len(before["children"]) + 1
     del llm, stream
     gc.collect()
-    assert in_use() == before
+    # The system lists threads for a moment after they have ended, also at `before` those of an earlier model.
+    deadline = time.monotonic() + PATIENCE_S
+    while (after := in_use())["threads"] > before["threads"] and time.monotonic() < deadline:
+        pass
+    assert after["threads"] <= before["threads"]
+    assert after["descriptors"] == before["descriptors"]
+    assert after["children"] == before["children"]
 
 
 def test_a_dropped_file_is_closed() -> None:
