@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cuda_runner_cases import open_cuda, open_partly
 from one_sequence import open_cpu
 from runner_cases import MIX, token_ids
@@ -20,6 +19,7 @@ from builders import Dims, write_gguf
 from coldstream import LLM, SamplingParams
 from coldstream.errors import GenerationFault
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.cuda.contents import new, read, write
 from coldstream.models.cpu.runner import CpuRunner
 from hash_runner import opened_with
 
@@ -110,26 +110,29 @@ def tokens(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> 
 
 
 def states(llm: LLM) -> list[tuple[str, Any]]:
-    """Every tensor of the state with its name."""
+    """Every array of the state with its name."""
     layers = llm.opened.runner._sequences.tensors.layers
-    return [(name, tensor) for layer in layers for name, tensor in vars(layer).items()]
+    return [(name, array) for layer in layers for name, array in vars(layer).items()]
 
 
 SCALE_BYTES = 16
-NAN_TYPES = {np.ndarray: np.float32, torch.Tensor: torch.float32}
 
 
 def poison(llm: LLM, kind: str, *, everywhere: bool) -> None:
     """NaN in the tensors of that kind: in one element of each slot that the next token reads, or in all."""
-    for name, tensor in states(llm):
+    for name, array in states(llm):
         if name != kind:
             continue
+        values = array if isinstance(array, np.ndarray) else read(array)
+        floats = values
         if name in "kv":  # the scale of a row is behind its codes
-            tensor = tensor[..., -SCALE_BYTES : 4 - SCALE_BYTES].view(NAN_TYPES[type(tensor)])
+            floats = values[..., -SCALE_BYTES : 4 - SCALE_BYTES].view(np.float32)
         if everywhere:
-            tensor[...] = np.nan
+            floats[...] = np.nan
         else:
-            tensor[(slice(None), *[0] * (tensor.ndim - 1))] = np.nan
+            floats[(slice(None), *[0] * (floats.ndim - 1))] = np.nan
+        if values is not array:
+            write(array, values)
 
 
 def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY) -> None:
@@ -206,8 +209,12 @@ def test_nan_in_logits_however_a_token_is_chosen(
         logits = compute(rows)
         calls.append(rows)
         if len(calls) == 4:
-            logits = logits.clone() if isinstance(logits, torch.Tensor) else logits.copy()
-            logits[:, 7] = np.nan
+            values = logits.copy() if isinstance(logits, np.ndarray) else read(logits)
+            values[:, 7] = np.nan
+            if isinstance(logits, np.ndarray):
+                return values
+            logits = new(tuple(logits.shape), "float32")
+            write(logits, values)
         return logits
 
     for _ in range(2):
