@@ -1,5 +1,7 @@
 """Tensors of PyTorch, which tests compare with, from and to arrays of the device."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -34,6 +36,16 @@ def array_of(values: torch.Tensor) -> contents.CudaArray:
     array = contents.new(tuple(values.shape), name_of(values.dtype))
     fill(array, values)
     return array
+
+
+def change(array: DeviceArray | np.ndarray, write: Callable[[np.ndarray], object]) -> None:
+    """Has `write` change contiguous values: those of the host where they lie, those of a device in a copy."""
+    if isinstance(array, np.ndarray):
+        write(array)
+        return
+    values = contents.read(array)
+    write(values)
+    contents.write(array, values)
 
 
 def _on_host(values: torch.Tensor) -> np.ndarray:

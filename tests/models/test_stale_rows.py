@@ -17,6 +17,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
 from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
+from device_arrays import change
 
 CONTEXT = 700
 # Around blocks of 64 positions, chunks of 256, and decode steps.
@@ -36,8 +37,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def fill_with_nan(tensors: Sequence[Any], state_id: int) -> None:
     """All of a state; the scales of integer types, which are floats in bytes, become NaN too."""
+
+    def fill(values: np.ndarray) -> None:
+        values[state_id] = np.nan if values.dtype.kind == "f" else -1
+
     for tensor in tensors:
-        tensor[state_id, ...] = np.nan if "float" in str(tensor.dtype) else -1
+        change(tensor, fill)
 
 
 def answers(runner: ModelRunner, size: int) -> list[np.ndarray]:
