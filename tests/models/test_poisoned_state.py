@@ -19,8 +19,8 @@ from builders import Dims, write_gguf
 from coldstream import LLM, SamplingParams
 from coldstream.errors import GenerationFault
 from coldstream.experts.prefetch import Prefetching
-from coldstream.kernels.cuda.contents import new, read, write
 from coldstream.models.cpu.runner import CpuRunner
+from device_arrays import array_of, change, tensor_of
 from hash_runner import opened_with
 
 CONTEXT = CpuRunner.chunk_size + 128
@@ -120,19 +120,18 @@ SCALE_BYTES = 16
 
 def poison(llm: LLM, kind: str, *, everywhere: bool) -> None:
     """NaN in the tensors of that kind: in one element of each slot that the next token reads, or in all."""
-    for name, array in states(llm):
-        if name != kind:
-            continue
-        values = array if isinstance(array, np.ndarray) else read(array)
-        floats = values
-        if name in "kv":  # the scale of a row is behind its codes
-            floats = values[..., -SCALE_BYTES : 4 - SCALE_BYTES].view(np.float32)
+
+    def spoil(values: np.ndarray) -> None:
+        if kind in "kv":  # the scale of a row is behind its codes
+            values = values[..., -SCALE_BYTES : 4 - SCALE_BYTES].view(np.float32)
         if everywhere:
-            floats[...] = np.nan
+            values[...] = np.nan
         else:
-            floats[(slice(None), *[0] * (floats.ndim - 1))] = np.nan
-        if values is not array:
-            write(array, values)
+            values[(slice(None), *[0] * (values.ndim - 1))] = np.nan
+
+    for name, array in states(llm):
+        if name == kind:
+            change(array, spoil)
 
 
 def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY) -> None:
@@ -205,16 +204,15 @@ def test_nan_in_logits_however_a_token_is_chosen(
     method = "_logits_of" if isinstance(runner, CpuRunner) else "_on_device"
     compute, calls = getattr(runner, method), []
 
+    def spoil(values: np.ndarray) -> None:
+        values[:, 7] = np.nan
+
     def poisoned(rows: np.ndarray) -> Any:
         logits = compute(rows)
         calls.append(rows)
         if len(calls) == 4:
-            values = logits.copy() if isinstance(logits, np.ndarray) else read(logits)
-            values[:, 7] = np.nan
-            if isinstance(logits, np.ndarray):
-                return values
-            logits = new(tuple(logits.shape), "float32")
-            write(logits, values)
+            logits = logits.copy() if isinstance(logits, np.ndarray) else array_of(tensor_of(logits))
+            change(logits, spoil)
         return logits
 
     for _ in range(2):
