@@ -186,3 +186,24 @@ def test_log_probabilities_change_no_choice_and_are_the_models_own(count: int, s
         assert token_id == sample_token(logits, context, plain, seed, {2} if len(context) < 4 else ())
         assert without(logits, context) == SampledToken(token_id)
         assert with_them(logits, context) == SampledToken(token_id, token_logprobs(logits, token_id, count))
+
+
+@pytest.mark.parametrize(
+    ("params", "end_ids", "is_fused"),
+    [
+        (GREEDY, (2,), True),
+        (replace(GREEDY, min_tokens=1), (), True),
+        (replace(GREEDY, min_tokens=1), (2,), False),
+        (replace(GREEDY, presence_penalty=0.5), (2,), False),
+        (replace(GREEDY, logits_processors=(keep_all,)), (2,), False),
+    ],
+)
+def test_fused_steps_are_for_texts_whose_choices_need_no_token_before(
+    params: SamplingParams, end_ids: tuple[int, ...], is_fused: bool
+) -> None:
+    """They know neither how many tokens there are, nor which."""
+    chooser = TokenChooser(params, 0, 3, end_ids)
+    text = chooser.fused_text([4, 5, 6], num_left=7, most_nodes=4)
+    assert (text is not None) == is_fused
+    if text is not None:
+        assert (text.end_ids, text.left) == (frozenset(end_ids), 7)
