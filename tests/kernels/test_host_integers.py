@@ -121,6 +121,11 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 
 
+def test_chunks_of_rows_whose_windows_begin_at_different_depths(host: HostDevice) -> None:
+    """Each row counts its chunks from its window's first one."""
+    check([Part(700, 1), Part(70, 1), Part(300, 2)], "i16", (4, 2, 64), 300, seed=6)
+
+
 @pytest.mark.sharded
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from coldstream.engine import EngineConfig
 from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetch import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -86,9 +87,14 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
         ring_bytes=plan.ring_bytes,
         prefetching=prefetching_of(run),
     )
+    whole_bytes = plan.ring_bytes // ALIGNMENT * ALIGNMENT
     with GGUFFile.open(path) as file:
         spec = read_spec(file.metadata, file.tensors)
-        counted = count_memory(file, spec, limits, fixed.chunk_size)
+        counted, whole, less = (
+            count_memory(file, spec, replace(limits, ring_bytes=ring_bytes), fixed.chunk_size)
+            for ring_bytes in (plan.ring_bytes, whole_bytes, whole_bytes - 1)
+        )
+    assert less.total < whole.total, "a ring is at most as long as it may be"
     assert counted.total <= plan.total_bytes <= plan.budget_bytes
     assert counted.weights + counted.caches <= fixed.weights + fixed.caches + plan.ring_bytes
     assert counted.total > plan.total_bytes - 2**13
