@@ -165,7 +165,7 @@ class Pending:
         """Loads them if they were compiled before; False: they were not. Errors are those of the future."""
         try:
             codes = kept_together(self.program.source, self.instances, _architecture())
-        except Exception:  # which compiling meets again
+        except Exception:  # compiling meets it again, and tells who waits
             return False
         if codes is not None:
             self._begin(lambda: codes)
