@@ -91,6 +91,14 @@ faults: install-test
 	$(BIN)/python -m pip --disable-pip-version-check install -q 'cmake>=3.25' ninja
 	$(BIN)/python -m tools.planted_faults $(if $(SAMPLE),--sample,--out docs/results/planted_faults.json)
 
+# The tests that need a GPU, counted into the file that docs/performance.md is made from.
+test-gpu: install-test
+	$(BIN)/python -m tests.audits.gpu_tests --jobs 6 --out docs/results/gpu/tests.json
+
+# The GPU's kernels under compute-sanitizer, which comes with the CUDA toolkit; about ten minutes.
+sanitize-gpu: install-test
+	$(BIN)/python -m tests.audits.gpu_sanitizer --out docs/results/gpu/sanitizer.json
+
 # The sdist and the wheels of what is committed, each tried as a user would: one for CPython 3.11 and one for 3.12 and newer. With
 # TRIAL=1 only that of this Python, not optimised, nor kept in dist. With MACHINE=aarch64 for such machines; those are not tried.
 wheels:
@@ -116,3 +124,6 @@ site: $(if $(filter lint ray sanitize test,$(MAKECMDGOALS)),install-test,install
 # What the workflow `tests` runs.
 ci:
 	.ci/run
+
+clean:
+	rm -rf build dist .venv .venv-oldest .venv-ray .venv-site .ci-venv .ci-venv-ray .ci-venv-site .agents

@@ -49,6 +49,19 @@ def test_a_workflow_runs_targets_of_the_makefile_alone(workflow: Path) -> None:
         assert all(f"$({name})" in MAKEFILE for name in settings)
 
 
+def test_each_phony_target_has_a_rule_and_so_has_each_that_the_pages_name() -> None:
+    """A phony target without a rule does nothing, and succeeds."""
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert set(phony.split()) <= TARGETS
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        named = set(
+            re.findall(
+                r"`make ((?:[a-z][\w-]*|[A-Z]+=\S+)(?: (?:[a-z][\w-]*|[A-Z]+=\S+))*)`", page.read_text()
+            )
+        )
+        assert {word for command in named for word in command.split() if "=" not in word} <= TARGETS, page
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_job_that_builds_has_the_tags_of_the_repository(workflow: Path) -> None:
     for step in steps(workflow):

@@ -57,6 +57,17 @@ def outputs(runner: OneSequence, length: int) -> tuple[np.ndarray, np.ndarray]:
     return logits, np.stack([runner.decode(token) for token in token_ids(7)])
 
 
+def delay(stream: streams.Stream, cycles: int) -> None:
+    """Work that is queued in the stream from now on waits so long; on the host it runs at once."""
+    if not torch.cuda.is_available():
+        return
+    # PyTorch refuses the default stream's handle as one of others.
+    is_default = stream is streams.default_stream()
+    theirs = torch.cuda.default_stream() if is_default else torch.cuda.ExternalStream(stream.handle)
+    with torch.cuda.stream(theirs):
+        torch.cuda._sleep(cycles)
+
+
 @pytest.fixture(scope="module")
 def demo() -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """With all experts resident."""
@@ -170,9 +181,7 @@ def test_nothing_is_read_before_it_arrived_or_overwritten_before_it_was_read(
     begin = DirectCopies.begin
 
     def begin_late(self: DirectCopies, *args: Any) -> Any:
-        stream = self._stream if late == "copies" else streams.current_stream()
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
-            torch.cuda._sleep(300_000)
+        delay(self._stream if late == "copies" else streams.current_stream(), 300_000)
         return begin(self, *args)
 
     monkeypatch.setattr(DirectCopies, "begin", begin_late)
@@ -213,8 +222,7 @@ def test_ex04_what_a_failed_step_still_copies_is_no_expert_that_came_ahead(
     copy, begin, calls = driver.cuMemcpyBatchAsync, DirectCopies.begin, [0]
 
     def begin_late(self: DirectCopies, *args: Any) -> Any:
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream.handle)):
-            torch.cuda._sleep(3_000_000)
+        delay(self._stream, 3_000_000)
         return begin(self, *args)
 
     def refuse(*args: Any) -> Any:
