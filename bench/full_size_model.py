@@ -302,14 +302,16 @@ class FullSizeWriter:
         out.close()
         return gguf.GGUFWriter.ggml_pad(path.stat().st_size, gguf.GGUF_DEFAULT_ALIGNMENT)
 
-    def write(self) -> float:
+    def write(self, *, is_for_plans: bool = False) -> float:
         """Plans and writes the file, under another name until it is whole; returns the seconds it took.
 
-        Raises OSError if the disk is too small.
+        is_for_plans: with holes in place of quantised weights, which a plan does not read: some 100 MB on the
+        disk. Raises OSError if the disk is too small.
         """
         started = time.perf_counter()
         self.plan()
-        need = sum(tensor.num_bytes for tensor in self.tensors)
+        written = [tensor for tensor in self.tensors if not is_for_plans or tensor.qtype == QuantType.F32]
+        need = sum(tensor.num_bytes for tensor in written)
         free = shutil.disk_usage(self.path.parent).free
         if need > free:
             raise OSError(
@@ -319,7 +321,8 @@ class FullSizeWriter:
         offset = self.write_header(unfinished)
         pieces: list[Piece] = []
         for tensor in self.tensors:
-            pieces += [(offset + begin, make) for begin, make in tensor.pieces()]
+            if tensor in written:
+                pieces += [(offset + begin, make) for begin, make in tensor.pieces()]
             offset += gguf.GGUFWriter.ggml_pad(tensor.num_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
         os.truncate(unfinished, offset)
         file = os.open(unfinished, os.O_WRONLY)

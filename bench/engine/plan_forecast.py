@@ -31,7 +31,7 @@ from bench.results import write_result
 from coldstream.engine import LLM
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
 from coldstream.kernels.cuda.device import find_gpu
-from coldstream.placement.forecast import forecast
+from coldstream.placement.forecast import Known, forecast
 from coldstream.placement.plan_file import save_plan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import plan_by_name
@@ -100,9 +100,9 @@ def measure(planned: Planned, path: Path, work: Work) -> dict[str, float]:
             return {"decode": statistics.median(texts), **found}
 
 
-def expected(planned: Planned, work: Work) -> dict[str, float]:
+def expected(planned: Planned, known: Known, work: Work) -> dict[str, float]:
     """The same as the plan forecasts it; prompts whose length it does not forecast are left out."""
-    found = forecast(planned.plan, planned.known, work.mean_context, pool=planned.run.pool)
+    found = forecast(planned.plan, known, work.mean_context, pool=planned.run.pool)
     prefill = {str(length): rate for length, rate in found.prefill.items() if length in work.prompts}
     return {"decode": found.decode, **prefill}
 
@@ -129,7 +129,7 @@ def measure_mix(path: Path, options: argparse.Namespace, work: Work, *, again: b
             str(path), device=options.device, vram=budget, ctx_size=work.ctx_size, spec_type="none"
         )
         planned = plan_by_name(config, measure=again and not number)
-        figures = compared(expected(planned, work), measure(planned, path, work))
+        figures = compared(expected(planned, planned.known, work), measure(planned, path, work))
         rows.append(
             {
                 "budget": budget if options.device == "cuda" else None,
@@ -169,6 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "command": command(options),
         "machine": describe(options.device),
         "layers": options.layers,
+        "vocab": options.vocab,
         "work": asdict(work),
         "mixes": {},
     }

@@ -55,6 +55,19 @@ def of_published_size(shape: Shape, mix: Mix = PLAIN) -> tuple[Counter[str], int
     return Counter(tensor.qtype.name for tensor in writer.tensors), num_bytes
 
 
+def test_a_file_for_plans_has_holes_for_quantised_weights_only(path: Path, tmp_path: Path) -> None:
+    sparse = tmp_path / "sparse.gguf"
+    FullSizeWriter(sparse, SMALL, seed=3, threads=2).write(is_for_plans=True)
+    assert sparse.stat().st_size == path.stat().st_size
+    whole = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for tensor in gguf.GGUFReader(sparse).tensors:
+        other = whole.pop(tensor.name)
+        assert (tensor.tensor_type, tensor.data_offset) == (other.tensor_type, other.data_offset)
+        is_float = tensor.tensor_type == gguf.GGMLQuantizationType.F32
+        assert np.array_equal(tensor.data, other.data if is_float else np.zeros_like(other.data))
+    assert not whole
+
+
 def test_types_and_size_are_those_of_published_files() -> None:
     counts, num_bytes = of_published_size(FULL_SHAPE)
     assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}

@@ -1,0 +1,243 @@
+"""The present forecasts of `coldstream plan` beside runs that were measured before, without their machine.
+
+    python -m bench.engine.forecast_again docs/results/gpu/mixes.json docs/results/gpu/hybrid_ahead.json
+    python -m bench.engine.forecast_again docs/results/gpu/*streaming*.json --keep /tmp/headers
+
+Reads results of plan_forecast.py, gpu_hybrid.py and gpu_streaming.py, which have the rates of their machine.
+The plan is made anew, of a file that has the right header and holes in place of its weights. Each line has
+the commit that measured; the JSON has it beside the commit whose forecast this is. So a changed cost model
+can be held against all machines that were ever measured.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from bench.engine.plan_forecast import Work, compared, expected
+from bench.full_size_forecast import hardware_of, mean_context
+from bench.full_size_mixes import MIXES, PLAIN, Mix
+from bench.full_size_model import FULL_SHAPE, FullSizeWriter
+from bench.results import write_result
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.read_spec import read_spec
+from coldstream.placement.cost import prefill_seconds
+from coldstream.placement.forecast import Known, decode_forecast
+from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.plan import FixedPart, PlanOptions, plan_placement
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.facts import with_kv_type
+from coldstream.planning.gather import Sources, model_facts, plan_model
+from coldstream.planning.planned import Planned
+
+GIB = 2**30
+KV_TYPE = "f16"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Files of the full-size shape without quantised weights, each written when it is first asked for."""
+
+    folder: Path
+
+    def of(self, mix: Mix, layers: int, vocab: int) -> Path:
+        """The file of a mix."""
+        path = self.folder / f"{mix.name}-{layers}-{vocab}.gguf"
+        if not path.exists():
+            shape = replace(FULL_SHAPE, layers=layers, vocab=vocab)
+            writer = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), mix=mix)
+            writer.write(is_for_plans=True)
+        return path
+
+    def sizes(self) -> ModelSizes:
+        """Of the full-size file on a GPU, of which the results of single files are."""
+        with GGUFFile.open(self.of(PLAIN, FULL_SHAPE.layers, FULL_SHAPE.vocab)) as file:
+            spec = read_spec(file.metadata, file.tensors)
+            return with_kv_type(model_facts(file, spec).on_gpu, spec, KV_TYPE)
+
+
+def rates_of(row: Row) -> Rates:
+    """The rates that a row of plan_forecast.py names, as far as this version has them."""
+    names = {each.name for each in fields(Rates)}
+    return Rates(**{name: _as_tuple(value) for name, value in row["rates"].items() if name in names})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def machine_with(rates: Rates, machine: Row) -> Hardware:
+    """A machine of such rates, with RAM for every file."""
+    gpu = None
+    if "gpu" in machine:
+        memory = machine["gpu_memory_bytes"]
+        gpu = GpuHardware(
+            machine["gpu"],
+            machine["driver"],
+            memory,
+            memory,
+            rates.vram_bytes_per_s,
+            rates.product_ops_per_s,
+            rates.link_bytes_per_s,
+            rates.link_beside_read,
+            rates.read_beside_link,
+            rates.handshake_s,
+            rates.expert_bytes_per_s,
+        )
+    cores, ram = rates.num_cores, 128 * GIB
+    by_type = rates.product_values_per_s
+    return Hardware(machine["cpu"], (), cores, cores, ram, ram, rates.read_bytes_per_s, gpu, None, by_type)
+
+
+def planned_again(path: Path, result: Row, row: Row, work: Work) -> Planned:
+    """The plan of a row of plan_forecast.py."""
+    has_gpu = row["budget"] is not None
+    machine = {name: value for name, value in result["machine"].items() if has_gpu or name != "gpu"}
+    hardware = machine_with(rates_of(row), machine)
+    config = EngineConfig(
+        str(path),
+        device="cuda" if has_gpu else "cpu",
+        vram=row["budget"] or "auto",
+        ctx_size=work.ctx_size,
+        spec_type="none",
+    )
+    with GGUFFile.open(path) as file:
+        return plan_model(config, Sources(file, read_spec(file.metadata, file.tensors), hardware))
+
+
+def of_mixes(result: Row, headers: Headers) -> Iterator[Row]:
+    """Rows of plan_forecast.py."""
+    work = Work(**result["work"])
+    for name, mix in result["mixes"].items():
+        path = headers.of(MIXES[name], result["layers"], result.get("vocab", FULL_SHAPE.vocab))
+        for row in mix["rows"]:
+            planned = planned_again(path, result, row, work)
+            known = replace(planned.known, rates=rates_of(row))
+            run = {figure: both["measured_tok_s"] for figure, both in row["figures"].items()}
+            yield {
+                "what": f"{name} {row['budget'] or ''}".strip(),
+                "experts_share": planned.plan.resident_bytes / planned.sizes.all_expert_bytes,
+                "measured_share": row["experts_share"],
+                "figures": compared(expected(planned, known, work), run),
+            }
+
+
+def of_decoding(result: Row, headers: Headers) -> Iterator[Row]:
+    """Rows of gpu_hybrid.py, where experts are missing also with the hit rate that was measured."""
+    sizes, rates = headers.sizes(), Rates.of(hardware_of(result))
+    for row in result["rows"]:
+        share = row["experts_share"]
+        known = Known(sizes, rates, PUBLISHED, may_prefetch=row["prefetch"] != 0)
+        context = mean_context(row["depth"], result["warm_tokens"], result["timed_tokens"])
+
+        def tok_s(hit_rate: float, known: Known = known, context: int = context) -> float:
+            return 1 / decode_forecast(known, (hit_rate,) * sizes.num_layers, context)[0]
+
+        found = {"decode": tok_s(PUBLISHED.at(share) if share < 1.0 else 1.0)}
+        if 0.0 < row["hit_rate"] < 1.0:
+            found["decode with its hits"] = tok_s(row["hit_rate"])
+        run = dict.fromkeys(found, row["tok_s"])
+        yield {
+            "what": f"{PLAIN.name} at {row['depth']}",
+            "experts_share": share,
+            "measured_share": share,
+            "figures": compared(found, run),
+        }
+
+
+def of_prompts(result: Row, headers: Headers) -> Iterator[Row]:
+    """Rows of gpu_streaming.py, those of a budget together."""
+    sizes, rates = headers.sizes(), Rates.of(hardware_of(result))
+    budgets = dict.fromkeys(row["experts_gib"] for row in result["rows"])
+    for gib in budgets:
+        resident = resident_with(sizes, gib)
+        found, run = {}, {}
+        for row in result["rows"]:
+            if row["experts_gib"] == gib:
+                name, tokens = str(row["tokens"]), row["tokens"]
+                seconds = prefill_seconds(sizes, rates, resident, None, tokens, result["chunk_size"])
+                found[name], run[name] = tokens / seconds, row["tok_s"]
+        yield {
+            "what": f"{PLAIN.name} {'all' if gib is None else f'{gib:g} GiB'}",
+            "experts_share": float(resident.mean()),
+            "measured_share": float(resident.mean()),
+            "figures": compared(found, run),
+        }
+
+
+def resident_with(sizes: ModelSizes, gib: float | None) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """bool [layers, experts]: those of so many GiB; None: all."""
+    fixed = FixedPart(1, KV_TYPE, 1, 0, 0, 0)
+    budget = sizes.all_expert_bytes if gib is None else int(gib * GIB)
+    plan = plan_placement(sizes, fixed, budget, options=PlanOptions(has_ring=False))
+    found = np.zeros((sizes.num_layers, sizes.num_experts), np.bool_)
+    found.ravel()[plan.resident_numbers()] = True
+    return found
+
+
+def again(result: Row, headers: Headers) -> list[Row]:
+    """Present forecasts beside the runs of a result of any of the three programs.
+
+    Raises ValueError for another result.
+    """
+    if "mixes" in result:
+        return list(of_mixes(result, headers))
+    rows = result.get("rows", [{}])
+    if "hardware" in result and "chunk_size" in result and "tokens" in rows[0]:
+        return list(of_prompts(result, headers))
+    if "hardware" in result and "experts_share" in rows[0]:
+        return list(of_decoding(result, headers))
+    raise ValueError("no result of plan_forecast, gpu_hybrid or gpu_streaming with the rates of its machine")
+
+
+def lines(name: str, measured: Row, rows: list[Row]) -> Iterator[str]:
+    """For people: forecast over measured."""
+    yield f"{name}, measured at {measured['commit']}, {measured['machine']['cores']} cores"
+    for row in rows:
+        figures = (f"{figure} {both['ratio']:.2f}" for figure, both in row["figures"].items())
+        yield f"  {row['what']} ({row['experts_share']:.0%} of experts): {', '.join(figures)}"
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for headers, which stay there")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    return parser
+
+
+def main() -> int:
+    """Exits with 1 if a forecast is not near what was measured."""
+    options = arguments().parse_args()
+    found = []
+    with ExitStack() as stack:
+        headers = Headers(options.keep or Path(stack.enter_context(TemporaryDirectory())))
+        headers.folder.mkdir(parents=True, exist_ok=True)
+        for path in options.results:
+            result = json.loads(path.read_text())
+            measured = {name: result[name] for name in ("commit", "date", "command", "machine")}
+            rows = again(result, headers)
+            found.append({"result": path.name, "measured": measured, "rows": rows})
+            print(*lines(path.name, measured, rows), sep="\n", file=sys.stderr, flush=True)
+    write_result({"forecasts": found}, options.out, options.commit)
+    figures = [both for each in found for row in each["rows"] for both in row["figures"].values()]
+    return int(not all(both["is_near"] for both in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

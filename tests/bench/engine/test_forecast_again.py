@@ -1,0 +1,89 @@
+"""Forecasts of runs that were measured before: as those of the run's own machine, and of its result alone."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine import forecast_again, plan_forecast
+from bench.engine.forecast_again import Headers, again, rates_of
+from bench.report.tables import load
+from coldstream.placement.rates import Rates
+from small_shape import SMALL
+
+WORDS = "--device cpu --prompts 168 --warm-tokens 4 --timed-tokens 6 --texts 1 --mix IQ4_XS --commit c0ffee"
+SIZE = ("--layers", str(SMALL.layers), "--vocab", str(SMALL.vocab))
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, module: Any, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *words])
+    status: int = module.main()
+    return status
+
+
+@pytest.fixture
+def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Headers:
+    """Files of a small shape; the machine's results are of the full-size one."""
+    monkeypatch.setattr(forecast_again, "FULL_SHAPE", SMALL)
+    return Headers(tmp_path)
+
+
+def test_a_run_is_forecast_from_its_result_as_it_was_on_its_machine(
+    tmp_path: Path, headers: Headers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_forecast, "FULL_SHAPE", SMALL)
+    run, found = tmp_path / "run.json", tmp_path / "again.json"
+    ran(monkeypatch, plan_forecast, *WORDS.split(), *SIZE, "--folder", str(tmp_path), "--out", str(run))
+    ran(monkeypatch, forecast_again, str(run), "--out", str(found), "--commit", "decade")
+    before, after = json.loads(run.read_text()), json.loads(found.read_text())
+    assert after["commit"] == "decade"
+    (of_result,) = after["forecasts"]
+    assert of_result["result"] == "run.json"
+    assert of_result["measured"]["commit"] == "c0ffee"
+    (row,) = of_result["rows"]
+    figures = before["mixes"]["IQ4_XS"]["rows"][0]["figures"]
+    assert list(row["figures"]) == list(figures)
+    for name, both in figures.items():
+        assert row["figures"][name] == pytest.approx(both)
+    # The machine is the result's: with slower memory it is forecast as slower.
+    slow = json.loads(run.read_text())
+    rates = slow["mixes"]["IQ4_XS"]["rows"][0]["rates"]
+    rates["read_bytes_per_s"] /= 100
+    (slower,) = again(slow, headers)
+    assert slower["figures"]["decode"]["forecast_tok_s"] < row["figures"]["decode"]["forecast_tok_s"] / 2
+
+
+def test_decoding_and_prompts_of_a_recorded_machine(headers: Headers) -> None:
+    decoding, prompts = load("gpu/hybrid_ahead"), load("gpu/streaming_shared")
+    rows = again(decoding, headers)
+    assert [row["measured_share"] for row in rows] == [row["experts_share"] for row in decoding["rows"]]
+    speeds = [row["figures"]["decode"]["forecast_tok_s"] for row in rows]
+    assert speeds == sorted(speeds)  # more experts each
+    by_budget = again(prompts, headers)
+    assert [len(row["figures"]) for row in by_budget] == [6, 6, 6]
+    assert [row["experts_share"] for row in by_budget][:2] == [1.0, 0.0]
+    for row in by_budget:
+        measured = {each["tok_s"] for each in prompts["rows"]}
+        assert {both["measured_tok_s"] for both in row["figures"].values()} <= measured
+
+
+def test_a_hit_rate_that_was_measured_has_a_figure_of_its_own(headers: Headers) -> None:
+    for row, of in zip(
+        again(load("gpu/hybrid_ahead"), headers), load("gpu/hybrid_ahead")["rows"], strict=True
+    ):
+        assert ("decode with its hits" in row["figures"]) == (0.0 < of["hit_rate"] < 1.0)
+
+
+def test_rates_that_this_version_does_not_know_are_left_out() -> None:
+    (row, *_) = load("gpu/mixes")["mixes"]["Q4_K_M"]["rows"]
+    found = rates_of({"rates": row["rates"] | {"phlogiston_per_s": 1.0}})
+    assert isinstance(found, Rates)
+    assert len(found.product_values_per_s) == len(row["rates"]["product_values_per_s"])
+    assert hash(found)  # forecasts keep what they found for a machine
+
+
+def test_other_results_are_refused(headers: Headers) -> None:
+    with pytest.raises(ValueError, match="rates of its machine"):
+        again(load("gpu/types"), headers)
