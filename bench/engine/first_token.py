@@ -4,8 +4,9 @@
 
 The model file is read first, so that it is in the page cache. Each start is a process of its own, timed from
 its launch to the first byte of its answer: once with nothing kept from earlier starts (compiled kernels and
-measured rates lie in the user's directories, which are empty then), several times with both, and once more
-of each kind under `sampled_start.py`, which says where the time goes.
+measured rates lie in the user's directories, which are empty then), several times with both, several times
+with all experts on the GPU, and once more of both kinds under `sampled_start.py`, which says where the time
+goes.
 
 With --peer, that program of llama.cpp answers the same prompt between the later starts, with the
 experts of as many layers on the GPU as leave it within the same memory. By default it lays out anew the
@@ -117,6 +118,7 @@ def measure(model: Path, vram: str, peer: Peer | None) -> dict[str, Any]:
     """All starts; see the module docstring."""
     argv = arguments(model, vram)
     command = [sys.executable, "-m", "coldstream", *argv]
+    resident = [sys.executable, "-m", "coldstream", *arguments(model, "auto")]
     later_s = []
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as empty:
         first_s, _ = timed(command, Path(home))
@@ -124,11 +126,13 @@ def measure(model: Path, vram: str, peer: Peer | None) -> dict[str, Any]:
             later_s.append(timed(command, Path(home))[0])
             if peer is not None:
                 peer.start(Path(home))
+        resident_s = [timed(resident, Path(home))[0] for _ in range(STARTS)]
         later, first = sampled(argv, Path(home)), sampled(argv, Path(empty))
     return {
         "vram": vram,
         "first_start_s": first_s,
         "later_starts_s": later_s,
+        "resident_starts_s": resident_s,
         "profiled_run_s": later["total_s"],
         "phases_s": later["phases_s"],
         "functions_s": later["functions_s"],
