@@ -79,6 +79,7 @@ class DecodeSteps:
         routers = [self._floats(self.spec.num_experts) for _ in self.weights]
         self.executor.number_layers(zip(routers, self.weights, strict=True))
         self.partial.attach(self.executor)
+        self.partial.connect()
         self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
         self.sharing: Any = None

@@ -95,6 +95,7 @@ class Steps:
         self.weights = [self._weights(layer) for layer in range(NUM_LAYERS)]
         self.executor.number_layers(self.weights)
         self.partial.attach(self.executor)
+        self.partial.connect()
         self.ops._uploads.clear()
         self._fill_resident()
 

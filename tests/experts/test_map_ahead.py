@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_the_first_experts_wait_for_what_was_begun(
     closed: list[int] = []
     calls: list[bool] = []
 
-    def register(address: int, num_bytes: int) -> RegisteredMemory:
+    def register(address: int, num_bytes: int, **_: Any) -> RegisteredMemory:
         calls.append(threading.current_thread() is threading.main_thread())
         return Registered(address, closed)
 
@@ -69,25 +70,86 @@ def test_the_first_experts_wait_for_what_was_begun(
     assert len(closed) == 1
 
 
+@pytest.mark.parametrize("is_over", [True, False], ids=["locked", "being-locked"])
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_what_was_begun_for_nothing_is_unlocked(
-    is_taken: bool, file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+    is_taken: bool, is_over: bool, file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where loading has failed before anything was mapped, or where nobody reads the file."""
+    """Where loading has failed before anything was mapped, or where nobody reads the file.
+
+    What is not locked yet is given up.
+    """
     closed: list[int] = []
-    monkeypatch.setattr(RegisteredMemory, "register", lambda address, _: Registered(address, closed))
+    begun, over = threading.Event(), threading.Event()
+
+    def register(address: int, _: int, is_given_up: Callable[[], bool]) -> RegisteredMemory:
+        begun.set()
+        while not is_over and not is_given_up():
+            pass
+        over.set()
+        return Registered(address, closed)
+
+    monkeypatch.setattr(RegisteredMemory, "register", register)
     lock = FileLock(file, {0})
     if is_taken:
         experts.use_lock(file, {0}, lock)
+    (over if is_over else begun).wait()
     experts.close()
     lock.close()
+    assert over.is_set()
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_late_lock_that_nobody_needed_locks_nothing(
+    is_taken: bool, file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(RegisteredMemory, "register", lambda address, *_, **__: called.append(address))
+    lock = FileLock(file, {0}, is_late=True)
+    if is_taken:
+        experts.use_lock(file, {0}, lock)
+        assert not experts.is_locked
+    experts.close()
+    lock.close()
+    lock.begin()
+    assert not called
+
+
+def test_a_late_lock_begins_once_it_is_asked_for(
+    file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `begin`, or by who needs the address; once in all."""
+    closed: list[int] = []
+    threads: list[bool] = []
+
+    def register(address: int, *_: Any, **__: Any) -> RegisteredMemory:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return Registered(address, closed)
+
+    monkeypatch.setattr(RegisteredMemory, "register", register)
+    for begins in (True, False):
+        threads.clear()
+        lock = FileLock(file, {0}, is_late=True)
+        host = HostExperts(1, Mailbox.planned(2, 256, 1), Mailbox.planned(2, 256, 1), 8)
+        host.use_lock(file, {0}, lock)
+        _, address = host.map_weight(file, file.tensors[EXPERTS])
+        assert not threads
+        if begins:
+            lock.begin()
+            lock.begin()
+        assert host.device_address(address) == address + 64
+        assert host.is_locked
+        assert threads == [False]
+        host.close()
+        lock.close()
+    assert len(closed) == 2
 
 
 def test_an_error_is_that_of_the_first_experts(
     file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def register(address: int, num_bytes: int) -> RegisteredMemory:
+    def register(address: int, num_bytes: int, **_: Any) -> RegisteredMemory:
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(RegisteredMemory, "register", register)
@@ -117,7 +179,7 @@ def test_a_file_that_is_smaller_than_ram_is_read_before_it_is_locked(
             done.append("read")
 
     monkeypatch.setattr(file_lock, "is_cached", lambda *_: is_cached)
-    monkeypatch.setattr(RegisteredMemory, "register", lambda address, size: done.append("locked"))
+    monkeypatch.setattr(RegisteredMemory, "register", lambda *_, **__: done.append("locked"))
     mapped: Any = Mapped()
     file_lock.register(0, mapped)
     assert done == ["read"] * is_read + ["locked"]

@@ -289,7 +289,7 @@ def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Pat
     calls: list[int] = []
     register = RegisteredMemory.register
 
-    def registered(address: int, num_bytes: int) -> RegisteredMemory | None:
+    def registered(address: int, num_bytes: int, **_: object) -> RegisteredMemory | None:
         calls.append(address)
         return None if len(calls) - 1 in refused else register(address, num_bytes)
 

@@ -104,6 +104,14 @@ def test_a_refusal_half_way_leaves_nothing_locked(device: Device) -> None:
     assert device.registered == []
 
 
+def test_what_is_given_up_half_way_is_unlocked(device: Device) -> None:
+    """At the next piece."""
+    memory = RegisteredMemory.register(0, 9 * PIECE_BYTES, is_given_up=lambda: len(device.registered) == 2)
+    assert memory is None
+    assert device.registered == []
+    assert RegisteredMemory.register(0, 2 * PIECE_BYTES, is_given_up=lambda: False) is not None
+
+
 def test_pieces_that_the_device_sees_apart_are_locked_as_one(device: Device) -> None:
     device.shift = 4096
     memory = RegisteredMemory.register(0, 3 * PIECE_BYTES)

@@ -119,6 +119,7 @@ def command(
         kept = _kept_chat(llm) if history and prompt is None else None
         chat = ChatSession(llm, params, system_prompt, chat_template_kwargs, raw=raw, kept=kept)
         if prompt is None:
+            opened.runner.go_on_loading()  # while the first question is typed
             _note_context(llm)
             return chat_in_terminal(chat, quiet)
         should_echo = raw and (sys.stdout.isatty() if echo is None else echo)

@@ -174,7 +174,8 @@ def open_model(
         in_ram = sum(file.shard_bytes) + prompt_cache_bytes
         lock = None
         is_mapped = is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
-        if is_mapped and rates_are_known(hardware):  # nothing else goes on while they are measured
+        is_late = is_early and spec.is_moe  # behind the first token, which the lock would keep waiting
+        if is_mapped and not is_late and rates_are_known(hardware):  # nothing is done while they are measured
             lock = cleanup.enter_context(closing(lock_file(file, spec)))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             reading = _begin_reading(config.device, file, beside)

@@ -253,13 +253,19 @@ class PartialLayers:
         # A prefill asks the CPU for nothing: the smallest mailbox will do for it.
         bulk = Mailbox.create(1, mailbox.x.shape[1], 1)
         self.host = HostExperts(plan.threads, mailbox, bulk, 1)
+        self._executor: LayerExecutor | None = None
         self._num_running = 0
 
     def attach(self, executor: ModelExecutor) -> None:
-        """Call once, before the executor's first step. Waits until the mapped file is locked."""
+        """Call once, and then `connect`, before the executor's first step."""
         assert isinstance(executor, LayerExecutor)
-        executor.connect()
         executor.times = self._plan.miss_times
+        self._executor = executor
+
+    def connect(self) -> None:
+        """Waits until the mapped file is locked. Raises as `LayerExecutor.connect`."""
+        assert self._executor is not None, "what is connected is an executor"
+        self._executor.connect()
 
     def must_wait(self, rows: int) -> bool:
         """Whether no step may begin before `ended` is called for another."""
@@ -287,4 +293,5 @@ class PartialLayers:
 
     def close(self) -> None:
         """Call when the device is idle; ends threads."""
+        self._executor = None
         self.host.close()

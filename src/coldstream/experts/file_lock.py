@@ -1,13 +1,15 @@
 """A model's file, mapped, and locked for the GPU by a thread.
 
-Locking 20 GB takes a second, in which no other call of the driver goes on. So it begins before a plan is made
-where the GPU is sure to lack a part of the file, and who reads the file takes over.
+Locking 20 GB takes a second, in which no other call of the driver goes on. A start that waits for it has it
+begin before a plan is made, where the GPU is sure to lack a part of the file. A start that is to give a first
+token early has it begin behind that: the CPU reads the file without a lock.
 """
 
 import mmap
 import os
-from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from coldstream.gguf.reader import GGUFFile
@@ -25,40 +27,72 @@ class LockedPart(NamedTuple):
 
 
 class FileLock:
-    """Begins to lock parts of a file, which stays open."""
+    """Locks parts of a file, which stays open: at once or, if it `is_late`, from `begin` on."""
 
-    def __init__(self, file: GGUFFile, shards: Collection[int]) -> None:
-        pool = ThreadPoolExecutor(1)
+    def __init__(self, file: GGUFFile, shards: Collection[int], *, is_late: bool = False) -> None:
         self._parts: dict[int, LockedPart] = {}
+        self._to_lock: list[tuple[int, LockedPart]] = []  # with the descriptor, until there is a thread
+        self._is_given_up = threading.Event()
         for shard in sorted(shards):
             descriptor, size = file.descriptor(shard), file.shard_bytes[shard]
             mapped = _csrc.MappedFile(descriptor, size, file.shown_paths[shard])
-            self._parts[shard] = LockedPart(mapped, pool.submit(register, descriptor, mapped))
-        pool.shutdown(wait=False)  # the thread ends with its work
+            part = self._parts[shard] = LockedPart(mapped, Future())
+            self._to_lock.append((descriptor, part))
+        if not is_late:
+            self.begin()
+
+    def begin(self) -> None:
+        """Starts the thread, which ends with its work. Calling twice is harmless."""
+        if self._to_lock:
+            arguments = tuple(self._to_lock), self._is_given_up.is_set
+            threading.Thread(target=_lock_parts, args=arguments, name="lock of the file").start()
+            self._to_lock.clear()
 
     def take(self, shard: int) -> LockedPart:
         """A part, which is the caller's to unlock from now on. KeyError for one that is taken."""
         return self._parts.pop(shard)
 
+    def give_up(self) -> None:
+        """Locks no further memory: all parts are about to be unlocked."""
+        self._is_given_up.set()
+        self._to_lock.clear()
+
     def close(self) -> None:
-        """Waits for the parts that nobody took, and unlocks them."""
+        """Gives up, waits for the parts that nobody took, and unlocks them."""
+        self.give_up()
         while self._parts:
             _, (_, begun) = self._parts.popitem()
             unlock(begun)
 
 
 def unlock(begun: "Future[RegisteredMemory | None]") -> None:
-    """Waits for a registration and ends it, as it locks memory that is about to be unmapped."""
+    """Ends a registration, as it locks memory that is about to be unmapped: waits for one that has begun."""
+    if begun.cancel():
+        return
     if begun.exception() is None and (registered := begun.result()) is not None:
         registered.close()
 
 
-def register(descriptor: int, mapped: _csrc.MappedFile) -> RegisteredMemory | None:
-    """Locks a mapped file for the device; None if the system refuses."""
+def _lock_parts(parts: Sequence[tuple[int, LockedPart]], is_given_up: Callable[[], bool]) -> None:
+    for descriptor, (mapped, begun) in parts:
+        if not begun.set_running_or_notify_cancel():
+            continue
+        try:
+            registered = register(descriptor, mapped, is_given_up)
+        except BaseException as error:
+            begun.set_exception(error)  # who waits for the part raises it
+        else:
+            begun.set_result(registered)
+
+
+def register(
+    descriptor: int, mapped: _csrc.MappedFile, is_given_up: Callable[[], bool] | None = None
+) -> RegisteredMemory | None:
+    """Locks a mapped file for the device; None if the system refuses, or if it is given up meanwhile."""
     if mapped.size < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE and not is_cached(descriptor, mapped.size):
         # Registering locks the pages, and would read them from the disk one by one.
         mapped.read_ahead(0, mapped.size)
-    return RegisteredMemory.register(mapped.address, mapped.size)
+    return RegisteredMemory.register(mapped.address, mapped.size, is_given_up=is_given_up)
 
 
 def is_cached(descriptor: int, num_bytes: int) -> bool:

@@ -42,10 +42,12 @@ class HostExperts:
         self.wanted_ids = allocations.page_locked((chunk_size, ranks), "int32")
         self._registered: dict[int, RegisteredMemory | None] = {}
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
+        self._lock: FileLock | None = None  # of what is in `_begun`
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
     def use_lock(self, file: GGUFFile, shards: Collection[int], lock: FileLock) -> None:
         """Takes these parts of a file over from their lock, on which `device_address` waits."""
+        self._lock = lock
         for shard in shards:
             mapped, begun = lock.take(shard)
             self.ops.use_map(file, shard, mapped)
@@ -64,7 +66,8 @@ class HostExperts:
         return weight, weight.address
 
     def device_address(self, address: int) -> int:
-        """Where the device reads what is mapped at `address`; 0 if it cannot. Waits for the registration.
+        """Where the device reads what is mapped at `address`; 0 if it cannot. Waits for the registration,
+        which it begins if nobody has.
 
         ValueError for an address of no model's file. Raises as `RegisteredMemory.register`.
         """
@@ -73,12 +76,19 @@ class HostExperts:
         begin, (file, shard, _) = self._place_of(address)
         if begin not in self._registered:
             if (begun := self._begun.pop(begin, None)) is not None:
+                assert self._lock is not None, "what has begun is of a lock"
+                self._lock.begin()
                 self._registered[begin] = begun.result()
             else:
                 mapped = self.ops.mapped_file(file, shard)
                 self._registered[begin] = register(file.descriptor(shard), mapped)
         registered = self._registered[begin]
         return 0 if registered is None else address + registered.offset
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether `device_address` returns at once, with whatever has come of locking the file."""
+        return all(begun.done() for begun in self._begun.values())
 
     @property
     def is_readable(self) -> bool:
@@ -141,6 +151,8 @@ class HostExperts:
         """Ends the threads and unregisters the file. The device must no longer read from it."""
         self.server.end()
         self.bulk_server.end()
+        if self._lock is not None:
+            self._lock.give_up()
         for begun in self._begun.values():
             unlock(begun)
         self._begun.clear()

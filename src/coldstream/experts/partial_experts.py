@@ -92,6 +92,7 @@ class PartialExperts:
         bulk = Mailbox.create(ranks, hidden_size, max(1, plan.max_cpu_rows))
         self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size, pool)
         self._executor: PartialExecutor | None = None
+        self._reserved: tuple[ExpertCache, SlotSegments] | None = None  # until they are filled
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
         self._rows = 0  # of the step that began last
@@ -102,24 +103,31 @@ class PartialExperts:
         self._steps_until_growth = 0  # 0: all slots are there
 
     def attach(self, executor: ModelExecutor) -> None:
-        """Call once, before the executor's first step. Waits until the mapped file is locked."""
+        """Call once, before the executor's first step.
+
+        Until `connect` the CPU computes all missing experts, and steps have at most MAX_MAILBOX_ROWS rows.
+        """
         assert isinstance(executor, PartialExecutor)
-        executor.connect()
         self._executor = executor
         if executor.prefetch is not None:
             self._guesses = GuessCounter(executor.decode.chosen.num_layers, executor.prefetch.distance)
 
-    def fill(self, policy: Policy | None = None, progress: Progress | None = None) -> None:
-        """Allocates the plan's slots on the device, and fills them and the pool. Call after warm-up steps.
+    def connect(self) -> None:
+        """Lets the device read the mapped file in later steps. Waits until it is locked.
 
-        policy: None for the default. progress: see `RamPool.load`. Raises DeviceError,
-        OutOfMemoryError, ModelChangedError.
+        No step may be running, and none may have been captured. Raises as `PartialExecutor.connect`.
+        """
+        assert self._executor is not None, "what is connected is an executor"
+        self._executor.connect()
+
+    def reserve(self, policy: Policy | None = None) -> None:
+        """Allocates the plan's slots on the device, for `fill`. Call after warm-up steps.
+
+        policy: None for the default. Raises DeviceError, OutOfMemoryError.
         """
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
         layers = executor.tables.layers
-        if plan.miss_times is not None:
-            write(executor.decode.times, np.array(plan.miss_times.words(), np.int32))
         shares = slot_shares(plan)
         assert shares.layer_bytes == [expert_bytes(stacks) for stacks in layers], "a plan has their sizes"
         counts = shares.num_slots
@@ -131,17 +139,34 @@ class PartialExperts:
             profile=shares.uses,
             max_bytes_per_step=plan.copy_bytes_per_step,
         )
-        slots = SlotSegments(counts, own_bytes)
+        self._reserved = cache, SlotSegments(counts, own_bytes)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether `fill` was called."""
+        return self._residency is not None
+
+    def fill(self, progress: Progress | None = None) -> None:
+        """Fills the slots and the pool. Call once after `reserve` and `connect`, while no step runs.
+
+        progress: see `RamPool.load`. Raises DeviceError, ModelChangedError.
+        """
+        executor, plan = self._executor, self._plan
+        assert executor is not None, "slots are for the layers of an executor"
+        assert self._reserved is not None, "slots are filled once they are reserved"
+        if plan.miss_times is not None:
+            write(executor.decode.times, np.array(plan.miss_times.words(), np.int32))
         pool = self.host.pool
         if pool is not None:
             pool.empty()  # of experts that the warm-up steps used
-        self._residency = ExpertResidency(layers, cache, slots, pool)
-        self._residency.load(shares.residents)
+        self._residency = ExpertResidency(executor.tables.layers, *self._reserved, pool)
+        self._reserved = None
+        self._residency.load(slot_shares(plan).residents)
         if pool is not None and plan.pool is not None:
             parts = zip(plan.pool.loaded, plan.pool.expert_bytes, strict=True)
             pool.load([ids for ids, size in parts if size], progress)
             self._order_pool(self._residency)
-        # The warm-up steps are not counted.
+        # The steps before are not counted.
         clear(executor.decode.stamps)
         if executor.prefetch is not None:
             clear(executor.prefetch.tallies)
@@ -319,5 +344,5 @@ class PartialExperts:
             self._residency.close()
         if self._stream is not None:
             self._stream.close()
-        self._residency = self._executor = None
+        self._residency = self._reserved = self._executor = None
         self.host.close()

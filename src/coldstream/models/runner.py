@@ -61,6 +61,7 @@ class ModelRunner(ABC):
     _limits: BatchLimits
     _steps: Any = None  # the `CapturedSteps` of a device that captures them
     _kernels: Any = None  # the `KernelLoading` of a device for which kernels are compiled
+    _begin_rest: Callable[[], None] | None = None  # see `go_on_loading`
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, context_length: int) -> None:
         self.file = file
@@ -382,6 +383,14 @@ class ModelRunner(ABC):
         """Raises ModelChangedError if steps read a file that may have other bytes than it was opened with."""
         if self.reads_file:
             self.file.check_unchanged()
+
+    def go_on_loading(self) -> None:
+        """Begins beside the caller what an early start put off until the first token is there.
+
+        For a caller who does not wait for that token yet. Calling twice is harmless.
+        """
+        if self._begin_rest is not None:
+            self._begin_rest()
 
     def finish_loading(self) -> None:
         """Returns when nothing that loading began goes on beside steps.

@@ -1,20 +1,25 @@
 """The order of a start on a GPU that does not hold all experts, on the host."""
 
 import mmap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
-from one_sequence import step_rows
+from one_sequence import OneSequence, step_rows
 from runner_cases import token_ids
 
 from builders import Dims, write_gguf
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import DeviceError, OutOfMemoryError
+from coldstream.experts import file_lock
 from coldstream.experts.host import HostExperts
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda import host_memory
+from coldstream.kernels.cuda.contents import read
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.loader import CudaLoader
 from coldstream.kernels.cuda.program import CudaProgram
@@ -84,6 +89,157 @@ def test_the_first_steps_of_an_early_start_are_the_callers(
     assert captured[False] > captured[True] == 0
 
 
+class HeldLock:
+    """Locks of files, which begin when the runner says so, and go on when the test does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self._may_go = threading.Event(), threading.Event()
+        self._register = file_lock.register
+        self.outcome: Callable[[], Any] | None = None  # in place of a registration
+        monkeypatch.setattr(file_lock, "register", self._held)
+
+    def _held(self, *arguments: Any) -> Any:
+        self.begun.set()
+        self._may_go.wait()
+        return self.outcome() if self.outcome else self._register(*arguments)
+
+    def go_on(self) -> None:
+        """From now on nothing is held."""
+        self._may_go.set()
+
+    def finish(self, runner: OneSequence) -> None:
+        """Returns when all parts are locked."""
+        self.go_on()
+        wait(runner.runner._partial.host._begun.values())
+
+
+@pytest.fixture
+def held(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldLock]:
+    with gpu_on(compiled_for_the_host):
+        yield HeldLock(monkeypatch)
+
+
+def open_with_bus(path: Path, *, is_early: bool) -> OneSequence:
+    """With some of the missing experts read over the bus, and some prefetched."""
+    prefetching = Prefetching(1, 2)
+    return open_partly(path, 0.4, streamed=0.5, prefetching=prefetching, is_early=is_early)
+
+
+def tokens_of(runner: OneSequence, num_prompt: int, *, hears: Callable[[int], None]) -> list[np.ndarray]:
+    """Logits after a prompt and after each of eight tokens; `hears` is called before each of these."""
+    found = [runner.prefill(token_ids(num_prompt))]
+    for token in range(8):
+        hears(token)
+        found.append(runner.decode(token))
+    return found
+
+
+@pytest.fixture
+def expected(path: Path, held: HeldLock) -> Callable[[int], list[np.ndarray]]:
+    """Logits of a model whose file was locked before its first step."""
+
+    def of(num_prompt: int) -> list[np.ndarray]:
+        held.go_on()
+        with open_with_bus(path, is_early=False) as runner:
+            found = tokens_of(runner, num_prompt, hears=lambda _: None)
+        held._may_go.clear()
+        held.begun.clear()
+        return found
+
+    return of
+
+
+def test_the_first_token_comes_before_the_lock_of_the_file(
+    path: Path,
+    held: HeldLock,
+    expected: Callable[[int], list[np.ndarray]],
+    compiled_for_the_host: HostDevice,
+) -> None:
+    """Until the file is locked nothing reads it over the bus, and no step is captured. Then it is as ever."""
+    wanted, registered = expected(5), compiled_for_the_host.driver.registered
+    with open_with_bus(path, is_early=True) as runner:
+
+        def hear(token: int) -> None:
+            cache, counters = runner.expert_cache, runner.runner.stream_counters
+            executor = runner.runner._loaded.ops.model_executor
+            graphs = runner.runner._steps._graphs
+            assert counters is not None
+            assert counters.streamed.sum() == 0
+            assert held.begun.wait(60) if token else not held.begun.is_set()
+            if token <= 3:
+                assert cache is None
+                assert not registered
+                assert not graphs
+                assert not executor.tables.is_readable
+                assert not read(executor.decode.times).any()
+            else:
+                assert cache is not None
+                assert registered
+                assert executor.tables.is_readable
+                assert bool(graphs) == (token > 4)
+            if token == 3:
+                held.finish(runner)
+
+        found = tokens_of(runner, 5, hears=hear)
+    assert not registered
+    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_long_first_prompt_waits_for_the_lock(
+    path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
+) -> None:
+    wanted = expected(80)
+    with open_with_bus(path, is_early=True) as runner:
+        assert not held.begun.is_set()
+        held.go_on()
+
+        def hear(_: int) -> None:
+            assert runner.expert_cache is not None
+            assert runner.runner._loaded.ops.model_executor.tables.is_readable
+
+        found = tokens_of(runner, 80, hears=hear)
+    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_system_that_locks_nothing_after_the_first_token_leaves_the_experts_to_the_cpu(
+    path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
+) -> None:
+    wanted = expected(5)
+    held.outcome = lambda: None
+    with open_with_bus(path, is_early=True) as runner:
+        found = tokens_of(runner, 5, hears=lambda token: held.finish(runner) if token == 2 else None)
+        assert not runner.runner._loaded.ops.model_executor.tables.is_readable
+        assert runner.runner._steps._graphs
+    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_an_error_of_a_late_lock_is_that_of_a_step(path: Path, held: HeldLock) -> None:
+    def fail() -> None:
+        raise DeviceError("no driver")
+
+    held.outcome = fail
+    with open_with_bus(path, is_early=True) as runner:
+        runner.prefill(token_ids(5))
+        runner.decode(1)
+        held.finish(runner)
+        with pytest.raises(DeviceError, match="no driver"):
+            runner.decode(2)
+
+
+def test_who_waits_for_no_token_has_the_file_locked_at_once(path: Path, held: HeldLock) -> None:
+    with open_with_bus(path, is_early=True) as runner:
+        runner.runner.go_on_loading()
+        assert held.begun.wait(60)
+        held.go_on()
+
+
+def test_a_model_that_is_closed_behind_its_first_token_locked_nothing(path: Path, held: HeldLock) -> None:
+    with open_with_bus(path, is_early=True) as runner:
+        runner.prefill(token_ids(5))
+    runner.runner.go_on_loading()
+    assert not held.begun.is_set()
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_kernels_of_a_capture_were_launched_outside_of_one(
     path: Path, compiled_for_the_host: HostDevice, is_early: bool
@@ -122,7 +278,7 @@ def test_kernels_of_a_capture_were_launched_outside_of_one(
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_locked(
-    path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, events: list[str], compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> None:
         raise OutOfMemoryError("the GPU needs more")
@@ -130,7 +286,8 @@ def test_a_model_that_does_not_fit_leaves_nothing_locked(
     monkeypatch.setattr(cuda_runner, "plan_memory", refuse)
     with pytest.raises(OutOfMemoryError, match="needs more"):
         open_partly(path, 0.5)
-    assert events == ["FileLock", "close"]
+    assert events[0] == "FileLock"
+    assert not compiled_for_the_host.driver.registered
 
 
 @pytest.mark.parametrize("in_ram", [None, 0.6], ids=["mapped", "pool"])

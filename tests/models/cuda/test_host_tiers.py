@@ -99,7 +99,9 @@ def test_a_file_that_shrinks_while_it_is_opened_leaves_no_memory_locked(
     locked: list[int] = []
     register, close = RegisteredMemory.register, RegisteredMemory.close
 
-    def registered(address: int, num_bytes: int, *, is_read_only: bool = True) -> RegisteredMemory | None:
+    def registered(
+        address: int, num_bytes: int, *, is_read_only: bool = True, **_: object
+    ) -> RegisteredMemory | None:
         assert not is_read_only, "the file is not locked"
         os.truncate(copy, copy.stat().st_size // 8)  # what is read after this is gone
         locked.append(address)

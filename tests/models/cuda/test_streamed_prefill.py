@@ -167,7 +167,7 @@ def test_a_system_that_shares_no_file_with_the_device(
     demo: dict[int, tuple[np.ndarray, np.ndarray]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
+    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, *_, **__: None))
     with open_partly(demo_model_path(), 0.0, context_length=CONTEXT, ring_bytes=ring_bytes) as runner:
         check_outputs(runner, demo)
 
@@ -253,7 +253,7 @@ def test_a_file_that_shrinks_is_an_error(cpu: str, tmp_path: Path, monkeypatch: 
     """FL01: with the reading threads, and with the CPU's."""
     path = tmp_path / "demo.gguf"
     shutil.copyfile(demo_model_path(), path)
-    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, address, size: None))
+    monkeypatch.setattr(RegisteredMemory, "register", classmethod(lambda cls, *_, **__: None))
     monkeypatch.setattr(CpuShare, "split", CPU_SHARES[cpu])
     with open_partly(path, 0.0, context_length=CONTEXT, ring_bytes=4 * MIB) as runner:
         size = path.stat().st_size // 4

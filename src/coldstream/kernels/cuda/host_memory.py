@@ -1,7 +1,7 @@
 """Host memory that the device reads over the bus."""
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Self
 
 from cuda.bindings import driver
@@ -59,23 +59,32 @@ class RegisteredMemory:
         self.offset = device_address - address
 
     @classmethod
-    def register(cls, address: int, num_bytes: int, *, is_read_only: bool = True) -> Self | None:
+    def register(
+        cls,
+        address: int,
+        num_bytes: int,
+        *,
+        is_read_only: bool = True,
+        is_given_up: Callable[[], bool] | None = None,
+    ) -> Self | None:
         """Locks the pages from `address` on and lets the device read them; None if the system refuses.
 
-        is_read_only: whether the host cannot write them, as those of a mapped file. Reasons are the limit of
-        memory that a process may lock, platforms that do not share file mappings with devices, and drivers
-        without read-only registration. Raises DeviceError for a call that says nothing of the system.
+        is_read_only: whether the host cannot write them, as those of a mapped file. is_given_up: asked before
+        each piece; once it says so, all is unlocked again, and the result is None. Reasons of a refusal are
+        the limit of memory that a process may lock, platforms that do not share file mappings with devices,
+        and drivers without read-only registration. Raises DeviceError for a call that says nothing of the
+        system.
         """
         calls.attach()
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         pieces = [(begin + offset, size) for offset, size in parts_of(begin, end - begin)]
-        found = _registered_all(pieces, is_read_only=is_read_only)
+        found = _registered_all(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
         if found and len({pointer - start for pointer, (start, _) in zip(found, pieces, strict=True)}) > 1:
             # The device sees the pieces apart from each other, and could not read across them.
             _unregister(pieces)
             pieces = [(begin, end - begin)]
-            found = _registered_all(pieces, is_read_only=is_read_only)
+            found = _registered_all(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
         return cls(begin, found[0], [start for start, _ in pieces]) if found else None
 
     def close(self) -> None:
@@ -84,11 +93,18 @@ class RegisteredMemory:
             driver.cuMemHostUnregister(start)
 
 
-def _registered_all(pieces: Sequence[tuple[int, int]], *, is_read_only: bool) -> list[int] | None:
-    """The device's addresses of pieces that are locked now; None, and none is, if the system refuses one."""
+def _registered_all(
+    pieces: Sequence[tuple[int, int]], *, is_read_only: bool, is_given_up: Callable[[], bool] | None
+) -> list[int] | None:
+    """The device's addresses of pieces that are locked now.
+
+    None, and none is, if the system refuses one, or if it is given up.
+    """
     found: list[int] = []
     try:
         for start, size in pieces:
+            if is_given_up is not None and is_given_up():
+                break
             pointer = _registered(start, size, is_read_only=is_read_only)
             if pointer is None:
                 break

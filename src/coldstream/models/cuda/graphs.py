@@ -32,11 +32,13 @@ class CapturedSteps:
     """The graphs that were used last, MAX_GRAPHS at most.
 
     is_early: whether only the second step of a shape is captured, so that a first token need not wait for it.
-    num_captured: steps so far that took longer, as the first one of a shape or for a capture.
+    num_captured: steps so far that took longer, as the first one of a shape or for a capture. is_put_off:
+    whether nothing is captured yet, because later steps launch something else; the caller sets it.
     """
 
     def __init__(self, *, is_early: bool = False) -> None:
         self.num_captured = 0
+        self.is_put_off = False
         self._has_run: set[Key] | None = set() if is_early else None
         self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
@@ -54,6 +56,8 @@ class CapturedSteps:
         # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
         outputs = step()
         self.num_captured += 1
+        if self.is_put_off:
+            return outputs
         if self._has_run is not None and key not in self._has_run:
             self._has_run.add(key)
             return outputs

@@ -92,11 +92,14 @@ class CudaRunner(ModelRunner):
         self._memory: DeviceMemory | None = None
         self._drafters = WeakSet[CudaDflash]()  # which have memory of their own
         self._lock: FileLock | None = None
+        self._first_token: int | None = None  # number of the first step that some rows were wanted of
         try:
             with device_errors():
-                # The driver is not called while the file is locked: that would wait.
                 shards = _mapped_shards(plan, file, spec)
-                self._lock = lock or FileLock(file, shards)
+                # Whether the first token comes before the lock of the file, beside which every call waits.
+                self._steps.is_put_off = is_early and lock is None and spec.is_moe and bool(shards)
+                self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
+                self._begin_rest = self._lock.begin
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
                 kernels = kernels_of(file, spec, limits, self.chunk_size)
                 self._kernels = KernelLoading(*kernels.groups)
@@ -109,7 +112,9 @@ class CudaRunner(ModelRunner):
                 if not is_early:
                     self._run_first_steps()
                 if self._partial_experts:
-                    self._partial_experts.fill(policy, progress)
+                    self._partial_experts.reserve(policy)
+                    if not self._steps.is_put_off:
+                        self._partial_experts.fill(progress)
         except BaseException:
             self._release()
             raise
@@ -125,9 +130,31 @@ class CudaRunner(ModelRunner):
         self._loaded.ops.finish_loading(progress)
         if self._partial:
             self._partial.attach(self._loaded.ops.model_executor)
-            self.limits = replace(self.limits, shared_rows=self._partial.shared_rows)
+            if not self._steps.is_put_off:
+                self._connect(self._partial)
         self.file.check_unchanged()  # or the copied weights may be of two versions
         self._host_logits = allocations.page_locked((HEAD_ROWS, self.spec.vocab_size), "float32")
+
+    def _connect(self, partial: PartialModel) -> None:
+        """Lets later steps read the mapped file. Waits until it is locked. Raises as the locking does."""
+        partial.connect()
+        self.limits = replace(self.limits, shared_rows=partial.shared_rows)
+
+    def _load_the_rest(self, partial: PartialExperts, rows: int) -> None:
+        """What was put off in favour of the first token, before a step of `rows` rows.
+
+        When that token is there, the file is locked beside steps whose missing experts the CPU computes. Then
+        slots are filled. A step of more rows than the CPU is asked for waits for both.
+        """
+        is_needed = rows > MAX_MAILBOX_ROWS
+        if self._first_token is not None and all(step > self._first_token for step, _ in self._in_flight):
+            self.go_on_loading()
+        if is_needed or partial.host.is_locked:
+            self._settle()
+            with device_errors():
+                self._connect(partial)
+                self._steps.is_put_off = False
+                partial.fill()
 
     def _run_first_steps(self) -> None:
         """Runs the first step of each kind, which is slow, with rows of no sequence."""
@@ -275,6 +302,9 @@ class CudaRunner(ModelRunner):
         rows = sum(len(segment.token_ids) for segment in segments)
         if is_known or (self._partial and self._partial.must_wait(rows)):
             self._settle()
+        missing = self._partial_experts
+        if missing and not missing.is_filled:
+            self._load_the_rest(missing, rows)
         self._num_steps += 1
         self._outputs.forget()
         self._sequences.reserve([segment.demand for segment in segments])
@@ -342,6 +372,8 @@ class CudaRunner(ModelRunner):
             )
         else:
             outputs.hidden = self._uncaptured(shape)
+        if self._first_token is None and any(len(segment.wanted) for segment in segments):
+            self._first_token = self._num_steps
         changed = tuple(sequence for segment in segments for sequence in segment.sequences)
         self._in_flight.append((self._num_steps, changed))
         if self._partial:
