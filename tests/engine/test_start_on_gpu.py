@@ -28,9 +28,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     begin, plan = FileLock.__init__, opened_model.plan_model
 
-    def locked(lock: FileLock, *arguments: Any) -> None:
+    def locked(lock: FileLock, *arguments: Any, **options: Any) -> None:
         found.append("lock")
-        begin(lock, *arguments)
+        begin(lock, *arguments, **options)
 
     def planned(*arguments: Any, **options: Any) -> Any:
         found.append("plan")
@@ -78,15 +78,20 @@ def test_a_model_that_is_refused_leaves_nothing_locked(
         assert not compiled_for_the_host.driver.registered
 
 
-def test_an_early_start_answers_as_any_other(path: Path, compiled_for_the_host: HostDevice) -> None:
-    """Its first steps are the caller's, and the second ones are captured."""
+def test_an_early_start_answers_as_any_other(
+    path: Path, events: list[str], compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first steps are the caller's, and come before the file is locked."""
+    monkeypatch.setattr(opened_model, "rates_are_known", lambda _: True)
     config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=PARTLY, threads=1)
     answers, captured = [], []
     with opened_on(compiled_for_the_host):
+        registered = compiled_for_the_host.driver.registered
         for is_early in (False, True):
             with LLM.from_opened(open_model(config, is_early=is_early)) as llm:
                 assert not llm.opened.plan.placement.is_all_resident
                 captured.append(llm.opened.runner.num_captured)
+                assert bool(registered) == (not is_early)
                 answers.append(
                     [
                         llm.generate(ids, SamplingParams(temperature=0, max_tokens=6))[0].token_ids
@@ -94,4 +99,5 @@ def test_an_early_start_answers_as_any_other(path: Path, compiled_for_the_host: 
                     ]
                 )
     assert captured[0] > captured[1] == 0
+    assert events == ["lock", "plan", "plan", "lock"]
     assert answers[0] == answers[1]
