@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.rates import Rates
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.sizes import ModelSizes, Products
 
 SHORT_PROMPT = 64  # tokens of a prompt at depth 0
 
@@ -23,14 +24,19 @@ FULL_SIZES = ModelSizes(
     token_parameters=2946431616,
     expert_parameters=3145728,
     attention_width=40960,
+    head=Products(QuantType.Q6_K, 508559360, 417177600),
 )
 
 
 def hardware_of(result: dict[str, Any]) -> Hardware:
     """The measured machine that a result of gpu_hybrid.py names."""
     facts = result["hardware"]
-    parts = {"cpu_flags": tuple(facts["cpu_flags"]), "gpu": GpuHardware(**facts["gpu"])}
-    return Hardware(**{**facts, **parts})
+    gpu = GpuHardware(**{name: _hashable(value) for name, value in facts["gpu"].items()})
+    return Hardware(**{name: _hashable(value) for name, value in facts.items()} | {"gpu": gpu})
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def mean_context(depth: int, warm_tokens: int, timed_tokens: int) -> int:

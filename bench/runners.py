@@ -21,10 +21,11 @@ from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import Progress
 from coldstream.models.runner_capacity import NO_DRAFTS, DraftMemory
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS
+from coldstream.placement.cost import COPY_BYTES_PER_STEP
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, plan_placement
 from coldstream.placement.policies import Policy
 from coldstream.placement.pool_plan import HostPart, PoolPlan
+from coldstream.placement.prompt_cost import MAX_CPU_ROWS
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import ALL_BYTES
 from coldstream.planning.config import EngineConfig

@@ -29,11 +29,11 @@ from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import write_result
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
-from coldstream.placement.cost import prefill_seconds
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import FixedPart, PlanOptions, plan_placement
+from coldstream.placement.prompt_cost import prefill_seconds
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.config import EngineConfig

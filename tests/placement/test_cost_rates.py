@@ -18,11 +18,13 @@ from coldstream.placement.cost import (
     MISSES_SHARE,
     decode_seconds,
     decode_seconds_on_cpu,
+    split_misses,
+)
+from coldstream.placement.prompt_cost import (
     expected_rows,
     expected_touched,
     prefill_seconds,
     prefill_seconds_on_cpu,
-    split_misses,
 )
 from coldstream.placement.rates import Rates
 
@@ -89,18 +91,24 @@ CASES = {
     "a prompt, nothing resident, no memory": (
         prefill(NOTHING, 2048),
         replace(H200, read_beside_link=1e3),
-        {"link_beside_read"},
+        {"link_bytes_per_s"},
     ),
     "a prompt, nothing resident, no link": (
         prefill(NOTHING, 2048),
-        replace(H200, link_beside_read=1e3, cpu_ops_per_s=1e18),
-        {"read_beside_link"},
+        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e18),
+        {"read_beside_link", VRAM, "product_ops_per_s"},
     ),
     "a prompt, nothing resident, slow cores": (
         prefill(NOTHING, 2048),
-        replace(H200, link_beside_read=1e3, cpu_ops_per_s=1e11),
-        {"cpu_ops_per_s"},
+        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e9),
+        {"cpu_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
+    "a short prompt, nothing resident, slow cores": (
+        prefill(NOTHING, 512),
+        replace(H200, cpu_bytes_per_s=1.0),
+        {"link_bytes_per_s", VRAM, "product_ops_per_s"},
+    ),
+    "a long prompt, nothing resident": (prefill(NOTHING, 8192), H200, {"link_bytes_per_s"}),
     "a prompt on the CPU": (prefill_on_cpu(ALL, 512), H200, {"cpu_ops_per_s", "num_cores"}),
     "a prompt on the CPU, slow memory": (
         prefill_on_cpu(ALL, 64),

@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 from test_cost import FIXED, GIB, H200
 
 from bench.full_size_forecast import FULL_SIZES
-from coldstream.placement.cost import (
-    DISK_WAIT_S,
-    decode_seconds,
-    disk_seconds,
-    prefill_seconds,
-    split_misses,
-)
+from coldstream.placement.cost import DISK_WAIT_S, decode_seconds, disk_seconds, split_misses
 from coldstream.placement.forecast import Known, decode_ceiling, forecast, rates_used
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.plan import plan_placement
 from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool
+from coldstream.placement.prompt_cost import prefill_seconds
 
 HOST = HostPart(GIB // 2, GIB // 4, GIB)
 PLACEMENT = plan_placement(FULL_SIZES, FIXED, FIXED.total + 3 * GIB)

@@ -18,11 +18,10 @@ from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
     miss_times_of,
-    prefill_seconds,
-    prefill_seconds_on_cpu,
     rates_of_experts,
 )
 from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
+from coldstream.placement.prompt_cost import prefill_seconds, prefill_seconds_on_cpu
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
@@ -166,33 +165,36 @@ def on_gpu(
 
 @given(types, types)
 def test_a_gpu_takes_the_measured_multiple_for_a_type(dense: QuantType, experts: QuantType) -> None:
-    """Of the time for as many weights of the measured type, in a token and in a prompt."""
-    other, same = model_of(dense, experts), model_of(MEASURED_TYPE, MEASURED_TYPE)
-    weights = {dense: DENSE_VALUES, experts: 0}
-    weights[experts] += CHOSEN * LAYERS * EXPERT_VALUES
-    whole = sum(weights.values())
-    token, prompt = (
-        sum(time * weights[kind] for kind, time in pairs) / whole
-        for pairs in (
-            [(kind, product_time(kind).one_row) for kind in weights],
-            [(kind, product_time(kind).prompt) for kind in weights],
+    """In a token and in a prompt: of dense weights by their own kernels' ratio, of experts by theirs."""
+
+    def seconds(*kinds: QuantType) -> tuple[float, float]:
+        token, prompt = on_gpu(model_of(*kinds), 1e9), on_gpu(model_of(*kinds), 1e30, 1e9)
+        return token[0], prompt[1]
+
+    same, other = seconds(MEASURED_TYPE, MEASURED_TYPE), seconds(QuantType.Q6_K, MEASURED_TYPE)
+    found, q6 = seconds(dense, experts), product_time(QuantType.Q6_K)
+    for number, (of_dense, of_experts, of_q6) in enumerate(
+        (
+            (product_time(dense).row, product_time(experts).experts_row, q6.row),
+            (product_time(dense).prompt, product_time(experts).experts_prompt, q6.prompt),
         )
-    )
-    assert on_gpu(other, 1e9)[0] == pytest.approx(token * on_gpu(same, 1e9)[0])
-    assert on_gpu(other, 1e30, 1e9)[1] == pytest.approx(prompt * on_gpu(same, 1e30, 1e9)[1])
+    ):
+        dense_s = (other[number] - same[number]) / (of_q6 - 1)  # of weights of the measured type
+        assert 0 < dense_s < same[number]
+        assert found[number] == pytest.approx(of_dense * dense_s + of_experts * (same[number] - dense_s))
 
 
 def test_float_types_are_bound_by_bytes_in_one_row() -> None:
-    assert product_time(QuantType.F16).one_row == pytest.approx(16 / 4.5)
-    assert product_time(QuantType.F32).one_row == pytest.approx(32 / 4.5)
+    assert product_time(QuantType.F16).row == pytest.approx(16 / 4.5)
+    assert product_time(QuantType.F32).experts_row == pytest.approx(32 / 4.5)
 
 
 def test_a_dense_model_on_a_gpu_has_types_too() -> None:
     model, same = (
         replace(model_of(MEASURED_TYPE, kind), num_experts=1, num_experts_per_tok=1, is_dense=True)
-        for kind in (QuantType.IQ1_M, MEASURED_TYPE)
+        for kind in (QuantType.IQ3_S, MEASURED_TYPE)
     )
     rates = rates_with()
     further = decode_seconds(model, rates, (1.0,) * LAYERS) - decode_seconds(same, rates, (1.0,) * LAYERS)
-    num_bytes = LAYERS * (product_time(QuantType.IQ1_M).one_row - 1) * MEASURED_TYPE.row_bytes(EXPERT_VALUES)
+    num_bytes = LAYERS * (product_time(QuantType.IQ3_S).row - 1) * MEASURED_TYPE.row_bytes(EXPERT_VALUES)
     assert further == pytest.approx(num_bytes / (VRAM_SHARE * rates.vram_bytes_per_s))

@@ -10,8 +10,9 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec
-from coldstream.placement.cost import COPY_BYTES_PER_STEP, MAX_CPU_ROWS, PREFETCHED, miss_times
+from coldstream.placement.cost import COPY_BYTES_PER_STEP, PREFETCHED, miss_times
 from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.prompt_cost import MAX_CPU_ROWS
 from coldstream.placement.rates import Rates
 from coldstream.planning import workers
 from coldstream.planning.gather import Sources, plan_model

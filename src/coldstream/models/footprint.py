@@ -18,7 +18,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
 _FFN_ENDS = tuple(f".{name}.weight" for name in FFN_MATRICES)
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
-_EMBEDDING = "token_embd.weight"
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
 def num_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -82,6 +82,7 @@ def model_sizes(
     placed = {info.name: info for layer in by_layer for info in layer}
     routed_bytes = sum(info.num_bytes for info in placed.values())
     matrices = [info for name, info in tensors.items() if name not in placed and len(info.shape) > 1]
+    head_name = _EMBEDDING if spec.tied_output else _HEAD
     chosen_bytes = routed_bytes * chosen // max(1, num_experts)
     return ModelSizes(
         fingerprint=fingerprint,
@@ -100,6 +101,7 @@ def model_sizes(
         is_dense=is_dense,
         dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
         expert_products=tuple(_products(layer, num_experts) for layer in by_layer),
+        head=next(iter(_products([tensors[head_name]])), None) if head_name in tensors else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 A layer of decode has a fixed part (mixer, router, norms: bytes of GPU memory, and launches) and experts. The
 GPU computes resident experts. Meanwhile the CPU computes others in RAM, and the GPU reads more over the bus.
-Prefill copies cold experts while it computes, and the CPU computes those with the fewest tokens.
+Prompts are in `prompt_cost.py`.
 
 The constants are the shares of measured rates that kernels reach, from docs/results/gpu on H200s, and the
 recall of guesses, from docs/results/guess_recall.json.
@@ -19,7 +19,6 @@ import numpy as np
 
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
-from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
@@ -32,15 +31,11 @@ EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
 VRAM_SHARE: Final = 0.7  # of a copy's rate in GPU memory: products of one row
 KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
-PREFILL_VRAM_SHARE: Final = 0.36  # of a copy's rate in GPU memory: a prefill's products
-PRODUCT_SHARE: Final = 0.17  # of the rate of large matrices: a prefill's products
-FLOAT_SHARE: Final = 0.035  # of the rate of large int8 matrices: attention, which computes in float32
 CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
 MISSES_SHARE: Final = 0.6  # of the rate at which threads read: what a GPU asks for in a layer
 LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
 DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
-CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 BUS_SHARE: Final = 0.85  # of a copy's rate over the bus: kernels that read over it
 BUS_BESIDE_SHARE: Final = 0.72  # of a copy's rate beside the CPU: kernels that read over the bus
 STAGED_SHARE: Final = 0.9  # of a copy's rate beside the CPU: launches that stage whole experts
@@ -51,9 +46,6 @@ PRODUCT_OF_TILE_ROW: Final = 0.03
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
 GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a fork of the graph
-# Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
-# bus.
-MAX_CPU_ROWS: Final = 2048
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts
 # (docs/notes/offloaded-experts.md).
 COPY_BYTES_PER_STEP: Final = 64 * 2**20
@@ -94,10 +86,10 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
     staged = STAGED_SHARE * rates.link_beside_read
-    products = _product_seconds(expert_bytes, rates)
+    products = expert_seconds(expert_bytes, rates)
     if is_layer:
         bus_alone = bus_beside = staged = rates.link_bytes_per_s  # the CPU does not read at full speed
-        products = _assumed_product_seconds(expert_bytes, LAYER_PRODUCT_SHARE * rates.cpu_bytes_per_s)
+        products = _assumed_seconds(expert_bytes, LAYER_PRODUCT_SHARE * rates.cpu_bytes_per_s)
     return MissTimes(
         _nanoseconds(expert_bytes / staged),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
@@ -115,15 +107,15 @@ def miss_times_of(model: ModelSizes, rates: Rates, *, is_layer: bool = False) ->
     return miss_times(size, rates_of_experts(rates, size, products), is_layer=is_layer)
 
 
-def _product_seconds(expert_bytes: int, rates: Rates) -> Array:
+def expert_seconds(expert_bytes: int, rates: Rates) -> Array:
     """The CPU's time for an expert of 1, 2, … MAX_MAILBOX_ROWS rows, float64, ascending."""
     if not rates.expert_bytes_per_s:
-        return _assumed_product_seconds(expert_bytes, rates.cpu_bytes_per_s)
+        return _assumed_seconds(expert_bytes, rates.cpu_bytes_per_s)
     measured = expert_bytes / np.asarray(rates.expert_bytes_per_s)
     return np.maximum.accumulate(np.interp(_ROWS, EXPERT_ROWS, measured))
 
 
-def _assumed_product_seconds(expert_bytes: int, cpu_bytes_per_s: float) -> Array:
+def _assumed_seconds(expert_bytes: int, cpu_bytes_per_s: float) -> Array:
     """The same by what a CPU multiplies by one row."""
     further = np.asarray(_ROWS) - 1
     of_rows = np.minimum(1 + PRODUCT_OF_ROW * further, PRODUCT_OF_TILE + PRODUCT_OF_TILE_ROW * further)
@@ -152,7 +144,7 @@ def decode_seconds(
     """
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
     seconds = launches * LAUNCH_S
-    dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products)
+    dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products, are_experts=False)
     seconds += (dense_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
     if model.is_dense:
@@ -244,59 +236,6 @@ def decode_seconds_on_cpu(
     return seconds
 
 
-def prefill_seconds(
-    model: ModelSizes,
-    rates: Rates,
-    resident: Array,
-    uses: Array | None,
-    num_tokens: int,
-    chunk_size: int,
-    on_disk: Array | None = None,
-) -> float:
-    """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`.
-
-    on_disk: as `resident`, the experts that are only there; None: none are.
-    """
-    seconds = 0.0
-    for start in range(0, num_tokens, chunk_size):
-        count = min(chunk_size, num_tokens - start)
-        rows = expected_rows(model, uses, count)
-        touched = expected_touched(rows, count)
-        stream = _stream_seconds(model, rates, rows[~resident], touched[~resident], _sizes(model)[~resident])
-        if on_disk is not None:
-            read = float((touched * _sizes(model))[on_disk].sum())
-            stream = max(stream, read / rates.disk_bytes_per_s)
-        moved = float((touched * _sizes(model)).sum()) + model.dense_bytes
-        pairs = count * (start + count / 2) * model.attention_width
-        compute = (
-            model.num_layers * LAYER_LAUNCHES * LAUNCH_S
-            + moved / (PREFILL_VRAM_SHARE * rates.vram_bytes_per_s)
-            + 2 * count * _prompt_weights(model) / (PRODUCT_SHARE * rates.product_ops_per_s)
-            + 4 * pairs / (FLOAT_SHARE * rates.product_ops_per_s)
-        )
-        # The copies of the first layer's experts overlap with nothing.
-        seconds += max(stream, compute) + stream / model.num_layers
-    return seconds
-
-
-def prefill_seconds_on_cpu(
-    model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
-) -> float:
-    """`prefill_seconds` if RAM is the fast memory and other experts are read from the disk."""
-    seconds = 0.0
-    for start in range(0, num_tokens, chunk_size):
-        count = min(chunk_size, num_tokens - start)
-        odds = expected_touched(expected_rows(model, uses, count), count)
-        touched = odds * _sizes(model)
-        pairs = count * (start + count / 2) * model.attention_width
-        products = _prompt_product_seconds(model, rates, count, odds.sum(axis=1))
-        read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
-        rows = count * model.num_layers * CPU_ROW_S / rates.num_cores
-        compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
-        seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
-    return seconds
-
-
 def _weights_seconds(num_bytes: int, products: Sequence[Products], rates: Rates) -> float:
     """Seconds in which all cores multiply weights in RAM, of so many bytes, by one row.
 
@@ -318,41 +257,16 @@ def _typed_seconds(products: Sequence[Products], rows: float, read: float, rates
     )
 
 
-def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched: Array) -> float:
-    """Seconds of all products of `count` rows on all cores. touched: experts with any row, by layer."""
-    if not model.dense_products or not rates.product_values_per_s:
-        return 2 * count * model.token_parameters / rates.cpu_ops_per_s
-    seconds = sum(
-        rates.product_seconds(each.quant_type, each.num_values, count) for each in model.dense_products
-    )
-    pairs = count * model.num_experts_per_tok
-    for layer in range(model.num_layers if pairs else 0):
-        num_experts = max(1.0, float(touched[layer]))
-        seconds += num_experts * sum(
-            rates.product_seconds(each.quant_type, each.num_values, pairs / num_experts)
-            for each in model.products_of_expert(layer)
-        )
-    return seconds
-
-
-def _bytes_on_gpu(num_bytes: int, products: Sequence[Products]) -> float:
+def _bytes_on_gpu(num_bytes: int, products: Sequence[Products], *, are_experts: bool) -> float:
     """Bytes of MEASURED_TYPE that a GPU multiplies by one row in the time that these weights take.
 
     products: of these weights; what they leave of the bytes counts as it is.
     """
-    measured = sum(product_time(each.quant_type).one_row * each.num_values for each in products)
+    times = map(product_time, (each.quant_type for each in products))
+    over_measured = [time.experts_row if are_experts else time.row for time in times]
+    measured = sum(time * each.num_values for time, each in zip(over_measured, products, strict=True))
     rest = max(0, num_bytes - sum(each.num_bytes for each in products))
     return rest + measured * MEASURED_TYPE.block_bytes / MEASURED_TYPE.block_elements
-
-
-def _prompt_weights(model: ModelSizes) -> float:
-    """Weights of MEASURED_TYPE that take a GPU as long, with a row of a prompt, as those of a token."""
-
-    def further(products: Sequence[Products]) -> float:
-        return sum((product_time(each.quant_type).prompt - 1) * each.num_values for each in products)
-
-    experts = sum(map(further, map(model.products_of_expert, range(model.num_layers))))
-    return model.token_parameters + further(model.dense_products) + model.num_experts_per_tok * experts
 
 
 @lru_cache(maxsize=256)
@@ -365,7 +279,7 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     """
     if not products:
         return rates
-    in_vram = rates.vram_bytes_per_s * num_bytes / _bytes_on_gpu(num_bytes, products)
+    in_vram = rates.vram_bytes_per_s * num_bytes / _bytes_on_gpu(num_bytes, products, are_experts=True)
     rates = replace(rates, vram_bytes_per_s=in_vram)
     if not rates.product_values_per_s:
         return rates
@@ -433,7 +347,7 @@ def _experts_seconds(
 def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds of a dense model's FFNs: first on the GPU, then on the CPU and the bus."""
     held = [
-        _bytes_on_gpu(size, model.products_of_expert(layer))
+        _bytes_on_gpu(size, model.products_of_expert(layer), are_experts=False)
         for layer, (size, rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True))
         if rate
     ]
@@ -457,51 +371,3 @@ def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
 
 def _mean(odds: Sequence[float], values: Sequence[float]) -> float:
     return sum(odd * value for odd, value in zip(odds, values, strict=True))
-
-
-def _sizes(model: ModelSizes) -> Array:
-    sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
-    return np.broadcast_to(sizes, (model.num_layers, model.num_experts))
-
-
-def expected_rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
-    """Rows that each expert gets of `count` tokens, float64 [layers, experts]."""
-    shape = (model.num_layers, model.num_experts)
-    weights = np.ones(shape) if uses is None else np.asarray(uses, np.float64) + 1e-9
-    odds = model.num_experts_per_tok * weights / weights.sum(axis=1, keepdims=True)
-    rows: Array = count * np.minimum(odds, 1.0)
-    return rows
-
-
-def expected_touched(rows: Array, count: int) -> Array:
-    """The probability that an expert gets any row, if tokens choose independently."""
-    touched: Array = 1.0 - (1.0 - rows / count) ** count
-    return touched
-
-
-def _expert_row_seconds(model: ModelSizes, rates: Rates) -> float:
-    """Seconds for one more row of an expert with many of them, on all cores, the mean over layers."""
-    if not model.expert_products or not rates.product_values_per_s:
-        return 2 * model.expert_parameters / rates.cpu_ops_per_s
-    rows = PRODUCT_ROWS[-1]
-    seconds = [
-        rates.product_seconds(each.quant_type, each.num_values, rows) / rows
-        for products in model.expert_products
-        for each in products
-    ]
-    return sum(seconds) / model.num_layers
-
-
-def _stream_seconds(model: ModelSizes, rates: Rates, rows: Array, touched: Array, sizes: Array) -> float:
-    """Seconds until all cold experts [n] are copied, or computed by the CPU where that is faster."""
-    if not rows.size:
-        return 0.0
-    by_bus = touched * sizes / rates.link_beside_read
-    by_cpu = np.maximum(
-        touched * sizes / (CPU_SHARE * rates.read_beside_link),
-        rows * _expert_row_seconds(model, rates),
-    )
-    order = np.argsort(by_cpu / by_bus, kind="stable")
-    on_cpu = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
-    on_bus = by_bus.sum() - np.concatenate([[0.0], np.cumsum(by_bus[order])])
-    return float(np.maximum(on_cpu, on_bus).min())

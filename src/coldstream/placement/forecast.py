@@ -15,15 +15,17 @@ from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
     disk_seconds,
-    expected_rows,
-    expected_touched,
     prefetch_gain,
-    prefill_seconds,
-    prefill_seconds_on_cpu,
 )
 from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
 from coldstream.placement.plan import PlacementPlan, Tier
 from coldstream.placement.pool_plan import PoolPlan
+from coldstream.placement.prompt_cost import (
+    expected_rows,
+    expected_touched,
+    prefill_seconds,
+    prefill_seconds_on_cpu,
+)
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
 

@@ -36,6 +36,7 @@ class ModelSizes:
     # By type; empty: not known, and then bytes alone count.
     dense_products: tuple[Products, ...] = ()  # of a token, outside experts
     expert_products: tuple[tuple[Products, ...], ...] = ()  # of one expert, by layer
+    head: Products | None = None  # of those outside experts, what only the last row of a prompt meets
 
     @property
     def num_layers(self) -> int:

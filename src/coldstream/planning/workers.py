@@ -8,16 +8,11 @@ from dataclasses import astuple, replace
 from coldstream.errors import ConfigError
 from coldstream.experts.prefetch import LAYERS_AHEAD, Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.placement.cost import (
-    COPY_BYTES_PER_STEP,
-    MAX_CPU_ROWS,
-    PREFETCHED,
-    miss_times_of,
-    prefetch_gain,
-)
+from coldstream.placement.cost import COPY_BYTES_PER_STEP, PREFETCHED, miss_times_of, prefetch_gain
 from coldstream.placement.forecast import Known, hit_rates_of
 from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
 from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool
+from coldstream.placement.prompt_cost import MAX_CPU_ROWS
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig

@@ -1,0 +1,217 @@
+"""The cost of a prompt in seconds, from bytes, rows, measured rates and what is resident. Pure.
+
+On a GPU an expert's rows are multiplied in tiles. A tile's weights are unpacked once, whatever its rows, so
+that experts with few rows cost almost as much as those with a whole tile. Missing experts are copied over the
+bus, while the CPU computes those with the fewest rows.
+
+The constants are from docs/results/gpu on H200s; docs/notes/gpu-prefill.md says how they were found.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.placement.cost import (
+    BUS_SHARE,
+    CPU_SHARE,
+    LAUNCH_S,
+    STAGED_SHARE,
+    VRAM_SHARE,
+    expert_seconds,
+    rates_of_experts,
+)
+from coldstream.placement.gpu_types import product_time
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+Array = np.ndarray[Any, Any]
+
+PROMPT_LAUNCHES: Final = 23.4  # of a layer
+TILE_ROWS: Final = 64  # of an expert that are multiplied together
+UNPACK_SHARE: Final = 0.66  # of a whole tile's time: what it takes for its weights, whatever its rows
+PRODUCT_SHARE: Final = 0.215  # of the rate of large matrices: products, with all that rows take beside them
+ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
+# Neighbouring tokens choose similar experts: n tokens as many different ones as n to this power would that
+# choose by themselves.
+NOVELTY: Final = 0.65
+# Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
+HOST_LAYER_S: Final = 1.2e-3
+CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
+# Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
+# bus.
+MAX_CPU_ROWS: Final = 2048
+
+
+def prefill_seconds(
+    model: ModelSizes,
+    rates: Rates,
+    resident: Array,
+    uses: Array | None,
+    num_tokens: int,
+    chunk_size: int,
+    on_disk: Array | None = None,
+) -> float:
+    """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`.
+
+    on_disk: as `resident`, the experts that are only there; None: none are.
+    """
+    seconds = 0.0
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        rows = expected_rows(model, uses, count)
+        touched = expected_touched(rows, count)
+        compute = _gpu_seconds(model, rates, start, count, rows, touched)
+        spread = np.ones_like(rows) if uses is not None else _spread(resident)
+        step = _step_seconds(model, rates, count, compute, rows * spread, touched, ~resident)
+        if on_disk is not None:
+            read_s = float((touched * _sizes(model))[on_disk].sum()) / rates.disk_bytes_per_s
+            step = max(step, read_s * (1 + 1 / model.num_layers))  # the first layer's overlap with nothing
+        seconds += step
+    return seconds
+
+
+def _gpu_seconds(
+    model: ModelSizes, rates: Rates, start: int, count: int, rows: Array, touched: Array
+) -> float:
+    """Seconds of a step of `count` rows behind `start` positions, if all experts are resident."""
+    moved = float((touched * _sizes(model)).sum()) + model.dense_token_bytes
+    tiles = touched * np.maximum(1.0, rows / np.maximum(touched, 1e-9) / TILE_ROWS + 0.5)
+    multiplied = UNPACK_SHARE * TILE_ROWS * tiles + (1 - UNPACK_SHARE) * rows
+    weights = count * _dense_weights(model) + float((multiplied.sum(axis=1) * _expert_weights(model)).sum())
+    pairs = count * (start + count / 2) * model.attention_width
+    return (
+        model.num_layers * PROMPT_LAUNCHES * LAUNCH_S
+        + moved / (VRAM_SHARE * rates.vram_bytes_per_s)
+        + 2 * weights / (PRODUCT_SHARE * rates.product_ops_per_s)
+        + 4 * pairs / (ATTENTION_SHARE * rates.product_ops_per_s)
+    )
+
+
+def _dense_weights(model: ModelSizes) -> float:
+    """Weights outside experts that a row of a prompt meets, of as many of MEASURED_TYPE as take a GPU as
+    long.
+    """
+    experts = model.num_experts_per_tok * model.num_layers * model.expert_parameters
+    further = sum(
+        (product_time(each.quant_type).prompt - 1) * each.num_values for each in model.dense_products
+    )
+    head = model.head
+    if head is not None:
+        further -= (product_time(head.quant_type).prompt if model.dense_products else 1) * head.num_values
+    return model.token_parameters - experts + further
+
+
+def _expert_weights(model: ModelSizes) -> Array:
+    """The same of an expert, float64 [layers]."""
+    weights = np.full(model.num_layers, float(model.expert_parameters))
+    for layer in range(model.num_layers):
+        products = model.products_of_expert(layer)
+        if products:
+            times = (product_time(each.quant_type).experts_prompt * each.num_values for each in products)
+            weights[layer] = sum(times)
+    return weights
+
+
+def _spread(resident: Array) -> Array:
+    """What a missing expert gets over the mean of its layer, float64 [layers, experts], in some order.
+
+    A prompt is of some subject: the rows of a layer's experts are spread evenly from none to twice the mean.
+    """
+    number = np.cumsum(~resident, axis=1)
+    count = np.maximum(1, number[:, -1:])
+    return np.asarray((2 * number - 1) / count)
+
+
+def _step_seconds(
+    model: ModelSizes, rates: Rates, count: int, compute: float, rows: Array, touched: Array, missing: Array
+) -> float:
+    """Seconds of a step whose `missing` experts, bool [layers, experts], are copied or computed by the CPU.
+
+    compute: of the step with all experts. The fastest split of the missing experts is the run's.
+    """
+    if not missing.any():
+        return compute
+    num_bytes = (touched * _sizes(model))[missing]
+    by_engine = BUS_SHARE * rates.link_bytes_per_s
+    if count > MAX_CPU_ROWS:
+        stream = float(num_bytes.sum()) / by_engine
+        return max(stream, compute) + stream / model.num_layers
+    by_cpu = (touched * _cpu_seconds(model, rates, rows / np.maximum(touched, 1e-9)))[missing]
+    order = np.argsort(by_cpu / num_bytes, kind="stable")
+    seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
+    read = np.concatenate([[0.0], np.cumsum(num_bytes[order])])
+    left = read[-1] - read
+    if count > MAX_SHARED_ROWS:  # divided by the host; copies begin ahead of the router
+        waits = compute + model.num_layers * HOST_LAYER_S
+        return float(np.maximum(seconds + waits, left / by_engine).min())
+    busy = np.minimum(1.0, read / np.maximum(seconds, 1e-12) / rates.read_beside_link)
+    link = rates.link_bytes_per_s - busy * (rates.link_bytes_per_s - rates.link_beside_read)
+    return compute + float(np.maximum(seconds, left / (STAGED_SHARE * link)).min())
+
+
+def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:
+    """Seconds of all cores for an expert of so many rows, float64 [layers, experts]."""
+    found = np.empty_like(rows)
+    for layer, size in enumerate(model.expert_bytes):
+        of_layer = rates_of_experts(rates, size, model.products_of_expert(layer))
+        times = expert_seconds(size, of_layer)
+        few = np.interp(rows[layer], np.arange(1, MAX_MAILBOX_ROWS + 1), times)
+        found[layer] = few * np.maximum(1.0, rows[layer] / MAX_MAILBOX_ROWS)
+    sizes = _sizes(model)
+    return np.maximum(found, sizes / (CPU_SHARE * rates.read_beside_link))
+
+
+def prefill_seconds_on_cpu(
+    model: ModelSizes, rates: Rates, resident: Array, uses: Array | None, num_tokens: int, chunk_size: int
+) -> float:
+    """`prefill_seconds` if RAM is the fast memory and other experts are read from the disk."""
+    seconds = 0.0
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        odds = expected_touched(expected_rows(model, uses, count), count)
+        touched = odds * _sizes(model)
+        pairs = count * (start + count / 2) * model.attention_width
+        products = _prompt_product_seconds(model, rates, count, odds.sum(axis=1))
+        read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
+        rows = count * model.num_layers * CPU_ROW_S / rates.num_cores
+        compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
+        seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
+    return seconds
+
+
+def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched: Array) -> float:
+    """Seconds of all products of `count` rows on all cores. touched: experts with any row, by layer."""
+    if not model.dense_products or not rates.product_values_per_s:
+        return 2 * count * model.token_parameters / rates.cpu_ops_per_s
+    seconds = sum(
+        rates.product_seconds(each.quant_type, each.num_values, count) for each in model.dense_products
+    )
+    pairs = count * model.num_experts_per_tok
+    for layer in range(model.num_layers if pairs else 0):
+        num_experts = max(1.0, float(touched[layer]))
+        seconds += num_experts * sum(
+            rates.product_seconds(each.quant_type, each.num_values, pairs / num_experts)
+            for each in model.products_of_expert(layer)
+        )
+    return seconds
+
+
+def _sizes(model: ModelSizes) -> Array:
+    sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
+    return np.broadcast_to(sizes, (model.num_layers, model.num_experts))
+
+
+def expected_rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
+    """Rows that each expert gets of `count` tokens, float64 [layers, experts]."""
+    shape = (model.num_layers, model.num_experts)
+    weights = np.ones(shape) if uses is None else np.asarray(uses, np.float64) + 1e-9
+    odds = model.num_experts_per_tok * weights / weights.sum(axis=1, keepdims=True)
+    rows: Array = count * np.minimum(odds, 1.0)
+    return rows
+
+
+def expected_touched(rows: Array, count: int) -> Array:
+    """The probability that an expert gets any row. Neighbouring tokens choose alike: see NOVELTY."""
+    touched: Array = 1.0 - (1.0 - rows / count) ** count**NOVELTY
+    return touched
