@@ -6,7 +6,7 @@ Streams and events order nothing here; `device_model.py` is for that. Kernels ar
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -99,5 +99,6 @@ def opened_on(device: HostDevice) -> Iterator[HostStream]:
     with gpu_on(device) as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
         patch.setattr(opened_model, "with_rates", lambda *_: MACHINE)
+        patch.setattr(opened_model, "compiling_for_rates", lambda _: nullcontext())
         patch.setattr(gather, "measured_hardware", lambda *_, **__: MACHINE)
         yield stream

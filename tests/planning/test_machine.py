@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda import link
+from coldstream.kernels.cuda import kernel_loading, link
 from coldstream.kernels.cuda.device import Gpu
 from coldstream.kernels.cuda.link import LinkRates
 from coldstream.kernels.experts import cpu_rates
@@ -22,6 +22,7 @@ from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
 from coldstream.planning import machine
 from coldstream.planning.machine import (
+    compiling_for_rates,
     hardware_with,
     measured_hardware,
     rates_are_known,
@@ -63,6 +64,34 @@ def test_what_is_not_measured_again_is_known_before(tmp_path: Path) -> None:
     with_rates(here, path=path)
     assert rates_are_known(here, path)
     assert not rates_are_known(hardware_with(GPU), path), "of the CPU alone"
+
+
+def test_the_kernel_of_a_measurement_is_compiled_where_something_is_to_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the end of what goes on beside it."""
+    asked: list[tuple[object, str]] = []
+    ends: list[str] = []
+
+    class Loading:
+        def __init__(self, kernels: Iterable[tuple[object, str]]) -> None:
+            asked.extend(kernels)
+
+        def close(self) -> None:
+            ends.append("closed")
+
+    MeasuredGpu(monkeypatch)
+    monkeypatch.setattr(kernel_loading, "KernelLoading", Loading)
+    path, of_cpu, of_gpu = tmp_path / "hardware.json", Hardware.measure(), hardware_with(GPU)
+    with compiling_for_rates(of_cpu, path):
+        assert not asked
+    with compiling_for_rates(of_gpu, path):
+        assert asked == [(link.PRODUCTS, "multiply_fragments")]
+        assert not ends
+    assert ends == ["closed"]
+    with_rates(of_gpu, path=path)
+    with compiling_for_rates(of_gpu, path):
+        assert len(asked) == 1
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
-from coldstream.planning.machine import hardware_of, rates_are_known, with_rates
+from coldstream.planning.machine import compiling_for_rates, hardware_of, rates_are_known, with_rates
 from coldstream.planning.planned import Planned
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def open_model(
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     path = resolve_model(config.model, offline=config.offline, progress=progress)
-    with ExitStack() as cleanup:
+    with ExitStack() as cleanup, compiling_for_rates(hardware):
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)

@@ -4,8 +4,8 @@ They are measured once, again on request, and again when a run was far faster th
 programs may have slowed the first measurement.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +45,22 @@ def measured_hardware(
 def rates_are_known(hardware: Hardware, path: Path | None = None) -> bool:
     """Whether `with_rates` would measure nothing."""
     return with_stored_rates(hardware, path or default_path()) is not None
+
+
+@contextmanager
+def compiling_for_rates(hardware: Hardware, path: Path | None = None) -> Iterator[None]:
+    """Inside, the kernel that `with_rates` launches is compiled beside the caller, if it will measure."""
+    if hardware.gpu is None or rates_are_known(hardware, path):
+        yield
+        return
+    from coldstream.kernels.cuda.kernel_loading import KernelLoading
+    from coldstream.kernels.cuda.link import PRODUCTS
+
+    loading = KernelLoading((PRODUCTS, instance) for instance in PRODUCTS.instances)
+    try:
+        yield
+    finally:
+        loading.close()
 
 
 def with_rates(
