@@ -50,7 +50,7 @@ def test_all_resident_is_as_fast_as_it_was_measured() -> None:
     assert expected.hit_rate == 1.0
     assert expected.decode == pytest.approx(569, rel=0.03)
     for length, measured in MEASURED_PREFILL.items():
-        assert expected.prefill[length] == pytest.approx(measured, rel=0.06)
+        assert expected.prefill[length] == pytest.approx(measured, rel=0.08)
 
 
 def test_each_gib_makes_it_faster() -> None:

@@ -100,7 +100,7 @@ CASES = {
     ),
     "a prompt, nothing resident, slow cores": (
         prefill(NOTHING, 2048),
-        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e9),
+        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e10),
         {"cpu_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
     "a short prompt, nothing resident, slow cores": (

@@ -1,7 +1,7 @@
 """The cost of a prompt in seconds, from bytes, rows, measured rates and what is resident. Pure.
 
 On a GPU an expert's rows are multiplied in tiles. A tile's weights are unpacked once, whatever its rows, so
-that experts with few rows cost almost as much as those with a whole tile. Missing experts are copied over the
+that one row of an expert costs more than half of a tile. Missing experts are copied over the
 bus, while the CPU computes those with the fewest rows.
 
 The constants are from docs/results/gpu on H200s; docs/notes/gpu-prefill.md says how they were found.
@@ -156,8 +156,8 @@ def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:
     for layer, size in enumerate(model.expert_bytes):
         of_layer = rates_of_experts(rates, size, model.products_of_expert(layer))
         times = expert_seconds(size, of_layer)
-        few = np.interp(rows[layer], np.arange(1, MAX_MAILBOX_ROWS + 1), times)
-        found[layer] = few * np.maximum(1.0, rows[layer] / MAX_MAILBOX_ROWS)
+        of_some = np.interp(rows[layer], np.arange(1, MAX_MAILBOX_ROWS + 1), times)
+        found[layer] = of_some * np.maximum(1.0, rows[layer] / MAX_MAILBOX_ROWS)
     sizes = _sizes(model)
     return np.maximum(found, sizes / (CPU_SHARE * rates.read_beside_link))
 
