@@ -154,10 +154,19 @@ def test_the_first_token_comes_before_the_lock_of_the_file(
     held: HeldLock,
     expected: Callable[[int], list[np.ndarray]],
     compiled_for_the_host: HostDevice,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until the file is locked nothing reads it over the bus, and no step is captured. Then it is as ever."""
     wanted, registered = expected(5), compiled_for_the_host.driver.registered
     with open_with_bus(path, is_early=True) as runner:
+        pauses: list[bool] = []  # by step, whether the lock waits for its launches
+        step = runner.runner._loaded.__class__._forward
+
+        def forward(*arguments: Any) -> Any:
+            pauses.append(not runner.runner._lock._may_go_on.is_set())
+            return step(*arguments)
+
+        monkeypatch.setattr(runner.runner._loaded.__class__, "_forward", forward)
 
         def hear(token: int) -> None:
             cache, counters = runner.expert_cache, runner.runner.stream_counters
@@ -181,6 +190,7 @@ def test_the_first_token_comes_before_the_lock_of_the_file(
                 held.finish(runner)
 
         found = tokens_of(runner, 5, hears=hear)
+    assert pauses == [True] * 4 + [False] * 3  # one of which is captured
     assert not registered
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 

@@ -1,7 +1,7 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -319,7 +319,7 @@ class CudaRunner(ModelRunner):
                 self._loaded.sampler.admit(segments, self._loaded.inputs.columns(shape.num_rows))
         self._can_make_room = True
         try:
-            with device_errors():
+            with device_errors(), self._lock_paused():
                 self._run(shape, segments, with_head=with_head)
         except OutOfMemoryError:
             # The failed step may have changed states; only empty ones can be reset.
@@ -329,6 +329,10 @@ class CudaRunner(ModelRunner):
                 assert segment.sequence.state is not None
                 self._sequences.tensors.reset(segment.sequence.state)
             self._run(shape, segments, with_head=with_head)
+
+    def _lock_paused(self) -> AbstractContextManager[None]:
+        """Around launches: a lock of the file that goes on beside steps waits, or each launch would wait."""
+        return self._lock.paused() if self._lock and self._steps.is_put_off else nullcontext()
 
     def _settle(self) -> None:
         """Waits for all steps, and ends the ones that are in flight. Raises as `_ended`."""
