@@ -12,6 +12,7 @@ from bench.report import tests as report_tests
 from tools.planted_faults import ROOT, Fault, fault_of, load_faults, load_rows
 from tools.planted_faults.__main__ import chosen, missing, sample, samples, write_rows
 from tools.planted_faults.changes import Change
+from tools.planted_faults.source_copy import BY_CONTENT
 from tools.planted_faults.sources import Sources
 
 FAULTS = load_faults()
@@ -36,6 +37,12 @@ def complaints(fault: Fault) -> Iterator[str]:
         content = SOURCES.text(file)
         if f"def {names[-1]}(" not in content and f"{names[0]} = " not in content:
             yield f"{fault.name}: there is no {test}"
+
+
+def test_files_with_faults_of_python_are_compiled_by_their_contents() -> None:
+    """A fault may have the size of what it replaces, and stand there for less than a second."""
+    python = {Path(fault.file).parts[0] for fault in FAULTS if fault.file.endswith(".py")}
+    assert python == set(BY_CONTENT)
 
 
 def test_every_room_has_faults() -> None:

@@ -4,6 +4,7 @@ Unit of work: a line of JSON with pytest's arguments in, a line with the exit st
 goes to the file named on the command line. Imports nothing of this project, so that each run reads it anew.
 """
 
+import gc
 import json
 import os
 import sys
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-SLOW_IMPORTS = ("torch", "numpy", "tokenizers", "jinja2")
+# What the tests' settings, their models and pytest's plugins import: half of what a fork would take to begin.
+SLOW_IMPORTS = (
+    *("torch", "numpy", "tokenizers", "jinja2", "hypothesis", "gguf", "transformers"),
+    *("schemathesis.pytest.plugin", "pytest_asyncio.plugin", "anyio.pytest_plugin", "xdist.plugin"),
+)
 
 
 class FirstFailures:
@@ -49,6 +54,7 @@ def run(arguments: list[str], output: Path) -> int:
 def main() -> None:
     for name in SLOW_IMPORTS:
         import_module(name)
+    gc.freeze()  # a fork that looks for garbage neither goes through all this nor copies its pages
     for line in sys.stdin:
         print(run(json.loads(line), Path(sys.argv[1])), flush=True)
 

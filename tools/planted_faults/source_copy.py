@@ -24,6 +24,7 @@ from tools.planted_faults import ROOT, Fault
 from tools.planted_faults.extension import build_with
 from tools.planted_faults.sources import Sources
 
+BY_CONTENT = ("src", "tools")  # where faults are, in Python
 TEST_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 600
 
@@ -43,9 +44,11 @@ class SourceCopy:
             if name and (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
-        # Compiled once, and again where a file has other contents, which is found by them.
+        # Compiled once, and again where a file has other contents, which is found by them: its size and time
+        # may be the same.
         by_content = py_compile.PycInvalidationMode.CHECKED_HASH
-        compileall.compile_dir(self.root / "src", quiet=2, invalidation_mode=by_content)
+        for room in BY_CONTENT:
+            compileall.compile_dir(self.root / room, quiet=2, invalidation_mode=by_content)
         extension = importlib.import_module("coldstream.kernels._csrc").__file__
         assert extension is not None
         self._extension = self.root / "src/coldstream/kernels" / Path(extension).name
@@ -86,7 +89,7 @@ class SourceCopy:
         self._report.unlink(missing_ok=True)
         # A test that was merely interrupted might be tried again for ever, as hypothesis does.
         limit = [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=thread"]
-        options = ["-q", "-p", "no:cacheprovider", *limit, f"--junitxml={self._report}"]
+        options = ["-q", "-p", "no:cacheprovider", "--assert=plain", *limit, f"--junitxml={self._report}"]
         status = self._run([*options, *tests])
         output = self._output.read_text()
         if status in (int(pytest.ExitCode.USAGE_ERROR), int(pytest.ExitCode.NO_TESTS_COLLECTED)):
@@ -101,7 +104,6 @@ class SourceCopy:
             self._server = subprocess.Popen(
                 [self._python, ROOT / "tools/planted_faults/pytest_server.py", self._output],
                 cwd=self.root,
-                env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # same size, same second: a stale cache
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
