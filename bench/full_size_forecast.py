@@ -1,5 +1,6 @@
 """The present forecast of `coldstream plan` for the full-size model, on the machine of a result file."""
 
+from dataclasses import replace
 from typing import Any
 
 from coldstream.gguf.quant_types import QuantType
@@ -11,12 +12,22 @@ from coldstream.placement.sizes import ModelSizes, Products
 
 SHORT_PROMPT = 64  # tokens of a prompt at depth 0
 
+
+def _products(**num_values: int) -> tuple[Products, ...]:
+    """Of so many weights, by the name of a type."""
+    types = {QuantType[name]: count for name, count in num_values.items()}
+    return tuple(Products(kind, count, kind.row_bytes(count)) for kind, count in types.items())
+
+
+_PLAIN, _OUTER = _products(Q4_K=3145728), _products(Q4_K=2097152, Q6_K=1048576)
+_EXPERTS = (_OUTER,) * 5 + (_PLAIN, _PLAIN, _OUTER) * 9 + (_PLAIN,) * 2 + (_OUTER,) * 6
+
 # The file of full_size_model.py as placement sees it, with keys and values in float16.
 FULL_SIZES = ModelSizes(
     fingerprint="00" * 16,  # any file of these sizes
     num_experts=256,
     num_experts_per_tok=8,
-    expert_bytes=(2039808,) * 5 + (1769472, 1769472, 2039808) * 9 + (1769472,) * 2 + (2039808,) * 6,
+    expert_bytes=tuple(sum(part.num_bytes for part in expert) for expert in _EXPERTS),
     dense_bytes=1654614528,
     dense_token_bytes=1368551040,
     kv_token_bytes=20480,
@@ -24,7 +35,13 @@ FULL_SIZES = ModelSizes(
     token_parameters=2946431616,
     expert_parameters=3145728,
     attention_width=40960,
-    head=Products(QuantType.Q6_K, 508559360, 417177600),
+    head=_products(Q6_K=508559360)[0],
+)
+# The same with its types, which a plan knows.
+TYPED_SIZES = replace(
+    FULL_SIZES,
+    dense_products=_products(F32=21954560, Q4_K=878444544, Q5_K=503316480, Q6_K=535822336),
+    expert_products=_EXPERTS,
 )
 
 
@@ -48,7 +65,7 @@ def expected_tok_s(result: dict[str, Any], row: dict[str, Any]) -> float:
     """Decoding in a row of it, where hit rates are the published ones."""
     share = row["experts_share"]
     hit_rate = PUBLISHED.at(share) if share < 1.0 else 1.0
-    known = Known(FULL_SIZES, Rates.of(hardware_of(result)), PUBLISHED, may_prefetch=row["prefetch"] != 0)
+    known = Known(TYPED_SIZES, Rates.of(hardware_of(result)), PUBLISHED, may_prefetch=row["prefetch"] != 0)
     context = mean_context(row["depth"], result["warm_tokens"], result["timed_tokens"])
-    seconds, _ = decode_forecast(known, (hit_rate,) * FULL_SIZES.num_layers, context)
+    seconds, _ = decode_forecast(known, (hit_rate,) * TYPED_SIZES.num_layers, context)
     return 1 / seconds

@@ -12,8 +12,13 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.cost import (
+    BUS_BESIDE_SHARE,
     CPU_LAYER_S,
     CPU_SHARE,
+    DENSE_LAUNCHES,
+    EXPERT_LAUNCHES,
+    LAUNCH_S,
+    ROW_BUS_WEIGHTS,
     VRAM_SHARE,
     decode_seconds,
     decode_seconds_on_cpu,
@@ -196,5 +201,34 @@ def test_a_dense_model_on_a_gpu_has_types_too() -> None:
     )
     rates = rates_with()
     further = decode_seconds(model, rates, (1.0,) * LAYERS) - decode_seconds(same, rates, (1.0,) * LAYERS)
-    num_bytes = LAYERS * (product_time(QuantType.IQ3_S).row - 1) * MEASURED_TYPE.row_bytes(EXPERT_VALUES)
-    assert further == pytest.approx(num_bytes / (VRAM_SHARE * rates.vram_bytes_per_s))
+    slower = LAYERS * (product_time(QuantType.IQ3_S).row - 1)
+    bytes_s = MEASURED_TYPE.row_bytes(EXPERT_VALUES) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    assert further == pytest.approx(slower * (bytes_s + EXPERT_LAUNCHES * LAUNCH_S))
+
+
+@given(types, types)
+def test_instructions_of_a_type_lengthen_its_whole_launches(dense: QuantType, experts: QuantType) -> None:
+    """Where memory takes no time, as in time measured beside the measured type, what is fixed grows too."""
+    fast = replace(rates_with(), vram_bytes_per_s=1e30)
+    found, same = (
+        decode_seconds(model_of(*kinds), fast, (1.0,) * LAYERS)
+        for kinds in ((dense, experts), (MEASURED_TYPE, MEASURED_TYPE))
+    )
+    slower = DENSE_LAUNCHES * (product_time(dense).row - 1)
+    slower += EXPERT_LAUNCHES * (product_time(experts).experts_row - 1)
+    assert found - same == pytest.approx(LAYERS * slower * LAUNCH_S, abs=1e-12)
+
+
+@given(types, types, st.floats(1e9, 1e11))
+def test_a_type_of_more_bytes_is_never_faster_over_the_bus(
+    kind: QuantType, other: QuantType, link: float
+) -> None:
+    """Kernels of one row have as many weights on their way, so that small types do not fill a fast link."""
+    rates = replace(rates_with(), link_bytes_per_s=link, link_beside_read=link)
+    small, large = sorted((kind, other), key=lambda each: each.row_bytes(256))
+    times = [miss_times_of(model_of(kind, kind), rates) for kind in (small, large)]
+    assert times[0].row_bus <= times[1].row_bus
+    assert times[0].bus <= times[1].bus
+    by_weights = 1e9 * EXPERT_VALUES / ROW_BUS_WEIGHTS
+    by_bytes = 1e9 * small.row_bytes(EXPERT_VALUES) / (BUS_BESIDE_SHARE * link)
+    assert times[0].row_bus == pytest.approx(max(by_weights, by_bytes), rel=1e-3)

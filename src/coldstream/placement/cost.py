@@ -25,9 +25,10 @@ from coldstream.placement.sizes import ModelSizes, Products
 
 Array = np.ndarray[Any, Any]
 
-LAUNCH_S: Final = 3.1e-6  # fixed part of a short kernel in a captured graph
+LAUNCH_S: Final = 3.0e-6  # fixed part of a short kernel in a captured graph
 LAYER_LAUNCHES: Final = 8.65
 EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
+DENSE_LAUNCHES: Final = 2  # per layer that multiply other weights: the mixer's inputs and its output
 JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
 VRAM_SHARE: Final = 0.7  # of a copy's rate in GPU memory: products of one row
 KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
@@ -38,6 +39,9 @@ DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the di
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 BUS_SHARE: Final = 0.85  # of a copy's rate over the bus: kernels that read over it
 BUS_BESIDE_SHARE: Final = 0.72  # of a copy's rate beside the CPU: kernels that read over the bus
+# Weights a second that kernels of one row ask for over the bus: so many wait for it at a time, whatever their
+# type, so that small types leave some of its rate.
+ROW_BUS_WEIGHTS: Final = 7.8e10
 STAGED_SHARE: Final = 0.9  # of a copy's rate beside the CPU: launches that stage whole experts
 # Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
@@ -84,7 +88,7 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     is_layer: whether the expert is the FFN of a dense layer, which the copy engine copies.
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
-    bus_alone, bus_beside = BUS_SHARE * rates.link_bytes_per_s, BUS_BESIDE_SHARE * rates.link_beside_read
+    bus_alone, bus_beside = _row_bus_per_s(rates), _row_bus_per_s(rates, beside_cpu=True)
     staged = STAGED_SHARE * rates.link_beside_read
     products = expert_seconds(expert_bytes, rates)
     if is_layer:
@@ -143,7 +147,7 @@ def decode_seconds(
     streams: whether the GPU may read missing experts over the bus.
     """
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
-    seconds = launches * LAUNCH_S
+    seconds = (launches + _slower_launches(model)) * LAUNCH_S
     dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products, are_experts=False)
     seconds += (dense_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
@@ -188,7 +192,7 @@ def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float
     odds = _odds_of_misses(chosen, 1.0 - hit_rate)
     fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
     read = _shares_of_bus(chosen, size, rates)
-    expert_s = size / (BUS_SHARE * rates.link_bytes_per_s)
+    expert_s = size / _row_bus_per_s(rates)
     busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
     in_time = GUESSED * (1.0 - busy)
     slowdown = 1.0 + min(1.0, busy + _mean(odds, read) * expert_s / layer_s)
@@ -269,6 +273,27 @@ def _bytes_on_gpu(num_bytes: int, products: Sequence[Products], *, are_experts: 
     return rest + measured * MEASURED_TYPE.block_bytes / MEASURED_TYPE.block_elements
 
 
+def _slower_launches(model: ModelSizes) -> float:
+    """Launches of MEASURED_TYPE that take as long as a token's launches take longer because of their types.
+
+    A type's ratio is of whole launches: also what is fixed of one grows with its instructions.
+    """
+
+    def excess(products: Sequence[Products], *, are_experts: bool) -> float:
+        quantised = [each for each in products if each.quant_type.block_elements > 1]
+        times = [product_time(each.quant_type) for each in quantised]
+        over_measured = [time.experts_row if are_experts else time.row for time in times]
+        num_values = [each.num_values for each in quantised]
+        return float(np.average(over_measured, weights=num_values)) - 1 if num_values else 0.0
+
+    dense = model.num_layers * DENSE_LAUNCHES * excess(model.dense_products, are_experts=False)
+    is_routed = not model.is_dense
+    return dense + EXPERT_LAUNCHES * sum(
+        count * excess(products, are_experts=is_routed)
+        for products, count in Counter(map(model.products_of_expert, range(model.num_layers))).items()
+    )
+
+
 @lru_cache(maxsize=256)
 def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...]) -> Rates:
     """`rates` in which bytes per second of the CPU and of the GPU's memory are those of experts with these
@@ -280,11 +305,12 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     if not products:
         return rates
     in_vram = rates.vram_bytes_per_s * num_bytes / _bytes_on_gpu(num_bytes, products, are_experts=True)
-    rates = replace(rates, vram_bytes_per_s=in_vram)
+    num_values = sum(each.num_values for each in products)
+    over_bus = ROW_BUS_WEIGHTS * num_bytes / num_values
+    rates = replace(rates, vram_bytes_per_s=in_vram, row_bus_bytes_per_s=over_bus)
     if not rates.product_values_per_s:
         return rates
     read = CPU_SHARE * rates.read_bytes_per_s
-    num_values = sum(each.num_values for each in products)
     measured = Products(MEASURED_TYPE, num_values, MEASURED_TYPE.row_bytes(num_values))
     expert_rates = tuple(
         rate
@@ -313,12 +339,12 @@ def _kinds_of_layers(
 def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -> float:
     """Seconds of CPU and bus together, each slower beside the other. The bus begins before the CPU."""
     cpu = num_cpu * expert_bytes / _misses_per_s(rates)
-    bus = num_bus * expert_bytes / (BUS_SHARE * rates.link_bytes_per_s)
+    bus = num_bus * expert_bytes / _row_bus_per_s(rates)
     if not num_cpu:
         return bus
     answer = rates.handshake_s
     cpu_slowdown = _misses_per_s(rates) / _misses_per_s(rates, beside_link=True)
-    bus_slowdown = BUS_SHARE * rates.link_bytes_per_s / (BUS_BESIDE_SHARE * rates.link_beside_read)
+    bus_slowdown = _row_bus_per_s(rates) / _row_bus_per_s(rates, beside_cpu=True)
     bus = max(0.0, bus - answer)
     both = min(cpu * cpu_slowdown, bus * bus_slowdown)
     return answer + both + (cpu - both / cpu_slowdown) + (bus - both / bus_slowdown)
@@ -334,6 +360,12 @@ def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
     read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
     products = rates.expert_bytes_per_s[0] if rates.expert_bytes_per_s else rates.cpu_bytes_per_s
     return min(MISSES_SHARE * read, products)
+
+
+def _row_bus_per_s(rates: Rates, *, beside_cpu: bool = False) -> float:
+    """Bytes a second that kernels of one row read over the bus."""
+    link = BUS_BESIDE_SHARE * rates.link_beside_read if beside_cpu else BUS_SHARE * rates.link_bytes_per_s
+    return min(link, rates.row_bus_bytes_per_s)
 
 
 def _experts_seconds(

@@ -4,7 +4,7 @@ On a GPU an expert's rows are multiplied in tiles. A tile's weights are unpacked
 that one row of an expert costs more than half of a tile. Missing experts are copied over the
 bus, while the CPU computes those with the fewest rows.
 
-The constants are from docs/results/gpu on H200s; docs/notes/gpu-prefill.md says how they were found.
+The constants are from docs/results/gpu on H200s; docs/notes/startup.md says how they were found.
 """
 
 from typing import Any, Final

@@ -1,5 +1,6 @@
 """Rates: bytes and operations per second of a machine, for the cost model. Pure."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -66,6 +67,7 @@ class Rates:
     # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
     product_values_per_s: tuple[tuple[float, ...], ...] = ()
     assumed: tuple[str, ...] = ()
+    row_bus_bytes_per_s: float = math.inf  # the most that a GPU's kernels of one row read from RAM
 
     @classmethod
     def of(cls, hardware: Hardware, disk_bytes_per_s: float | None = None) -> "Rates":

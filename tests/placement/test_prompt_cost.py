@@ -1,0 +1,104 @@
+"""Prompts on a GPU: tiles of experts, tokens that choose alike, and the three ways of missing experts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cost import H200, rates
+
+from bench.full_size_forecast import FULL_SIZES
+from bench.report.tables import load
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
+from coldstream.placement.prompt_cost import (
+    MAX_CPU_ROWS,
+    TILE_ROWS,
+    UNPACK_SHARE,
+    expected_rows,
+    expected_touched,
+    prefill_seconds,
+)
+from coldstream.placement.rates import Rates
+from coldstream.placement.sizes import ModelSizes
+
+SHAPE = (FULL_SIZES.num_layers, FULL_SIZES.num_experts)
+NOTHING, ALL = np.zeros(SHAPE, bool), np.ones(SHAPE, bool)
+ONLY_PRODUCTS = replace(H200, vram_bytes_per_s=1e30)
+
+
+def seconds(count: int, machine: Rates, resident: np.ndarray = ALL, model: ModelSizes = FULL_SIZES) -> float:
+    return prefill_seconds(model, machine, resident, None, count, 16384)
+
+
+def test_neighbouring_tokens_touch_as_many_experts_as_was_counted() -> None:
+    result = load("gpu/streaming_shared")
+    found = 0
+    for row in result["rows"]:
+        if row["experts_gib"] == 0:
+            count = row["tokens"]
+            touched = expected_touched(expected_rows(FULL_SIZES, None, count), count).sum()
+            assert touched == pytest.approx(row["wanted"], rel=0.06)
+            found += 1
+    assert found == 6
+
+
+@given(st.integers(1, 20000))
+def test_tokens_that_choose_alike_touch_no_more_than_independent_ones(count: int) -> None:
+    rows = expected_rows(FULL_SIZES, None, count)
+    touched, further = (
+        expected_touched(rows, count),
+        expected_touched(rows / count * (count + 1), count + 1),
+    )
+    assert (touched <= 1 - (1 - rows / count) ** count + 1e-12).all()
+    assert (touched <= further + 1e-12).all()
+    assert (touched >= rows / count - 1e-12).all()
+
+
+def test_unpacking_an_expert_costs_the_same_for_one_row_and_for_a_tile() -> None:
+    """Of one expert that every token chooses."""
+    one = replace(FULL_SIZES, num_experts=1, num_experts_per_tok=1, dense_products=(), head=None)
+    one = replace(one, token_parameters=one.num_layers * one.expert_parameters, attention_width=0)
+    resident = np.ones((one.num_layers, 1), bool)
+    nothing = replace(ONLY_PRODUCTS, product_ops_per_s=1e30)
+    row, tile, tiles = (
+        seconds(count, ONLY_PRODUCTS, resident, one) - seconds(count, nothing, resident, one)
+        for count in (1, TILE_ROWS // 2, 64 * TILE_ROWS)
+    )
+    whole = tiles / (64 + UNPACK_SHARE / 2)  # half a tile more is unpacked, as the last one is not full
+    assert UNPACK_SHARE * whole <= row <= tile <= whole
+    assert tile - row == pytest.approx((1 - UNPACK_SHARE) * (TILE_ROWS / 2 - 1) / TILE_ROWS * whole)
+
+
+@given(st.integers(1, 20000), st.integers(1, 2000), rates)
+def test_a_longer_prompt_is_never_sooner_over(count: int, more: int, machine: Rates) -> None:
+    assert seconds(count, machine) <= seconds(count + more, machine)
+
+
+@given(st.sampled_from([168, MAX_SHARED_ROWS, MAX_CPU_ROWS, 8192]), rates)
+def test_missing_experts_never_make_a_prompt_faster_and_no_link_never_helps(
+    count: int, machine: Rates
+) -> None:
+    whole, none = seconds(count, machine), seconds(count, machine, NOTHING)
+    assert whole <= none * (1 + 1e-9)
+    slow = replace(
+        machine, link_bytes_per_s=machine.link_bytes_per_s / 2, link_beside_read=machine.link_beside_read / 2
+    )
+    assert none <= seconds(count, slow, NOTHING) * (1 + 1e-9)
+
+
+def test_the_cpu_has_a_part_only_in_steps_that_it_can_take() -> None:
+    slow = replace(H200, cpu_bytes_per_s=H200.cpu_bytes_per_s / 1000)
+    for count in (MAX_SHARED_ROWS, MAX_SHARED_ROWS + 1, MAX_CPU_ROWS):
+        assert seconds(count, slow, NOTHING) > 1.05 * seconds(count, H200, NOTHING)
+    assert seconds(MAX_CPU_ROWS + 1, slow, NOTHING) == seconds(MAX_CPU_ROWS + 1, H200, NOTHING)
+
+
+def test_only_the_last_row_meets_the_head() -> None:
+    none = replace(ONLY_PRODUCTS, product_ops_per_s=1e30)
+    without = replace(FULL_SIZES, head=None)
+    times = [seconds(2048, ONLY_PRODUCTS, model=model) for model in (FULL_SIZES, without)]
+    head = FULL_SIZES.head
+    assert head is not None
+    assert times[1] > 1.1 * times[0]
+    assert seconds(2048, none) == pytest.approx(seconds(2048, none, model=without))
