@@ -125,7 +125,7 @@ CODEX_TURN: Any = [
 
 
 async def test_claude_code_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
-    body = {**CLAUDE_CODE, "messages": CLAUDE_CODE["messages"] + CLAUDE_CODE_TURN}
+    body = {**CLAUDE_CODE, "messages": CLAUDE_CODE["messages"] + CLAUDE_CODE_TURN, "max_tokens": 16}
     response = await thinking_http.post("/v1/messages?beta=true", json=body)
     assert response.status_code == 200
     assert events_of(response.text)[-1]["type"] == "message_stop"
@@ -139,8 +139,8 @@ async def test_claude_code_goes_on_after_its_tools_have_run(thinking_http: httpx
 
 
 async def test_codex_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
-    body = {**CODEX, "input": CODEX["input"] + CODEX_TURN}
-    first, second = [await thinking_http.post("/v1/responses", json=each) for each in (CODEX, body)]
+    bodies = [{**CODEX, "input": CODEX["input"] + more, "max_output_tokens": 16} for more in ([], CODEX_TURN)]
+    first, second = [await thinking_http.post("/v1/responses", json=each) for each in bodies]
     assert second.status_code == 200
     usages = [events_of(each.text)[-1]["response"]["usage"]["input_tokens"] for each in (first, second)]
     assert usages[1] > usages[0] + 20

@@ -1,5 +1,6 @@
 """The page about the HTTP interface says what there is."""
 
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def test_the_page_names_every_route(local_client: LocalClient) -> None:
     paths = create_app(local_client, ServerSettings()).openapi()["paths"]
     there = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", PAGE, re.MULTILINE)) == there
+
+
+def test_the_document_defines_every_shape_that_it_refers_to(local_client: LocalClient) -> None:
+    document = create_app(local_client, ServerSettings()).openapi()
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert {"ErrorBody", "AnthropicError"} <= named <= document["components"]["schemas"].keys()
 
 
 def test_the_page_names_codes_that_there_are() -> None:

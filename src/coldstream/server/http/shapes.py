@@ -223,8 +223,12 @@ def documented(
     """A route's answers for the OpenAPI document: `answer`, what all routes refuse, as `error`, and whether
     the answer may also be a stream of events.
     """
+    reference = {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": error, "description": what} for status, what in _REFUSALS.items()
+        status: {"description": what, "content": {"application/json": reference}}
+        for status, what in _REFUSALS.items()
     }
+    # FastAPI makes a validator for each model of a route: one documents the error, the others refer to it.
+    errors[400] = {"description": _REFUSALS[400], "model": error}
     events: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
     return {200: {"model": answer, **events}, **errors}
