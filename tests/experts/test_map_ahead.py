@@ -4,7 +4,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from builders import write_gguf
-from coldstream.errors import DeviceError
 from coldstream.experts import file_lock
 from coldstream.experts.file_lock import FileLock
 from coldstream.experts.host import HostExperts
@@ -116,35 +114,6 @@ def test_a_late_lock_that_nobody_needed_locks_nothing(
     lock.close()
     lock.begin()
     assert not called
-
-
-def test_a_paused_lock_goes_on_with_no_piece(
-    file: GGUFFile, experts: HostExperts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the pause ends, with an error or without."""
-    closed: list[int] = []
-    asked, pieces = threading.Semaphore(0), threading.Semaphore(0)
-
-    def register(address: int, _: int, is_given_up: Callable[[], bool]) -> RegisteredMemory:
-        for _ in range(3):
-            asked.release()
-            assert not is_given_up()
-            pieces.release()
-        return Registered(address, closed)
-
-    monkeypatch.setattr(RegisteredMemory, "register", register)
-    lock = FileLock(file, {0}, is_late=True)
-    experts.use_lock(file, {0}, lock)
-    with suppress(DeviceError), lock.paused():
-        lock.begin()
-        asked.acquire()
-        assert not pieces.acquire(timeout=0.05)
-        assert not experts.is_locked
-        raise DeviceError("a step failed")
-    assert all(pieces.acquire(timeout=60) for _ in range(3))
-    experts.close()
-    lock.close()
-    assert len(closed) == 1
 
 
 def test_a_late_lock_begins_once_it_is_asked_for(

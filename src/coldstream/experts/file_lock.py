@@ -8,9 +8,8 @@ token early has it begin behind that: the CPU reads the file without a lock.
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from coldstream.gguf.reader import GGUFFile
@@ -33,8 +32,7 @@ class FileLock:
     def __init__(self, file: GGUFFile, shards: Collection[int], *, is_late: bool = False) -> None:
         self._parts: dict[int, LockedPart] = {}
         self._to_lock: list[tuple[int, LockedPart]] = []  # with the descriptor, until there is a thread
-        self._is_given_up, self._may_go_on = threading.Event(), threading.Event()
-        self._may_go_on.set()
+        self._is_given_up = threading.Event()
         for shard in sorted(shards):
             descriptor, size = file.descriptor(shard), file.shard_bytes[shard]
             mapped = _csrc.MappedFile(descriptor, size, file.shown_paths[shard])
@@ -46,25 +44,9 @@ class FileLock:
     def begin(self) -> None:
         """Starts the thread, which ends with its work. Calling twice is harmless."""
         if self._to_lock:
-            arguments = tuple(self._to_lock), self._waits_and_is_given_up
+            arguments = tuple(self._to_lock), self._is_given_up.is_set
             threading.Thread(target=_lock_parts, args=arguments, name="lock of the file").start()
             self._to_lock.clear()
-
-    def _waits_and_is_given_up(self) -> bool:
-        self._may_go_on.wait()
-        return self._is_given_up.is_set()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, no further piece is locked, so that only a first call of the driver has to wait.
-
-        For one thread at a time, which does not wait for the lock meanwhile.
-        """
-        self._may_go_on.clear()
-        try:
-            yield
-        finally:
-            self._may_go_on.set()
 
     def take(self, shard: int) -> LockedPart:
         """A part, which is the caller's to unlock from now on. KeyError for one that is taken."""

@@ -178,6 +178,9 @@ class PartialExperts:
 
     @property
     def cache(self) -> ExpertCache | None:
+        """None before `reserve`."""
+        if self._reserved is not None:
+            return self._reserved[0]
         return None if self._residency is None else self._residency.cache
 
     @property

@@ -154,43 +154,25 @@ def test_the_first_token_comes_before_the_lock_of_the_file(
     held: HeldLock,
     expected: Callable[[int], list[np.ndarray]],
     compiled_for_the_host: HostDevice,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until the file is locked nothing reads it over the bus, and no step is captured. Then it is as ever."""
+    """No step before reads it over the bus, and none is captured. The next one waits for the lock."""
     wanted, registered = expected(5), compiled_for_the_host.driver.registered
     with open_with_bus(path, is_early=True) as runner:
-        pauses: list[bool] = []  # by step, whether the lock waits for its launches
-        step = runner.runner._loaded.__class__._forward
-
-        def forward(*arguments: Any) -> Any:
-            pauses.append(not runner.runner._lock._may_go_on.is_set())
-            return step(*arguments)
-
-        monkeypatch.setattr(runner.runner._loaded.__class__, "_forward", forward)
 
         def hear(token: int) -> None:
-            cache, counters = runner.expert_cache, runner.runner.stream_counters
-            executor = runner.runner._loaded.ops.model_executor
-            graphs = runner.runner._steps._graphs
-            assert counters is not None
-            assert counters.streamed.sum() == 0
-            assert held.begun.wait(60) if token else not held.begun.is_set()
-            if token <= 3:
-                assert cache is None
-                assert not registered
-                assert not graphs
-                assert not executor.tables.is_readable
-                assert not read(executor.decode.times).any()
-            else:
-                assert cache is not None
-                assert registered
-                assert executor.tables.is_readable
-                assert bool(graphs) == (token > 4)
-            if token == 3:
-                held.finish(runner)
+            partial, executor = runner.runner._partial, runner.runner._loaded.ops.model_executor
+            is_locked = token > 0
+            assert held.begun.is_set() == is_locked
+            assert partial.is_filled == is_locked
+            assert bool(registered) == is_locked
+            assert executor.tables.is_readable == is_locked
+            assert read(executor.decode.times).any() == is_locked
+            assert bool(runner.runner._steps._graphs) == (token > 1)
+            assert runner.expert_uses is not None
+            assert any(runner.expert_uses) == (token > 1)
+            held.go_on()
 
         found = tokens_of(runner, 5, hears=hear)
-    assert pauses == [True] * 4 + [False] * 3  # one of which is captured
     assert not registered
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -204,7 +186,7 @@ def test_a_long_first_prompt_waits_for_the_lock(
         held.go_on()
 
         def hear(_: int) -> None:
-            assert runner.expert_cache is not None
+            assert runner.runner._partial.is_filled
             assert runner.runner._loaded.ops.model_executor.tables.is_readable
 
         found = tokens_of(runner, 80, hears=hear)
@@ -217,7 +199,7 @@ def test_a_system_that_locks_nothing_after_the_first_token_leaves_the_experts_to
     wanted = expected(5)
     held.outcome = lambda: None
     with open_with_bus(path, is_early=True) as runner:
-        found = tokens_of(runner, 5, hears=lambda token: held.finish(runner) if token == 2 else None)
+        found = tokens_of(runner, 5, hears=lambda _: held.go_on())
         assert not runner.runner._loaded.ops.model_executor.tables.is_readable
         assert runner.runner._steps._graphs
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
@@ -230,16 +212,23 @@ def test_an_error_of_a_late_lock_is_that_of_a_step(path: Path, held: HeldLock) -
     held.outcome = fail
     with open_with_bus(path, is_early=True) as runner:
         runner.prefill(token_ids(5))
-        runner.decode(1)
-        held.finish(runner)
+        held.go_on()
         with pytest.raises(DeviceError, match="no driver"):
-            runner.decode(2)
+            runner.decode(1)
 
 
-def test_who_waits_for_no_token_has_the_file_locked_at_once(path: Path, held: HeldLock) -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_who_waits_for_no_token_has_the_file_locked_at_once(
+    path: Path, held: HeldLock, is_over: bool
+) -> None:
+    """And a first prompt waits for it no longer than it takes."""
     with open_with_bus(path, is_early=True) as runner:
         runner.runner.go_on_loading()
         assert held.begun.wait(60)
+        if is_over:
+            held.finish(runner)
+        runner.prefill(token_ids(5))
+        assert runner.runner._partial.is_filled == is_over
         held.go_on()
 
 

@@ -1,7 +1,7 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -143,13 +143,12 @@ class CudaRunner(ModelRunner):
     def _load_the_rest(self, partial: PartialExperts, rows: int) -> None:
         """What was put off in favour of the first token, before a step of `rows` rows.
 
-        When that token is there, the file is locked beside steps whose missing experts the CPU computes. Then
-        slots are filled. A step of more rows than the CPU is asked for waits for both.
+        When that token is there, a step waits until the file is locked and slots are filled. So does one of
+        more rows than the CPU is asked for.
         """
-        is_needed = rows > MAX_MAILBOX_ROWS
-        if self._first_token is not None and all(step > self._first_token for step, _ in self._in_flight):
-            self.go_on_loading()
-        if is_needed or partial.host.is_locked:
+        first = self._first_token
+        has_first = first is not None and all(step > first for step, _ in self._in_flight)
+        if has_first or rows > MAX_MAILBOX_ROWS or partial.host.is_locked:
             self._settle()
             with device_errors():
                 self._connect(partial)
@@ -319,7 +318,7 @@ class CudaRunner(ModelRunner):
                 self._loaded.sampler.admit(segments, self._loaded.inputs.columns(shape.num_rows))
         self._can_make_room = True
         try:
-            with device_errors(), self._lock_paused():
+            with device_errors():
                 self._run(shape, segments, with_head=with_head)
         except OutOfMemoryError:
             # The failed step may have changed states; only empty ones can be reset.
@@ -329,10 +328,6 @@ class CudaRunner(ModelRunner):
                 assert segment.sequence.state is not None
                 self._sequences.tensors.reset(segment.sequence.state)
             self._run(shape, segments, with_head=with_head)
-
-    def _lock_paused(self) -> AbstractContextManager[None]:
-        """Around launches: a lock of the file that goes on beside steps waits, or each launch would wait."""
-        return self._lock.paused() if self._lock and self._steps.is_put_off else nullcontext()
 
     def _settle(self) -> None:
         """Waits for all steps, and ends the ones that are in flight. Raises as `_ended`."""
