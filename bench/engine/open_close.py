@@ -309,10 +309,14 @@ class Records:
 
     @property
     def growth(self) -> dict[str, float]:
-        """Of the host's memory, per cycle: the straight line through all. 0 of less than two values."""
+        """Of the host's memory, per cycle: the straight line through the later half; 0 of one value.
+
+        The allocator and the driver take dozens of cycles until they hold all that they ever need.
+        """
+        later = {name: values[len(values) // 2 :] for name, values in self.host.items()}
         return {
             name: float(np.polyfit(range(len(values)), values, 1)[0]) / HOST_STEP if values[1:] else 0.0
-            for name, values in self.host.items()
+            for name, values in later.items()
         }
 
     def result(self) -> dict[str, Any]:

@@ -334,10 +334,11 @@ def gpu_first_token() -> str:
     if not has("gpu/first_token"):
         return ""
     r = load("gpu/first_token")
-    later = r["later_starts_s"]
+    later, resident = r["later_starts_s"], r["resident_starts_s"]
     rows = [
         ["first start, nothing kept", f"{r['first_start_s']:.1f}"],
         ["later starts", f"{min(later):.1f}–{max(later):.1f}"],
+        ["with all experts on the GPU", f"{min(resident):.1f}–{max(resident):.1f}"],
         ["one more, to the end of the program, of which:", f"{r['profiled_run_s']:.1f}"],
     ]
     rows += [[f"… {phase}", f"{seconds:.2f}"] for phase, seconds in r["phases_s"].items()]

@@ -22,7 +22,12 @@ def gpu_mixes() -> str:
     header = ["mix", "GB", "experts on the GPU", "decode: ours, llama.cpp, ratio"]
     header += [f"prompt of {length}" for length in PROMPTS]
     where = f"{result['machine']['gpu']}, {result['machine']['cores']} cores, commit {result['commit']}"
-    return table([*header, "forecast over measured"], rows) + f"\n{where}: `{result['command']}`\n"
+    others = "".join(
+        f"; {name} at commit {mix['commit']}: `{mix['command']}`"
+        for name, mix in result["mixes"].items()
+        if "commit" in mix
+    )
+    return table([*header, "forecast over measured"], rows) + f"\n{where}: `{result['command']}`{others}\n"
 
 
 def desktop_mix() -> str:

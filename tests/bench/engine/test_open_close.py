@@ -129,10 +129,14 @@ def test_what_stays_is_found(driver: HostDriver, resident: EngineConfig) -> None
 @pytest.mark.parametrize(
     ("growth", "is_flat"), [(RSS_BYTES_PER_CYCLE // 2, True), (2 * RSS_BYTES_PER_CYCLE, False)]
 )
-def test_memory_of_the_host_may_grow_by_little(driver: HostDriver, growth: int, is_flat: bool) -> None:
+@pytest.mark.parametrize("before", [0, 20 * RSS_BYTES_PER_CYCLE])
+def test_memory_of_the_host_may_grow_by_little_once_it_has_settled(
+    driver: HostDriver, growth: int, is_flat: bool, before: int
+) -> None:
     records = Records()
     for values in records.host.values():
-        values += [HOST_STEP * growth * number for number in range(5)]
+        values += [HOST_STEP * before * number for number in range(4)]
+        values += [values[-1] + HOST_STEP * growth * number for number in range(1, 6)]
     assert records.is_flat == is_flat
 
 
