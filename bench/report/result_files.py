@@ -65,8 +65,8 @@ def what(command: str, modules: Mapping[str, Path]) -> str:
 
 
 def module_files() -> dict[str, Path]:
-    """Files of `bench` and `tools` by the last part of a module's name, which has outlived some folders."""
-    files = [*ROOT.glob("tools/**/*.py"), *ROOT.glob("bench/**/*.py")]
+    """Files of what writes results, by the last part of a module's name, which has outlived some folders."""
+    files = [path for folder in ("tools", "bench", "tests/audits") for path in ROOT.glob(f"{folder}/**/*.py")]
     files = [path for path in files if path.parent.name != "report"]  # which measures nothing
     packages = {path.parent.name: path for path in files if path.name == "__main__.py"}
     return packages | {path.stem: path for path in files if not path.stem.startswith("__")}
