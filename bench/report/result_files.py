@@ -16,7 +16,7 @@ from typing import Any
 from bench.report.tables import RESULTS, Row, table
 from bench.results import ROOT
 
-_MODULE = re.compile(r"python (?:-m )?((?:bench|tools)[./][\w./]+)")
+_MODULE = re.compile(r"python (?:-m )?((?:bench|tools|tests)[./][\w./]+)")
 _SENTENCE = re.compile(r"(.*?[.:])(?=\s|$)", re.DOTALL)
 HEADER = ["file", "what", "command", "commit", "date", "machine"]
 
