@@ -166,6 +166,21 @@ def test_a_file_that_shrinks_in_use(tiny: Path) -> None:
         assert file.read(file.tensors["token_embd.weight"]).any()
 
 
+def test_what_is_kept_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cannot be written, as the next one gets the same array."""
+    with GGUFFile.open(tiny) as file:
+        info = file.tensors["output_norm.weight"]
+        expected = file.read(info)
+        kept = file.read_kept(info)
+        monkeypatch.delattr(os, "preadv")
+        assert file.read_kept(info) is kept
+        assert np.array_equal(kept, expected)
+        with pytest.raises(ValueError, match="read-only"):
+            kept[0] = 1
+    with pytest.raises(ValueError, match="is closed"):
+        file.read_kept(info)
+
+
 def test_a_file_that_is_deleted_in_use_stays_readable(tiny: Path) -> None:
     with GGUFFile.open(tiny) as file:
         tiny.unlink()

@@ -276,6 +276,7 @@ class GGUFFile:
 
     def __init__(self, shards: tuple[_Shard, ...], watch: WriteWatch) -> None:
         self._shards = shards
+        self._kept: dict[str, np.ndarray] = {}  # by the name of a tensor
         # Also closes a file that is dropped.
         self._close = weakref.finalize(self, _close, [shard.file.descriptor for shard in shards], watch)
         self._close.atexit = False
@@ -342,6 +343,17 @@ class GGUFFile:
             done += count
         return data
 
+    def read_kept(self, info: TensorInfo) -> np.ndarray:
+        """`read`, from memory after the first time. The result is not to be written, and kept until `close`.
+
+        For small tensors that are looked at several times. Each read lets other threads have the
+        interpreter's lock, and waits until they give it back.
+        """
+        if (data := self._kept.get(info.name)) is None:
+            data = self._kept[info.name] = self.read(info)
+            data.flags.writeable = False
+        return data
+
     def changed(self) -> tuple[Path, ...]:
         """The parts whose names no longer lead to what was opened: gone, replaced, or in `rewritten`.
 
@@ -373,6 +385,7 @@ class GGUFFile:
 
     def close(self) -> None:
         """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
+        self._kept.clear()
         self._close()
 
     def __enter__(self) -> Self:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.gguf.reader import GGUFFile
+from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kvcache import CacheSize, state_bytes
@@ -29,6 +30,24 @@ def test_memory_is_planned_without_a_device(moe_path: Path, chunk_size: int) -> 
         assert large.caches > 3 * plan.caches
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB are free: weights .* --device cpu"):
             plan_memory(file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), plan.weights, chunk_size)
+
+
+def test_small_tensors_are_read_once_for_all_plans(moe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read = GGUFFile.read
+
+    def counted(file: GGUFFile, info: TensorInfo) -> np.ndarray:
+        names.append(info.name)
+        return read(file, info)
+
+    monkeypatch.setattr(GGUFFile, "read", counted)
+    with GGUFFile.open(moe_path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        for context_length in (1024, 2048):
+            limits = Limits(CacheSize.of(1, context_length), context_length, "i16")
+            plan_memory(file, spec, limits, 40 * 2**30, 64)
+    assert names
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0])

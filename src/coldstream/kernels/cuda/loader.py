@@ -1,7 +1,7 @@
 """Weights and caches in device memory: the part of `Ops` that loads.
 
-Over a `MemoryPlan` nothing is read but small tensors, and nothing is allocated. Large tensors are queued and
-copied together by `finish_loading`.
+Over a `MemoryPlan` nothing is read but small tensors, once for all plans, and nothing is allocated. Large
+tensors are queued and copied together by `finish_loading`.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,8 @@ class CudaLoader:
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
         if info.quant_type is QuantType.F32:
-            return file.read(info).view(np.float32).reshape(info.shape)
+            data = file.read_kept(info) if self.planning else file.read(info)
+            return data.view(np.float32).reshape(info.shape)
         # Not kept: a runtime of the CPU's kernels must not outlive the interpreter, as a model may.
         return CpuOps(threads=1).read_values(file, info)
 
