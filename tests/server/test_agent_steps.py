@@ -40,6 +40,7 @@ def said(text: str) -> Say:
     return Say(json.loads(text)["said"])
 
 
+@pytest.mark.sharded(4)
 @pytest.mark.parametrize(
     ("path", "step"),
     [

@@ -137,6 +137,7 @@ def drafting() -> Iterator[LocalClient]:
     opened.close()
 
 
+@pytest.mark.sharded(4)
 @pytest.mark.parametrize(
     "more",
     [

@@ -77,6 +77,7 @@ def is_turn(call: Any) -> bool:
     )
 
 
+@pytest.mark.sharded(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_forced_answer_is_a_call(llm: LLM, family: str) -> None:
     grammar = forced_calls(TEMPLATES[family], BOUNDED)

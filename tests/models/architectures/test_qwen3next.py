@@ -39,6 +39,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 BY_KEY_HEAD = pytest.mark.parametrize("ssm_in", [False, True], ids=["apart", "by key head"])
 
 
+@pytest.mark.sharded
 @EVERY_VARIANT
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_logits_equal_transformers(ratio: int, variant: Variant, tmp_path: Path) -> None:
@@ -51,6 +52,7 @@ def test_logits_equal_transformers(ratio: int, variant: Variant, tmp_path: Path)
     assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 5e-4
 
 
+@pytest.mark.sharded(2)
 @BY_KEY_HEAD
 def test_logits_equal_llama_cpp(ssm_in: bool, tmp_path: Path) -> None:
     ids = random_ids(70)
@@ -58,6 +60,7 @@ def test_logits_equal_llama_cpp(ssm_in: bool, tmp_path: Path) -> None:
     assert np.abs(cpu_logits(path, ids, "f32") - llama_cpp.logits(path, ids)).max() < 1e-4
 
 
+@pytest.mark.sharded(2)
 @BY_KEY_HEAD
 def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(ssm_in: bool, tmp_path: Path) -> None:
     """A wrong order of rows or of heads leaves a fifth of the choices alike."""
@@ -88,6 +91,7 @@ def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(ssm_in: bool, tmp_path:
     assert_chooses_like_llama_cpp(path, gpu_logits)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("quant_type", [Type.Q4_K, Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)
 def test_both_layouts_are_the_same_model_to_the_bit(quant_type: Type, tmp_path: Path) -> None:
     """Rows are copied whole, so gathering them rounds nothing."""

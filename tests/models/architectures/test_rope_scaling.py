@@ -47,6 +47,7 @@ def test_logits_equal_transformers_and_llama_cpp(arch: str, kind: str, tmp_path:
     assert np.abs(cpu_logits(plain, ids, "f32") - found).max() > 0.1
 
 
+@pytest.mark.sharded(2)
 @EVERY_SCALING
 def test_logits_of_a_gpu_on_the_host_equal_transformers(
     kind: str, compiled_for_the_host: HostDevice, tmp_path: Path

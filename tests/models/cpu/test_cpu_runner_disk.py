@@ -112,6 +112,7 @@ def test_the_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
         assert np.array_equal(runner.logits(token_ids(20)), expected)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("make_policy", [RandomPolicy, Lru, DecayedFrequency])
 def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[Policy]) -> None:
     def generate(runner: CpuRunner) -> Iterator[Array]:
