@@ -12,6 +12,7 @@ from bench.full_size_forecast import FULL_SIZES
 from bench.report.tables import load
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.placement.prompt_cost import (
+    GROUP_S,
     MAX_CPU_ROWS,
     TILE_ROWS,
     UNPACK_SHARE,
@@ -24,6 +25,7 @@ from coldstream.placement.sizes import ModelSizes
 
 SHAPE = (FULL_SIZES.num_layers, FULL_SIZES.num_experts)
 NOTHING, ALL = np.zeros(SHAPE, bool), np.ones(SHAPE, bool)
+SLOW_CPU = replace(H200, cpu_bytes_per_s=1e3)
 ONLY_PRODUCTS = replace(H200, vram_bytes_per_s=1e30)
 
 
@@ -92,6 +94,22 @@ def test_the_cpu_has_a_part_only_in_steps_that_it_can_take() -> None:
     for count in (MAX_SHARED_ROWS, MAX_SHARED_ROWS + 1, MAX_CPU_ROWS):
         assert seconds(count, slow, NOTHING) > 1.05 * seconds(count, H200, NOTHING)
     assert seconds(MAX_CPU_ROWS + 1, slow, NOTHING) == seconds(MAX_CPU_ROWS + 1, H200, NOTHING)
+
+
+@given(st.sampled_from([168, 512, 2048]), st.integers(2**23, 2**26), st.integers(0, 2**25), rates)
+def test_a_larger_ring_never_makes_a_prompt_slower(count: int, ring: int, more: int, machine: Rates) -> None:
+    """Up to where it gets more buffers instead of larger ones."""
+    small, large = (
+        prefill_seconds(FULL_SIZES, machine, NOTHING, None, count, 512, ring_bytes=num_bytes)
+        for num_bytes in (ring, ring + more)
+    )
+    assert large <= small * (1 + 1e-9)
+
+
+def test_a_ring_of_single_experts_is_bound_by_what_the_host_begins() -> None:
+    tiny = prefill_seconds(FULL_SIZES, SLOW_CPU, NOTHING, None, 256, 256, ring_bytes=7 * 2**20)
+    wanted = expected_touched(expected_rows(FULL_SIZES, None, 256), 256).sum()
+    assert tiny == pytest.approx(wanted * GROUP_S, rel=0.01)
 
 
 def test_only_the_last_row_meets_the_head() -> None:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from coldstream.kernels.experts.shapes import MATRICES, MAX_GROUP
+from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS
 
 Array = np.ndarray[Any, Any]
 
 ALIGNMENT = 256
-MIN_BUFFERS = 3  # one is read, one is written, and one waits
-BUFFER_BYTES = 32 * 2**20
 NUM_PINNED_BUFFERS = 2  # page-locked, of a ring buffer each, for experts that are read from the file
 
 

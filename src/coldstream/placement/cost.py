@@ -39,9 +39,9 @@ DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the di
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
 BUS_SHARE: Final = 0.85  # of a copy's rate over the bus: kernels that read over it
 BUS_BESIDE_SHARE: Final = 0.72  # of a copy's rate beside the CPU: kernels that read over the bus
-# Weights a second that kernels of one row ask for over the bus: so many wait for it at a time, whatever their
-# type, so that small types leave some of its rate.
-ROW_BUS_WEIGHTS: Final = 7.8e10
+# Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus. They ask as fast as they
+# multiply, so that types of more instructions, and of fewer bytes, leave some of its rate.
+ROW_BUS_BYTES: Final = 4.4e10
 STAGED_SHARE: Final = 0.9  # of a copy's rate beside the CPU: launches that stage whole experts
 # Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
@@ -304,9 +304,10 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     """
     if not products:
         return rates
-    in_vram = rates.vram_bytes_per_s * num_bytes / _bytes_on_gpu(num_bytes, products, are_experts=True)
+    of_measured = _bytes_on_gpu(num_bytes, products, are_experts=True)
+    in_vram = rates.vram_bytes_per_s * num_bytes / of_measured
     num_values = sum(each.num_values for each in products)
-    over_bus = ROW_BUS_WEIGHTS * num_bytes / num_values
+    over_bus = ROW_BUS_BYTES * num_bytes / of_measured
     rates = replace(rates, vram_bytes_per_s=in_vram, row_bus_bytes_per_s=over_bus)
     if not rates.product_values_per_s:
         return rates

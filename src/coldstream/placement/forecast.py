@@ -81,7 +81,8 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0, pool: PoolPlan
         decode, gain = decode_forecast(known, rates, context)
     else:
         decode, gain = decode_seconds_on_cpu(model, known.rates, rates, context), 0.0
-    prefill = partial(prefill_seconds, on_disk=on_disk) if on_gpu else prefill_seconds_on_cpu
+    with_gpu = partial(prefill_seconds, on_disk=on_disk, ring_bytes=plan.ring_bytes)
+    prefill = with_gpu if on_gpu else prefill_seconds_on_cpu
     read = sum(rate * num_bytes for rate, num_bytes in zip(disk_rates, chosen, strict=True))
     lengths = [length for length in PROMPT_LENGTHS if length <= plan.fixed.ctx_size]
     chunk_size = plan.fixed.chunk_size

@@ -7,13 +7,13 @@ bus, while the CPU computes those with the fewest rows.
 The constants are from docs/results/gpu on H200s; docs/notes/startup.md says how they were found.
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.placement.cost import (
-    BUS_SHARE,
     CPU_SHARE,
     LAUNCH_S,
     STAGED_SHARE,
@@ -23,7 +23,8 @@ from coldstream.placement.cost import (
 )
 from coldstream.placement.gpu_types import product_time
 from coldstream.placement.rates import Rates
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.run_plan import SHARE_WITH_PLACES
+from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, ModelSizes
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +38,8 @@ ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
 NOVELTY: Final = 0.65
 # Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
 HOST_LAYER_S: Final = 1.2e-3
+PIECE_S: Final = 2.7e-6  # of a copy of an expert's matrix, whatever its bytes
+GROUP_S: Final = 5e-4  # of a copy that the host begins, at least: launches, and a buffer that has to be free
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 # Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
 # bus.
@@ -51,10 +54,12 @@ def prefill_seconds(
     num_tokens: int,
     chunk_size: int,
     on_disk: Array | None = None,
+    ring_bytes: int | None = None,
 ) -> float:
     """Seconds for a prompt with a GPU. resident: bool [layers, experts]; uses as in `plan_placement`.
 
-    on_disk: as `resident`, the experts that are only there; None: none are.
+    on_disk: as `resident`, the experts that are only there; None: none are. ring_bytes: of the ring through
+    which experts are copied; None: it is large.
     """
     seconds = 0.0
     for start in range(0, num_tokens, chunk_size):
@@ -63,7 +68,8 @@ def prefill_seconds(
         touched = expected_touched(rows, count)
         compute = _gpu_seconds(model, rates, start, count, rows, touched)
         spread = np.ones_like(rows) if uses is not None else _spread(resident)
-        step = _step_seconds(model, rates, count, compute, rows * spread, touched, ~resident)
+        ring = _ring_of(model, ring_bytes)
+        step = _step_seconds(model, rates, count, compute, rows * spread, touched, ~resident, ring)
         if on_disk is not None:
             read_s = float((touched * _sizes(model))[on_disk].sum()) / rates.disk_bytes_per_s
             step = max(step, read_s * (1 + 1 / model.num_layers))  # the first layer's overlap with nothing
@@ -123,8 +129,32 @@ def _spread(resident: Array) -> Array:
     return np.asarray((2 * number - 1) / count)
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """What a ring for copies does to steps."""
+
+    most_shared: int  # rows of a step that the device divides
+    group: int  # experts of a copy that the host begins
+
+
+def _ring_of(model: ModelSizes, ring_bytes: int | None) -> _Ring:
+    largest = max(model.expert_bytes)
+    if ring_bytes is None:
+        ring_bytes = model.num_experts * largest
+    has_places = ring_bytes >= SHARE_WITH_PLACES * model.num_experts * largest
+    buffer = ring_bytes // max(MIN_BUFFERS, ring_bytes // BUFFER_BYTES)
+    return _Ring(MAX_SHARED_ROWS if has_places else MAX_MAILBOX_ROWS, max(1, buffer // largest))
+
+
 def _step_seconds(
-    model: ModelSizes, rates: Rates, count: int, compute: float, rows: Array, touched: Array, missing: Array
+    model: ModelSizes,
+    rates: Rates,
+    count: int,
+    compute: float,
+    rows: Array,
+    touched: Array,
+    missing: Array,
+    ring: _Ring,
 ) -> float:
     """Seconds of a step whose `missing` experts, bool [layers, experts], are copied or computed by the CPU.
 
@@ -133,21 +163,23 @@ def _step_seconds(
     if not missing.any():
         return compute
     num_bytes = (touched * _sizes(model))[missing]
-    by_engine = BUS_SHARE * rates.link_bytes_per_s
+    num_experts = float(touched[missing].sum())
+    copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
     if count > MAX_CPU_ROWS:
-        stream = float(num_bytes.sum()) / by_engine
-        return max(stream, compute) + stream / model.num_layers
+        return max(copied, compute) + copied / model.num_layers
     by_cpu = (touched * _cpu_seconds(model, rates, rows / np.maximum(touched, 1e-9)))[missing]
     order = np.argsort(by_cpu / num_bytes, kind="stable")
     seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
     read = np.concatenate([[0.0], np.cumsum(num_bytes[order])])
     left = read[-1] - read
-    if count > MAX_SHARED_ROWS:  # divided by the host; copies begin ahead of the router
+    if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
         waits = compute + model.num_layers * HOST_LAYER_S
-        return float(np.maximum(seconds + waits, left / by_engine).min())
-    busy = np.minimum(1.0, read / np.maximum(seconds, 1e-12) / rates.read_beside_link)
-    link = rates.link_bytes_per_s - busy * (rates.link_bytes_per_s - rates.link_beside_read)
-    return compute + float(np.maximum(seconds, left / (STAGED_SHARE * link)).min())
+        on_bus = left / read[-1] * max(copied, num_experts / ring.group * GROUP_S)
+        return float(np.maximum(seconds + waits, on_bus).min())
+    # The bus loses some of its rate to every byte that the CPU reads.
+    lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
+    on_bus = (left / STAGED_SHARE + lost) / rates.link_bytes_per_s
+    return compute + float(np.maximum(seconds, on_bus).min())
 
 
 def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:

@@ -32,7 +32,7 @@ SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
 # Share of a layer's experts. The bus reads half of the experts that a prompt wants; the CPU takes the others.
-_SHARE_WITH_PLACES: Final = 0.3
+SHARE_WITH_PLACES: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RunPlan:
         """
         placement = self.placement
         room = placement.ring_bytes - self.prefetch_bytes
-        wanted = _SHARE_WITH_PLACES * placement.model.num_experts * max(placement.expert_bytes)
+        wanted = SHARE_WITH_PLACES * placement.model.num_experts * max(placement.expert_bytes)
         has_places = placement.model.num_experts > 1 and room >= wanted
         return MAX_SHARED_ROWS if self.miss_times is not None and has_places else MAX_MAILBOX_ROWS
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.routing_trace import RoutedModel
 
+# Of the ring through which a prompt's experts are copied, in groups.
+MIN_BUFFERS = 3  # one is read, one is written, and one waits
+BUFFER_BYTES = 32 * 2**20
 SLOT_ALIGNMENT = 256  # of each matrix in a slot, as of any tensor in a GPU's memory
 
 
