@@ -196,7 +196,7 @@ def test_more_residents_never_slow_a_prompt_down(seed: int, length: int, machine
     uses = rng.random((40, 256))
     more = resident | (rng.random((40, 256)) < 0.3)
     slow, fast = (prefill_seconds(FULL_SIZES, machine, mask, uses, length, 8192) for mask in (resident, more))
-    assert fast <= slow * (1 + 1e-9)
+    assert fast <= slow * (1 + 1e-3)  # up to one expert more or less of the CPU's
 
 
 @given(st.sampled_from(["vram", "ram"]), st.integers(0, 2**64), st.integers(0, 20 * GIB), rates)

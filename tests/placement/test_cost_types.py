@@ -111,7 +111,7 @@ def test_more_instructions_make_nothing_faster(
         lambda rates: prefill_seconds(model, rates, nothing, None, 512, 512),
         lambda rates: miss_times_of(model, rates).cpu[-1],
     ):
-        assert seconds(slow) >= seconds(fast) * (1 - 1e-9)
+        assert seconds(slow) >= seconds(fast) * (1 - 1e-3)  # of a prompt, up to one expert more or less
 
 
 @given(st.floats(1e9, 1e13))

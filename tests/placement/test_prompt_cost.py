@@ -86,7 +86,7 @@ def test_missing_experts_never_make_a_prompt_faster_and_no_link_never_helps(
     slow = replace(
         machine, link_bytes_per_s=machine.link_bytes_per_s / 2, link_beside_read=machine.link_beside_read / 2
     )
-    assert none <= seconds(count, slow, NOTHING) * (1 + 1e-9)
+    assert none <= seconds(count, slow, NOTHING) * (1 + 1e-3)  # up to one expert of the CPU's
 
 
 def test_the_cpu_has_a_part_only_in_steps_that_it_can_take() -> None:
@@ -103,7 +103,7 @@ def test_a_larger_ring_never_makes_a_prompt_slower(count: int, ring: int, more: 
         prefill_seconds(FULL_SIZES, machine, NOTHING, None, count, 512, ring_bytes=num_bytes)
         for num_bytes in (ring, ring + more)
     )
-    assert large <= small * (1 + 1e-9)
+    assert large <= small * (1 + 1e-3)  # up to one expert of the CPU's
 
 
 def test_a_ring_of_single_experts_is_bound_by_what_the_host_begins() -> None:
