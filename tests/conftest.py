@@ -48,6 +48,7 @@ settings.register_profile(
 settings.register_profile("shard", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
+HALVED_ABOVE = 25  # numbers of examples that tests give; with less, an example is long
 SHARDS = 3  # of the cases of a test marked `sharded`, unless it says how many: `sharded(9)`
 
 
@@ -69,9 +70,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def halve_given_numbers(config: pytest.Config) -> None:
+    """Until its end, settings of more than HALVED_ABOVE, in a decorator or a test, mean half of them."""
+    complete = settings.__init__
+
+    def halved(own: settings, *arguments: Any, **given: Any) -> None:
+        if given.get("max_examples", 0) > HALVED_ABOVE:
+            given["max_examples"] //= 2
+        complete(own, *arguments, **given)
+
+    settings.__init__ = halved
+    config.add_cleanup(lambda: setattr(settings, "__init__", complete))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shard") is not None:
         settings.load_profile("shard")
+        halve_given_numbers(config)
     if config.getoption("--gpu-on-host"):
         from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
 

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 TEST_THAT_HANGS = """
@@ -54,6 +56,17 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
     assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_that_hangs_in_c" in done.stderr
     assert "passed" not in done.stdout
+
+
+def test_a_shard_halves_large_numbers_of_examples_that_a_test_gives(request: pytest.FixtureRequest) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    numbers, ends = (300, 20), []
+    before = [settings(max_examples=number).max_examples for number in numbers]
+    own.halve_given_numbers(SimpleNamespace(add_cleanup=ends.append))
+    halved = [settings(max_examples=number).max_examples for number in numbers]
+    ends[0]()
+    assert halved == [before[0] // 2, before[1]]
+    assert [settings(max_examples=number).max_examples for number in numbers] == before
 
 
 @pytest.mark.parametrize(
