@@ -177,6 +177,17 @@ def test_the_first_token_comes_before_the_lock_of_the_file(
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+def test_equal_parts_of_a_first_prompt_are_not_captured_before_the_lock(path: Path, held: HeldLock) -> None:
+    """The second step of a shape would be. What is captured then knows nothing of the bus."""
+    with open_with_bus(path, is_early=True) as runner:
+        for part in range(3):
+            rows = Segment(runner.sequence, token_ids(15)[5 * part : 5 * part + 5], wanted=())
+            runner.runner.step(Batch((rows,)))
+            assert not held.begun.is_set()
+            assert not runner.runner._steps._graphs
+        held.go_on()
+
+
 def test_a_long_first_prompt_waits_for_the_lock(
     path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
 ) -> None:
