@@ -159,7 +159,12 @@ def _document(
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
-        "rates": asdict(planned.known.rates),
+        "rates": {
+            # The last one is of a type's kernels: no bound here, which JSON could not write.
+            name: rate
+            for name, rate in asdict(planned.known.rates).items()
+            if name != "row_bus_bytes_per_s"
+        },
         "hit_rates_from": planned.known.curve.source,
         "forecast": asdict(expected),
         "forecast_with_next_gib": asdict(richer) if richer else None,
