@@ -3,11 +3,11 @@
     python -m bench.engine.first_token full.gguf --peer llama-completion --out FILE
 
 The model file is read first, so that it is in the page cache, and byte code is compiled, as an installation
-has it. Each start is a process of its own, timed from
-its launch to the first byte of its answer: once with nothing kept from earlier starts (compiled kernels and
-measured rates lie in the user's directories, which are empty then), several times with both, several times
-with all experts on the GPU, and once more of both kinds under `sampled_start.py`, which says where the time
-goes.
+has it. Each start is a process of its own, timed from its launch to the first byte of its answer.
+
+One start has nothing kept from earlier ones: compiled kernels and measured rates lie in the user's
+directories, which are empty then. Several have both, and several more have all experts on the GPU. One of
+each of the first two kinds runs under `sampled_start.py`, which says where the time goes.
 
 With --peer, that program of llama.cpp answers the same prompt between the later starts, with the
 experts of as many layers on the GPU as leave it within the same memory. By default it lays out anew the

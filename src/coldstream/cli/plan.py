@@ -160,7 +160,7 @@ def _document(
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
         "rates": {
-            # The last one is of a type's kernels: no bound here, which JSON could not write.
+            # It depends on the type of weights. Without one it is infinite, which JSON cannot write.
             name: rate
             for name, rate in asdict(planned.known.rates).items()
             if name != "row_bus_bytes_per_s"
