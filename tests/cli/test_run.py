@@ -6,7 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from terminals import Terminal
@@ -14,9 +17,14 @@ from terminals import Terminal
 from builders import make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
+from coldstream.cli import run as cli_run
 from coldstream.cli.main import EXIT_INTERRUPTED
 from coldstream.cli.terminal import visible
 from coldstream.cli.text_input import MAX_TEXT_BYTES
+from coldstream.engine import open_model
+from coldstream.engine.opened_model import OpenedModel
+
+Run = Callable[..., tuple[int, str, str]]
 
 RUN = [sys.executable, "-m", "coldstream", "run"]
 ENDLESS = ["--ignore-eos", "--seed", "1", "--threads", "1"]
@@ -257,3 +265,33 @@ def test_doubts_about_a_file_are_reported_and_it_runs(tmp_path: Path) -> None:
     done = _run(str(tmp_path / "odd.gguf"), "-p", "a", "--raw", *SHORT)
     assert done.returncode == 0
     assert b"warning: the attn_norm weights are centred on 2" in done.stderr
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_a_plan_assumed_is_measured_behind_the_answer(
+    model: str, run: Run, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """When the model is closed, and not for somebody who has left."""
+    events: list[str] = []
+
+    class Late:
+        def measure(self, progress: object) -> None:
+            events.append("measured")
+
+    def opened(*arguments: Any, is_brief: bool, **options: Any) -> OpenedModel:
+        assert is_brief
+        found = open_model(*arguments, **options)
+        close = found.runner.close
+        monkeypatch.setattr(found.runner, "close", lambda: (events.append("closed"), close()))
+        return replace(found, late_rates=Late())
+
+    monkeypatch.setattr(cli_run, "open_model", opened)
+    if is_cancelled:
+        answer = cli_run.show_answer
+        monkeypatch.setattr(
+            cli_run, "show_answer", lambda *of: replace(answer(*of), finish_reason="cancelled")
+        )
+    monkeypatch.setattr(cli_run, "prompt_of", lambda prompt, file: prompt)  # which would look for a pipe
+    code, _, _ = run("run", model, "-p", "def", *SHORT)
+    assert code == (EXIT_INTERRUPTED if is_cancelled else 0)
+    assert events == ["closed", *([] if is_cancelled else ["measured"])]

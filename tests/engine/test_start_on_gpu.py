@@ -9,6 +9,7 @@ from builders import Dims, write_gguf
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model, opened_model
 from coldstream.errors import UnsupportedError
 from coldstream.experts.file_lock import FileLock
+from coldstream.planning import machine
 from host_device import HostDevice
 from host_gpu import opened_on
 
@@ -101,3 +102,38 @@ def test_an_early_start_answers_as_any_other(
     assert captured[0] > captured[1] == 0
     assert events == ["lock", "plan", "plan", "lock"]
     assert answers[0] == answers[1]
+
+
+def test_a_start_for_one_answer_measures_nothing_before_it(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does it compile the kernel of a measurement. Its answer is that of any other start."""
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=PARTLY, threads=1)
+    greedy, answers = SamplingParams(temperature=0, max_tokens=6), []
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("it waits for a measurement")
+
+    monkeypatch.setattr(machine, "with_stored_rates", lambda *_: None)
+    for is_brief in (False, True):
+        with opened_on(compiled_for_the_host), pytest.MonkeyPatch.context() as patch:
+            if is_brief:
+                patch.setattr(opened_model, "with_rates", refuse)
+                patch.setattr(opened_model, "compiling_for_rates", refuse)
+            with LLM.from_opened(open_model(config, is_early=True, is_brief=is_brief)) as llm:
+                late = llm.opened.late_rates
+                assert (late is not None and late.are_assumed) == is_brief
+                answers.append(llm.generate([7, 300, 5], greedy)[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_a_start_without_missing_experts_needs_no_rates(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is measured behind its answer either."""
+    monkeypatch.setattr(machine, "with_stored_rates", lambda *_: None)
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=WHOLLY, threads=1)
+    with opened_on(compiled_for_the_host), LLM.from_opened(open_model(config, is_brief=True)) as llm:
+        assert llm.opened.plan.placement.is_all_resident
+        assert llm.opened.late_rates is not None
+        assert not llm.opened.late_rates.are_assumed

@@ -22,6 +22,7 @@ from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware
 from coldstream.planning import machine
 from coldstream.planning.machine import (
+    LateRates,
     compiling_for_rates,
     hardware_with,
     measured_hardware,
@@ -92,6 +93,43 @@ def test_the_kernel_of_a_measurement_is_compiled_where_something_is_to_be_measur
     with_rates(of_gpu, path=path)
     with compiling_for_rates(of_gpu, path):
         assert len(asked) == 1
+
+
+def test_late_rates_are_measured_once_if_a_plan_asked_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    here = hardware_with(GPU)
+    late = LateRates(here, path)
+    late.measure()
+    assert not path.exists()
+    assert (late.find(), measured.num_measured) == (here, 0)
+    tasks: list[str] = []
+    late.measure(lambda what, done, total: tasks.append(what))
+    assert set(tasks) == {"measuring this machine"}
+    assert with_rates(here, path=path) == late.find() != here
+    late.measure()
+    LateRates(here, path).measure()
+    assert measured.num_measured == 1
+
+
+def test_late_rates_that_cannot_be_measured_stay_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, here = tmp_path / "hardware.json", hardware_with(GPU)
+    MeasuredGpu(monkeypatch)
+
+    def refuse(*arguments: object) -> None:
+        raise OutOfMemoryError("no memory")
+
+    late = LateRates(here, path)
+    late.find()
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "measure_link", refuse)
+        late.measure()
+    assert not rates_are_known(here, path)
+    late.measure()
+    assert rates_are_known(here, path)
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:

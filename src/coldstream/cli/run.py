@@ -111,7 +111,8 @@ def command(
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise _not_an_argument([model], click.get_current_context())
     prompt = prompt_of(prompt, file)
-    with _open(model_or_bundled(model), options, verbose=session.verbose) as llm:
+    is_brief = prompt is not None
+    with _open(model_or_bundled(model), options, verbose=session.verbose, is_brief=is_brief) as llm:
         params = sampling_params(options, llm.opened.default_sampling)
         opened = llm.opened
         completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
@@ -127,6 +128,9 @@ def command(
             stream = chat.ask(prompt, partial(line.update, "reading the prompt"))
             before = prompt if should_echo else ""
             answer = show_answer(stream, line, quiet, chat.ctx_size, before)
+    if opened.late_rates is not None and answer.finish_reason != "cancelled":
+        with ProgressLine() as line:
+            opened.late_rates.measure(line.update)
     return EXIT_INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
 
@@ -146,12 +150,13 @@ def _note_context(llm: LLM) -> None:
         note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
 
 
-def _open(model: str, options: Mapping[str, Any], *, verbose: bool) -> LLM:
+def _open(model: str, options: Mapping[str, Any], *, verbose: bool, is_brief: bool) -> LLM:
     config = with_bundled_drafter(engine_config(model, options))
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line, starting():
         times = StartTimes(line.update)
-        opened = open_model(config, times.update if verbose else line.update, is_early=True)
+        show = times.update if verbose else line.update
+        opened = open_model(config, show, is_early=True, is_brief=is_brief)
     if verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(opened.config).items()))
         note(times.report())

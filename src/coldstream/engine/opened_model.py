@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,13 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
-from coldstream.planning.machine import compiling_for_rates, hardware_of, rates_are_known, with_rates
+from coldstream.planning.machine import (
+    LateRates,
+    compiling_for_rates,
+    hardware_of,
+    rates_are_known,
+    with_rates,
+)
 from coldstream.planning.planned import Planned
 
 if TYPE_CHECKING:
@@ -98,6 +104,7 @@ class OpenedModel:
     default_sampling: SamplingParams
     open_warnings: tuple[str, ...] = ()  # about the file, and why another device or drafter was taken
     speculation: Speculation | None = None
+    late_rates: LateRates | None = None  # to be measured behind `close`, where a plan did not wait for them
 
     @property
     def config(self) -> EngineConfig:
@@ -154,34 +161,36 @@ def open_model(
     prompt_cache_bytes: int = 0,
     *,
     is_early: bool = False,
+    is_brief: bool = False,
 ) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
 
     prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes. is_early: whether
     the first steps may be slow, as they begin before `ModelRunner.finish_loading`. A later step may raise
-    CompileError then.
+    CompileError then. is_brief: whether the model is opened for one answer. Then it does not wait for rates
+    of the machine that were never measured, and the caller has `late_rates` measured behind that answer.
     """
     own = own or OwnParts()
     begin = partial(_begin, progress)
     begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
+    late_rates = LateRates(hardware) if is_brief else None
     path = resolve_model(config.model, offline=config.offline, progress=progress)
-    with ExitStack() as cleanup, compiling_for_rates(hardware):
+    with ExitStack() as cleanup, nullcontext() if late_rates else compiling_for_rates(hardware):
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
         in_ram = sum(file.shard_bytes) + prompt_cache_bytes
-        lock = None
-        is_mapped = is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
-        is_late = is_early and spec.is_moe  # behind the first token, which the lock would keep waiting
-        if is_mapped and not is_late and rates_are_known(hardware):  # nothing is done while they are measured
-            lock = cleanup.enter_context(closing(lock_file(file, spec)))
+        # Neither beside a measurement nor before a first token that need not wait for it.
+        locks = (late_rates is not None or rates_are_known(hardware)) and not (is_early and spec.is_moe)
+        locks = locks and is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
+        lock = cleanup.enter_context(closing(lock_file(file, spec))) if locks else None
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             reading = _begin_reading(config.device, file, beside)
             begin("planning")
-            measured = partial(with_rates, hardware, progress)
-            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, measured)
+            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress)
+            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)
@@ -206,9 +215,8 @@ def open_model(
             runner.finish_loading()
         cleanup.pop_all()
     has_template = config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata
-    return OpenedModel(
-        planned, runner, tokenizer, template, has_template, default_sampling, warnings, speculation
-    )
+    texts = (tokenizer, template, has_template)
+    return OpenedModel(planned, runner, *texts, default_sampling, warnings, speculation, late_rates)
 
 
 def _speculation(

@@ -149,7 +149,11 @@ def count_workspace(file: GGUFFile, spec: ModelSpec, shape: WorkspaceShape) -> i
 
 @dataclass(frozen=True)
 class Sources:
-    """Where facts come from. `measured`: returns `hardware` with its rates; None: it has what there is."""
+    """Where facts come from.
+
+    measured: returns `hardware` with its rates, or without those that a plan shall assume. None: it has what
+    there is.
+    """
 
     file: GGUFFile
     spec: ModelSpec

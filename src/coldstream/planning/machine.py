@@ -81,6 +81,34 @@ def with_rates(
     return hardware
 
 
+class LateRates:
+    """Rates of this machine as they are kept; what was never measured is assumed, and measured in the end.
+
+    For a plan that should not wait for a measurement. Such a measurement takes seconds.
+    """
+
+    def __init__(self, hardware: Hardware, path: Path | None = None) -> None:
+        """hardware: this machine. path: of the file of rates; None: the default one."""
+        self._hardware, self._path = hardware, path
+        self.are_assumed = False  # by a plan, since it asked for them
+
+    def find(self) -> Hardware:
+        """The machine with its rates, or without any. `placement/rates.py` assumes those then."""
+        stored = with_stored_rates(self._hardware, self._path or default_path())
+        self.are_assumed = stored is None
+        return stored or self._hardware
+
+    def measure(self, progress: Progress | None = None) -> None:
+        """Measures and keeps what a plan assumed, for later ones. Nothing else should run meanwhile.
+
+        What cannot be measured or kept stays unknown.
+        """
+        if self.are_assumed:
+            with suppress(DeviceError, OutOfMemoryError):
+                with_rates(self._hardware, progress, self._path)
+                self.are_assumed = False
+
+
 def reconsider_rates(
     hardware: Hardware, times_as_fast: Callable[[Hardware], float], path: Path | None = None
 ) -> bool:
