@@ -19,7 +19,7 @@ from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import GpuHardware, Hardware
 
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 5
+_VERSION: Final = 6
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 _RATES: Final = {
