@@ -55,7 +55,8 @@ def test_without_a_budget_what_is_free_may_be_used_but_for_a_part_of_ram(make: M
 def test_a_default_context_leaves_room_for_experts(make: Make) -> None:
     whole = make(EngineConfig("m", device="cuda"))
     fixed = make(EngineConfig("m", device="cuda", vram=480 * MIB)).plan.fixed
-    budget = fixed.total - fixed.caches + MIB
+    assert not fixed.host_tables, "all fits"
+    budget = fixed.total - whole.sizes.table_bytes - fixed.caches + MIB
     small = make(EngineConfig("m", device="cuda", vram=budget))
     assert small.plan.total_bytes <= budget
     assert small.plan.fixed.ctx_size < whole.plan.fixed.ctx_size

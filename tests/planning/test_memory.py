@@ -103,7 +103,7 @@ def test_steps_get_shorter_where_that_lets_all_experts_fit(tmp_path: Path) -> No
     sizes = replace(sizes, expert_bytes=(2**30,) * 4)  # so that activations are a small part of all
     # Too little for all experts, and so for states that are not needed.
     (largest,) = counted_parts(path, spec, sizes, [sizes.all_expert_bytes])
-    enough = largest.total + sizes.all_expert_bytes
+    enough = largest.total + largest.host_tables + sizes.all_expert_bytes
     least = enough - largest.workspace
     budgets = [enough, enough - 1, least + largest.workspace // 7, least]
     parts = counted_parts(path, spec, sizes, budgets)
@@ -171,3 +171,25 @@ def test_states_that_cannot_fit_are_not_counted(tmp_path: Path, monkeypatch: pyt
     assert all(states)
     counted_parts(path, spec, sizes, [2**36])
     assert not all(states)
+
+
+def test_the_embedding_is_in_ram_only_where_experts_would_be_missing_otherwise(tmp_path: Path) -> None:
+    """Then it is in no sum of the GPU's memory. An embedding that is the head too is on the GPU."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, dims=Dims(vocab=40_000))
+    spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**24,) * 4)
+    budgets = range(500 * 2**20, 1200 * 2**20, 2**22)
+    parts = counted_parts(path, spec, sizes, budgets)
+    for budget, part in zip(budgets, parts, strict=True):
+        room = budget - part.total - sizes.all_expert_bytes
+        assert room >= 0 or part.host_tables
+        assert not part.host_tables or room < sizes.table_bytes
+    in_ram = [part.host_tables > 0 for part in parts]
+    assert in_ram == sorted(in_ram, reverse=True)
+    assert {part.weights + part.host_tables for part in parts} == {parts[-1].weights}
+    assert {part.host_tables for part in parts} == {0, sizes.table_bytes}
+    write_gguf(path, tied=True)
+    assert not read(path)[1].table_bytes
+    (tied,) = counted_parts(path, *read(path), [2**20])
+    assert not tied.host_tables

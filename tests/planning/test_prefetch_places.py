@@ -86,6 +86,7 @@ def test_trap_19_what_is_prefetched_is_within_the_budget_to_the_byte(tmp_path: P
         expert_bytes=plan.resident_bytes,
         ring_bytes=plan.ring_bytes,
         prefetching=prefetching_of(run),
+        has_host_tables=fixed.host_tables > 0,
     )
     whole_bytes = plan.ring_bytes // ALIGNMENT * ALIGNMENT
     with GGUFFile.open(path) as file:

@@ -92,8 +92,9 @@ class CudaOps(CudaProducts):
         *,
         own: ExecutorFactory | None = None,
         notes_kernels: bool = False,
+        has_host_tables: bool = False,
     ) -> None:
-        super().__init__(memory, notes_kernels=notes_kernels)
+        super().__init__(memory, notes_kernels=notes_kernels, has_host_tables=has_host_tables)
         self._max_rows = max_rows
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, DeviceArray] = {}
@@ -105,7 +106,9 @@ class CudaOps(CudaProducts):
             self.executor = made_executor(own, self.model_executor, kernels)
 
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:
-        stack = self.model_executor.map_stack(file, info) if len(info.shape) == 3 else None
+        if len(info.shape) < 3:
+            return self.load_table(file, info)
+        stack = self.model_executor.map_stack(file, info)
         return self.load_weight(file, info) if stack is None else stack
 
     def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> CudaWeight:

@@ -102,6 +102,7 @@ def model_sizes(
         dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
         expert_products=tuple(_products(layer, num_experts) for layer in by_layer),
         head=next(iter(_products([tensors[head_name]])), None) if head_name in tensors else None,
+        table_bytes=0 if spec.tied_output else tensors[_EMBEDDING].num_bytes,
     )
 
 

@@ -52,9 +52,10 @@ class FixedPart:
     num_sequences: int = 1  # recurrent states in the caches
     num_tree_rows: int = 0  # rows of draft trees in the caches
     prompt_cache: int = 0  # kept prefixes of prompts that have no room in the caches, in RAM
+    host_tables: int = 0  # an embedding in page-locked RAM, beside this memory and in no sum; 0: in `weights`
 
     def __post_init__(self) -> None:
-        for name, num_bytes in self.parts.items():
+        for name, num_bytes in (*self.parts.items(), ("host_tables", self.host_tables)):
             if num_bytes < 0:
                 raise ValueError(f"{name} cannot be {num_bytes} bytes")
 

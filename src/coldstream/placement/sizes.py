@@ -40,6 +40,7 @@ class ModelSizes:
     dense_products: tuple[Products, ...] = ()  # of a token, outside experts
     expert_products: tuple[tuple[Products, ...], ...] = ()  # of one expert, by layer
     head: Products | None = None  # of those outside experts, what only the last row of a prompt meets
+    table_bytes: int = 0  # of `dense_bytes`, an embedding that is not the head too
 
     @property
     def num_layers(self) -> int:

@@ -59,7 +59,7 @@ from coldstream.planning.unknowns import (
 
 
 def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuShape) -> FixedPart:
-    """What a runner on a GPU takes beside experts.
+    """What a runner on a GPU takes beside experts, with the embedding in RAM.
 
     Reads the small tensors of the file. Raises as `CausalLM.load` and `MtpModel.load`.
     """
@@ -74,6 +74,7 @@ def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuS
         capacity.kv_type,
         has_mtp=draft.has_mtp,
         aux_layers=draft.aux_layers,
+        has_host_tables=True,
     )
     ring_bytes = 0
     if spec.is_moe:
@@ -99,6 +100,7 @@ def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuS
         reserve=plan.reserve,
         num_sequences=capacity.cache_size.num_states,
         num_tree_rows=capacity.cache_size.num_tree_rows,
+        host_tables=plan.tables,
     )
 
 

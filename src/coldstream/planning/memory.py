@@ -87,10 +87,14 @@ class RamNeeds:
 
 def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -> int:
     """Page-locked RAM of a runner on a GPU with this placement: what it allocates in `experts/host.py` and
-    `experts/copies.py`, and for logits.
+    `experts/copies.py`, for logits and for an embedding.
     """
     ranks, size = mailbox_ranks(spec), spec.hidden_size
-    sizes = [placement.fixed.chunk_size * ranks * _ID, HEAD_ROWS * spec.vocab_size * _FLOAT]
+    sizes = [
+        placement.fixed.host_tables,
+        placement.fixed.chunk_size * ranks * _ID,
+        HEAD_ROWS * spec.vocab_size * _FLOAT,
+    ]
     for rows in (MAX_MAILBOX_ROWS, max(1, max_cpu_rows)):
         sizes += [_LINES, rows * size * _FLOAT, rows * ranks * _ID, rows * ranks * size * _FLOAT]
     if spec.is_moe:
@@ -119,14 +123,24 @@ class GpuMemory:
     num_contexts: int = 1
     draft: DraftMemory = NO_DRAFTS
     attention_window: int | None = None
+    has_host_tables: bool = True  # whether the embedding may be in RAM
 
     def fixed_part(self, budget: int) -> FixedPart:
         """The fixed part with the longest prefill steps of modest activations.
 
+        The embedding, of which a token reads a row, is in RAM where the GPU would lack experts otherwise.
         Steps are shorter, down to 2048 tokens, if all experts fit only then. If there is room beside all
         experts, there are states for as many sequences as are useful in a step. Raises NotKnownError, and the
         error of a file that cannot be counted.
         """
+        experts = self.sizes.all_expert_bytes
+        if self.sizes.dense_bytes + experts <= budget:  # known before anything is counted
+            whole = replace(self, has_host_tables=False)._chosen_part(budget)
+            if whole.total + experts <= budget:
+                return whole
+        return self._chosen_part(budget)
+
+    def _chosen_part(self, budget: int) -> FixedPart:
         chosen = self._part(self._chunk_size(budget))
         if chosen.total + self.sizes.all_expert_bytes > budget:
             return chosen  # not counted with more states, which take no less
@@ -164,12 +178,18 @@ class GpuMemory:
             raise NotKnownError(shape)
         if isinstance(found, ModelFormatError):
             raise found
-        return replace(found, num_contexts=self.num_contexts)
+        return self._with_tables(replace(found, num_contexts=self.num_contexts))
 
     def _estimate(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
         capacity = self._capacity(is_scarce)
         part = estimated(self.spec, self.sizes, self.nextn_bytes, capacity, chunk_size)
-        return replace(part, num_contexts=self.num_contexts)
+        return self._with_tables(replace(part, num_contexts=self.num_contexts))
+
+    def _with_tables(self, part: FixedPart) -> FixedPart:
+        """`part`, whose tables are in RAM, with them where they are to be."""
+        if self.has_host_tables:
+            return part
+        return replace(part, weights=part.weights + part.host_tables, host_tables=0)
 
     def _capacity(self, is_scarce: bool) -> RunnerCapacity:
         cache_size = CacheSize.shared(
@@ -196,13 +216,14 @@ def _without_workspace(part: FixedPart) -> int:
 def least_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
     """About the smallest fixed part without caches, which a default context must leave free."""
     reserved = GRAPH_BYTES + RESERVE_BYTES
-    return sizes.dense_bytes + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
+    weights = sizes.dense_bytes - sizes.table_bytes
+    return weights + sizes.state_bytes + reserved + _activation_bytes(spec, CHUNK_SIZES[-1])
 
 
 def estimated(
     spec: ModelSpec, sizes: ModelSizes, nextn_bytes: int, capacity: RunnerCapacity, chunk_size: int
 ) -> FixedPart:
-    """About what `count_on_gpu` counts."""
+    """About what `count_on_gpu` counts, with the embedding in RAM too."""
     draft, cache_size = capacity.draft, capacity.cache_size
     num_layers = spec.layer_kinds.count("attention")
     kv_layer_bytes = sizes.kv_token_bytes // num_layers if num_layers else 0
@@ -211,7 +232,7 @@ def estimated(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
         chunk_size=chunk_size,
-        weights=sizes.dense_bytes + (nextn_bytes if draft.has_mtp else 0),
+        weights=sizes.dense_bytes - sizes.table_bytes + (nextn_bytes if draft.has_mtp else 0),
         caches=cache_size.num_blocks * BLOCK_POSITIONS * token_bytes
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec)
@@ -222,6 +243,7 @@ def estimated(
         reserve=RESERVE_BYTES,
         num_sequences=cache_size.num_states,
         num_tree_rows=cache_size.num_tree_rows,
+        host_tables=sizes.table_bytes,
     )
 
 

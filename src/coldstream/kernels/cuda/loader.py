@@ -12,9 +12,10 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.cuda.array import DeviceArray, as_type
+from coldstream.kernels.cuda.array import DeviceArray, HostArray, PlannedArray, as_type
 from coldstream.kernels.cuda.contents import clear, write
-from coldstream.kernels.cuda.memory import Memory, MemoryPlan
+from coldstream.kernels.cuda.memory import Memory, MemoryPlan, aligned
+from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.cuda.upload import Progress, Upload, run_uploads
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.gathered_rows import read_rows
@@ -24,10 +25,16 @@ CudaWeight = QuantTensor | ExpertTable
 
 
 class CudaLoader:
-    """See `Ops` for the methods."""
+    """See `Ops` for the methods.
 
-    def __init__(self, memory: Memory) -> None:
+    has_host_tables: whether tables, of which a token reads a row, are in page-locked RAM. table_bytes: what
+    they take in either memory.
+    """
+
+    def __init__(self, memory: Memory, *, has_host_tables: bool = False) -> None:
         self.memory = memory
+        self.has_host_tables = has_host_tables
+        self.table_bytes = 0
         self.planning = isinstance(memory, MemoryPlan)
         self._uploads: list[Upload] = []
 
@@ -50,6 +57,21 @@ class CudaLoader:
             self._uploads.append(Upload(file, info, blocks))
         if len(info.shape) == 3:
             return self.stack(blocks, info.quant_type, info.shape)
+        return QuantTensor.from_bytes(blocks, info.quant_type, info.shape)
+
+    def load_table(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
+        """A matrix of which a token reads a row. Queued as all large tensors are."""
+        self.table_bytes += aligned(info.num_bytes)
+        shape = (info.num_bytes,)
+        blocks: DeviceArray
+        if not self.has_host_tables:
+            blocks = self.memory.persistent(shape, "uint8")
+        elif self.planning:
+            blocks = PlannedArray(0, shape, "uint8")
+        else:
+            blocks = HostArray.of(allocations.page_locked(shape, "uint8"))
+        if not self.planning:
+            self._uploads.append(Upload(file, info, blocks))
         return QuantTensor.from_bytes(blocks, info.quant_type, info.shape)
 
     def load_rows(self, file: GGUFFile, info: TensorInfo, row_ids: Sequence[int]) -> QuantTensor:

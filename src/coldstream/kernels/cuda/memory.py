@@ -94,14 +94,14 @@ class Memory(ABC):
 
     def persistent(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Contiguous, contents undefined."""
-        num_bytes = _aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
+        num_bytes = aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
         start = self.persistent_bytes
         self.persistent_bytes += num_bytes
         return self._array(self._persistent_at(start, num_bytes), shape, dtype, None)
 
     def workspace(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """Contiguous, contents undefined."""
-        num_bytes = _aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
+        num_bytes = aligned(math.prod(shape) * ELEMENT_BYTES[dtype])
         while self._ended:
             self._workspace.give_back(*self._ended.popleft())
         part = _Part(self._workspace.take(num_bytes), num_bytes, self._ended)
@@ -163,5 +163,6 @@ def own_bytes(num_bytes: int) -> CudaArray:
     return CudaArray(allocation.address, (num_bytes,), "uint8", allocation)
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """What an array of so many bytes takes of planned memory."""
     return -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT

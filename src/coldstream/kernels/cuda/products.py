@@ -35,8 +35,8 @@ class CudaProducts(CudaLoader):
 
     step_positions: DeviceArray | None = None
 
-    def __init__(self, memory: Memory, *, notes_kernels: bool = False) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: Memory, *, notes_kernels: bool = False, has_host_tables: bool = False) -> None:
+        super().__init__(memory, has_host_tables=has_host_tables)
         self._calls_launchers = notes_kernels or not self.planning
         self._zeroes: dict[tuple[str | int, ...], DeviceArray] = {}
 

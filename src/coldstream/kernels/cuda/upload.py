@@ -15,7 +15,7 @@ import numpy as np
 
 from coldstream.errors import ModelChangedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.array import DeviceArray, HostArray
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 
 PIECE_BYTES = 16 * 2**20
@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Upload:
-    """The bytes of a tensor of a file, and their target: uint8 on the device, of the same size."""
+    """The bytes of a tensor of a file, and their target: uint8 of that size, on the device or the host."""
 
     file: GGUFFile
     info: TensorInfo
@@ -65,6 +65,9 @@ class _Readers:
         self._idle = deque[tuple[Array, streams.Stream]]()
 
     def copy(self, upload: Upload, start: int, size: int) -> int:
+        if isinstance(upload.destination, HostArray):
+            _read(upload.file, upload.info, start, upload.destination.numpy()[start : start + size].data)
+            return size
         try:
             buffer, stream = self._idle.pop()
         except IndexError:

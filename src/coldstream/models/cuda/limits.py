@@ -34,6 +34,7 @@ class Limits:
     is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
     has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
     aux_layers: tuple[int, ...] = ()  # layers whose residual streams are kept for a drafter
+    has_host_tables: bool = False  # whether the embedding is in page-locked RAM, where the device reads it
 
     def __post_init__(self) -> None:
         """UnsupportedError if there are no GPU kernels for the type of keys and values."""
@@ -51,7 +52,12 @@ class Limits:
         placement, fixed = plan.placement, plan.placement.fixed
         cache_size = cache_size or CacheSize.planned(fixed)
         limits = cls(
-            cache_size, fixed.ctx_size, fixed.kv_type, has_mtp=plan.spec_type == "mtp", aux_layers=aux_layers
+            cache_size,
+            fixed.ctx_size,
+            fixed.kv_type,
+            has_mtp=plan.spec_type == "mtp",
+            aux_layers=aux_layers,
+            has_host_tables=fixed.host_tables > 0,
         )
         if placement.is_all_resident:
             return limits

@@ -74,7 +74,13 @@ class Loaded:
         rows = max(chunk_size, MAX_DECODE_ROWS)
         make_executor = _model_executor_factory(spec, limits, host)
         ops = CudaOps(
-            memory, limits.context_length, rows, make_executor, own=own, notes_kernels=notes_kernels
+            memory,
+            limits.context_length,
+            rows,
+            make_executor,
+            own=own,
+            notes_kernels=notes_kernels,
+            has_host_tables=limits.has_host_tables,
         )
         model = CausalLM.load(file, spec, ops)
         if isinstance(ops.model_executor, PartialExecutor):

@@ -47,6 +47,7 @@ class CudaMemoryPlan:
     workspace: int
     chunk_size: int
     experts: int = 0  # in slots; `weights` has those of whole layers
+    tables: int = 0  # in page-locked RAM, and in no sum
     graphs: int = GRAPH_BYTES
     reserve: int = RESERVE_BYTES
 
@@ -99,6 +100,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         workspace=memory.workspace_bytes,
         chunk_size=chunk_size,
         experts=limits.expert_bytes or 0,
+        tables=loaded.ops.table_bytes if limits.has_host_tables else 0,
     )
 
 
