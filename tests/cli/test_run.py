@@ -22,7 +22,7 @@ from coldstream.cli.main import EXIT_INTERRUPTED
 from coldstream.cli.terminal import visible
 from coldstream.cli.text_input import MAX_TEXT_BYTES
 from coldstream.engine import open_model
-from coldstream.engine.opened_model import OpenedModel
+from coldstream.engine.opened_model import FirstPrompt, OpenedModel
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -278,9 +278,9 @@ def test_what_a_plan_assumed_is_measured_behind_the_answer(
         def measure(self, progress: object) -> None:
             events.append("measured")
 
-    def opened(*arguments: Any, is_brief: bool, **options: Any) -> OpenedModel:
-        assert is_brief
-        found = open_model(*arguments, **options)
+    def opened(*arguments: Any, prompt: FirstPrompt, **options: Any) -> OpenedModel:
+        assert prompt == FirstPrompt("def", is_raw=False)
+        found = open_model(*arguments, prompt=prompt, **options)
         close = found.runner.close
         monkeypatch.setattr(found.runner, "close", lambda: (events.append("closed"), close()))
         return replace(found, late_rates=Late())

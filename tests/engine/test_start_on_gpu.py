@@ -1,5 +1,7 @@
 """What `open_model` begins before it is needed, on a GPU on the host."""
 
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import pytest
 
 from builders import Dims, write_gguf
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model, opened_model
-from coldstream.errors import UnsupportedError
+from coldstream.engine.opened_model import FirstPrompt
+from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.experts.file_lock import FileLock
 from coldstream.planning import machine
 from host_device import HostDevice
@@ -115,14 +118,14 @@ def test_a_start_for_one_answer_measures_nothing_before_it(
         raise AssertionError("it waits for a measurement")
 
     monkeypatch.setattr(machine, "with_stored_rates", lambda *_: None)
-    for is_brief in (False, True):
+    for prompt in (None, FirstPrompt("def")):
         with opened_on(compiled_for_the_host), pytest.MonkeyPatch.context() as patch:
-            if is_brief:
+            if prompt:
                 patch.setattr(opened_model, "with_rates", refuse)
                 patch.setattr(opened_model, "compiling_for_rates", refuse)
-            with LLM.from_opened(open_model(config, is_early=True, is_brief=is_brief)) as llm:
+            with LLM.from_opened(open_model(config, is_early=True, prompt=prompt)) as llm:
                 late = llm.opened.late_rates
-                assert (late is not None and late.are_assumed) == is_brief
+                assert (late is not None and late.are_assumed) == (prompt is not None)
                 answers.append(llm.generate([7, 300, 5], greedy)[0].token_ids)
     assert answers[0] == answers[1]
 
@@ -133,7 +136,50 @@ def test_a_start_without_missing_experts_needs_no_rates(
     """So that nothing is measured behind its answer either."""
     monkeypatch.setattr(machine, "with_stored_rates", lambda *_: None)
     config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=WHOLLY, threads=1)
-    with opened_on(compiled_for_the_host), LLM.from_opened(open_model(config, is_brief=True)) as llm:
-        assert llm.opened.plan.placement.is_all_resident
-        assert llm.opened.late_rates is not None
-        assert not llm.opened.late_rates.are_assumed
+    with opened_on(compiled_for_the_host), closing(open_model(config, prompt=FirstPrompt("def"))) as opened:
+        assert opened.plan.placement.is_all_resident
+        assert opened.late_rates is not None
+        assert not opened.late_rates.are_assumed
+
+
+def test_kernels_are_compiled_for_about_as_many_rows_as_the_first_prompt_has(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its template among them. Without a prompt there is no such number."""
+    asked: list[int | None] = []
+    load = opened_model.load_runner
+
+    def loaded(*arguments: Any, first_rows: int | None, **options: Any) -> Any:
+        asked.append(first_rows)
+        return load(*arguments, first_rows=first_rows, **options)
+
+    monkeypatch.setattr(opened_model, "load_runner", loaded)
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=WHOLLY, threads=1)
+    with opened_on(compiled_for_the_host):
+        open_model(config).close()
+        for is_raw in (False, True):
+            open_model(config, prompt=FirstPrompt("a text " * 9, is_raw=is_raw)).close()
+    nothing, with_template, raw = asked
+    assert nothing is None
+    assert 9 <= raw == with_template - opened_model.TEMPLATE_TOKENS
+
+
+def test_tokens_of_a_first_prompt_are_counted_where_they_can_be() -> None:
+    read: Future[Any] = Future()
+    text, metadata = FirstPrompt("x" * 40), {"tokenizer.chat_template": "of any kind"}
+    assert text.num_tokens(read, {}) == 40 // opened_model.CHARS_PER_TOKEN
+    assert text.num_tokens(read, metadata) == text.num_tokens(read, {}) + opened_model.TEMPLATE_TOKENS
+    read.set_result(Counted())
+    assert text.num_tokens(read, {}) == 40
+    assert FirstPrompt("").num_tokens(read, {}) == 1
+    assert FirstPrompt("refused").num_tokens(read, {}) == 1
+    assert FirstPrompt("x" * (opened_model.MAX_COUNTED_CHARS + 4)).num_tokens(read, {}) == 1025
+
+
+class Counted:
+    """A tokenizer with a token for each character."""
+
+    def encode(self, text: str) -> list[int]:
+        if text == "refused":
+            raise InvalidRequestError("a lone surrogate")
+        return list(range(len(text)))

@@ -28,6 +28,7 @@ from coldstream.cli.start_times import StartTimes
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.cli.text_input import prompt_of
 from coldstream.engine import LLM, SamplingParams, open_model
+from coldstream.engine.opened_model import FirstPrompt
 from coldstream.garbage import starting
 
 MAX_QUOTED_CHARS = 60
@@ -111,8 +112,8 @@ def command(
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise _not_an_argument([model], click.get_current_context())
     prompt = prompt_of(prompt, file)
-    is_brief = prompt is not None
-    with _open(model_or_bundled(model), options, verbose=session.verbose, is_brief=is_brief) as llm:
+    first = None if prompt is None else FirstPrompt(prompt, is_raw=raw)
+    with _open(model_or_bundled(model), options, first, verbose=session.verbose) as llm:
         params = sampling_params(options, llm.opened.default_sampling)
         opened = llm.opened
         completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
@@ -150,13 +151,13 @@ def _note_context(llm: LLM) -> None:
         note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
 
 
-def _open(model: str, options: Mapping[str, Any], *, verbose: bool, is_brief: bool) -> LLM:
+def _open(model: str, options: Mapping[str, Any], prompt: FirstPrompt | None, *, verbose: bool) -> LLM:
     config = with_bundled_drafter(engine_config(model, options))
     sampling_params(options, SamplingParams())  # a wrong setting shall not wait for the model to load
     with ProgressLine() as line, starting():
         times = StartTimes(line.update)
         show = times.update if verbose else line.update
-        opened = open_model(config, show, is_early=True, is_brief=is_brief)
+        opened = open_model(config, show, is_early=True, prompt=prompt)
     if verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(opened.config).items()))
         note(times.report())

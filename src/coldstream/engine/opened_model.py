@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.drafting import open_speculation
 from coldstream.engine.grammar import Grammars
 from coldstream.errors import (
+    ColdstreamError,
     ConfigError,
     InconsistentError,
     InvalidRequestError,
@@ -56,6 +57,11 @@ if TYPE_CHECKING:
     from coldstream.models.dflash.file import DflashFile
 
 
+TEMPLATE_TOKENS = 12  # that a chat template adds to a first message, about
+CHARS_PER_TOKEN = 4  # of a text, about
+MAX_COUNTED_CHARS = 4096  # of a text whose tokens are counted: longer ones take the same kernels
+
+
 @dataclass(frozen=True)
 class OwnParts:
     """The caller's parts, None for the product's. Creation raises ConfigError for objects of a wrong kind."""
@@ -80,6 +86,26 @@ class OwnParts:
                 "policy: the plan weighs layers, which the product's policy does: leave policy out, or make "
                 "the plan without --layer-weights"
             )
+
+
+@dataclass(frozen=True)
+class FirstPrompt:
+    """The text that a model is opened to answer. is_raw: whether no chat template is applied to it."""
+
+    text: str
+    is_raw: bool = False
+
+    def num_tokens(self, reading: Future[Tokenizer], metadata: Mapping[str, Any]) -> int:
+        """About how many tokens it has: the order of compilations follows from it, and nothing else.
+
+        reading: the tokenizer of a model with `metadata`, which is not waited for.
+        """
+        of_template = 0 if self.is_raw or CHAT_TEMPLATE_KEY not in metadata else TEMPLATE_TOKENS
+        num_tokens = len(self.text) // CHARS_PER_TOKEN
+        if reading.done() and len(self.text) <= MAX_COUNTED_CHARS:
+            with suppress(ColdstreamError):  # which answering raises as well
+                num_tokens = len(reading.result().encode(self.text))
+        return max(1, num_tokens + of_template)
 
 
 _SAMPLING_KEYS = {
@@ -161,21 +187,21 @@ def open_model(
     prompt_cache_bytes: int = 0,
     *,
     is_early: bool = False,
-    is_brief: bool = False,
+    prompt: FirstPrompt | None = None,
 ) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
 
     prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes. is_early: whether
     the first steps may be slow, as they begin before `ModelRunner.finish_loading`. A later step may raise
-    CompileError then. is_brief: whether the model is opened for one answer. Then it does not wait for rates
-    of the machine that were never measured, and the caller has `late_rates` measured behind that answer.
+    CompileError then. prompt: what the model is opened to answer, and nothing else. Then it does not wait
+    for rates of the machine that were never measured, and the caller has `late_rates` measured in the end.
     """
     own = own or OwnParts()
     begin = partial(_begin, progress)
     begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
-    late_rates = LateRates(hardware) if is_brief else None
+    late_rates = LateRates(hardware) if prompt else None
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, nullcontext() if late_rates else compiling_for_rates(hardware):
         begin("reading the header")
@@ -200,7 +226,8 @@ def open_model(
             aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
             begin("loading")
             parts = (config.tier, own.policy, own.executor, progress, aux_layers, lock)
-            runner = load_runner(file, spec, planned.run, *parts, is_early=is_early)
+            rows = prompt.num_tokens(reading, file.metadata) if prompt else None
+            runner = load_runner(file, spec, planned.run, *parts, is_early=is_early, first_rows=rows)
             cleanup.callback(runner.close)
             if lock is not None:
                 lock.close()  # what the runner did not take

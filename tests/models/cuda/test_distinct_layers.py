@@ -14,10 +14,12 @@ from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import note_kernels
+from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
+from coldstream.kernels.sample.cuda import PROGRAM as SAMPLER
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda import memory_plan
 from coldstream.models.cuda.inputs import StepShape
-from coldstream.models.cuda.limits import Limits
+from coldstream.models.cuda.limits import Limits, padded_rows
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.memory_plan import distinct_layers, distinct_mixers, kernels_of
 from coldstream.models.loader import Block
@@ -76,6 +78,29 @@ def test_they_launch_what_all_layers_launch_in_steps_of_every_kind(
                         StepShape(count, trees, branching, has_prompts=prompts or count > 128, is_deep=deep)
                     )
     assert noted <= found.all
+
+
+@pytest.mark.parametrize("sizes", [RESIDENT, PARTIAL])
+@pytest.mark.parametrize("rows", [1, 3, 9, 20, 40, 200, 4000])
+def test_kernels_of_a_first_prompt_come_before_others(sizes: Limits, rows: int, tmp_path: Path) -> None:
+    """It launches all of them, but for those that choose a token. The next token's are second."""
+    file, spec = open_model_file(write_variant(tmp_path, "moe"))
+    found = kernels_of(file, spec, sizes, 256, rows)
+    assert found.all == kernels_of(file, spec, sizes, 256).all
+    loaded = Loaded.into(MemoryPlan(), file, spec, sizes, 256, notes_kernels=True)
+    count = padded_rows(min(rows, 256)) if sizes.is_captured(min(rows, 256)) else min(rows, 256)
+    launched = []
+    for shape in (StepShape.prompt(count), StepShape(1)):
+        with note_kernels() as noted:
+            step = loaded.kept_step if sizes.is_captured(shape.num_rows) else loaded.step
+            loaded.model.logits(step(shape).rows(0, 1))
+        launched.append(noted)
+    prompt, token = launched
+    first, second, *_ = found.groups
+    choosing = {(program, each) for program in (SAMPLER, ADMISSION) for each in program.instances}
+    assert first == prompt | choosing
+    assert first | second == first | token
+    assert sum(map(len, found.groups)) == len(found.all)
 
 
 def test_a_model_repeats_its_kinds_of_layers(tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
 class NeededKernels:
     """Kernels in the order of their need.
 
-    Those of choosing tokens and of the shortest steps at the begin of a text come first, then those of longer
-    ones (ROWS_OF_GROUPS), and of everything else.
+    If a first prompt is known, those of choosing its first token come first, and those of the next one.
+    Those of the shortest steps at the begin of a text follow, then those of longer ones (ROWS_OF_GROUPS), and
+    of everything else.
     """
 
     groups: tuple[Noted, ...]
@@ -119,25 +120,35 @@ class NeededKernels:
         return set().union(*self.groups)
 
 
-def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> NeededKernels:
-    """The kernels that steps of any size launch, and the kernels that choose tokens."""
+def kernels_of(
+    file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int, first_rows: int | None = None
+) -> NeededKernels:
+    """The kernels that steps of any size launch, and the kernels that choose tokens.
+
+    first_rows: of the first prompt, or about so many; None: no prompt is known.
+    """
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
     distance = limits.prefetching.distance if limits.prefetching else 0
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
     deep: list[StepShape] = []
-    known = [_instances(SAMPLER, ADMISSION)] * len(ROWS_OF_GROUPS)  # up to each group's rows
+    choosing = _instances(SAMPLER, ADMISSION)
+    known = [choosing] * len(ROWS_OF_GROUPS)  # up to each group's rows
+    first: list[Noted] = []
     with note_kernels() as noted:
+        for count in () if first_rows is None else (min(first_rows, chunk_size), 1):
+            rows = padded_rows(count) if limits.is_captured(count) else count
+            _step(loaded, limits, StepShape.prompt(rows), num_wanted=1)
+            first.append(choosing | noted)
         for count in row_counts(chunk_size):
             shape, *others = _shapes(count, limits.has_trees)
-            hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
-            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+            _step(loaded, limits, shape, num_wanted=min(count, HEAD_ROWS))
             for shape in others:
                 if not shape.is_deep:
                     mixers.mix(shape)  # nothing else asks which rows they are
             deep += [shape for shape in others if shape.is_deep]
-            for group, rows in enumerate(ROWS_OF_GROUPS):
-                if count <= rows:
+            for group, most_rows in enumerate(ROWS_OF_GROUPS):
+                if count <= most_rows:
                     known[group] = known[group] | noted
         for shape in deep:
             mixers.mix(shape)
@@ -145,8 +156,15 @@ def kernels_of(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
             loaded.commit()
         if loaded.mtp is not None:
             loaded.mtp.run_all()
-    known.append(noted | known[-1] | _instances(FUSED))
+    known = [*first, *known, noted | known[-1] | _instances(FUSED)]
     return NeededKernels((known[0], *(more - less for less, more in pairwise(known))))
+
+
+def _step(loaded: Loaded, limits: Limits, shape: StepShape, *, num_wanted: int) -> None:
+    """A step, and logits behind so many of its rows."""
+    is_captured = limits.is_captured(shape.num_rows)
+    hidden = loaded.kept_step(shape) if is_captured else loaded.step(shape)
+    loaded.model.logits(hidden.rows(0, num_wanted))
 
 
 def _instances(*programs: CudaProgram) -> Noted:

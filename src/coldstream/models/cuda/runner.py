@@ -75,6 +75,7 @@ class CudaRunner(ModelRunner):
         compiling: Progress | None,
         lock: FileLock | None,
         is_early: bool,
+        first_rows: int | None,
     ) -> None:
         super().__init__(file, spec, limits.context_length)
         self.gpu = find_gpu()
@@ -101,7 +102,7 @@ class CudaRunner(ModelRunner):
                 self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
                 self._begin_rest = self._lock.begin
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
-                kernels = kernels_of(file, spec, limits, self.chunk_size)
+                kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
                 self._kernels = KernelLoading(*kernels.groups)
                 if limits.expert_bytes is not None:
                     self._partial = _partial_model(plan, file, spec)
@@ -193,6 +194,7 @@ class CudaRunner(ModelRunner):
         aux_layers: tuple[int, ...] = (),
         lock: FileLock | None = None,
         is_early: bool = False,
+        first_rows: int | None = None,
     ) -> Self:
         """Carries out `plan` on an open file: copies weights to the current device, fills slots with experts.
 
@@ -203,7 +205,8 @@ class CudaRunner(ModelRunner):
         policy, executor: None for the defaults. compiling is called with (done, total) compilations, progress
         with (done, total) bytes. aux_layers: layers after which `features` has the residual stream. lock: of
         all parts of the file with experts, if it was begun before; the caller closes it in the end. is_early:
-        whether the first step of a kind may be the caller's, which is slow.
+        whether the first step of a kind may be the caller's, which is slow. first_rows: of a first prompt,
+        about, whose kernels are compiled before others; None: no prompt is known.
 
         Raises DeviceError without a usable GPU, and OutOfMemoryError if the plan doesn't fit, before anything
         is copied. Raises UnsupportedError for sizes and types without kernels, and InconsistentError for
@@ -211,7 +214,8 @@ class CudaRunner(ModelRunner):
         """
         limits = Limits.of(plan, spec, cache_size, aux_layers)
         spec = spec.with_window(plan.attention_window)
-        return cls(file, spec, plan, limits, policy, executor, progress, compiling, lock, is_early)
+        shown = (progress, compiling)
+        return cls(file, spec, plan, limits, policy, executor, *shown, lock, is_early, first_rows)
 
     def close(self) -> None:
         """Frees the device's memory and closes the file. The runner cannot be used afterwards."""
