@@ -9,7 +9,8 @@ expert, the bytes of weights and the operations a second, and the rate at which 
 
 import argparse
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from bench.results import write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
-from coldstream.kernels.experts.cpu_rates import experts_of_rows, random_weight, times_of_experts
+from coldstream.kernels.experts.cpu_rates import experts_of_rows, experts_run, random_weight
 from coldstream.placement.hardware import measure_read_bandwidth
 
 HIDDEN, FEED_FORWARD = 2048, 512
@@ -36,6 +37,12 @@ def expert_bytes() -> int:
     return 2 * INNER.row_bytes(HIDDEN) * FEED_FORWARD + OUTER.row_bytes(FEED_FORWARD) * HIDDEN
 
 
+def seconds_of(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def measure(
     tiers: list[str], threads: list[int], rows: list[int], num_experts: int, runs: int
 ) -> Iterator[dict[str, Any]]:
@@ -46,7 +53,8 @@ def measure(
         read = measure_read_bandwidth(count)
         for each in rows:
             ids = experts_of_rows(num_experts, each)
-            samples = times_of_experts(runtime, ids, weights, WARM_RUNS + runs)
+            run = experts_run(runtime, ids, weights)
+            samples = [seconds_of(run) for _ in range(WARM_RUNS + runs)]
             seconds = median(samples[WARM_RUNS:]) / num_experts
             yield {
                 "tier": runtime.tier,

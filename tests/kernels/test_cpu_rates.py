@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels import _csrc
+from coldstream.kernels import _csrc, best_runs
 from coldstream.kernels.dequantize.reference import dequantize
-from coldstream.kernels.experts import cpu_rates
 from coldstream.kernels.experts.cpu_rates import experts_of_rows, measure_expert_rates, random_codes
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -37,7 +36,7 @@ def test_rates_are_bytes_of_experts_by_the_time_of_the_best_run(monkeypatch: pyt
         assert x.shape == (len(ids), 2048)
 
     monkeypatch.setattr(_csrc, "routed_experts", run)
-    monkeypatch.setattr(cpu_rates.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(best_runs.time, "perf_counter", lambda: now[0])
     rates = measure_expert_rates(1, 40 * EXPERT_BYTES + 1)
     assert rates == pytest.approx([EXPERT_BYTES / rows for rows in EXPERT_ROWS])
     assert max(requests) <= 40 * 8 + 16 * 64, "fewer experts where each has more rows"

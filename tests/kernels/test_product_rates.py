@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels import _csrc
-from coldstream.kernels.linear import cpu_rates
+from coldstream.kernels import _csrc, best_runs
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS, measure_product_rates
 
 
@@ -21,7 +20,7 @@ def test_rates_are_weights_times_rows_by_the_time_of_the_best_run(monkeypatch: p
         assert outs[0].shape == (len(x), 3 * 256)
 
     monkeypatch.setattr(_csrc, "linear", run)
-    monkeypatch.setattr(cpu_rates.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(best_runs.time, "perf_counter", lambda: now[0])
     rates = measure_product_rates(3)
     assert len(rates) == len(QuantType)
     assert all(each == pytest.approx([3 * 256 * 2048] * len(PRODUCT_ROWS)) for each in rates)

@@ -8,16 +8,16 @@ library's answers.
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coldstream.kernels.best_runs import are_alike
 from coldstream.kernels.memory_readers import MemoryReaders
 
 _BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
 _WINDOW_S = 0.1
 _NUM_WINDOWS = 12  # at most, over a second, as other programs come and go
-_NUM_ALIKE, _ALIKE = 3, 0.97  # so many windows at that share of the best one or more: nothing disturbs them
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -98,17 +98,11 @@ def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> 
     """
     rates: list[float] = []
     with MemoryReaders.running(num_threads, num_bytes) as readers:
-        while len(rates) < _NUM_WINDOWS and not _are_alike(rates):
+        while len(rates) < _NUM_WINDOWS and not are_alike(rates):
             before, start = readers.num_bytes, time.perf_counter()
             time.sleep(_WINDOW_S)
             rates.append((readers.num_bytes - before) / (time.perf_counter() - start))
     return max(rates)
-
-
-def _are_alike(rates: Sequence[float]) -> bool:
-    """Whether several windows found about the best rate."""
-    best = sorted(rates)[-_NUM_ALIKE:]
-    return len(best) == _NUM_ALIKE and best[0] >= _ALIKE * best[-1]
 
 
 def affinity() -> list[int]:

@@ -4,13 +4,15 @@ What a core multiplies depends on its instructions, on its clock while it does, 
 other cores, so that it is measured, with weights that lie in memory as a model's do.
 """
 
-import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
+from coldstream.kernels.best_runs import best_seconds
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -18,7 +20,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 _HIDDEN, _FEED_FORWARD, _RANKS = 2048, 512, 8  # of Qwen3.5-35B-A3B
 _TYPE: Final = QuantType.Q4_K
 _EXPERTS, _FEWEST_EXPERTS = 128, 16
-_RUNS: Final = 3
+_MOST_S: Final = 0.25  # of runs of experts with so many rows
 
 
 def random_weight(
@@ -52,22 +54,16 @@ def experts_of_rows(num_experts: int, rows: int) -> Ids:
     return chosen
 
 
-def times_of_experts(
+def experts_run(
     runtime: "_csrc.Runtime",
     ids: Ids,
     weights: tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"],
-    num_runs: int,
-) -> list[float]:
-    """Seconds of so many runs of the op, for choices [tokens, ranks] and gate, up and down [F, E], [E, F]."""
+) -> Callable[[], None]:
+    """Runs the op once, for choices [tokens, ranks] and gate, up and down [F, E], [E, F]."""
     hidden_size = weights[-1].num_rows
     x = np.random.default_rng(1).standard_normal((len(ids), hidden_size), dtype=np.float32)
     out = np.empty((*ids.shape, hidden_size), np.float32)
-    samples = []
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        _csrc.routed_experts(runtime, x, ids, *weights, out)
-        samples.append(time.perf_counter() - start)
-    return samples
+    return partial(_csrc.routed_experts, runtime, x, ids, *weights, out)
 
 
 def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
@@ -84,6 +80,6 @@ def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     for rows in EXPERT_ROWS:
         num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))
         ids = experts_of_rows(num_experts, rows)
-        samples = times_of_experts(runtime, ids, (gate, up, down), 1 + _RUNS)
-        rates.append(num_experts * expert_bytes / min(samples[1:]))
+        seconds = best_seconds(experts_run(runtime, ids, (gate, up, down)), 0.0, _MOST_S)
+        rates.append(num_experts * expert_bytes / seconds)
     return tuple(rates)
