@@ -28,7 +28,7 @@ from bench.report.drafts import (
     gpu_drafts_dflash,
 )
 from bench.report.failures import cancel_storm, conversations, kills
-from bench.report.first_page import first_page, laptop, own_card
+from bench.report.first_page import desktop, first_page, laptop, own_card
 from bench.report.gpu import (
     gpu,
     gpu_attention,
@@ -344,6 +344,7 @@ def policies() -> str:
 BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "agents": agents,
     "first_page": first_page,
+    "first_page_desktop": desktop,
     "laptop": laptop,
     "own_card": own_card,
     "cards_decode": cards_decode,

@@ -1,8 +1,10 @@
 """The tables of README.md."""
 
 from bench.report.cards import prompts
+from bench.report.gpu_mixes import fitting, speeds
 from bench.report.peer_figures import peer_figures
 from bench.report.tables import load, table
+from coldstream.planning.config import parse_size
 
 PROMPT = 2048  # tokens
 # GiB of experts on the GPU, of decoding and of a prompt, and the share of layers whose experts llama.cpp has
@@ -51,6 +53,24 @@ def first_page() -> str:
     ram = f"RAM {decode['hardware']['read_bytes_per_s'] / 1e9:.0f} GB/s"
     where = f"{machine['gpu']}, {machine['cores']} cores, {ram}, commits {', '.join(commits)}"
     return table(header, rows) + f"\n{where}\n"
+
+
+def desktop() -> str:
+    """A small mix on six cores and a slow bus, by the memory that it takes on a GPU."""
+    result, peer = load("gpu/desktop_mix"), load("gpu/desktop_mix_peer")
+    rows = []
+    (mix,) = result["mixes"].values()
+    for row in mix["rows"]:
+        theirs = speeds(fitting(peer, parse_size(row["budget"])))
+        cells = [row["budget"], f"{row['experts_share']:.0%}"]
+        for name in ("decode", str(PROMPT)):
+            cells += [f"**{row['figures'][name]['measured_tok_s']:.0f}**", f"{theirs[name]:.0f}"]
+        rows.append(cells)
+    header = ["GPU memory", "experts in it", "generated tok/s", "llama.cpp"]
+    header += [f"prompt of {PROMPT}, tok/s", "llama.cpp"]
+    machine, rates = result["machine"], mix["rows"][0]["rates"]
+    where = f"{machine['gpu']}, {machine['cores']} cores, bus {rates['link_bytes_per_s'] / 1e9:.0f} GB/s"
+    return table(header, rows) + f"\n{where}, commit {result['commit']}\n"
 
 
 def laptop() -> str:
