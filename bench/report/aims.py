@@ -8,12 +8,13 @@ from statistics import mean
 from typing import Any, Final
 
 from bench.report.drafts import speeds
+from bench.report.gpu_mixes import over_llama_cpp
 from bench.report.gpu_types import CASES as GPU_CASES
 from bench.report.gpu_types import ROWS as GPU_ROWS
 from bench.report.gpu_types import cells
 from bench.report.partial import decode_tok_s
 from bench.report.peer_figures import nearest, peer_figures
-from bench.report.tables import load, table
+from bench.report.tables import has, load, table
 
 LAUNCHES: Final = "gpu-decode.md#one-launch-for-all-layers"
 CORES: Final = "streaming.md#why-512-and-2048-tokens-miss-their-aims"
@@ -29,6 +30,7 @@ ON_CPU: Final = "drafts-cpu.md#the-bundled-drafter"
 CLIENTS: Final = "serving.md#64-clients-on-two-cores"
 TYPES: Final = "cpu-kernels.md#where-a-decoded-tokens-time-goes"
 TYPES_IN_ROWS: Final = "cpu-kernels.md#long-prompts-on-avx-512"
+FORECASTS: Final = "startup.md#forecasts-by-type-of-weights"
 GPU_TYPES: Final = "gpu-prefill.md#weight-types"
 FIRST_TOKENS: Final = "serving.md#a-first-token-beside-a-long-prompt"
 
@@ -218,6 +220,31 @@ def _gpu_types() -> Iterator[Aim]:
             yield Aim(text, aim, ratios[most], "gpu/types.json", 2, "×", is_most=True, why=GPU_TYPES)
 
 
+def aims_gpu_mixes() -> str:
+    """The full-size file in other types, beside llama.cpp with the nearest share of its experts."""
+    return _rows(_gpu_mixes())
+
+
+def _gpu_mixes() -> Iterator[Aim]:
+    mixes = {name: mix["rows"] for name, mix in load("gpu/mixes")["mixes"].items() if has(f"gpu/peer_{name}")}
+    for place, where, cases in (
+        (0, "all experts on the GPU", {"decode": 2.0, "512": 2.0, "2048": 2.0}),
+        (1, "3 GiB of experts", {"decode": 2.5}),
+        (2, "no experts", {"decode": 2.5}),
+    ):
+        for case, aim in cases.items():
+            ratios = {name: over_llama_cpp(name, rows[place], case) for name, rows in mixes.items()}
+            least = min(ratios, key=ratios.__getitem__)
+            what = case if case == "decode" else f"prompt of {case}"
+            text = f"{where}, {what}: least of {len(ratios)} mixes ({least})"
+            yield Aim(text, aim, ratios[least], "gpu/mixes.json", 1, "×", why=GPU_TYPES)
+    near = [
+        figure["is_near"] for rows in mixes.values() for row in rows for figure in row["figures"].values()
+    ]
+    text = f"forecasts within 20 % of the run, of {len(near)}"
+    yield Aim(text, len(near), sum(near), "gpu/mixes.json", why=FORECASTS)
+
+
 def _over_the_better(case: Mapping[str, Any]) -> float:
     return float(case["ratios"][case["better_peer"]]["median"])
 
@@ -338,6 +365,7 @@ BLOCKS: Final[dict[str, Callable[[], str]]] = {
         aims_cpu,
         aims_types,
         aims_gpu_types,
+        aims_gpu_mixes,
         aims_drafts,
         aims_serving,
     )

@@ -70,6 +70,12 @@ def figures(row: Mapping[str, Any], placement: Mapping[str, Any] | None) -> Row:
     return [beside(row["figures"][name]["measured_tok_s"], theirs.get(name)) for name in ("decode", *PROMPTS)]
 
 
+def over_llama_cpp(mix: str, row: Mapping[str, Any], case: str) -> float:
+    """A figure of a mix over llama.cpp's with the nearest share of the experts on the GPU."""
+    placement = nearest(load(f"gpu/peer_{mix}")["placements"], row["experts_share"])
+    return float(row["figures"][case]["measured_tok_s"] / speeds(placement)[case])
+
+
 def speeds(placement: Mapping[str, Any]) -> dict[str, float]:
     """llama.cpp's decoding, and its prompts by their length."""
     prompts = {str(each["tokens"]): each["tok_s"]["median"] for each in placement["prefill"]}
