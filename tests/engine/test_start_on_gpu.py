@@ -183,3 +183,30 @@ class Counted:
         if text == "refused":
             raise InvalidRequestError("a lone surrogate")
         return list(range(len(text)))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_an_early_start_reads_the_vocabulary_beside_loading(
+    path: Path,
+    compiled_for_the_host: HostDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    is_early: bool,
+    is_known: bool,
+) -> None:
+    """Unless the tokens of its prompt are asked for before. Other starts have it read beside planning."""
+    events: list[str] = []
+    monkeypatch.setattr(opened_model, "rates_are_known", lambda _: is_known)
+    for name in ("_begin_reading", "plan_model", "load_runner"):
+        noted(monkeypatch, name, events)
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=WHOLLY, threads=1)
+    with opened_on(compiled_for_the_host):
+        open_model(config, is_early=is_early).close()
+    reading = ["plan_model", "_begin_reading"] if is_early and is_known else ["_begin_reading", "plan_model"]
+    assert events == [*reading, "load_runner"]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, name: str, events: list[str]) -> None:
+    """Notes calls of a function of the module."""
+    call = getattr(opened_model, name)
+    monkeypatch.setattr(opened_model, name, lambda *of, **by: (events.append(name), call(*of, **by))[1])

@@ -201,25 +201,29 @@ def open_model(
     begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
-    late_rates = LateRates(hardware) if prompt else None
+    late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, nullcontext() if late_rates else compiling_for_rates(hardware):
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
-        in_ram = sum(file.shard_bytes) + prompt_cache_bytes
         # Neither beside a measurement nor before a first token that need not wait for it.
-        locks = (late_rates is not None or rates_are_known(hardware)) and not (is_early and spec.is_moe)
-        locks = locks and is_sure_to_map(config, hardware, in_ram, placed_bytes(file, spec))
+        locks = (late_rates is not None or has_rates) and not (is_early and spec.is_moe)
+        sizes = (sum(file.shard_bytes) + prompt_cache_bytes, placed_bytes(file, spec))
+        locks = locks and is_sure_to_map(config, hardware, *sizes)
         lock = cleanup.enter_context(closing(lock_file(file, spec))) if locks else None
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
-            reading = _begin_reading(config.device, file, beside)
+            begin_reading = partial(_begin_reading, config.device, file, beside)
+            reading = None if is_early and has_rates else begin_reading()
+            if config.device == "cuda":
+                beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
             rates = late_rates.find if late_rates else partial(with_rates, hardware, progress)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)
+            reading = reading or begin_reading()
             if reading.done():
                 reading.result()  # raises what is wrong before weights are read
             default_sampling = sampling_defaults(file.metadata)
@@ -268,15 +272,15 @@ def _begin(progress: OpenProgress | None, stage: str) -> None:
 def _begin_reading(device: str, file: GGUFFile, beside: ThreadPoolExecutor) -> Future[Tokenizer]:
     """The file's tokenizer. For a GPU a thread reads it, as a vocabulary of 250,000 tokens takes a second.
 
-    The same thread then takes the samples by which a later change of the file is found.
+    It holds the interpreter's lock as planning does, so that an early start begins it behind that: loading
+    waits for the device in between. But where kernels are to be compiled, as on a machine that was never
+    measured, their order follows from the tokens of the prompt.
 
     For a CPU it is read before this returns. There memory of the host runs out first, and Python waits
     forever for a thread that finds none to begin with.
     """
     if device == "cuda":
-        reading = beside.submit(Tokenizer.from_metadata, file.metadata)
-        beside.submit(file.check_unchanged)  # whose error the runner's own check repeats
-        return reading
+        return beside.submit(Tokenizer.from_metadata, file.metadata)
     read: Future[Tokenizer] = Future()
     read.set_result(Tokenizer.from_metadata(file.metadata))
     return read

@@ -56,7 +56,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], pattern: str) -> None:
         self.vocabulary = vocabulary
-        self._bpe = BPETokenizer(models.BPE(vocab=dict(vocabulary.token_ids), merges=merges))
+        self._bpe = BPETokenizer(models.BPE(vocab=vocabulary.token_ids.copy(), merges=merges))
         self._bpe.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), behavior="isolated"),

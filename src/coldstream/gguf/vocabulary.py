@@ -74,7 +74,7 @@ class Vocabulary:
     """
 
     tokens: Sequence[str]
-    token_ids: Mapping[str, int]
+    token_ids: MappingProxyType[str, int]
     kinds: bytes
     control_ids: Mapping[str, int]
     user_defined_ids: Mapping[str, int]
@@ -240,7 +240,7 @@ def _require(metadata: Mapping[str, Any], field: str, kind: type[T]) -> T:
 
 def _require_strings(metadata: Mapping[str, Any], field: str) -> list[str]:
     values = _require(metadata, field, list)
-    if not all(type(value) is str for value in values):
+    if not {str}.issuperset(map(type, values)):
         raise InconsistentError(f"{field}: expected an array of strings")
     return values
 

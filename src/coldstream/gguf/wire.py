@@ -9,7 +9,7 @@ seems.
 import os
 from pathlib import Path
 from struct import Struct
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,10 @@ class UnreadableError(InconsistentError):
 _FIRST_CHUNK_BYTES: Final = 1 << 20
 _U32: Final = Struct("<I")
 _U64: Final = Struct("<Q")
+_LOOKED_AT: Final = 4096  # strings that are gone through one by one before a run of short ones is looked for
+_WINDOW_BYTES: Final = 1 << 20  # in which it is looked for, so that a file without any costs little
+
+Offsets = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class HeaderBytes:
@@ -101,15 +105,17 @@ class HeaderBytes:
 
     def strings(self, count: int, field: str) -> list[str]:
         """`count` strings: half a million in a large vocabulary, and most of the time of opening a file."""
-        starts: list[int] = []
-        first = self.position
-        while len(starts) < count:
-            self._skip_buffered_strings(starts, count)
-            if len(starts) < count:
-                self._buffer_next_string(f"{field}[{len(starts)}]")
+        parts: list[Offsets] = []
+        first, done = self.position, 0
+        while done < count:
+            parts.append(self._skip_buffered_strings(count - done))
+            done += len(parts[-1])
+            if done < count:
+                self._buffer_next_string(f"{field}[{done}]")
+        starts = np.concatenate(parts) if parts else np.empty(0, np.int64)
         # With each length replaced by a NUL, one decode checks all strings and one split finds any stray NUL.
         raw = np.frombuffer(self._buffer, np.uint8)[first : self.position].copy()
-        prefixes = np.array(starts, np.int64) - first
+        prefixes = starts - first
         raw[prefixes] = 0
         keep = np.ones(len(raw), np.bool_)
         for i in range(1, 8):
@@ -119,7 +125,7 @@ class HeaderBytes:
         except UnicodeDecodeError:
             items = []
         if len(items) != count:
-            self._raise_first_bad_string(starts, field)
+            self._raise_first_bad_string(starts.tolist(), field)
         return items
 
     def numbers(self, dtype: np.dtype[np.generic], count: int, field: str) -> np.ndarray:
@@ -155,12 +161,15 @@ class HeaderBytes:
             have += len(chunk)
         self._buffer = b"".join(chunks)
 
-    def _skip_buffered_strings(self, starts: list[int], count: int) -> None:
-        """Adds the offsets of strings that lie whole in the buffer, up to `count`, and moves behind them."""
+    def _skip_buffered_strings(self, count: int) -> Offsets:
+        """The offsets of up to `count` strings that lie whole in the buffer; moves behind them."""
+        short = self._skip_short_strings(count)
+        starts: list[int] = []
         buffer, position = self._buffer, self.position
         last_start = len(buffer) - 8
         unpack, append = _U64.unpack_from, starts.append
-        for _ in range(count - len(starts)):
+        # A run of short strings ends at one that is not, or at the end of the buffer.
+        for _ in range(min(count - len(short), _LOOKED_AT)):
             if position > last_start:
                 break
             append(position)
@@ -168,6 +177,30 @@ class HeaderBytes:
         if position > len(buffer):
             position = starts.pop()
         self.position = position
+        return np.concatenate((short, np.array(starts, np.int64)))
+
+    def _skip_short_strings(self, count: int) -> Offsets:
+        """The offsets of a run of up to `count` strings of 1 to 255 bytes; moves behind them.
+
+        Such a string begins where a byte that is not 0 comes before seven that are. Text rarely has that, and
+        where it does the run ends: each string must begin where the one before it ends.
+        """
+        raw = np.frombuffer(self._buffer, np.uint8)[self.position : self.position + _WINDOW_BYTES]
+        is_zero = raw == 0
+        num = len(raw) - 7
+        if num <= 0 or count <= _LOOKED_AT:
+            return np.empty(0, np.int64)
+        begins = ~is_zero[:num]
+        for i in range(1, 8):
+            begins &= is_zero[i : num + i]
+        starts = np.flatnonzero(begins)[:count]
+        ends = starts + 8 + raw[starts]
+        follows = np.concatenate((starts[:1] == 0, starts[1:] == ends[:-1])) & (ends <= len(raw))
+        length = len(starts) if follows.all() else int(np.argmin(follows))
+        if length:
+            self.position, first = self.position + int(ends[length - 1]), self.position
+            return starts[:length] + first
+        return starts[:0]
 
     def _buffer_next_string(self, field: str) -> None:
         self.need(8, field)
