@@ -25,7 +25,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr size_t most_blocks = 3;
-constexpr int warp_size = 32, warps_at_once = 8;
+constexpr int warps_at_once = 8, orders = 256;
 constexpr unsigned long long tick_ns = 1'000'000;
 
 // Where some threads of a block meet.
@@ -34,21 +34,13 @@ struct NamedBarrier {
   unsigned int times = 0;
 };
 
-// Some of a block's threads.
-struct WarpOfThreads {
-  Fiber** lanes;
-  int count;
-
-  Fiber** begin() const { return lanes; }
-  Fiber** end() const { return lanes + count; }
-};
-
 struct Block {
   dim3 index;
-  std::vector<Fiber*> threads;
-  std::vector<WarpOfThreads> warps;  // that have yet to come to the next barrier
+  std::vector<Warp> warps;
+  std::vector<Warp*> line;  // that have yet to come to the next barrier
   SharedMemory::OfBlock shared;
   NamedBarrier barriers[16] = {};
+  int any_vote = 0;  // at the last barrier
   unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
 };
 
@@ -64,6 +56,8 @@ std::string error;
                 std::to_string(thread.thread.x) + ": " + what};
 }
 
+const Fiber& first_of(const Warp& warp, unsigned int lanes) { return *warp.lanes[__builtin_ctz(lanes)]; }
+
 // The lanes of a mask, from the first on.
 template <class F>
 void for_each_lane(unsigned int lanes, F visit) {
@@ -71,12 +65,10 @@ void for_each_lane(unsigned int lanes, F visit) {
 }
 
 // The values of the warp's lanes that meet in the same way, made into what each gets.
-void answer(const Block& at, const WarpOfThreads& warp, unsigned int lanes) {
-  unsigned long long values[warp_size];
-  for_each_lane(lanes, [&](int i) { values[i] = warp.lanes[i]->value; });
-  const Fiber& first = *warp.lanes[__builtin_ctz(lanes)];
+void answer(const Block& at, Warp& warp, unsigned int lanes) {
+  const unsigned long long* const values = warp.values;
   const auto each_gets = [&](auto result) {
-    for_each_lane(lanes, [&](int i) { warp.lanes[i]->result = result(i); });
+    for_each_lane(lanes, [&](int i) { warp.results[i] = result(i); });
   };
   const auto all_get = [&](auto first_result, auto combine) {
     unsigned long long result = first_result;
@@ -87,7 +79,8 @@ void answer(const Block& at, const WarpOfThreads& warp, unsigned int lanes) {
   const auto value_of = [&](unsigned int lane) {
     return lanes >> lane & 1 ? values[lane] : 0xa5a5a5a5a5a5a5a5ull;
   };
-  const auto argument = [&](int i) { return warp.lanes[i]->argument; };
+  const auto argument = [&](int i) { return warp.arguments[i]; };
+  const Instruction& first = warp.instructions[__builtin_ctz(lanes)];
   switch (first.how) {
     case Meeting::sync:
       break;
@@ -109,7 +102,7 @@ void answer(const Block& at, const WarpOfThreads& warp, unsigned int lanes) {
     case Meeting::compute: {
       void* given[warp_size];
       for_each_lane(lanes, [&](int i) { given[i] = reinterpret_cast<void*>(values[i]); });
-      if (!first.compute(given)) fail(at, first, "gives other operands than its warp");
+      if (!first.compute(given)) fail(at, first_of(warp, lanes), "gives other operands than its warp");
       break;
     }
     case Meeting::shuffle_xor:
@@ -122,31 +115,31 @@ void answer(const Block& at, const WarpOfThreads& warp, unsigned int lanes) {
       each_gets([&](int i) { return value_of(unsigned(i) >= argument(i) ? i - argument(i) : i); });
       break;
   }
-  for_each_lane(lanes, [&](int i) { warp.lanes[i]->now = State::ready; });
+  warp.in_warp &= ~lanes;
+  warp.ready |= lanes;
 }
 
 // Lets lanes that wait for each other go on; false if none could.
-bool meet(const Block& at, const WarpOfThreads& warp) {
-  unsigned int meeting = 0, in_block = 0, running = 0;
-  for (int i = 0; i < warp.count; i++) {
-    const State now = warp.lanes[i]->now;
-    meeting |= unsigned(now == State::in_warp) << i;
-    in_block |= unsigned(now == State::in_block) << i;
-    running |= unsigned(now == State::ready || now == State::waiting) << i;
+bool meet(const Block& at, Warp& warp) {
+  const unsigned int meeting = warp.in_warp;
+  if (!meeting) return false;
+  if (warp.agree && warp.instructions[__builtin_ctz(meeting)].lanes == meeting) {
+    answer(at, warp, meeting);
+    return true;
   }
+  const unsigned int in_block = warp.in_block, running_lanes = warp.ready | warp.waiting;
   bool any = false;
   for (unsigned int left = meeting; left;) {
     const unsigned int own = left & -left;
-    const Fiber& first = *warp.lanes[__builtin_ctz(left)];
+    const Instruction& first = warp.instructions[__builtin_ctz(left)];
+    const Fiber& thread = first_of(warp, left);
     const unsigned int lanes = first.lanes;
-    if (lanes & ~(meeting | in_block | running)) fail(at, first, "waits for a lane that is not there");
-    if (lanes & in_block) fail(at, first, "waits for a lane that waits for the block");
+    if (lanes & ~(meeting | in_block | running_lanes)) fail(at, thread, "waits for a lane that is not there");
+    if (lanes & in_block) fail(at, thread, "waits for a lane that waits for the block");
     left &= ~own;
     if (lanes & ~meeting) continue;
     for_each_lane(lanes, [&](int i) {
-      const Fiber& other = *warp.lanes[i];
-      if (other.how != first.how || other.lanes != lanes || other.compute != first.compute)
-        fail(at, first, "meets other instructions");
+      if (!(warp.instructions[i] == first)) fail(at, thread, "meets other instructions");
     });
     answer(at, warp, lanes);
     left &= ~lanes;
@@ -160,64 +153,78 @@ void shuffle(T* items, size_t count) {
   for (size_t left = count; left > 1; left--) std::swap(items[left - 1], items[random_numbers.below(left)]);
 }
 
-// One warp, as far as it gets without the others of its block.
-void run_warp(const Block& at, const WarpOfThreads& warp) {
-  Fiber* order[warp_size];
-  std::copy(warp.begin(), warp.end(), order);
-  do {
-    shuffle(order, warp.count);
-    run_turn(order, order + warp.count);
-  } while (meet(at, warp) ||
-           std::any_of(warp.begin(), warp.end(), [](Fiber* thread) { return thread->now == State::ready; }));
-}
+// Orders of a warp's lanes, of which each turn takes one and flips bits of all its lanes. To shuffle the
+// lanes themselves took as long as a meeting of them does.
+class Orders {
+ public:
+  Orders() {
+    for (auto& order : lanes_) {
+      for (int i = 0; i < warp_size; i++) order[i] = static_cast<unsigned char>(i);
+      shuffle(order, warp_size);
+    }
+  }
 
-void begin_warps(Block& at) {
-  const int count = int(at.threads.size());
-  for (int i = 0; i < count; i += warp_size)
-    at.warps.push_back({&at.threads[i], std::min(warp_size, count - i)});
-  shuffle(at.warps.data(), at.warps.size());
+  Turn turn_of(const Warp& warp) const {
+    const unsigned long long bits = random_numbers();
+    return {&warp, lanes_[bits % orders], static_cast<unsigned int>(bits / orders % warp_size)};
+  }
+
+ private:
+  unsigned char lanes_[orders][warp_size];
+};
+
+// One warp, as far as it gets without the others of its block.
+void run_warp(const Block& at, Warp& warp) {
+  static const Orders any_order;
+  do run_turn(any_order.turn_of(warp));
+  while (meet(at, warp) || warp.ready);
 }
 
 // Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
-void wait_in_line(Block& at, const WarpOfThreads& warp) {
-  const bool waits =
-      std::any_of(warp.begin(), warp.end(), [](Fiber* thread) { return thread->now == State::waiting; });
-  if (at.changes != at.changes_seen || !waits) at.idle_warps = 0;
+void wait_in_line(Block& at, Warp& warp) {
+  if (at.changes != at.changes_seen || !warp.waiting) at.idle_warps = 0;
   at.changes_seen = at.changes;
-  if (!waits) return;
-  for (Fiber* thread : warp) {
-    if (thread->now == State::waiting) thread->now = State::ready;
+  if (!warp.waiting) return;
+  warp.ready |= warp.waiting;
+  warp.waiting = 0;
+  if (at.idle_warps++ > at.line.size()) fail(at, *warp.lanes[0], "waits for a change that does not come");
+  at.line.insert(at.line.begin(), &warp);
+}
+
+// All threads of the block that have not ended are at its barrier, or have failed; false at the end.
+bool meet_at_barrier(Block& at) {
+  bool is_first = true, counts = false;
+  at.any_vote = 0;
+  for (Warp& warp : at.warps) {
+    if (warp.in_warp) fail(at, first_of(warp, warp.in_warp), "waits for lanes that do not come");
+    const unsigned int there = warp.in_block;
+    if (!there) continue;
+    if (is_first) counts = warp.counting & there;
+    is_first = false;
+    const unsigned int others = counts ? there & ~warp.counting : warp.counting;
+    if (others) fail(at, first_of(warp, others), "meets other instructions");
+    at.any_vote |= warp.votes != 0;
+    warp.ready = there;
+    warp.in_block = warp.votes = warp.counting = 0;
   }
-  if (at.idle_warps++ > at.warps.size()) fail(at, *warp.lanes[0], "waits for a change that does not come");
-  at.warps.insert(at.warps.begin(), warp);
+  return !is_first;
 }
 
 // Some warps, or all to the block's next barrier; false at the end.
 bool run_block(Block& at) {
   running_block = &at;
-  if (at.warps.empty()) begin_warps(at);
-  while (!at.warps.empty()) {
-    const WarpOfThreads warp = at.warps.back();
-    at.warps.pop_back();
+  if (at.line.empty()) {
+    for (Warp& warp : at.warps) at.line.push_back(&warp);
+    shuffle(at.line.data(), at.line.size());
+  }
+  while (!at.line.empty()) {
+    Warp& warp = *at.line.back();
+    at.line.pop_back();
     run_warp(at, warp);
     wait_in_line(at, warp);
     if (random_numbers() % warps_at_once == 0) return true;
   }
-  const Fiber* first = nullptr;
-  int any = 0;
-  for (const Fiber* thread : at.threads) {
-    if (thread->now == State::ended) continue;
-    if (thread->now != State::in_block) fail(at, *thread, "waits for lanes that do not come");
-    if (!first) first = thread;
-    if (thread->counts != first->counts) fail(at, *thread, "meets other instructions");
-    any |= thread->value != 0;
-  }
-  for (Fiber* thread : at.threads) {
-    if (thread->now == State::ended) continue;
-    thread->result = any;
-    thread->now = State::ready;
-  }
-  return first != nullptr;
+  return meet_at_barrier(at);
 }
 
 class GridRun {
@@ -243,7 +250,7 @@ class GridRun {
       // Bytes behind what the launch was given are the same for all blocks: who wrote there is known before
       // another runs.
       if ((!goes_on || active_.size() > 1) && !shared_.is_whole())
-        fail(at, *at.threads[0], "something was written behind the dynamic shared memory");
+        fail(at, *at.warps[0].lanes[0], "something was written behind the dynamic shared memory");
       if (goes_on) continue;
       shared_.leave();
       free_.push_back(active_[which].second);
@@ -262,8 +269,9 @@ class GridRun {
     next->index = waiting_.back();
     next->shared = shared_.of_new_block();
     waiting_.pop_back();
+    next->warps.resize((threads_ + warp_size - 1) / warp_size);
     for (unsigned int i = 0; i < threads_; i++)
-      next->threads.push_back(&fiber_for(place * 1024 + i, {i, 0, 0}));
+      fiber_for(place * 1024 + i, {i, 0, 0}, next->warps[i / warp_size], int(i % warp_size));
     active_.emplace_back(std::move(next), place);
   }
 
@@ -274,35 +282,43 @@ class GridRun {
   std::vector<size_t> free_;
 };
 
+// The running lane is one of those of its warp that wait in a way, until others have come.
+void wait_among(unsigned int Warp::* those) {
+  Warp& warp = *running->warp;
+  const unsigned int own = 1u << running->lane;
+  warp.ready &= ~own;
+  warp.*those |= own;
+  yield();
+}
+
+unsigned long long meet(const Instruction& own, unsigned long long value, unsigned int argument) {
+  Warp& warp = *running->warp;
+  const int lane = running->lane;
+  warp.agree = !warp.in_warp || (warp.agree && warp.instructions[__builtin_ctz(warp.in_warp)] == own);
+  warp.instructions[lane] = own;
+  warp.values[lane] = value;
+  warp.arguments[lane] = argument;
+  wait_among(&Warp::in_warp);
+  return warp.results[lane];
+}
+
 }  // namespace
 
 unsigned long long meet_in_warp(Meeting how, unsigned int lanes, unsigned long long value,
                                 unsigned int argument) {
-  running->how = how;
-  running->compute = nullptr;
-  running->lanes = lanes;
-  running->value = value;
-  running->argument = argument;
-  running->now = State::in_warp;
-  yield();
-  return running->result;
+  return meet({how, lanes, nullptr}, value, argument);
 }
 
 void compute_in_warp(WarpComputation compute, void* own) {
-  running->how = Meeting::compute;
-  running->compute = compute;
-  running->lanes = 0xffffffffu;
-  running->value = reinterpret_cast<unsigned long long>(own);
-  running->now = State::in_warp;
-  yield();
+  meet({Meeting::compute, 0xffffffffu, compute}, reinterpret_cast<unsigned long long>(own), 0);
 }
 
 int meet_in_block(bool counts, int value) {
-  running->counts = counts;
-  running->value = value != 0;
-  running->now = State::in_block;
-  yield();
-  return int(running->result);
+  Warp& warp = *running->warp;
+  warp.counting |= unsigned(counts) << running->lane;
+  warp.votes |= unsigned(value != 0) << running->lane;
+  wait_among(&Warp::in_block);
+  return running_block->any_vote;
 }
 
 void __nanosleep(unsigned int ns) {
@@ -319,10 +335,7 @@ unsigned long long look_at_clock() {
   return now.tv_sec * 1'000'000'000ull + now.tv_nsec;
 }
 
-void wait_for_change() {
-  running->now = State::waiting;
-  yield();
-}
+void wait_for_change() { wait_among(&Warp::waiting); }
 
 void note_change() { running_block->changes++; }
 
