@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import gguf
 from bench.random_drafter import add_value, metadata
+from builders import Dims
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.models.cpu.dflash import CpuDflash
@@ -261,10 +262,11 @@ def write_converted(folder: Path, values: dict[str, Any], tensors: dict[str, np.
     return path
 
 
-def write_drafter(folder: Path, num_layers: int) -> Path:
-    """A GGUF file of random weights, for a model of so many layers by `Dims`, of which it reads two."""
-    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=num_layers)
-    values["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": 319}
+def write_drafter(folder: Path, dims: Dims) -> Path:
+    """A GGUF file of random weights, for a model of these sizes, of which it reads two layers."""
+    sizes = {"hidden_size": dims.hidden, "vocab_size": dims.vocab, "num_target_layers": dims.layers}
+    values = config(**MIXED, **sizes)
+    values["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": dims.vocab - 1}
     return write_converted(folder, values, random_tensors(spec_of(values)))
 
 

@@ -7,13 +7,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from builders import Dims, write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.engine import LLM, SamplingParams
 from dflash_cases import write_drafter
 from host_device import HostDevice
 from host_gpu import opened_on
 
-LAYERS = 2
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
@@ -21,10 +20,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 def test_a_closed_model_holds_no_memory_of_the_device(
     tmp_path: Path, compiled_for_the_host: HostDevice, spec_type: str
 ) -> None:
-    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=Dims(layers=LAYERS, interval=2), nextn=True)
+    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=SMALL_EXPERTS, nextn=True)
     options: dict[str, Any] = {"device": "cuda", "ctx_size": 64, "threads": 1, "spec_type": spec_type}
     if spec_type == "dflash":
-        options["model_draft"] = write_drafter(tmp_path, LAYERS)
+        options["model_draft"] = write_drafter(tmp_path, SMALL_EXPERTS)
     if spec_type != "none":
         options["tree_budget"] = 2
     with opened_on(compiled_for_the_host):

@@ -14,7 +14,7 @@ from test_fused_steps_on_gpu import DEPTHS, Models, check_engine
 
 from bench.engine.scripted_fused_steps import script_fused_steps
 from bench.runners import fixed_part_on_gpu, open_model_file
-from builders import Dims, write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import FixedSizes, Speculation
 from coldstream.decoding.drafters import DflashDrafter
@@ -43,14 +43,14 @@ PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    dims = Dims(layers=2, interval=2)
-    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=dims, quant="Q8_0")
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=SMALL_EXPERTS, quant="Q8_0")
     return path
 
 
 def random_drafter(folder: Path, second: bool) -> DflashFile:
-    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=2)
-    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": 319}
+    dims = SMALL_EXPERTS
+    values = config(**MIXED, hidden_size=dims.hidden, vocab_size=dims.vocab, num_target_layers=dims.layers)
+    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": dims.vocab - 1}
     if second:
         values["dflash_config"] |= SECOND
         values["architectures"] = ["DFlash2DraftModel"]

@@ -21,7 +21,7 @@ from bench.engine.open_close import (
     demo_kinds,
     measure,
 )
-from builders import Dims, write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.engine import EngineConfig
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
@@ -31,7 +31,7 @@ from host_device import HostDevice
 from host_driver import HostDriver
 from host_gpu import opened_on
 
-LAYERS = 4
+DIMS = replace(SMALL_EXPERTS, context=2**16, experts=64, experts_used=3)
 LITTLE = Work((3, 40), 3)
 
 
@@ -43,8 +43,7 @@ def driver(compiled_for_the_host: HostDevice) -> Iterator[HostDriver]:
 
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    dims = Dims(layers=LAYERS, context=2**16, experts=16, experts_used=3)
-    (path,) = write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", dims=dims)
+    (path,) = write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", dims=DIMS)
     return EngineConfig(str(path), device="cuda", ctx_size=128, spec_type="none", threads=1)
 
 
@@ -60,13 +59,13 @@ def no_memory_left(driver: HostDriver) -> Iterator[None]:
 
 def test_nothing_stays(driver: HostDriver, resident: EngineConfig, tmp_path: Path) -> None:
     partial = {"prefetch": 1}
-    drafts = {"spec_type": "dflash", "model_draft": str(write_drafter(tmp_path, LAYERS)), "tree_budget": 3}
+    drafts = {"spec_type": "dflash", "model_draft": str(write_drafter(tmp_path, DIMS)), "tree_budget": 3}
     kinds = {
         "resident": resident,
         "partial": replace(resident, **partial),
         "partial, dflash": replace(resident, **partial, **drafts),
     }
-    found = measure(kinds, 6, 5, LITTLE, lambda: no_memory_left(driver))
+    found = measure(kinds, 3, 5, LITTLE, lambda: no_memory_left(driver))
     assert found["changed"] == {}
     assert {first["device_bytes"] for first in found["after_warm_up"].values()} == {0}
     assert not driver.registered

@@ -6,6 +6,7 @@ and of convolutions have other orders.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ pytest.importorskip("cuda.bindings")
 from one_sequence import open_cpu
 
 from bench.runners import open_model_file
-from builders import Dims, write_gguf
+from builders import SMALL_EXPERTS, write_gguf
 from coldstream.decoding import NO_DRAFT
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.errors import ConfigError, OutOfMemoryError
@@ -49,7 +50,8 @@ from dflash_cases import (
 )
 from tree_plans import plan_with_trees
 
-CONTEXT, VOCAB, WIDTH = 96, 320, 256
+CONTEXT, VOCAB = 96, 320
+WIDTH, WIDE = SMALL_EXPERTS.hidden, 256  # of rows; the latter for types with blocks of so many values
 SIZE = CacheSize.of(2, CONTEXT, num_trees=1)
 AUX_LAYERS = (0, 1)
 CHUNKS = (1, 20, 10, 7)  # rows that are committed between drafts
@@ -130,8 +132,17 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=Dims(layers=2, interval=2), quant="Q8_0")[0]
+    return write_target(tmp_path_factory.mktemp("target"), WIDTH)
+
+
+@pytest.fixture(scope="module")
+def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"), WIDE)
+
+
+def write_target(folder: Path, width: int, quant: str = "Q8_0") -> Path:
+    dims = replace(SMALL_EXPERTS, hidden=width)
+    return write_gguf(folder / "tiny.gguf", "qwen35moe", dims=dims, quant=quant)[0]
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -195,12 +206,20 @@ KINDS = [
 @pytest.mark.sharded
 @pytest.mark.parametrize(("name", "quant"), KINDS)
 def test_drafts_are_those_of_the_drafter_on_the_cpu(
-    tmp_path: Path, target: Path, device: str, name: str, quant: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    device: str,
+    name: str,
+    quant: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind more and more rows, whose memory grows and whose windows wrap around; then of another text."""
     monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
     tolerance = TOLERANCE if quant in ("F32", "F16", "BF16") else TOLERANCE_OF_CODES
-    with pair(tmp_path / "drafter", target, CASES[name], quant) as both:
+    is_wide = quant.endswith("_K")
+    target = request.getfixturevalue("wide_target" if is_wide else "target")
+    values = CASES[name] | {"hidden_size": WIDE if is_wide else WIDTH}
+    with pair(tmp_path / "drafter", target, values, quant) as both:
         rows = rounded(features(both.on_cpu.spec, sum(CHUNKS)))
         done = 0
         for count in CHUNKS:
@@ -216,9 +235,8 @@ def test_drafts_are_those_of_the_drafter_on_the_cpu(
 
 def test_a_head_of_a_k_type_multiplies_the_states_of_this_draft(tmp_path: Path, device: str) -> None:
     """Such a head reads codes with one scale for 256 values, which another launch writes."""
-    dims = Dims(layers=2, interval=2)
-    target = write_gguf(tmp_path / "k-type.gguf", "qwen35moe", dims=dims, quant="Q6_K")[0]
-    with pair(tmp_path / "drafter", target, CASES["full"]) as both:
+    target = write_target(tmp_path, WIDE, "Q6_K")
+    with pair(tmp_path / "drafter", target, CASES["full"] | {"hidden_size": WIDE}) as both:
         rows = rounded(features(both.on_cpu.spec, 40))
         for part in (rows[:20], rows[20:]):
             both.append(part)
@@ -324,7 +342,7 @@ def test_sizes_without_kernels_are_refused() -> None:
     wide["dflash_config"]["selector_top_k"] = 17
     with pytest.raises(ConfigError, match="selects of 17 tokens"):
         check_gpu(spec_of(wide))
-    with pytest.raises(ConfigError, match=r"rows of 256 and 100 values.*multiples of 32"):
+    with pytest.raises(ConfigError, match=r"rows of 128 and 100 values.*multiples of 32"):
         check_gpu(spec_of(narrow))
 
 
