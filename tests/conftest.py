@@ -178,14 +178,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
     """Of tests marked `sharded` that have as many cases as shards, or more, only one shard stays.
 
-    Which one shifts from one row of so many cases to the next, so that a shard has every value of a parameter
+    Tests that are marked with the same `of` are cases of one: each is long, and has few or one. Which shard
+    stays shifts from one row of so many cases to the next, so that a shard has every value of a parameter
     that has as many values as there are shards.
     """
     cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         if marker := item.get_closest_marker("sharded"):
             (shards,) = marker.args or (SHARDS,)
-            cases.setdefault((item.nodeid.partition("[")[0], shards), []).append(item)
+            name = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
+            cases.setdefault((name, shards), []).append(item)
     left_out = [
         item
         for (_, shards), those in cases.items()
@@ -195,6 +197,13 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
     config.hook.pytest_deselected(items=left_out)
     gone = {*map(id, left_out)}
     items[:] = [item for item in items if id(item) not in gone]
+    # The longest begin first, so that no process has one left when the others are done.
+    items.sort(key=lambda item: not is_long(item))
+
+
+def is_long(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("sharded")
+    return marker is not None and "of" in marker.kwargs
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,32 @@ def test_a_shard_halves_large_numbers_of_examples_that_a_test_gives(request: pyt
     assert [settings(max_examples=number).max_examples for number in numbers] == before
 
 
+class Case:
+    """What sharding reads of a test."""
+
+    def __init__(self, nodeid: str, of: str | None) -> None:
+        self.nodeid, self._of = nodeid, of
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        assert name == "sharded"
+        return None if self._of is None else pytest.mark.sharded(2, of=self._of).mark
+
+
+def test_tests_of_one_name_are_cases_of_one(request: pytest.FixtureRequest) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    names = {"a::whole": None, "a::one": "long", "b::two[x]": "long", "b::two[y]": "long", "c::alone": "rest"}
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    shards = []
+    for number in range(2):
+        items = [Case(nodeid, of) for nodeid, of in names.items()]
+        own.leave_out_other_shards(config, items, number)
+        assert items[-1].nodeid == "a::whole", "which is not long"
+        shards.append({item.nodeid for item in items})
+    assert shards[0] & shards[1] == {"a::whole", "c::alone"}
+    assert shards[0] | shards[1] == {*names}
+    assert min(map(len, shards)) > 2
+
+
 @pytest.mark.parametrize(
     ("file", "test", "count"),
     [

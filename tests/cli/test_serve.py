@@ -142,6 +142,7 @@ def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
         assert answer.status_code == 200
 
 
+@pytest.mark.sharded(of="processes")
 def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "examples" / "clients.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

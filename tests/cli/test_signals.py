@@ -222,6 +222,7 @@ def test_a_template_that_takes_long_ends_with_the_program(tmp_path: Path, number
     os.close(worker)
 
 
+@pytest.mark.sharded(of="processes")
 def test_two_quick_ctrl_c_end_a_long_prompt_and_show_the_cursor_again(tmp_path: Path) -> None:
     prompt = "def add(a, b):\n    return a + b\n\n" * 300
     command = [*COLDSTREAM, "run", "-p", prompt, *ENDLESS, "--tier", "generic", "--device", "cpu"]

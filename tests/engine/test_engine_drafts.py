@@ -52,6 +52,7 @@ def add(client: Client, demo: Pair, prompt: str, params: SamplingParams) -> int:
     return client.add(ids_of(demo, prompt), seeded(params))
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) -> None:
     opened = drafting(demo, observed(demo, seeded(params)))

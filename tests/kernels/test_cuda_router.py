@@ -11,6 +11,7 @@ from coldstream.kernels.router.cuda import PROGRAM, RouterBuffers, router_choose
 from coldstream.kernels.router.reference import choose_experts_exact
 
 
+@pytest.mark.sharded(of="compiled kernels")
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)

@@ -24,6 +24,7 @@ GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
+@pytest.mark.sharded(of="compiled kernels")
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)

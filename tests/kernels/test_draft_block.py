@@ -70,6 +70,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sharded(of="compiled kernels")
 @for_each_architecture
 @pytest.mark.parametrize("program", [ROWS, ATTENTION], ids=["rows", "attention"])
 def test_kernels_compile(program: object, arch: str) -> None:

@@ -140,6 +140,7 @@ def test_memory_in_use_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pyte
     assert device.gpu_memory_used() == 7531 * 2**20
 
 
+@pytest.mark.sharded(of="measurements")
 def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> None:
     assert result["commit"] == "c0ffee"
     assert result["model"] == "Qwen3.6-35B-A3B shape, random weights"

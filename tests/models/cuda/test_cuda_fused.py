@@ -98,6 +98,7 @@ def begin_again(both: Pair, left: int) -> CudaFusedRun:
     return begin(both, left)
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_there_are_no_fused_steps_where_the_device_cannot_run_them(tmp_path: Path) -> None:
     """With nothing changed."""

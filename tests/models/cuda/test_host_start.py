@@ -188,6 +188,7 @@ def test_equal_parts_of_a_first_prompt_are_not_captured_before_the_lock(path: Pa
         held.go_on()
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 def test_a_long_first_prompt_waits_for_the_lock(
     path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_model_that_is_closed_behind_its_first_token_locked_nothing(path: Path
     assert not held.begun.is_set()
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 @pytest.mark.parametrize("is_early", [False, True])
 def test_kernels_of_a_capture_were_launched_outside_of_one(
     path: Path, compiled_for_the_host: HostDevice, is_early: bool

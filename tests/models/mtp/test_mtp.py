@@ -109,6 +109,7 @@ def test_the_window_of_the_model_is_the_window_of_the_block(path: Path) -> None:
     assert np.array_equal(found, expected.hidden)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_do_not_depend_on_tier_threads_or_how_they_come(path: Path, tier: str, threads: int) -> None:
