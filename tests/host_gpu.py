@@ -16,6 +16,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.cuda import device as cuda_device
 from coldstream.kernels.cuda.driver import MIN_CUDA, Driver, DriverDevice
 from coldstream.models.cuda import dflash as cuda_dflash
+from coldstream.models.cuda import kept_counts
 from coldstream.models.cuda import runner as cuda_runner
 from coldstream.models.cuda.memory_plan import NeededKernels
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -87,6 +88,8 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
         patch.setattr(device, "keeps_time", True)
         patch.setattr(_csrc, "ExpertServer", servers.make)
         patch.setattr(device, "before_launch", servers.look)
+        # Counts of another test's model may not be kept for this one's.
+        patch.setattr(kept_counts, "default_directory", lambda: None)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: NeededKernels((set(),)))
         patch.setattr(cuda_dflash, "kernels_of", lambda *_: set())

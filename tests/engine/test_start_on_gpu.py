@@ -12,6 +12,8 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model, ope
 from coldstream.engine.opened_model import FirstPrompt
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.experts.file_lock import FileLock
+from coldstream.models.cuda import kept_counts, memory_plan
+from coldstream.models.cuda.memory_plan import CudaMemoryPlan, count_memory
 from coldstream.planning import machine
 from host_device import HostDevice
 from host_gpu import opened_on
@@ -210,3 +212,27 @@ def noted(monkeypatch: pytest.MonkeyPatch, name: str, events: list[str]) -> None
     """Notes calls of a function of the module."""
     call = getattr(opened_model, name)
     monkeypatch.setattr(opened_model, name, lambda *of, **by: (events.append(name), call(*of, **by))[1])
+
+
+@pytest.mark.parametrize("vram", [PARTLY, WHOLLY])
+def test_an_early_start_counts_no_memory_again(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vram: str
+) -> None:
+    """Its plan is that of any other start, which counts by itself."""
+    num_counted, plans = [0], []
+
+    def counted(*sizes: Any) -> CudaMemoryPlan:
+        num_counted[0] += 1
+        return count_memory(*sizes)
+
+    config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=vram, threads=1)
+    with opened_on(compiled_for_the_host):
+        monkeypatch.setattr(kept_counts, "default_directory", lambda: tmp_path / "kept" / "counts")
+        for module in (kept_counts, memory_plan):
+            monkeypatch.setattr(module, "count_memory", counted)
+        for is_early, has_counted in ((True, True), (True, False), (False, True)):
+            num_counted[0] = 0
+            with closing(open_model(config, is_early=is_early)) as opened:
+                plans.append(opened.plan)
+                assert bool(num_counted[0]) == has_counted
+    assert plans[0] == plans[1] == plans[2]

@@ -219,7 +219,7 @@ def open_model(
                 beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
             rates = late_rates.find if late_rates else partial(with_rates, hardware, progress)
-            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates)
+            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates, is_early)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)

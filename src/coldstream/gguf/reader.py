@@ -152,6 +152,10 @@ class FileState:
     def size(self) -> int:
         return self.content[2]
 
+    @property
+    def written_ns(self) -> int:
+        return self.content[3]
+
 
 class OpenFile:
     """A descriptor, and the state in which its file was when it was opened by the name `path`.
@@ -263,6 +267,7 @@ class GGUFFile:
     paths        of the parts, in order
     shown_paths  the same as messages show them: a path need not be text, nor printable
     shard_bytes  sizes of the files at `paths`; num_bytes is their sum
+    written_ns   times of writing of the files, as they were opened
     fingerprint  32 hex digits over headers and sizes: the same model under another name has the same
     """
 
@@ -272,6 +277,7 @@ class GGUFFile:
     shown_paths: tuple[str, ...]
     shard_bytes: tuple[int, ...]
     num_bytes: int
+    written_ns: tuple[int, ...]
     fingerprint: str
 
     def __init__(self, shards: tuple[_Shard, ...], watch: WriteWatch) -> None:
@@ -287,6 +293,7 @@ class GGUFFile:
         self.shown_paths = tuple(escape_controls(str(path)) for path in self.paths)
         self.shard_bytes = tuple(shard.file.opened.size for shard in shards)
         self.num_bytes = sum(self.shard_bytes)
+        self.written_ns = tuple(shard.file.opened.written_ns for shard in shards)
         digest = hashlib.blake2b(digest_size=16)
         for shard in shards:
             digest.update(shard.header.digest + shard.file.opened.size.to_bytes(8, "little"))

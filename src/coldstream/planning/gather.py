@@ -58,12 +58,16 @@ from coldstream.planning.unknowns import (
 )
 
 
-def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuShape) -> FixedPart:
+def count_on_gpu(
+    file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuShape, *, is_kept: bool = False
+) -> FixedPart:
     """What a runner on a GPU takes beside experts, with the embedding in RAM.
 
-    Reads the small tensors of the file. Raises as `CausalLM.load` and `MtpModel.load`.
+    is_kept: whether what was counted in an earlier start is taken from there, and kept for a later one.
+    Otherwise the small tensors of the file are read. Raises as `CausalLM.load` and `MtpModel.load`.
     """
     # Imported here because its kernels need packages that a machine without a GPU may not have.
+    from coldstream.models.cuda.kept_counts import kept_count
     from coldstream.models.cuda.limits import Limits
     from coldstream.models.cuda.memory_plan import count_memory
 
@@ -87,7 +91,8 @@ def count_on_gpu(file: GGUFFile, spec: ModelSpec, sizes: ModelSizes, shape: GpuS
     elif sizes.is_dense:
         ring_bytes = max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)
-    plan = count_memory(file, spec.with_window(shape.attention_window), limits, shape.chunk_size)
+    count = kept_count if is_kept else count_memory
+    plan = count(file, spec.with_window(shape.attention_window), limits, shape.chunk_size)
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
@@ -154,7 +159,7 @@ class Sources:
     """Where facts come from.
 
     measured: returns `hardware` with its rates, or without those that a plan shall assume. None: it has what
-    there is.
+    there is. keeps_counts: whether counts of a GPU's memory are kept, and taken from earlier starts.
     """
 
     file: GGUFFile
@@ -163,6 +168,7 @@ class Sources:
     trace: RoutingTrace | None = None
     drafter: DraftNeeds | None = None
     measured: Callable[[], Hardware] | None = None
+    keeps_counts: bool = False
 
 
 class Gathered:
@@ -190,7 +196,7 @@ class Gathered:
             return
         counts = facts.counts
         if isinstance(what, GpuShape):
-            counted = _count_or_error(file, spec, facts.model, what)
+            counted = _count_or_error(self._sources, facts.model, what)
             counts = replace(counts, on_gpu=MappingProxyType({**counts.on_gpu, what: counted}))
         elif isinstance(what, RamShape):
             in_ram = count_in_ram(file, spec, what)
@@ -201,11 +207,9 @@ class Gathered:
         self.facts = replace(facts, counts=counts)
 
 
-def _count_or_error(
-    file: GGUFFile, spec: ModelSpec, model: ModelFacts, shape: GpuShape
-) -> FixedPart | ModelFormatError:
+def _count_or_error(sources: Sources, model: ModelFacts, shape: GpuShape) -> FixedPart | ModelFormatError:
     try:
-        return count_on_gpu(file, spec, model.on_gpu, shape)
+        return count_on_gpu(sources.file, sources.spec, model.on_gpu, shape, is_kept=sources.keeps_counts)
     except ModelFormatError as error:  # of a block for drafts, perhaps, without which the model can run
         return error.with_traceback(None)  # its frames would keep what was counted
 

@@ -5,7 +5,7 @@ launches follow from the types and shapes of its weights, never from their value
 combinations of those, so that only the first layer of each kind is run.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise, product
@@ -56,14 +56,22 @@ class CudaMemoryPlan:
         return self.weights + self.caches + self.workspace + self.experts + self.graphs + self.reserve
 
 
+Count = Callable[[GGUFFile, ModelSpec, Limits, int], CudaMemoryPlan]
+
+
 def plan_memory(
-    file: GGUFFile, spec: ModelSpec, limits: Limits, free_bytes: int, chunk_size: int
+    file: GGUFFile,
+    spec: ModelSpec,
+    limits: Limits,
+    free_bytes: int,
+    chunk_size: int,
+    count: Count | None = None,
 ) -> CudaMemoryPlan:
     """The memory of the model with steps of up to `chunk_size` tokens.
 
-    Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
+    count: in place of `count_memory`. Raises OutOfMemoryError if it doesn't fit into `free_bytes`.
     """
-    plan = count_memory(file, spec, limits, chunk_size)
+    plan = (count or count_memory)(file, spec, limits, chunk_size)
     if plan.total <= free_bytes:
         return plan
     gib = 2**30

@@ -39,6 +39,7 @@ from coldstream.models.cuda.capacity import HEAD_ROWS, mailbox_ranks
 from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
+from coldstream.models.cuda.kept_counts import kept_count
 from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
@@ -101,7 +102,8 @@ class CudaRunner(ModelRunner):
                 self._steps.is_put_off = is_early and lock is None and spec.is_moe and bool(shards)
                 self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
                 self._begin_rest = self._lock.begin
-                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size)
+                count = kept_count if is_early else None
+                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size, count)
                 kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
                 self._kernels = KernelLoading(*kernels.groups)
                 if limits.expert_bytes is not None:
