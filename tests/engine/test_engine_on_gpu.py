@@ -48,6 +48,7 @@ def check_side_by_side(gpu: LLM, cpu: LLM, at_once: int) -> None:
                 assert found == wanted[number][0][:5], kinds[number]
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 def test_answers_side_by_side_are_those_of_the_cpu(models: tuple[LLM, LLM]) -> None:
     check_side_by_side(*models, at_once=5)
 
@@ -130,6 +131,7 @@ def test_cancel_invalidates_a_step_in_flight(models: tuple[LLM, LLM]) -> None:
         assert tuple(client.tokens_so_far(other)) == wanted
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 @pytest.mark.parametrize("ending", ["stop string", "stop token", "length"])
 def test_what_ends_in_flight_is_continued_without_re_prefill(models: tuple[LLM, LLM], ending: str) -> None:
     """After a stop string the step in flight has computed the last token too; after the others it has not."""

@@ -91,6 +91,7 @@ def test_answers_of_the_demo_model_to_a_list_are_those_of_the_cpu_on_a_gpu() -> 
         check_lists(gpu, cpu)
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(
     path: Path, stream: HostStream
 ) -> None:

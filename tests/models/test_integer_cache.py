@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+import pytest
 import torch
 
 from coldstream.assets import demo_model_path
@@ -28,6 +29,7 @@ def logits(model: CausalLM, token_ids: torch.Tensor, kv_type: str) -> torch.Tens
     return result
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @torch.no_grad()
 def test_logits_are_as_close_to_floats_as_the_log_says() -> None:
     """Everything but attention in float32, so that nothing else rounds."""
