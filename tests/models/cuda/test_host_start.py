@@ -70,8 +70,8 @@ def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[
     with open_partly(path, 0.5):
         assert list(dict.fromkeys(events)) == [
             "FileLock",
-            "plan_memory",
             "kernels_of",
+            "plan_memory",
             "page_locked",
             "DeviceMemory",
             "finish_loading",

@@ -35,6 +35,7 @@ GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("gemv.cu"),
     tuple(instance_for(name, {kind}) for name in (GATE_UP, DOWN) for kind in sorted(SKINNY_TYPES)),
+    is_slow=True,
 )
 
 

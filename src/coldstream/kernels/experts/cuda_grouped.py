@@ -40,6 +40,7 @@ GATE_UP, DOWN = "coldstream::grouped_gate_up", "coldstream::grouped_down"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("grouped.cu"),
     tuple(instance_for(name, {kind}) for name in (GATE_UP, DOWN) for kind in sorted(INTEGER_TYPES)),
+    is_slow=True,
 )
 
 

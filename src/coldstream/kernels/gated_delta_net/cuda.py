@@ -43,6 +43,7 @@ PREFILL = CudaProgram(
         *(f"delta_prepare<{d}, {taps}>" for d in HEAD_SIZES for taps in TAPS),
         *(f"{kernel}<{d}>" for kernel in ("delta_recurrence", "delta_output") for d in HEAD_SIZES),
     ],
+    is_slow=True,
 )
 # As the kernels have them.
 COLUMNS_PER_BLOCK, THREADS = 32, 128

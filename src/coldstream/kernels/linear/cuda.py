@@ -50,6 +50,7 @@ PROGRAM = CudaProgram(
             for kind in sorted(SKINNY_TYPES)
         ),
     ),
+    is_slow=True,
 )
 PARTS_PROGRAM = CudaProgram(
     Path(__file__).with_name("parts.cu"),

@@ -25,6 +25,7 @@ PROGRAM = CudaProgram(
             for aligned in ("true", "false")
         ),
     ),
+    is_slow=True,
 )
 ALONE_ROWS = 132  # up to here each row has its own multiprocessor
 THREADS_ALONE, THREADS_SHARING = 512, 128

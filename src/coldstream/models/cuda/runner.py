@@ -102,10 +102,10 @@ class CudaRunner(ModelRunner):
                 self._steps.is_put_off = is_early and lock is None and spec.is_moe and bool(shards)
                 self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
                 self._begin_rest = self._lock.begin
+                kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
+                self._kernels = KernelLoading(*kernels.groups)  # beside all that follows
                 count = kept_count if is_early else None
                 self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size, count)
-                kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
-                self._kernels = KernelLoading(*kernels.groups)
                 if limits.expert_bytes is not None:
                     self._partial = _partial_model(plan, file, spec)
                     self._partial.host.use_lock(file, shards, self._lock)
