@@ -1,5 +1,6 @@
 """The order of a start on a GPU that does not hold all experts, on the host."""
 
+import gc
 import mmap
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.kvcache.batch import Batch, Segment
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cuda import runner as cuda_runner
+from coldstream.models.cuda.runner import CudaRunner
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -66,17 +68,59 @@ def _noting(events: list[str], name: str, call: Any) -> Any:
 
 
 def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[str]) -> None:
-    """And nothing that is allocated, which would wait for the lock, comes before the dry runs."""
+    """What is allocated, which waits for the lock, comes beside the dry runs or behind them."""
     with open_partly(path, 0.5):
-        assert list(dict.fromkeys(events)) == [
+        order = list(dict.fromkeys(events))
+        assert order.index("FileLock") < order.index("page_locked") < order.index("DeviceMemory")
+        assert [event for event in order if event != "page_locked"] == [
             "FileLock",
             "kernels_of",
             "plan_memory",
-            "page_locked",
             "DeviceMemory",
             "finish_loading",
             "device_address",
         ]
+
+
+def test_page_locked_memory_is_allocated_beside_the_dry_runs(
+    path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which go on once it is there."""
+    allocated = threading.Event()
+    notes, allocate = cuda_runner.kernels_of, CudaRunner._allocate_on_host
+
+    def kernels(*sizes: Any) -> Any:
+        assert allocated.wait(60)
+        return notes(*sizes)
+
+    def allocating(*arguments: Any) -> None:
+        allocate(*arguments)
+        allocated.set()
+
+    monkeypatch.setattr(cuda_runner, "kernels_of", kernels)
+    monkeypatch.setattr(CudaRunner, "_allocate_on_host", allocating)
+    with open_partly(path, 0.5):
+        assert events.index("page_locked") < events.index("kernels_of") < events.index("DeviceMemory")
+
+
+@pytest.mark.parametrize("name", ["kernels_of", "plan_memory", "_partial_model"])
+def test_what_a_failed_start_has_allocated_is_freed(
+    path: Path,
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compiled_for_the_host: HostDevice,
+    name: str,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OutOfMemoryError("no room")
+
+    monkeypatch.setattr(cuda_runner, name, refuse)
+    gc.collect()
+    before = dict(compiled_for_the_host.driver._elsewhere)
+    with pytest.raises(OutOfMemoryError, match="no room"):
+        open_partly(path, 0.5)
+    gc.collect()
+    assert compiled_for_the_host.driver._elsewhere == before
 
 
 def test_the_first_steps_of_an_early_start_are_the_callers(

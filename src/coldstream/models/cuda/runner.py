@@ -1,6 +1,7 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -102,13 +103,13 @@ class CudaRunner(ModelRunner):
                 self._steps.is_put_off = is_early and lock is None and spec.is_moe and bool(shards)
                 self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
                 self._begin_rest = self._lock.begin
-                kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
-                self._kernels = KernelLoading(*kernels.groups)  # beside all that follows
-                count = kept_count if is_early else None
-                self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size, count)
-                if limits.expert_bytes is not None:
-                    self._partial = _partial_model(plan, file, spec)
-                    self._partial.host.use_lock(file, shards, self._lock)
+                with ThreadPoolExecutor(1) as beside:
+                    allocated = beside.submit(self._allocate_on_host, plan, shards)
+                    kernels = kernels_of(file, spec, limits, self.chunk_size, first_rows)
+                    self._kernels = KernelLoading(*kernels.groups)  # beside all that follows
+                    count = kept_count if is_early else None
+                    self.plan = plan_memory(file, spec, limits, self.gpu.free_bytes, self.chunk_size, count)
+                    allocated.result()
                 self._load(executor, progress)
                 self._kernels.wait_for_first(compiling)
                 self._warnings = (*self._loaded.model.warnings, *filter(None, [default_cache().problem]))
@@ -121,6 +122,14 @@ class CudaRunner(ModelRunner):
         except BaseException:
             self._release()
             raise
+
+    def _allocate_on_host(self, plan: RunPlan, shards: frozenset[int]) -> None:
+        """Page-locked memory, for which the operating system takes long, without the interpreter's lock."""
+        assert self._lock is not None, "a lock is begun, or will be"
+        if self.limits.expert_bytes is not None:
+            self._partial = _partial_model(plan, self.file, self.spec)
+            self._partial.host.use_lock(self.file, shards, self._lock)
+        self._host_logits = allocations.page_locked((HEAD_ROWS, self.spec.vocab_size), "float32")
 
     def _load(self, executor_factory: ExecutorFactory | None, progress: Progress | None) -> None:
         """Allocates all device memory and copies the weights, without a kernel of this package."""
@@ -136,7 +145,6 @@ class CudaRunner(ModelRunner):
             if not self._steps.is_put_off:
                 self._connect(self._partial)
         self.file.check_unchanged()  # or the copied weights may be of two versions
-        self._host_logits = allocations.page_locked((HEAD_ROWS, self.spec.vocab_size), "float32")
 
     def _connect(self, partial: PartialModel) -> None:
         """Lets later steps read the mapped file. Waits until it is locked. Raises as the locking does."""
