@@ -7,7 +7,7 @@ from pathlib import Path
 from struct import pack
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coldstream.errors import LimitError
@@ -69,10 +69,14 @@ PIECES = st.sampled_from(
     window=st.sampled_from([8, 64, 1 << 20]),
     chunk=st.sampled_from([16, 1 << 20]),
 )
+@example(texts=[b"a", b"", b"x" * 255, b""], looked_at=1, window=1 << 20, chunk=1 << 20)
 def test_strings_begin_where_their_lengths_say(
     tmp_path: Path, texts: list[bytes], looked_at: int, window: int, chunk: int
 ) -> None:
-    """Whether they are gone through one by one or in runs, and whatever they hold."""
+    """Whether they are gone through one by one or in runs, and whatever they hold.
+
+    The last byte of a text before an empty one looks like a length.
+    """
     content = b"".join(pack("<Q", len(text)) + text for text in texts)
     with (
         pytest.MonkeyPatch.context() as patch,
