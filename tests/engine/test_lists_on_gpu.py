@@ -71,6 +71,7 @@ def check_lists(gpu: LLM, cpu: LLM) -> None:
             assert replace(answer, statistics=statistics) == replace(other, statistics=statistics)
 
 
+@pytest.mark.sharded(2, of="models on a GPU")
 @EVERY_FAMILY
 @pytest.mark.usefixtures("stream")
 def test_answers_to_a_list_are_those_of_the_cpu(path: Path) -> None:

@@ -199,6 +199,7 @@ def test_more_residents_never_slow_a_prompt_down(seed: int, length: int, machine
     assert fast <= slow * (1 + 1e-3)  # up to one expert more or less of the CPU's
 
 
+@pytest.mark.sharded(of="plans")
 @given(st.sampled_from(["vram", "ram"]), st.integers(0, 2**64), st.integers(0, 20 * GIB), rates)
 def test_no_forecast_is_above_the_ceiling(tier: Tier, seed: int, more: int, machine: Rates) -> None:
     uses = np.random.default_rng(seed).exponential(size=(40, 256))

@@ -232,6 +232,7 @@ def asked(draw: st.DrawFn, model: ModelFacts) -> Asked:
     return config, facts, options, draw(st.sampled_from([0, 5 * MIB]))
 
 
+@pytest.mark.sharded(of="plans")
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_choice_follows_from_its_arguments_alone(model: ModelFacts, data: st.DataObject) -> None:

@@ -143,6 +143,7 @@ def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: p
     assert planned.known.uses[resident].min() >= planned.known.uses[~resident].max()
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_plan_stands_where_more_memory_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer prefill steps take more memory, and may leave too little for pinned layers."""
     monkeypatch.setattr(gather, "missing_packages", lambda: ("torch",))

@@ -173,6 +173,7 @@ def test_states_that_cannot_fit_are_not_counted(tmp_path: Path, monkeypatch: pyt
     assert not all(states)
 
 
+@pytest.mark.sharded(of="plans")
 def test_the_embedding_is_in_ram_only_where_experts_would_be_missing_otherwise(tmp_path: Path) -> None:
     """Then it is in no sum of the GPU's memory. An embedding that is the head too is on the GPU."""
     path = tmp_path / "tiny.gguf"
