@@ -17,8 +17,8 @@ from coldstream.kernels.ops import (
     Rows,
 )
 from coldstream.kernels.reference_ops import ReferenceOps
-from coldstream.layers.attention import AttentionWeights, attention
-from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
+from coldstream.layers.attention import AttentionWeights, attention, project_attention
+from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net, project_gated_delta_net
 from coldstream.layers.moe import MoeWeights, moe
 
 E, F, SHARED_F, EXPERTS, K = 6, 5, 7, 4, 2
@@ -117,7 +117,9 @@ def test_attention_joins_its_projections(output_gate: bool, window: int | None) 
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
     heads = AttentionHeads(q_norm, k_norm, 1e-6, output_gate, window)
     weights = AttentionWeights(q, k, v, out, heads)
-    actual = attention(ops, x, weights, angles, Caches(*caches[:2]), rows_of(5))
+    actual = attention(
+        ops, project_attention(ops, x, weights, angles), weights, Caches(*caches[:2]), rows_of(5)
+    )
     inputs = AttentionInputs(x @ q.T, x @ k.T, x @ v.T, angles)
     mixed = ops.attention(inputs, heads, Caches(*caches[2:]), rows_of(5))
     torch.testing.assert_close(actual, mixed @ out.T)
@@ -136,7 +138,7 @@ def test_gated_delta_net_joins_its_projections() -> None:
     rule = DeltaNetWeights(taps, -torch.ones(NV), dt_bias, norm, key_head_ids, NK, 1e-6)
     states = [(torch.zeros(1, TAPS - 1, channels), torch.zeros(1, NV, d, d)) for _ in range(2)]
     weights = GatedDeltaNetWeights(qkv, gate, alpha, beta, out, rule)
-    actual = gated_delta_net(ops, x, weights, *states[0], rows_of(5))
+    actual = gated_delta_net(ops, project_gated_delta_net(ops, x, weights, rows_of(5)), weights, *states[0])
     inputs = DeltaNetInputs(x @ qkv.T, x @ gate.T, x @ alpha.T, x @ beta.T, rows_of(5))
     mixed = ops.gated_delta_net(inputs, rule, *states[1])
     torch.testing.assert_close(actual, mixed @ out.T)

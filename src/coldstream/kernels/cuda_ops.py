@@ -205,7 +205,8 @@ class CudaOps(CudaProducts):
         num_rows, width = inputs.z.shape
         out = self.activations(num_rows, width)
         operands = (inputs, weights, conv_state, state, out.values, out.quantised)
-        raw = self.empty(num_rows, width)
+        # In place of a prompt's: a warp reads what it writes. It is as large as the other activations there.
+        raw = out.values if rows.batch.has_prompts else self.empty(num_rows, width)
         if rows.batch.has_prompts:
             workspace = PrefillWorkspace(
                 self.empty(num_rows, inputs.qkv.shape[1] - width),

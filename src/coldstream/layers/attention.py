@@ -1,4 +1,7 @@
-"""Full attention, from normed hidden states to what is added to the residual stream."""
+"""Full attention, from normed hidden states to what is added to the residual stream.
+
+It is in two parts: behind the projections nothing needs the hidden states, whose memory can be used again.
+"""
 
 from dataclasses import dataclass
 
@@ -16,11 +19,15 @@ class AttentionWeights:
     heads: AttentionHeads
 
 
-def attention(
-    ops: Ops, x: Array, weights: AttentionWeights, angles: Array, caches: Caches, rows: Rows
-) -> Array:
-    """x [T, E] → [T, E]. Writes the caches at `rows`; see `Ops.attention`."""
+def project_attention(ops: Ops, x: Array, weights: AttentionWeights, angles: Array) -> AttentionInputs:
+    """The inputs of `attention` for x [T, E]."""
     query_gate, key, value = ops.linear(x, (weights.attn_q, weights.attn_k, weights.attn_v))
-    inputs = AttentionInputs(query_gate, key, value, angles)
+    return AttentionInputs(query_gate, key, value, angles)
+
+
+def attention(
+    ops: Ops, inputs: AttentionInputs, weights: AttentionWeights, caches: Caches, rows: Rows
+) -> Array:
+    """→ [T, E]. Writes the caches at `rows`; see `Ops.attention`."""
     mixed = ops.attention(inputs, weights.heads, caches, rows)
     return ops.linear(mixed, (weights.attn_output,))[0]

@@ -1,4 +1,7 @@
-"""The gated DeltaNet mixer, from normed hidden states to what is added to the residual stream."""
+"""The gated DeltaNet mixer, from normed hidden states to what is added to the residual stream.
+
+In two parts, as attention is.
+"""
 
 from dataclasses import dataclass
 
@@ -17,17 +20,16 @@ class GatedDeltaNetWeights:
     rule: DeltaNetWeights
 
 
-def gated_delta_net(
-    ops: Ops,
-    x: Array,
-    weights: GatedDeltaNetWeights,
-    conv_state: Array,
-    state: Array,
-    rows: Rows,
-) -> Array:
-    """x [T, E] → [T, E]. Advances both states over `rows`; shapes as in `Ops.gated_delta_net`."""
+def project_gated_delta_net(ops: Ops, x: Array, weights: GatedDeltaNetWeights, rows: Rows) -> DeltaNetInputs:
+    """The inputs of `gated_delta_net` for x [T, E]."""
     projections = (weights.attn_qkv, weights.attn_gate, weights.ssm_alpha, weights.ssm_beta)
     qkv, z, alpha, beta = ops.linear(x, projections)
-    inputs = DeltaNetInputs(qkv, z, alpha, beta, rows)
+    return DeltaNetInputs(qkv, z, alpha, beta, rows)
+
+
+def gated_delta_net(
+    ops: Ops, inputs: DeltaNetInputs, weights: GatedDeltaNetWeights, conv_state: Array, state: Array
+) -> Array:
+    """→ [T, E]. Advances both states over the rows of `inputs`; shapes as in `Ops.gated_delta_net`."""
     mixed = ops.gated_delta_net(inputs, weights.rule, conv_state, state)
     return ops.linear(mixed, (weights.ssm_out,))[0]

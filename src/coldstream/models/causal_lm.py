@@ -15,8 +15,10 @@ from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import (
     Array,
+    AttentionInputs,
     Caches,
     CommittedPath,
+    DeltaNetInputs,
     ExpertOutputs,
     Ops,
     RecurrentLayer,
@@ -24,8 +26,12 @@ from coldstream.kernels.ops import (
     Weight,
 )
 from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
-from coldstream.layers.attention import AttentionWeights, attention
-from coldstream.layers.gated_delta_net import GatedDeltaNetWeights, gated_delta_net
+from coldstream.layers.attention import AttentionWeights, attention, project_attention
+from coldstream.layers.gated_delta_net import (
+    GatedDeltaNetWeights,
+    gated_delta_net,
+    project_gated_delta_net,
+)
 from coldstream.layers.moe import MoeWeights, moe
 from coldstream.models.loader import Block, Loader
 from coldstream.models.spec.model_spec import ModelSpec
@@ -105,10 +111,13 @@ class CausalLM:
         for layer, (block, state, next_norm) in enumerate(
             zip(self.blocks, cache.layers, norms[1:], strict=True)
         ):
-            mixed = self.mix(block, normed, angles, state, rows)
+            inputs = self.project(block, normed, angles, state, rows)
+            del normed  # or its memory would not be used again
+            mixed = self.mix(block, inputs, state, rows)
             routes = isinstance(block.ffn, MoeWeights)
+            del inputs
             x, normed = ops.add_norm(x, mixed, block.ffn_norm, eps, for_router=routes)
-            del mixed  # or its memory would not be used again
+            del mixed
             x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
             on_layer(layer, x)
         return normed
@@ -132,14 +141,26 @@ class CausalLM:
         """Logits of hidden states that `forward` returned, or of some rows: [T, E] → [T, vocab]."""
         return self.ops.linear(hidden, (self.output,))[0]
 
-    def mix(self, block: Block, x: Array, angles: Array, state: LayerState, rows: Rows) -> Array:
-        """The mixer of a block on normed x [T, E]; advances `state`."""
+    def project(
+        self, block: Block, x: Array, angles: Array, state: LayerState, rows: Rows
+    ) -> AttentionInputs | DeltaNetInputs:
+        """What the mixer of a block reads of normed x [T, E]."""
         if isinstance(block.mixer, AttentionWeights):
-            assert isinstance(state, AttentionState)
-            return attention(self.ops, x, block.mixer, angles, Caches(state.k, state.v), rows)
+            return project_attention(self.ops, x, block.mixer, angles)
         assert not isinstance(state, AttentionState)
-        rows = rows.keeping(state.kept)
-        return gated_delta_net(self.ops, x, block.mixer, state.conv_state, state.state, rows)
+        return project_gated_delta_net(self.ops, x, block.mixer, rows.keeping(state.kept))
+
+    def mix(
+        self, block: Block, inputs: AttentionInputs | DeltaNetInputs, state: LayerState, rows: Rows
+    ) -> Array:
+        """The mixer of a block on what `project` returned for `rows`: [T, E]. Advances `state`."""
+        if isinstance(inputs, AttentionInputs):
+            assert isinstance(block.mixer, AttentionWeights)
+            assert isinstance(state, AttentionState)
+            return attention(self.ops, inputs, block.mixer, Caches(state.k, state.v), rows)
+        assert isinstance(block.mixer, GatedDeltaNetWeights)
+        assert not isinstance(state, AttentionState)
+        return gated_delta_net(self.ops, inputs, block.mixer, state.conv_state, state.state)
 
     def feed_forward(self, block: Block, x: Array) -> Array | ExpertOutputs:
         """The FFN of a block on normed x [T, E]: what `Ops.add_norm` adds to the residual stream."""

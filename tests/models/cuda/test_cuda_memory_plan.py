@@ -1,7 +1,9 @@
 """What a model takes of a GPU's memory is counted without one."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +11,12 @@ import pytest
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
+from coldstream.kernels.cuda.activations import Activations
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.memory import MemoryPlan
+from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kvcache import CacheSize, state_bytes
+from coldstream.models.cuda import loaded_model
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded
@@ -116,3 +122,41 @@ def test_mm01_a_byte_short_is_refused(moe_path: Path, expert_bytes: int | None) 
         assert plan_memory(file, spec, limits, need, 256).total == need
         with pytest.raises(OutOfMemoryError, match=r"needs .* GiB, .* are free: .*--vram"):
             plan_memory(file, spec, limits, need - 1, 256)
+
+
+class AliveOps(CudaOps):
+    """Notes which normed states are still there while a mixer runs."""
+
+    normed: list[weakref.ref[object]]
+    alive: int
+
+    def add_norm(self, *arguments: Any, **options: Any) -> tuple[DeviceArray, Activations]:
+        total, out = super().add_norm(*arguments, **options)
+        self.normed.append(weakref.ref(out.values))
+        return total, out
+
+    def _look(self) -> None:
+        self.alive = max(self.alive, sum(each() is not None for each in self.normed))
+
+    def attention(self, *arguments: Any) -> Activations:
+        self._look()
+        return super().attention(*arguments)
+
+    def gated_delta_net(self, *arguments: Any) -> Activations:
+        self._look()
+        return super().gated_delta_net(*arguments)
+
+
+def test_a_mixer_does_not_keep_the_states_that_it_has_projected(
+    moe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 8 KB a row of a prompt, in memory that its recurrence needs."""
+    monkeypatch.setattr(loaded_model, "CudaOps", AliveOps)
+    with GGUFFile.open(moe_path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        loaded = Loaded.into(MemoryPlan(), file, spec, Limits(CacheSize.of(1, 1024), 1024, "i16"), 512)
+        assert isinstance(loaded.ops, AliveOps)
+        loaded.ops.normed, loaded.ops.alive = [], 0
+        loaded.step(StepShape.prompt(512))
+    assert len(loaded.ops.normed) == 2 * spec.num_layers
+    assert not loaded.ops.alive

@@ -154,7 +154,8 @@ class Loaded:
         x = self.ops.activations(shape.num_rows, self.model.spec.hidden_size)
         angles = self.model.angles(rows)
         for block, state in zip(self.model.blocks, self.states.layers, strict=True):
-            self.model.mix(block, x, angles, state, rows)
+            inputs = self.model.project(block, x, angles, state, rows)
+            self.model.mix(block, inputs, state, rows)
 
     def _forward(self, token_ids: DeviceArray, rows: Rows) -> Activations:
         self.ops.start_step(rows)
