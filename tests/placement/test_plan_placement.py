@@ -248,10 +248,11 @@ def test_experts_of_pinned_layers_are_none_of_those_of_a_size_that_others_need()
     assert least_budget(model, fixed(), chosen) == 70
 
 
-def test_a_ring_takes_half_of_what_is_left_at_most_unless_a_token_needs_more() -> None:
+def test_a_ring_takes_half_of_what_is_left_at_most_unless_it_is_slow() -> None:
+    """A fast one has places for a token and for three tenths of a layer: 2 + 20 experts."""
     mib = 2**20
     model = sizes(*[4 * mib] * 8, num_experts=64)
     for left in (16, 64, 256, 400, 800, 1600):
         ring = plan_placement(model, fixed(), left * mib).ring_bytes
-        assert ring == max(8 * mib, min(left * mib // 2, 256 * mib))
+        assert ring == max(min(88, left) * mib, min(left * mib // 2, 256 * mib))
     assert plan_placement(sizes(*[4 * mib] * 40, num_experts=64), fixed(), 4096 * mib).ring_bytes == 512 * mib

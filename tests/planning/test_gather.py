@@ -1,5 +1,6 @@
 """From a configuration to a plan: budgets, defaults, and a plan that is given back."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,9 +55,11 @@ def test_without_a_budget_what_is_free_may_be_used_but_for_a_part_of_ram(make: M
 
 def test_a_default_context_leaves_room_for_experts(make: Make) -> None:
     whole = make(EngineConfig("m", device="cuda"))
-    fixed = make(EngineConfig("m", device="cuda", vram=480 * MIB)).plan.fixed
-    assert not fixed.host_tables, "all fits"
-    budget = fixed.total - whole.sizes.table_bytes - fixed.caches + MIB
+    with pytest.raises(OutOfMemoryError) as caught:
+        make(EngineConfig("m", device="cuda", vram=MIB))
+    advice = re.search(r"try --vram (\d+)M", str(caught.value))
+    assert advice
+    budget = (int(advice[1]) + 1) * MIB
     small = make(EngineConfig("m", device="cuda", vram=budget))
     assert small.plan.total_bytes <= budget
     assert small.plan.fixed.ctx_size < whole.plan.fixed.ctx_size
@@ -144,24 +147,46 @@ def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.sharded(of="plans")
-def test_a_plan_stands_where_more_memory_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer prefill steps take more memory, and may leave too little for pinned layers."""
+def test_a_plan_also_stands_with_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer prefill steps take more memory, and leave enough for pinned layers."""
     monkeypatch.setattr(gather, "missing_packages", lambda: ("torch",))
     dims, options = Dims(experts=64, experts_used=3, expert_ffn=1024), PlanOptions(num_pinned_layers=1)
     (path,) = write_gguf(tmp_path / "tiny.gguf", dims=dims)
     with GGUFFile.open(path) as file:
         sources = Sources(file, read_spec(file.metadata, file.tensors), MACHINE)
-        alone = []
-        for budget in range(515 * MIB, 540 * MIB, MIB):
+        found = []
+        for budget in range(490 * MIB, 560 * MIB, MIB):
             config = EngineConfig("m", device="cuda", vram=budget, ctx_size=64)
             try:
                 planned = plan_model(config, sources, options, more_bytes=MIB)
             except OutOfMemoryError:
+                assert not found
                 continue
-            if planned.larger_plan is None:
-                alone.append(budget)
-                with pytest.raises(OutOfMemoryError):
-                    plan_model(replace(config, vram=budget + MIB), sources, options)
-            else:
-                assert planned.larger_plan.budget_bytes == budget + MIB
-    assert alone
+            found.append(planned.plan.fixed.chunk_size)
+            assert planned.larger_plan is None or planned.larger_plan.budget_bytes == budget + MIB
+            assert planned.plan.is_all_resident or planned.larger_plan is not None
+    assert 512 in found
+    assert 2048 in found
+
+
+def test_the_least_memory_with_long_steps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MiB less has shorter ones; nothing is named where they are long, or where all text is short."""
+    monkeypatch.setattr(gather, "missing_packages", lambda: ("torch",))
+    dims = Dims(experts=64, experts_used=3, expert_ffn=1024)
+    (path,) = write_gguf(tmp_path / "tiny.gguf", dims=dims)
+    with GGUFFile.open(path) as file:
+        sources = Sources(file, read_spec(file.metadata, file.tensors), MACHINE)
+
+        def plan(budget: int, *, ctx_size: int = 4096, more_bytes: int = 2**28) -> Planned:
+            config = EngineConfig("m", device="cuda", vram=budget, ctx_size=ctx_size)
+            return plan_model(config, sources, more_bytes=more_bytes)
+
+        short = plan(480 * MIB)
+        assert short.longer_steps is not None
+        enough = short.longer_steps.budget_bytes
+        assert short.plan.fixed.chunk_size < 2048 == plan(enough).plan.fixed.chunk_size
+        assert short.longer_steps == plan(enough).plan
+        assert plan(enough - MIB).plan.fixed.chunk_size < 2048
+        assert plan(enough).longer_steps is None
+        assert plan(480 * MIB, ctx_size=64).longer_steps is None
+        assert plan(480 * MIB, more_bytes=enough - 481 * MIB).longer_steps is None

@@ -14,11 +14,11 @@ from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.plan import FixedPart
+from coldstream.placement.plan import FixedPart, PlanOptions, fast_ring
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning import memory as memory_module
 from coldstream.planning.gather import count_on_gpu
-from coldstream.planning.memory import CHUNK_SIZES, GpuMemory, is_modest
+from coldstream.planning.memory import CHUNK_SIZES, GpuMemory
 from coldstream.planning.unknowns import GpuShape
 
 CTX = 512
@@ -146,9 +146,10 @@ def test_the_longest_modest_step_is_found_with_few_counts(
         counts = {shape: count_on_gpu(file, spec, sizes, shape) for shape in shapes.values()}
     most = 0
     for budget in range(470 * 2**20, 3500 * 2**20, 101 * 2**20):
-        modest = [size for size in CHUNK_SIZES if is_modest(counts[shapes[size]], budget)]
         noted = Noted(counts)
-        part = memory(spec, sizes, counts=noted).fixed_part(budget)
+        needs = memory(spec, sizes, counts=noted)
+        modest = [size for size in CHUNK_SIZES if needs.is_modest(counts[shapes[size]], budget)]
+        part = needs.fixed_part(budget)
         assert part == counts[shapes[max(modest, default=CHUNK_SIZES[-1])]]
         most = max(most, len(noted.asked))
     assert most <= (3 if shift == 1 else 5)
@@ -194,3 +195,28 @@ def test_the_embedding_is_in_ram_only_where_experts_would_be_missing_otherwise(t
     assert not read(path)[1].table_bytes
     (tied,) = counted_parts(path, *read(path), [2**20])
     assert not tied.host_tables
+
+
+@pytest.mark.parametrize("num_pinned", [0, 1])
+def test_a_long_step_leaves_room_for_a_fast_ring_and_for_what_must_be_there(
+    tmp_path: Path, num_pinned: int
+) -> None:
+    """And no shorter one is taken where it does: a few experts gain less."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    spec, sizes = read(path)
+    sizes = replace(sizes, expert_bytes=(2**24,) * 4)
+    needs = replace(memory(spec, sizes), options=PlanOptions(num_pinned_layers=num_pinned))
+    first = num_pinned * 8 * 2**24
+    found = set()
+    for budget in range(500 * 2**20, 900 * 2**20, 2**21):
+        part = needs.fixed_part(budget)
+        if part.total + sizes.all_expert_bytes <= budget:
+            continue
+        found.add(part.chunk_size)
+        left = budget - part.total - first
+        assert part.chunk_size <= 512 or left >= fast_ring(sizes)
+        if part.chunk_size <= 512 and left >= 0:
+            long = needs._estimate(1024)
+            assert budget - long.total - first < fast_ring(sizes)
+    assert found >= {256, 512, 1024, 2048}

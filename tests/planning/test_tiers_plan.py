@@ -53,7 +53,7 @@ def config(path: Path) -> EngineConfig:
     with pytest.raises(OutOfMemoryError) as caught:
         plan(path, asked)
     least = int(re.search(r"try --vram (\d+)M", str(caught.value))[1])  # type: ignore[index]
-    found = replace(asked, vram=(least + 8) * MIB)
+    found = replace(asked, vram=(least + 10) * MIB)
     assert 0.1 < plan(path, found).plan.num_resident / 256 < 0.6
     return found
 

@@ -43,6 +43,7 @@ _PART_NAMES = {
     "reserve": "the driver's reserve",
 }
 _FAST_NAMES = {"vram": "GPU memory", "ram": "RAM"}
+WORTHWHILE = 1.2  # times as fast are prompts with what is worth a line
 _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
 
 
@@ -129,16 +130,19 @@ def command(
     expected = forecast(plan, known, pool=pool)
     richer = forecast(planned.larger_plan, known, pool=pool) if planned.larger_plan else None
     more_ram = forecast(plan, known, pool=planned.more_ram.pool) if planned.more_ram else None
+    faster = forecast(planned.longer_steps, known, pool=pool) if planned.longer_steps else None
     if out is not None:
         save_plan(planned.run, out)
     if as_json:
-        click.echo(json.dumps(_document(planned, expected, richer, more_ram)))
+        click.echo(json.dumps(_document(planned, expected, richer, more_ram, faster)))
         return
     _print_places(planned.run, is_dense=known.model.is_dense)
     if pool is None:
         _print_speeds(expected, {"with 1 GiB more": richer})
     else:
         _print_speeds(expected, {"1 GiB more on GPU": richer, "1 GiB more RAM": more_ram}, has_disk=True)
+    if faster is not None and (steps := _described_steps(planned, expected, faster)):
+        note(steps)
     if planned.run.threads and not plan.is_all_resident and plan.tier == "vram":
         describe = _described_layers if known.model.is_dense else _described_misses
         note(describe(planned.run))
@@ -153,9 +157,16 @@ def command(
 
 
 def _document(
-    planned: "Planned", expected: Forecast, richer: Forecast | None, more_ram: Forecast | None
+    planned: "Planned",
+    expected: Forecast,
+    richer: Forecast | None,
+    more_ram: Forecast | None,
+    faster: Forecast | None,
 ) -> dict[str, Any]:
-    """What --json prints. The last two: with more fast memory, and with more RAM beside a GPU."""
+    """What --json prints. The last three: with more fast memory, with more RAM beside a GPU, and in the least
+    memory in which a GPU's steps are long.
+    """
+    longer = planned.longer_steps
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
@@ -169,6 +180,8 @@ def _document(
         "forecast": asdict(expected),
         "forecast_with_next_gib": asdict(richer) if richer else None,
         "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,
+        "vram_of_longer_steps": longer.budget_bytes if longer else None,
+        "forecast_of_longer_steps": asdict(faster) if faster else None,
     }
 
 
@@ -230,6 +243,20 @@ def _rows_of_pool(plan: PlacementPlan, pool: PoolPlan) -> list[tuple[str, str, s
         num_bytes = sum(count * size for count, size in zip(missing, plan.expert_bytes, strict=True))
         rows.append((f"{sum(missing)} of {plan.num_all} experts", "disk", format_bytes(num_bytes)))
     return rows
+
+
+def _described_steps(planned: "Planned", expected: Forecast, faster: Forecast) -> str | None:
+    """What a little more memory does for prompts; None if that is not much."""
+    plan, longer = planned.plan, planned.longer_steps
+    length = max(expected.prefill, default=0)
+    if longer is None or not length or faster.prefill[length] < WORTHWHILE * expected.prefill[length]:
+        return None
+    more = format_bytes(longer.budget_bytes - plan.budget_bytes)
+    return (
+        f"prompts go in steps of {plan.fixed.chunk_size} tokens. In steps of {longer.fixed.chunk_size}, with "
+        f"{more} more (--vram {longer.budget_bytes // 2**20}M), {length} tokens would take "
+        f"{length / faster.prefill[length]:.2f} s instead of {length / expected.prefill[length]:.2f}"
+    )
 
 
 def _described_misses(run: RunPlan) -> str:

@@ -38,7 +38,7 @@ def plan_layers(
         ring, taken = 0, list(range(model.num_layers))
     else:
         pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
-        ring, first = _least_of_layers(model, options)
+        ring, first = least_of_layers(model, options)
         if ring + first > left:
             raise BudgetTooSmallError("vram", budget_bytes, least_parts(fixed, ring, first, "layers"))
         rest = [layer for layer in spread_order(model.num_layers) if layer not in pinned]
@@ -59,10 +59,10 @@ def plan_layers(
 
 def least_layers_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> int:
     """The smallest budget in bytes that `plan_layers` accepts."""
-    return fixed.total + sum(_least_of_layers(model, options))
+    return fixed.total + sum(least_of_layers(model, options))
 
 
-def _least_of_layers(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
+def least_of_layers(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
     """Bytes of the ring and of the layers that must be resident, or of all layers if less."""
     pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
     first = sum(model.expert_bytes[layer] for layer in pinned)

@@ -5,6 +5,7 @@ else, or the GPU reads it over the bus. Beside RAM, the rest is on the disk. Kno
 no tensors and no devices.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from coldstream.placement.ranking import (
     weights_by_layer,
 )
 from coldstream.placement.routing_trace import RoutedModel
-from coldstream.placement.sizes import ModelSizes
+from coldstream.placement.sizes import SHARE_WITH_PLACES, ModelSizes
 
 Array = np.ndarray[Any, Any]
 Tier = Literal["vram", "ram"]
@@ -30,6 +31,7 @@ Tier = Literal["vram", "ram"]
 _RING_SHARE: Final = 8  # the ring takes at most one eighth of the memory left for experts
 # Smaller rings cost prompts up to half of their speed (docs/notes/streaming.md).
 _GOOD_RING_BYTES: Final = 256 * 2**20
+_FAST_RING_BYTES: Final = 64 * 2**20
 RING_LAYERS: Final = 2  # one is computed while the next is copied
 PROMPT_CACHE: Final = "the prompt cache"  # a part of a budget of RAM, for people
 _MEMORY_NAMES: Final = {"vram": "the GPU's memory", "ram": "RAM"}
@@ -221,7 +223,7 @@ def plan_placement(
         ring = _ring_bytes(model, left - first_bytes) if options.has_ring else 0
         if first_bytes + ring > left:
             raise BudgetTooSmallError(
-                tier, budget_bytes, least_parts(fixed, *_least_of_experts(model, options))
+                tier, budget_bytes, least_parts(fixed, *least_of_experts(model, options))
             )
         chosen = set(first)
         rest = [number for number in order.tolist() if number not in chosen]
@@ -241,7 +243,7 @@ def plan_placement(
 
 def least_budget(model: ModelSizes, fixed: FixedPart, options: PlanOptions) -> int:
     """The smallest budget in bytes that `plan_placement` accepts."""
-    return fixed.total + sum(_least_of_experts(model, options))
+    return fixed.total + sum(least_of_experts(model, options))
 
 
 def least_parts(fixed: FixedPart, ring: int, first: int, what: str = "experts") -> dict[str, int]:
@@ -255,7 +257,19 @@ def least_parts(fixed: FixedPart, ring: int, first: int, what: str = "experts") 
     return parts | {"ring": ring, f"{what} that must be resident": first}
 
 
-def _least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
+def fast_ring(model: ModelSizes) -> int:
+    """Bytes of a ring that are worth more than as many bytes of resident experts, and than longer steps.
+
+    It has places for a token's experts, and for those with which the GPU shares out short prompts' itself.
+    Where these would be beyond _GOOD_RING_BYTES, it has none of them.
+    """
+    places = math.ceil(SHARE_WITH_PLACES * model.num_experts) * max(model.expert_bytes)
+    least = _smallest_ring(model)
+    wanted = least + places
+    return wanted if wanted <= _GOOD_RING_BYTES else max(least, _FAST_RING_BYTES)
+
+
+def least_of_experts(model: ModelSizes, options: PlanOptions) -> tuple[int, int]:
     """Bytes of the smallest ring and of the experts that must be resident, or of all experts if less."""
     order = np.arange(model.num_layers * model.num_experts)
     pinned = layers_to_pin(model.num_layers, options.num_pinned_layers)
@@ -292,10 +306,11 @@ def _smallest_ring(model: ModelSizes) -> int:
 def _ring_bytes(model: ModelSizes, left: int) -> int:
     """Bytes of the ring: two layers, but at most an eighth of `left`.
 
-    It is raised to _GOOD_RING_BYTES as far as half of `left` allows, and is at least `_smallest_ring`.
+    It is raised to `fast_ring` as far as `left` allows, to _GOOD_RING_BYTES as far as half of it does, and is
+    at least `_smallest_ring`.
     """
     largest = RING_LAYERS * model.num_experts * max(model.expert_bytes)
-    good = min(_GOOD_RING_BYTES, left // 2)
+    good = max(min(fast_ring(model), left), min(_GOOD_RING_BYTES, left // 2))
     return min(largest, max(_smallest_ring(model), good, left // _RING_SHARE))
 
 

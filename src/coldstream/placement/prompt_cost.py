@@ -23,8 +23,7 @@ from coldstream.placement.cost import (
 )
 from coldstream.placement.gpu_types import product_time
 from coldstream.placement.rates import Rates
-from coldstream.placement.run_plan import SHARE_WITH_PLACES
-from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, ModelSizes
+from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, SHARE_WITH_PLACES, ModelSizes
 
 Array = np.ndarray[Any, Any]
 

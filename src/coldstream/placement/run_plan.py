@@ -13,6 +13,7 @@ from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import PoolPlan
+from coldstream.placement.sizes import SHARE_WITH_PLACES
 
 Array = np.ndarray[Any, Any]
 
@@ -31,8 +32,6 @@ SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
-# Share of a layer's experts. The bus reads half of the experts that a prompt wants; the CPU takes the others.
-SHARE_WITH_PLACES: Final = 0.3
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from coldstream.placement.routing_trace import RoutedModel
 # Of the ring through which a prompt's experts are copied, in groups.
 MIN_BUFFERS = 3  # one is read, one is written, and one waits
 BUFFER_BYTES = 32 * 2**20
+# Share of a layer's experts that a ring has places for, so that the GPU itself shares out those of short
+# prompts. The bus reads half of the experts that they want; the CPU takes the others.
+SHARE_WITH_PLACES = 0.3
 SLOT_ALIGNMENT = 256  # of each matrix in a slot, as of any tensor in a GPU's memory
 
 

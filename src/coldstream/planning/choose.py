@@ -264,6 +264,7 @@ class _Chooser:
             _contexts(config),
             self._draft_memory(config),
             config.attention_window,
+            options=self.options,
         )
 
     def ram_needs(self, config: EngineConfig) -> RamNeeds:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -46,6 +47,7 @@ from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
 from coldstream.planning.machine import measured_hardware
+from coldstream.planning.memory import SHORT_CHUNK
 from coldstream.planning.planned import Planned
 from coldstream.planning.unknowns import (
     GpuShape,
@@ -56,6 +58,8 @@ from coldstream.planning.unknowns import (
     Unknown,
     WorkspaceShape,
 )
+
+_MIB: Final = 2**20
 
 
 def count_on_gpu(
@@ -282,9 +286,11 @@ def _with_more(planned: Planned, gathered: Gathered, options: PlanOptions, more_
         kept = run.prompt_cache_bytes
         while isinstance(larger := place(wider, gathered.facts, options, kept), Missing):
             gathered.find_out(larger.what)
-        # With layers that are pinned, longer steps in more memory may leave too little for them.
+        # With layers that are pinned, a longer context in more memory may leave too little for them.
         if isinstance(larger, PlacementPlan):
             planned = replace(planned, larger_plan=larger)
+            longer = _longer_steps(planned, gathered, options, more_bytes)
+            planned = replace(planned, longer_steps=longer)
     if run.pool is not None:
         ram = run.pool.budget_bytes + more_bytes
         while isinstance(more_ram := with_ram(run, gathered.facts, ram), Missing):
@@ -292,6 +298,30 @@ def _with_more(planned: Planned, gathered: Gathered, options: PlanOptions, more_
         if isinstance(more_ram, RunPlan):  # not if the plan is given, and of a version that took less
             planned = replace(planned, more_ram=more_ram)
     return planned
+
+
+def _longer_steps(
+    planned: Planned, gathered: Gathered, options: PlanOptions, more_bytes: int
+) -> PlacementPlan | None:
+    """The plan in the fewest whole MiB with steps of SHORT_CHUNK tokens, if those of `planned` are shorter.
+
+    None if more than `more_bytes` would be needed, or if no text is so long.
+    """
+    placement, found = planned.plan, None
+    fixed, steps = placement.fixed, min(SHORT_CHUNK, placement.fixed.ctx_size)
+    if placement.tier != "vram" or fixed.chunk_size >= steps:
+        return None
+    low, high = placement.budget_bytes // _MIB, (placement.budget_bytes + more_bytes) // _MIB + 1
+    while high - low > 1:  # longer steps need more memory
+        middle = (low + high) // 2
+        wider = planned.config.with_budget("vram", middle * _MIB)
+        while isinstance(other := place(wider, gathered.facts, options), Missing):
+            gathered.find_out(other.what)
+        if isinstance(other, PlacementPlan) and other.fixed.chunk_size >= steps:
+            found, high = other, middle
+        else:
+            low = middle
+    return found
 
 
 @host_memory_errors()

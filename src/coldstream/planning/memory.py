@@ -24,7 +24,16 @@ from coldstream.kvcache.cache import CacheSize, kept_bytes
 from coldstream.models.cuda.capacity import GRAPH_BYTES, HEAD_ROWS, RESERVE_BYTES, mailbox_ranks
 from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftMemory, RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions, least_budget, plan_placement
+from coldstream.placement.layer_plan import least_of_layers
+from coldstream.placement.plan import (
+    FixedPart,
+    PlacementPlan,
+    PlanOptions,
+    fast_ring,
+    least_budget,
+    least_of_experts,
+    plan_placement,
+)
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.unknowns import GpuShape, NotKnownError
 
@@ -104,10 +113,12 @@ def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -
 
 # By tokens of a prefill step: the share that its activations may take of the memory left by weights and
 # caches. Each step copies its missing experts over the bus once, so short steps cost more than a few slots.
-_WORKSPACE_SHARES: Final = {16384: 0.125, 8192: 0.25, 4096: 0.25, 2048: 0.5, 1024: 0.5, 512: 0.5, 256: 1.0}
+_WORKSPACE_SHARES: Final = {16384: 0.125, 8192: 0.25, 4096: 0.25, 2048: 1.0, 1024: 1.0, 512: 1.0, 256: 1.0}
 CHUNK_SIZES: Final = tuple(_WORKSPACE_SHARES)
-_SHORT_CHUNK: Final = 2048  # shorter ones don't fill a GPU
-_FLOATS_BESIDE_EXPERTS: Final = 16  # activations of a token in hidden states, plus one per expert
+SHORT_CHUNK: Final = 2048  # shorter ones don't fill a GPU
+_SHORTEST_CHUNK: Final = 512  # longer ones gain less than a fast ring does (docs/notes/streaming.md)
+_NO_OPTIONS: Final = PlanOptions()
+_FLOATS_BESIDE_EXPERTS: Final = 9  # activations of a token in hidden states, plus one per expert
 
 
 @dataclass(frozen=True)
@@ -124,14 +135,15 @@ class GpuMemory:
     draft: DraftMemory = NO_DRAFTS
     attention_window: int | None = None
     has_host_tables: bool = True  # whether the embedding may be in RAM
+    options: PlanOptions = _NO_OPTIONS
 
     def fixed_part(self, budget: int) -> FixedPart:
         """The fixed part with the longest prefill steps of modest activations.
 
         The embedding, of which a token reads a row, is in RAM where the GPU would lack experts otherwise.
-        Steps are shorter, down to 2048 tokens, if all experts fit only then. If there is room beside all
-        experts, there are states for as many sequences as are useful in a step. Raises NotKnownError, and the
-        error of a file that cannot be counted.
+        Steps are shorter if all experts fit only then, but long ones only down to 2048 tokens. If there is
+        room beside all experts, there are states for as many sequences as are useful in a step. Raises
+        NotKnownError, and the error of a file that cannot be counted.
         """
         experts = self.sizes.all_expert_bytes
         if self.sizes.dense_bytes + experts <= budget:  # known before anything is counted
@@ -151,7 +163,8 @@ class GpuMemory:
         modest = self._longest_modest(budget)
         part, left = self._part(modest), budget - self.sizes.all_expert_bytes
         if _without_workspace(part) < left < part.total:
-            shorter = [size for size in CHUNK_SIZES if _SHORT_CHUNK <= size < modest]
+            least = SHORT_CHUNK if modest > SHORT_CHUNK else CHUNK_SIZES[-1]
+            shorter = [size for size in CHUNK_SIZES if least <= size < modest]
             return next((size for size in shorter if self._part(size).total <= left), modest)
         return modest
 
@@ -161,13 +174,29 @@ class GpuMemory:
         A longer step takes more workspace and is granted no larger share of the rest. So all steps that are
         shorter than a modest one are modest too. Few are counted: those about the estimate.
         """
-        near = [i for i, size in enumerate(CHUNK_SIZES) if is_modest(self._estimate(size), budget)]
+        near = [i for i, size in enumerate(CHUNK_SIZES) if self.is_modest(self._estimate(size), budget)]
         at = near[0] if near else len(CHUNK_SIZES) - 1
-        while at > 0 and is_modest(self._part(CHUNK_SIZES[at - 1]), budget):
+        while at > 0 and self.is_modest(self._part(CHUNK_SIZES[at - 1]), budget):
             at -= 1
         return next(
-            (size for size in CHUNK_SIZES[at:] if is_modest(self._part(size), budget)), CHUNK_SIZES[-1]
+            (size for size in CHUNK_SIZES[at:] if self.is_modest(self._part(size), budget)), CHUNK_SIZES[-1]
         )
+
+    def is_modest(self, part: FixedPart, budget: int) -> bool:
+        """Whether the activations of a step take no more than their share of what weights and caches leave.
+
+        They leave room for experts that have to be resident, and for a ring, for longer steps a fast one.
+        """
+        left = budget - _without_workspace(part)
+        beside = self._beside(is_fast=part.chunk_size > _SHORTEST_CHUNK)
+        return part.workspace <= min(left - beside, max(0, left) * _WORKSPACE_SHARES[part.chunk_size])
+
+    def _beside(self, *, is_fast: bool) -> int:
+        """Bytes of experts, or layers, and of the ring, that are there with the shortest and longer steps."""
+        if self.sizes.is_dense:
+            return sum(least_of_layers(self.sizes, self.options))
+        ring, first = least_of_experts(self.sizes, self.options)
+        return first + (max(ring, fast_ring(self.sizes)) if ring and is_fast else ring)
 
     def _part(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
         if self.counts is None:
@@ -201,12 +230,6 @@ class GpuMemory:
             num_contexts=self.num_contexts,
         )
         return RunnerCapacity(self.ctx_size, self.kv_type, cache_size, self.draft)
-
-
-def is_modest(part: FixedPart, budget: int) -> bool:
-    """Whether the activations of a step take no more than their share of what weights and caches leave."""
-    left = budget - _without_workspace(part)
-    return part.workspace <= max(0, left) * _WORKSPACE_SHARES[part.chunk_size]
 
 
 def _without_workspace(part: FixedPart) -> int:
@@ -250,8 +273,8 @@ def estimated(
 def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
     """Of a prefill step or, if that takes more, of one whose attention merges chunks of positions."""
     partial_bytes = most_partial_bytes(spec.attention.num_heads, spec.head_dim, ctx_size)
-    # About half of the activations are there beside these chunks; the others are experts'.
-    beside = _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 2
+    # About three quarters of the activations are there beside these chunks; the others are experts'.
+    beside = 3 * _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 4
     return max(_activation_bytes(spec, chunk_size), partial_bytes + beside)
 
 

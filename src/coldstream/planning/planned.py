@@ -27,6 +27,9 @@ class Planned:
     disk_bytes_per_s: float | None = None
     # Plan with more RAM beside a GPU; None: the file is mapped, or it was not asked for.
     more_ram: RunPlan | None = None
+    # In the least memory in which a GPU's prompts go in steps of SHORT_CHUNK tokens; None: they do, or more
+    # than was asked about would be needed.
+    longer_steps: PlacementPlan | None = None
     warnings: tuple[str, ...] = ()  # about the device and drafts, for people
 
     @property
