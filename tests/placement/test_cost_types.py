@@ -1,6 +1,7 @@
 """What types of weights cost: their bytes or their instructions, whichever take longer."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from coldstream.placement.cost import (
     ROW_BUS_BYTES,
     STAGED_SHARE,
     VRAM_SHARE,
+    ExpertRates,
     decode_seconds,
     decode_seconds_on_cpu,
     miss_times_of,
@@ -229,3 +231,18 @@ def test_one_row_reads_over_the_bus_no_faster_than_it_multiplies(kind: QuantType
     by_pace = product_time(kind).experts_row * MEASURED_TYPE.row_bytes(EXPERT_VALUES) / ROW_BUS_BYTES
     assert times.row_bus == pytest.approx(1e9 * max(by_bytes, by_pace), rel=1e-3)
     assert times.bus == pytest.approx(1e9 * num_bytes / (STAGED_SHARE * link), rel=1e-3)
+
+
+@given(types, types, st.floats(1e8, 1e12))
+def test_what_follows_from_a_type_is_no_rate_of_a_machine(
+    kind: QuantType, other: QuantType, per_s: float
+) -> None:
+    """A machine's rates are the same after a forecast for any model, and numbers that JSON can write."""
+    rates = rates_with(**{kind.name: per_s})
+    before = json.dumps(asdict(rates), allow_nan=False)
+    decode_seconds(model_of(kind, other), rates, (0.5,) * LAYERS)
+    assert json.dumps(asdict(rates), allow_nan=False) == before
+    part = products(other, EXPERT_VALUES)
+    of_experts = rates_of_experts(rates, part.num_bytes, (part,))
+    own = {field.name for field in fields(of_experts)} - {field.name for field in fields(rates)}
+    assert (type(of_experts), own) == (ExpertRates, {"row_bus_bytes_per_s"})

@@ -170,12 +170,7 @@ def _document(
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
-        "rates": {
-            # It depends on the type of weights. Without one it is infinite, which JSON cannot write.
-            name: rate
-            for name, rate in asdict(planned.known.rates).items()
-            if name != "row_bus_bytes_per_s"
-        },
+        "rates": asdict(planned.known.rates),
         "hit_rates_from": planned.known.curve.source,
         "forecast": asdict(expected),
         "forecast_with_next_gib": asdict(richer) if richer else None,

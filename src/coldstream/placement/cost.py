@@ -8,6 +8,7 @@ The constants are the shares of measured rates that kernels reach, from docs/res
 recall of guesses, from docs/results/guess_recall.json.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,13 @@ GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, an
 # (docs/notes/offloaded-experts.md).
 COPY_BYTES_PER_STEP: Final = 64 * 2**20
 _ROWS: Final = range(1, MAX_MAILBOX_ROWS + 1)
+
+
+@dataclass(frozen=True)
+class ExpertRates(Rates):
+    """`Rates` of a machine for experts of some types of weights: see `rates_of_experts`."""
+
+    row_bus_bytes_per_s: float = math.inf  # the most that a GPU's kernels of one row read from RAM
 
 
 @dataclass(frozen=True)
@@ -308,7 +316,7 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     in_vram = rates.vram_bytes_per_s * num_bytes / of_measured
     num_values = sum(each.num_values for each in products)
     over_bus = ROW_BUS_BYTES * num_bytes / of_measured
-    rates = replace(rates, vram_bytes_per_s=in_vram, row_bus_bytes_per_s=over_bus)
+    rates = ExpertRates(**vars(rates) | {"vram_bytes_per_s": in_vram, "row_bus_bytes_per_s": over_bus})
     if not rates.product_values_per_s:
         return rates
     read = CPU_SHARE * rates.read_bytes_per_s
@@ -366,7 +374,7 @@ def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
 def _row_bus_per_s(rates: Rates, *, beside_cpu: bool = False) -> float:
     """Bytes a second that kernels of one row read over the bus."""
     link = BUS_BESIDE_SHARE * rates.link_beside_read if beside_cpu else BUS_SHARE * rates.link_bytes_per_s
-    return min(link, rates.row_bus_bytes_per_s)
+    return min(link, rates.row_bus_bytes_per_s) if isinstance(rates, ExpertRates) else link
 
 
 def _experts_seconds(

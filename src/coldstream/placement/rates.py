@@ -1,6 +1,5 @@
 """Rates: bytes and operations per second of a machine, for the cost model. Pure."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,7 +48,7 @@ _PLACES: Final = {quant_type: place for place, quant_type in enumerate(QuantType
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations per second. `assumed` names those that were not measured."""
+    """Bytes and operations per second, measured. `assumed` names those that were not."""
 
     read_bytes_per_s: float  # CPU threads from RAM, alone
     link_bytes_per_s: float  # from RAM to the GPU, alone
@@ -67,7 +66,6 @@ class Rates:
     # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
     product_values_per_s: tuple[tuple[float, ...], ...] = ()
     assumed: tuple[str, ...] = ()
-    row_bus_bytes_per_s: float = math.inf  # the most that a GPU's kernels of one row read from RAM
 
     @classmethod
     def of(cls, hardware: Hardware, disk_bytes_per_s: float | None = None) -> "Rates":
