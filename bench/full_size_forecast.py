@@ -36,6 +36,7 @@ FULL_SIZES = ModelSizes(
     expert_parameters=3145728,
     attention_width=40960,
     head=_products(Q6_K=508559360)[0],
+    table_bytes=286064640,
 )
 # The same with its types, which a plan knows.
 TYPED_SIZES = replace(
