@@ -30,7 +30,7 @@ from test_python_page import PAGE, snippets
 DIMS = Dims(layers=4, hidden=128, experts=16, experts_used=3, expert_ffn=128, shared_ffn=64)
 CONTEXT, NEW_TOKENS = 128, 8
 SAMPLED = SamplingParams(seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
-ON_GPU: dict[str, Any] = {"device": "cuda", "ctx_size": CONTEXT, "vram": "454M", "threads": 1}
+ON_GPU: dict[str, Any] = {"device": "cuda", "ctx_size": CONTEXT, "vram": "465408K", "threads": 1}
 
 
 class CountingLru(Policy):

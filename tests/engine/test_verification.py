@@ -185,7 +185,7 @@ def test_a_gpu_and_the_cpu_give_the_same(
     (path,) = write_gguf(tmp_path / "small.gguf", dims=Dims(layers=4, hidden=128, experts=16, experts_used=3))
     monkeypatch.setattr(verification, "amount_for", lambda *given: Amount(16, 3, 1, 32))
     with opened_on(compiled_for_the_host):
-        found = verify(EngineConfig(str(path), threads=1, vram="454M"), math.inf)
+        found = verify(EngineConfig(str(path), threads=1, vram="465408K"), math.inf)
     assert [outcome.part.name for outcome in found.outcomes] == [
         "GPU, largest budget",
         "GPU, middle budget",
