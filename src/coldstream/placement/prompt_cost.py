@@ -171,12 +171,12 @@ def _step_seconds(
     seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
     read = np.concatenate([[0.0], np.cumsum(num_bytes[order])])
     left = read[-1] - read
+    # The bus loses some of its rate to every byte that the CPU reads.
+    lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
     if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
         waits = compute + model.num_layers * HOST_LAYER_S
         on_bus = left / read[-1] * max(copied, num_experts / ring.group * GROUP_S)
-        return float(np.maximum(seconds + waits, on_bus).min())
-    # The bus loses some of its rate to every byte that the CPU reads.
-    lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
+        return float(np.maximum(seconds + waits, on_bus + lost / rates.link_bytes_per_s).min())
     on_bus = (left / STAGED_SHARE + lost) / rates.link_bytes_per_s
     return compute + float(np.maximum(seconds, on_bus).min())
 
