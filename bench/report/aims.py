@@ -230,7 +230,7 @@ def _gpu_mixes() -> Iterator[Aim]:
     for place, where, cases in (
         (0, "all experts on the GPU", {"decode": 2.0, "512": 2.0, "2048": 2.0}),
         (1, "3 GiB of experts", {"decode": 2.5}),
-        (2, "no experts", {"decode": 2.5}),
+        (2, "hardly any experts", {"decode": 2.5}),
     ):
         for case, aim in cases.items():
             ratios = {name: over_llama_cpp(name, rows[place], case) for name, rows in mixes.items()}

@@ -27,6 +27,12 @@ def gpu_mixes() -> str:
         for name, mix in result["mixes"].items()
         if "commit" in mix
     )
+    others += "".join(
+        f"; {name} with {row['budget']} at commit {row['commit']}: `{row['command']}`"
+        for name, mix in result["mixes"].items()
+        for row in mix["rows"]
+        if "commit" in row
+    )
     return table([*header, "forecast over measured"], rows) + f"\n{where}: `{result['command']}`{others}\n"
 
 
