@@ -334,12 +334,12 @@ class Records:
 
 
 def with_partial_budgets(kinds: Mapping[str, EngineConfig]) -> dict[str, EngineConfig]:
-    """The partial ones with the least budget that is advised, and room for half of the experts."""
+    """The partial ones with the least budget that is advised, and room for a quarter of the experts."""
     opened = open_model(kinds["resident"])
     expert_bytes = opened.plan.placement.resident_bytes
     opened.close()
     return {
-        name: replace(config, vram=_least_budget(config) + expert_bytes // 2)
+        name: replace(config, vram=_least_budget(config) + expert_bytes // 4)
         if name.startswith("partial")
         else config
         for name, config in kinds.items()
