@@ -22,18 +22,16 @@ def gpu_mixes() -> str:
     header = ["mix", "GB", "experts on the GPU", "decode: ours, llama.cpp, ratio"]
     header += [f"prompt of {length}" for length in PROMPTS]
     where = f"{result['machine']['gpu']}, {result['machine']['cores']} cores, commit {result['commit']}"
-    others = "".join(
-        f"; {name} at commit {mix['commit']}: `{mix['command']}`"
-        for name, mix in result["mixes"].items()
-        if "commit" in mix
-    )
-    others += "".join(
-        f"; {name} with {row['budget']} at commit {row['commit']}: `{row['command']}`"
+    others = [(name, mix["commit"]) for name, mix in result["mixes"].items() if "commit" in mix]
+    others += [
+        (f"{name} with {row['budget']}", row["commit"])
         for name, mix in result["mixes"].items()
         for row in mix["rows"]
         if "commit" in row
-    )
-    return table([*header, "forecast over measured"], rows) + f"\n{where}: `{result['command']}`{others}\n"
+    ]
+    listed = ", ".join(f"{what} {commit}" for what, commit in others)
+    commands = f"\n{where}: `{result['command']}`\n\nOther commits: {listed}."
+    return table([*header, "forecast over measured"], rows) + commands + " See `gpu/mixes.json`.\n"
 
 
 def desktop_mix() -> str:

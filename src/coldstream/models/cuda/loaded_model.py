@@ -73,14 +73,9 @@ class Loaded:
         """
         rows = max(chunk_size, MAX_DECODE_ROWS)
         make_executor = _model_executor_factory(spec, limits, host)
+        sizes, tables = (limits.context_length, rows), limits.has_host_tables
         ops = CudaOps(
-            memory,
-            limits.context_length,
-            rows,
-            make_executor,
-            own=own,
-            notes_kernels=notes_kernels,
-            has_host_tables=limits.has_host_tables,
+            memory, *sizes, make_executor, own=own, notes_kernels=notes_kernels, has_host_tables=tables
         )
         model = CausalLM.load(file, spec, ops)
         if isinstance(ops.model_executor, PartialExecutor):
@@ -101,8 +96,8 @@ class Loaded:
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         mtp = fused = None
         if mtp_weights is not None:
-            sizes = (limits.cache_size, limits.context_length, limits.kv_type)
-            mtp = LoadedMtp.into(memory, ops, mtp_weights, *sizes)
+            caches = (limits.cache_size, limits.context_length, limits.kv_type)
+            mtp = LoadedMtp.into(memory, ops, mtp_weights, *caches)
         if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
             fused = FusedMemory.into(ops, limits.context_length)
         return cls(
