@@ -72,14 +72,14 @@ def count_errors(log: str) -> int:
     return sum(map(int, found))
 
 
-def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
-    """Outcomes of the tests under one tool, and the `errors` that it reported, which are shown."""
+def run(sanitizer: str, tool: str, gpu: int, test_ids: Sequence[str]) -> Counter[str]:
+    """Outcomes of the tests under one tool on a GPU, and the `errors` that it reported, which are shown."""
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
         unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
         command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
         command += [*PYTEST, *unpoisoned, "--durations=5", f"--junit-xml={report}", *test_ids]
-        environment = os.environ | ONE_THREAD | UNCACHED
+        environment = os.environ | ONE_THREAD | UNCACHED | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
         if not report.exists():
@@ -90,13 +90,16 @@ def run(sanitizer: str, tool: str, test_ids: Sequence[str]) -> Counter[str]:
     return counts
 
 
-def run_all(sanitizer: str, tools: Sequence[str], test_ids: Sequence[str], jobs: int) -> dict[str, Any]:
-    """Each tool's counts; its tests are dealt out to so many processes."""
-    parts = [(tool, test_ids[i::jobs]) for tool in tools for i in range(jobs)]
+def run_all(
+    sanitizer: str, tools: Sequence[str], test_ids: Sequence[str], jobs: int, gpus: int
+) -> dict[str, Any]:
+    """Each tool's counts; its tests are dealt out to so many processes, and these to the GPUs."""
+    dealt = [(tool, test_ids[i::jobs]) for tool in tools for i in range(jobs)]
+    parts = [(tool, i % gpus, ids) for i, (tool, ids) in enumerate(dealt)]
     totals: dict[str, Counter[str]] = {tool: Counter() for tool in tools}
     with ThreadPoolExecutor(len(parts)) as pool:
         counts = pool.map(lambda part: run(sanitizer, *part), parts)
-        for (tool, _), outcomes in zip(parts, counts, strict=True):
+        for (tool, *_), outcomes in zip(parts, counts, strict=True):
             totals[tool].update(outcomes)
     return {
         tool: {
@@ -114,6 +117,7 @@ def main() -> int:
     )
     parser.add_argument("--per-test", type=int, default=1, help="parameter sets of a test")
     parser.add_argument("--jobs", type=int, default=1, help="processes of a tool at a time")
+    parser.add_argument("--gpus", type=int, default=1, help="among which processes are dealt out")
     parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; may be repeated")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of these sources, where there is no repository")
@@ -124,7 +128,7 @@ def main() -> int:
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     start = time.perf_counter()
     test_ids = choose(collect(), arguments.per_test)
-    tools = run_all(sanitizer, arguments.tool or list(TOOLS), test_ids, arguments.jobs)
+    tools = run_all(sanitizer, arguments.tool or list(TOOLS), test_ids, arguments.jobs, arguments.gpus)
     result = {
         "command": "python -m tests.audits.gpu_sanitizer",
         "machine": describe("cuda"),

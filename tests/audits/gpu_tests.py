@@ -6,7 +6,8 @@ With `--add` folders of tests may be run one after the other: what the file has 
 and of the same sources, stays.
 
 Tests marked `alone` compare what is free of the device's memory, or take it, and run one after the other when
-the others have ended. The exit code is 0 if tests passed and none failed.
+the others have ended. With `--gpus 4` a process sees one of four GPUs, and tests marked `alone` run one on
+each. The exit code is 0 if tests passed and none failed.
 """
 
 import argparse
@@ -54,12 +55,19 @@ def in_all(counts: Iterable[Counter[str]]) -> dict[str, int]:
     return {outcome: total[outcome] for outcome in OUTCOMES}
 
 
-def run(marker: str, jobs: int, arguments: Sequence[str]) -> tuple[dict[str, Counter[str]], float]:
-    """Counts by folder and seconds of the tests that `marker` chooses, in so many processes."""
+def processes(jobs: int, gpus: int) -> list[str]:
+    """Words for pytest-xdist: so many processes for each GPU, which see no other."""
+    if jobs * gpus == 1:
+        return []
+    each = [f"--tx={jobs}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in range(gpus)]
+    return [*(each if gpus > 1 else [f"--tx={jobs}*popen"]), "--dist=worksteal"]
+
+
+def run(marker: str, jobs: int, gpus: int, arguments: Sequence[str]) -> tuple[dict[str, Counter[str]], float]:
+    """Counts by folder and seconds of the tests that `marker` chooses, in so many processes for each GPU."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        parallel = ["-n", str(jobs)] if jobs > 1 else []
-        command = [*PYTEST, "-m", marker, f"--junit-xml={report}", *parallel, *arguments]
+        command = [*PYTEST, "-m", marker, f"--junit-xml={report}", *processes(jobs, gpus), *arguments]
         start = time.perf_counter()
         subprocess.run(command, cwd=ROOT, env=os.environ | ONE_THREAD, check=False)
         seconds = time.perf_counter() - start
@@ -85,23 +93,25 @@ def with_others(result: dict[str, Any], before: Mapping[str, Any]) -> dict[str, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; more than 1: pytest-xdist")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time for each GPU")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="to what --out has of other folders")
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("arguments", nargs="*", help="for pytest, such as tests/kernels, after --")
     options = parser.parse_args()
     arguments = ["--", *options.arguments] if options.arguments else []
+    counted = ["--jobs", str(options.jobs), "--gpus", str(options.gpus)]
     folders: dict[str, Counter[str]] = {}
     wall_s = 0.0
     for marker, jobs in (("gpu and not alone", options.jobs), ("gpu and alone", 1)):
-        counts, seconds = run(marker, jobs, options.arguments)
+        counts, seconds = run(marker, jobs, options.gpus, options.arguments)
         wall_s += seconds
         for folder, outcomes in counts.items():
             folders.setdefault(folder, Counter()).update(outcomes)
     result: dict[str, Any] = {
         "commit": options.commit or commit(),
-        "command": f"python -m tests.audits.gpu_tests --jobs {options.jobs} {shlex.join(arguments)}".strip(),
+        "command": f"python -m tests.audits.gpu_tests {shlex.join([*counted, *arguments])}",
         "machine": describe("cuda"),
         "tests": in_all(folders.values()),
         "folders": {folder: in_all([counts]) for folder, counts in folders.items()},

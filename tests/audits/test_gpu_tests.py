@@ -1,14 +1,18 @@
 """What a recorded run of GPU tests counts, and how a page tells that sources are newer than it."""
 
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.cuda_sources import digests, unseen
 from bench.report import tests as report_tests
-from tests.audits.gpu_tests import count_tests, in_all, with_others
+from tests.audits.gpu_tests import count_tests, in_all, processes, with_others
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.kernels.test_a"/><testcase classname="tests.kernels.test_b"><skipped/></testcase>
@@ -26,6 +30,32 @@ def test_outcomes_are_counted_by_folder() -> None:
         "tests": {"passed": 1},
     }
     assert in_all(counts.values()) == {"passed": 2, "skipped": 1, "failed": 2}
+
+
+SEES = """
+import os
+import pytest
+
+@pytest.mark.parametrize("i", range(40))
+def test_sees(i, record_property):
+    record_property("gpu", os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+def test_each_process_sees_one_of_the_gpus(tmp_path: Path) -> None:
+    (tmp_path / "test_sees.py").write_text(SEES)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--junit-xml=report.xml"]
+    command += ["--rootdir=.", *processes(1, 3), "test_sees.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    report = ElementTree.parse(tmp_path / "report.xml")
+    seen = Counter(found.get("value") for found in report.iter("property"))
+    assert set(seen) == {"0", "1", "2"}
+    assert seen.total() == 40
+
+
+def test_one_process_needs_no_others() -> None:
+    assert processes(1, 1) == []
+    assert processes(6, 1) == ["--tx=6*popen", "--dist=worksteal"]
 
 
 def of(folder: str, passed: int, commit: str = "abc") -> dict[str, Any]:
