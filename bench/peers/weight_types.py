@@ -11,28 +11,34 @@ A sample is one run of a case by each program; which of them begins changes with
 a peer are tuned before, per file and case. The ratio of a sample is ours over the peer's. Its interval holds
 the median with 95 % from six samples on. Blocks are random, so the files say nothing about quality. A peer
 that refuses a type has no figure for it, and its words are in the result.
+
+On a machine with many cores `--beside 16` measures sixteen files at a time, each on cores of its own. They
+share the memory's bandwidth.
 """
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from bench.engine.versus_commit import median_interval
 from bench.peers.versus_llama_cpp import Side
 from bench.random_blocks import SCALES
 from bench.random_model import SMALL_SHAPE, RandomModelWriter, Shape
-from bench.results import commit, write_result
+from bench.results import ROOT, commit, write_result
 from bench.runners import open_cpu_runner
 from coldstream.gguf.quant_types import QuantType
-from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+from coldstream.placement.hardware import Hardware, affinity, measure_read_bandwidth
 
 CONTEXT = 1024
 TYPES = tuple(kind for kind in QuantType if kind.name in {*SCALES, "IQ1_M", "MXFP4"})
@@ -228,21 +234,12 @@ def line(model: str, kind: str, found: dict[str, Any]) -> str:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """All files; the result is written after each."""
+    """All files, one after the other; the result is written after each."""
     peers = [
         Peer("llama.cpp", options.llama_cpp.resolve(), LLAMA_CPP),
         Peer("ik_llama.cpp", options.ik_llama_cpp.resolve(), IK_LLAMA_CPP),
     ]
-    result: dict[str, Any] = {
-        "command": command(options),
-        "machine": asdict(Hardware.measure()),
-        "threads": options.threads,
-        "tier": options.tier,
-        "samples": options.samples,
-        "peers": {},
-        "models": {model: {} for model in options.models},
-    }
-    name = commit()
+    result, name = empty_result(options), options.commit or commit()
     for model in options.models:
         for kind in options.types:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -259,6 +256,72 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def empty_result(options: argparse.Namespace) -> dict[str, Any]:
+    """What does not depend on a file."""
+    return {
+        "command": command(options),
+        "machine": asdict(Hardware.measure()),
+        "threads": options.threads,
+        "tier": options.tier,
+        "samples": options.samples,
+        "beside": options.beside,
+        "peers": {},
+        "models": {model: {} for model in options.models},
+    }
+
+
+def compare_beside(options: argparse.Namespace) -> dict[str, Any]:
+    """`compare` of `options.beside` files at a time, each in a process of its own and on cores of its own.
+
+    ValueError if the machine has too few cores.
+    """
+    result, name = empty_result(options), options.commit or commit()
+    free: SimpleQueue[list[int]] = SimpleQueue()
+    for cores in core_sets(options.threads, options.beside):
+        free.put(cores)
+
+    def measure(file: tuple[str, QuantType]) -> dict[str, Any]:
+        cores = free.get()
+        os.sched_setaffinity(0, cores)  # of this thread, and so of the process that it starts
+        try:
+            return part(options, *file)
+        finally:
+            free.put(cores)
+
+    files = [(model, kind) for model in options.models for kind in options.types]
+    with ThreadPoolExecutor(options.beside) as pool:
+        for (model, kind), found in zip(files, pool.map(measure, files), strict=True):
+            result["peers"] = result["peers"] or found["peers"]
+            result["models"][model][kind.name] = found["models"][model][kind.name]
+            write_result(result, options.out, name)
+    return result
+
+
+def core_sets(threads: int, count: int) -> list[list[int]]:
+    """`count` sets of so many CPUs, each CPU a core of its own. ValueError if there are too few cores."""
+    cpus: list[int] = []
+    for cpu in affinity():
+        if Hardware.measure(cpu_ids=[*cpus, cpu]).num_physical_cores > len(cpus):
+            cpus.append(cpu)
+    if len(cpus) < threads * count:
+        raise ValueError(f"{count} times {threads} cores are needed, and there are {len(cpus)}")
+    return [cpus[threads * i : threads * (i + 1)] for i in range(count)]
+
+
+def part(options: argparse.Namespace, model: str, kind: QuantType) -> dict[str, Any]:
+    """The result of one file, by a process on the CPUs of this thread."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        out = Path(folder) / "part.json"
+        words = ["--llama-cpp", options.llama_cpp, "--ik-llama-cpp", options.ik_llama_cpp]
+        words += ["--versions", *options.versions, "--models", model, "--types", kind.name]
+        words += ["--threads", options.threads, "--tier", options.tier, "--samples", options.samples]
+        words += ["--folder", folder, "--out", out, "--commit", options.commit or commit()]
+        command = [sys.executable, "-m", "bench.peers.weight_types", *map(str, words)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
 def about(peer: Peer, path: Path, threads: int) -> dict[str, Any]:
     """The build of a peer; empty where it refuses the file."""
     try:
@@ -270,7 +333,9 @@ def about(peer: Peer, path: Path, threads: int) -> dict[str, Any]:
 
 def command(options: argparse.Namespace) -> str:
     words = ["python", "-m", "bench.peers.weight_types", "--threads", str(options.threads)]
-    words += ["--tier", options.tier, "--samples", str(options.samples), "--models", *options.models]
+    words += ["--tier", options.tier, "--samples", str(options.samples)]
+    words += ["--beside", str(options.beside)] if options.beside > 1 else []
+    words += ["--models", *options.models]
     return shlex.join([*words, "--types", *(kind.name for kind in options.types)])
 
 
@@ -297,13 +362,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto", help="of our kernels: avx2, avx512, …")
     parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--beside", type=int, default=1, help="files that are measured at a time")
+    parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
     parser.add_argument("--out", type=Path)
     return parser
 
 
 def main() -> int:
-    compare(arguments().parse_args())
+    options = arguments().parse_args()
+    (compare_beside if options.beside > 1 else compare)(options)
     return 0
 
 

@@ -1,7 +1,10 @@
 """The benchmark by weight type, with programs that answer like `llama-bench` and our engine in earnest."""
 
+import argparse
 import json
 import sys
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from bench.peers import weight_types
 from bench.peers.weight_types import CASES, IK_LLAMA_CPP, LLAMA_CPP, Case, Peer, Rates, RefusedError
 from coldstream.gguf.quant_types import QuantType
+from coldstream.placement.hardware import Hardware
 from small_shape import SMALL
 
 # Speeds depend on the settings; the model's name decides whether it is taken; every call is noted.
@@ -170,3 +174,44 @@ def test_types_are_all_quantised_ones() -> None:
     assert weight_types.known_type("IQ3_S") is QuantType.IQ3_S
     with pytest.raises(Exception, match="no weight type 'F16'"):
         weight_types.known_type("F16")
+
+
+def test_files_beside_each_other_have_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpus = list(range(8))
+    meeting, busy = threading.Barrier(2, timeout=60), threading.Lock()
+    pinned: dict[int, set[int]] = {}  # by thread
+    seen: list[set[int]] = []
+
+    def pin(_: int, cores: Iterable[int]) -> None:
+        pinned[threading.get_ident()] = set(cores)
+
+    def part(options: argparse.Namespace, model: str, kind: QuantType) -> dict[str, Any]:
+        with busy:
+            seen.append(pinned[threading.get_ident()])
+        meeting.wait()  # there are two at a time
+        return {"peers": {"llama.cpp": {"version": "1"}}, "models": {model: {kind.name: {"file": model}}}}
+
+    monkeypatch.setattr(weight_types, "affinity", lambda: cpus)
+    monkeypatch.setattr(weight_types, "part", part)
+    monkeypatch.setattr(weight_types.os, "sched_setaffinity", pin)
+    monkeypatch.setattr(weight_types.Hardware, "measure", pairs_of_threads)
+    words = ["--llama-cpp", "a", "--ik-llama-cpp", "b", "--types", "Q2_K", "Q4_K", "--beside", "2"]
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["weight_types", *words, "--commit", "abc", "--out", str(out)])
+    assert weight_types.main() == 0
+    assert {frozenset(cores) for cores in seen} == {frozenset({0, 2}), frozenset({4, 6})}
+    assert len(seen) == 4
+    written = json.loads(out.read_text())
+    assert (written["commit"], written["beside"]) == ("abc", 2)
+    assert "--beside 2" in written["command"]
+    for model in ("cut", "small"):
+        assert written["models"][model] == {kind: {"file": model} for kind in ("Q2_K", "Q4_K")}
+    with pytest.raises(ValueError, match="there are 4"):
+        weight_types.core_sets(2, 3)
+
+
+def pairs_of_threads(cpu_ids: Iterable[int] = ()) -> Hardware:
+    """A machine in which CPUs 2n and 2n + 1 are one core."""
+    return Hardware("a CPU", (), 8, len({cpu // 2 for cpu in cpu_ids}), 1 << 30, 1 << 30)
