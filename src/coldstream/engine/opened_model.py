@@ -5,10 +5,10 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coldstream.decoding import SamplingParams, Speculation
 from coldstream.engine.drafting import open_speculation
@@ -37,6 +37,7 @@ from coldstream.models.load_runner import load_runner, lock_file
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
@@ -54,6 +55,7 @@ from coldstream.planning.machine import (
 from coldstream.planning.planned import Planned
 
 if TYPE_CHECKING:
+    from coldstream.experts.file_lock import FileLock
     from coldstream.models.dflash.file import DflashFile
 
 
@@ -202,16 +204,14 @@ def open_model(
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
+    measures = not has_rates and late_rates is None
     path = resolve_model(config.model, offline=config.offline, progress=progress)
-    with ExitStack() as cleanup, nullcontext() if late_rates else compiling_for_rates(hardware):
+    with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
-        # Neither beside a measurement nor before a first token that need not wait for it.
-        locks = (late_rates is not None or has_rates) and not (is_early and spec.is_moe)
-        sizes = (sum(file.shard_bytes) + prompt_cache_bytes, placed_bytes(file, spec))
-        locks = locks and is_sure_to_map(config, hardware, *sizes)
-        lock = cleanup.enter_context(closing(lock_file(file, spec))) if locks else None
+        facts = (config, hardware, prompt_cache_bytes)
+        lock = cleanup.enter_context(_begin_lock(file, spec, *facts, measures=measures, is_early=is_early))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             begin_reading = partial(_begin_reading, config.device, file, beside)
             reading = None if is_early and has_rates else begin_reading()
@@ -226,28 +226,61 @@ def open_model(
             reading = reading or begin_reading()
             if reading.done():
                 reading.result()  # raises what is wrong before weights are read
-            default_sampling = sampling_defaults(file.metadata)
-            aux_layers = draft.needs.aux_layers if draft.needs and planned.run.spec_type == "dflash" else ()
             begin("loading")
-            parts = (config.tier, own.policy, own.executor, progress, aux_layers, lock)
+            parts = (config.tier, own.policy, own.executor, progress, draft.aux_layers(planned.run), lock)
             rows = prompt.num_tokens(reading, file.metadata) if prompt else None
             runner = load_runner(file, spec, planned.run, *parts, is_early=is_early, first_rows=rows)
             cleanup.callback(runner.close)
             if lock is not None:
                 lock.close()  # what the runner did not take
             begin("waiting for the vocabulary")
-            tokenizer = reading.result()
-            warnings += file_warnings(file, spec, tokenizer.vocabulary)
-            template = chat_template_of(config.chat_template, file.metadata, tokenizer.vocabulary)
+            texts = _texts(reading.result(), file.metadata, config.chat_template)
+            warnings += file_warnings(file, spec, texts.tokenizer.vocabulary)
             begin("preparing drafts")
             speculation, problems = _speculation(planned.run, runner, draft.file, is_auto=is_auto)
-            warnings += problems
         if not is_early:
             runner.finish_loading()
         cleanup.pop_all()
-    has_template = config.chat_template is not None or CHAT_TEMPLATE_KEY in file.metadata
-    texts = (tokenizer, template, has_template)
-    return OpenedModel(planned, runner, *texts, default_sampling, warnings, speculation, late_rates)
+    return OpenedModel(planned, runner, *texts, warnings + problems, speculation, late_rates)
+
+
+def _begin_lock(
+    file: GGUFFile,
+    spec: ModelSpec,
+    config: EngineConfig,
+    hardware: Hardware,
+    prompt_cache_bytes: int,
+    *,
+    measures: bool,
+    is_early: bool,
+) -> AbstractContextManager["FileLock | None"]:
+    """The lock of a file that a GPU is sure to need in part, begun now; None: loading locks it, if at all.
+
+    measures: whether planning measures the machine, beside which nothing should run. is_early: whether the
+    first token is to come early, which needs no lock of a file with experts.
+    """
+    in_ram, placed = sum(file.shard_bytes) + prompt_cache_bytes, placed_bytes(file, spec)
+    waits = measures or (is_early and spec.is_moe)
+    if waits or not is_sure_to_map(config, hardware, in_ram, placed):
+        return nullcontext()
+    return closing(lock_file(file, spec))
+
+
+class _Texts(NamedTuple):
+    """What an `OpenedModel` reads and writes text by, in the order of its fields."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    has_chat_template: bool
+    default_sampling: SamplingParams
+
+
+def _texts(tokenizer: Tokenizer, metadata: Mapping[str, Any], template_path: str | None) -> _Texts:
+    """With a file's tokenizer and metadata, and the chat template at a path if there is one. Raises as
+    `chat_template_of`."""
+    template = chat_template_of(template_path, metadata, tokenizer.vocabulary)
+    has_template = template_path is not None or CHAT_TEMPLATE_KEY in metadata
+    return _Texts(tokenizer, template, has_template, sampling_defaults(metadata))
 
 
 def _speculation(

@@ -14,6 +14,7 @@ from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_gpu, check_target
 from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress
 from coldstream.planning.facts import DraftNeeds
@@ -29,6 +30,10 @@ class OpenDraft:
     file: DflashFile | None = None
     needs: DraftNeeds | None = None
     warnings: tuple[str, ...] = ()
+
+    def aux_layers(self, plan: RunPlan) -> tuple[int, ...]:
+        """Layers whose residual streams it reads, where `plan` has it draft."""
+        return self.needs.aux_layers if self.needs and plan.spec_type == "dflash" else ()
 
 
 @contextmanager
