@@ -83,21 +83,21 @@ def decoded_tok_s(llm: LLM, first_id: int, work: Work) -> float:
     return (len(tokens) - num_before) / seconds
 
 
-def measure(planned: Planned, path: Path, work: Work) -> dict[str, float]:
-    """Tokens a second of a plan: decoding as `decode`, prompts by their length."""
+def measure(planned: Planned, path: Path, work: Work) -> dict[str, list[float]]:
+    """Tokens a second of each run of a plan: decoding as `decode`, prompts by their length."""
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
         save_plan(planned.run, kept)
         with LLM(path, device=planned.config.device, plan=str(kept)) as llm:
             vocab = llm.opened.runner.spec.vocab_size
-            found = {}
+            found: dict[str, list[float]] = {}
             for length in work.prompts:
                 ids = [(FIRST_ID + i) % vocab for i in range(length + 1)]
                 done = run_benchmark(llm.opened, ids, BenchmarkTest(length, 0, 0), 3, lambda _: None)
-                found[str(length)] = statistics.median(done.samples)
+                found[str(length)] = list(done.samples)
             step = vocab // (work.texts + 1)
             texts = [decoded_tok_s(llm, FIRST_ID + step * text, work) for text in range(work.texts)]
-            return {"decode": statistics.median(texts), **found}
+            return {"decode": texts, **found}
 
 
 def expected(planned: Planned, known: Known, work: Work) -> dict[str, float]:
@@ -129,13 +129,15 @@ def measure_mix(path: Path, options: argparse.Namespace, work: Work, *, again: b
             str(path), device=options.device, vram=budget, ctx_size=work.ctx_size, spec_type="none"
         )
         planned = plan_by_name(config, measure=again and not number)
-        figures = compared(expected(planned, planned.known, work), measure(planned, path, work))
+        runs = measure(planned, path, work)
+        medians = {name: statistics.median(rates) for name, rates in runs.items()}
         rows.append(
             {
                 "budget": budget if options.device == "cuda" else None,
                 "experts_share": planned.plan.resident_bytes / planned.sizes.all_expert_bytes,
                 "rates": asdict(planned.known.rates),
-                "figures": figures,
+                "figures": compared(expected(planned, planned.known, work), medians),
+                "runs_tok_s": runs,
             }
         )
         print(line(path.stem, rows[-1]), file=sys.stderr, flush=True)
