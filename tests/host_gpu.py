@@ -89,7 +89,7 @@ def gpu_on(device: HostDevice) -> Iterator[HostStream]:
         patch.setattr(_csrc, "ExpertServer", servers.make)
         patch.setattr(device, "before_launch", servers.look)
         # Counts of another test's model may not be kept for this one's.
-        patch.setattr(kept_counts, "default_directory", lambda: None)
+        patch.setattr(kept_counts, "directory_of", lambda kept: None)
         # Kernels are compiled when they are first launched.
         patch.setattr(cuda_runner, "kernels_of", lambda *_: NeededKernels((set(),)))
         patch.setattr(cuda_dflash, "kernels_of", lambda *_: set())

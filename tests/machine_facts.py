@@ -44,6 +44,7 @@ SOUND = MachineFacts(
     folders=(
         Folder("rates", "~/.cache/coldstream", True, True, 100 * GIB),
         Folder("kernels", "~/.cache/coldstream/cuda", True, True, 100 * GIB),
+        Folder("counts", "~/.cache/coldstream/counts", True, True, 100 * GIB),
         Folder("drafters", "~/.cache/coldstream/drafters", False, True, 100 * GIB),
         Folder("models", "/data/hub", True, True, 100 * GIB),
     ),

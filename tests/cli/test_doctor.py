@@ -41,6 +41,7 @@ open files        1024
 huge pages        madvise
 rates             ~/.cache/coldstream, writable, 100.00 GiB free
 compiled kernels  ~/.cache/coldstream/cuda, writable, 100.00 GiB free
+memory counts     ~/.cache/coldstream/counts, writable, 100.00 GiB free
 drafters          ~/.cache/coldstream/drafters, not made yet, writable, 100.00 GiB free
 models            /data/hub, writable, 100.00 GiB free
 measured          2026-01-02 03:04 UTC, 7 days ago"""

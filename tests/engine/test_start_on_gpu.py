@@ -228,7 +228,7 @@ def test_an_early_start_counts_no_memory_again(
 
     config = EngineConfig(str(path), device="cuda", ctx_size=128, vram=vram, threads=1)
     with opened_on(compiled_for_the_host):
-        monkeypatch.setattr(kept_counts, "default_directory", lambda: tmp_path / "kept" / "counts")
+        monkeypatch.setattr(kept_counts, "directory_of", lambda kept: tmp_path / "kept" / kept.folder)
         for module in (kept_counts, memory_plan):
             monkeypatch.setattr(module, "count_memory", counted)
         for is_early, has_counted in ((True, True), (True, False), (False, True)):

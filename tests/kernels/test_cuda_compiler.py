@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cuda.bindings import nvrtc
 
+from coldstream.kept_files import MACHINE_CODE, KeptFiles
 from coldstream.kernels.cuda.compiler import (
     CompileError,
     MachineCode,
@@ -13,7 +14,6 @@ from coldstream.kernels.cuda.compiler import (
     compile_together,
     default_cache,
 )
-from coldstream.kernels.cuda.kernel_cache import KernelCache
 
 SOURCE = """
 #include "cuda/common.cuh"
@@ -80,13 +80,13 @@ def test_an_unsafe_directory_is_not_used(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = compile_instance(source, "add<3>", "sm_90", cache)
     (entry,) = cache.iterdir()
-    KernelCache(cache).put(entry.name, b"add\nplanted")
+    KeptFiles(MACHINE_CODE, cache).put(entry.name, b"add\nplanted")
     assert compile_instance(source, "add<3>", "sm_90", cache) == MachineCode(b"planted", "add")
     cache.chmod(0o777)
     again = compile_instance(source, "add<3>", "sm_90", cache)
     assert instructions(again) == instructions(first)
     cache.chmod(0o700)
-    assert KernelCache(cache).get(entry.name) == b"add\nplanted"
+    assert KeptFiles(MACHINE_CODE, cache).get(entry.name) == b"add\nplanted"
 
 
 def test_without_a_home_kernels_compile_and_it_is_said(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

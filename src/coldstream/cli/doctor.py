@@ -19,6 +19,7 @@ _WORDS: Final = {"error": "error", "warning": "warning", "advice": "faster"}
 _FOLDER_NAMES: Final = {
     "rates": "rates",
     "kernels": "compiled kernels",
+    "counts": "memory counts",
     "drafters": "drafters",
     "models": "models",
 }

@@ -17,9 +17,9 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams, sample_token
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kept_files import MACHINE_CODE, KeptFiles
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.cuda import limits
-from coldstream.kernels.cuda.kernel_cache import KernelCache
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.program import CudaProgram, Kernel
 from coldstream.kernels.cuda.runtime import allocations, calls
@@ -167,7 +167,7 @@ def test_trap_24_a_closed_runner_gives_its_memory_back(moe_path: Path) -> None:
 def test_compiled_kernels_that_are_not_kept_are_a_warning(
     moe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    homeless = KernelCache(None)
+    homeless = KeptFiles(MACHINE_CODE, None)
     homeless.put("add.cubin", b"")
     monkeypatch.setattr(cuda_runner, "default_cache", lambda: homeless)
     with open_cuda(moe_path) as runner:

@@ -40,7 +40,7 @@ class Counting:
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     counting = Counting()
     monkeypatch.setattr(kept_counts, "count_memory", counting)
-    monkeypatch.setattr(kept_counts, "default_directory", lambda: tmp_path / "kept" / "counts")
+    monkeypatch.setattr(kept_counts, "directory_of", lambda kept: tmp_path / "kept" / kept.folder)
     monkeypatch.setattr(device, "_limits_of", lambda index: H100)
     return counting
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_counted_is_not_kept(path: Path, counting: Counting) -> N
 def test_without_a_place_everything_is_counted(
     path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_counts, "default_directory", lambda: None)
+    monkeypatch.setattr(kept_counts, "directory_of", lambda kept: None)
     file, spec = open_model_file(path)
     assert kept_count(file, spec, SIZES, 256) == kept_count(file, spec, SIZES, 256)
     assert counting.num == 2

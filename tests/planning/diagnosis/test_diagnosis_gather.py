@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory
+from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS, Kept, KeptFiles, directory_of
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import default_path
 from coldstream.planning.diagnosis import gather as room
@@ -143,33 +143,46 @@ def test_commands_on_the_path(tmp_path: Path) -> None:
     assert list(commands("")) == []
 
 
-def test_folders_that_are_not_made_yet(home: Path) -> None:
-    folder = of("kernels")
-    assert folder.path == str(default_directory())
+KEPT = {"kernels": MACHINE_CODE, "counts": MEMORY_COUNTS}
+
+
+def kept_in(kept: Kept) -> tuple[Path, KeptFiles]:
+    """The user's folder, and what is kept there."""
+    directory = directory_of(kept)
+    assert directory is not None
+    return directory, KeptFiles(kept, directory)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_folders_that_are_not_made_yet(home: Path, name: str) -> None:
+    folder = of(name)
+    assert folder.path == str(directory_of(KEPT[name]))
     assert (folder.exists, folder.is_writable, folder.problem, folder.damaged) == (False, True, None, ())
     assert folder.free_bytes is not None
 
 
-def test_compiled_kernels_that_were_damaged_or_forged(home: Path) -> None:
-    directory = default_directory()
-    assert directory is not None
-    cache = KernelCache(directory)
-    for name in ("whole.cubin", "cut.cubin", "open.cubin", "other.cubin"):
-        cache.put(name, b"symbol\n" + b"code" * 100)
-    os.truncate(directory / "cut.cubin", 50)
-    (directory / "open.cubin").chmod(0o666)
-    os.replace(directory / "other.cubin", directory / "renamed.cubin")
-    assert of("kernels").damaged == ("cut.cubin", "open.cubin", "renamed.cubin")
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_files_that_were_damaged_or_forged(home: Path, name: str) -> None:
+    directory, files = kept_in(KEPT[name])
+    for entry in ("whole", "cut", "open", "other"):
+        files.put(entry, b"content" * 100)
+    os.truncate(directory / "cut", 50)
+    (directory / "open").chmod(0o666)
+    os.replace(directory / "other", directory / "renamed")
+    assert {each: of(each).damaged for each in KEPT} == {
+        **dict.fromkeys(KEPT, ()),
+        name: ("cut", "open", "renamed"),
+    }
 
 
+@pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("above", [False, True])
-def test_a_folder_of_kernels_that_others_may_write_to(home: Path, above: bool) -> None:
-    directory = default_directory()
-    assert directory is not None
-    KernelCache(directory).put("a.cubin", b"code")
+def test_a_folder_of_kept_files_that_others_may_write_to(home: Path, name: str, above: bool) -> None:
+    directory, files = kept_in(KEPT[name])
+    files.put("a", b"content")
     spoilt = directory.parent if above else directory
     spoilt.chmod(0o777)
-    folder = of("kernels")
+    folder = of(name)
     assert folder.problem is not None
     assert f"others may write to {spoilt}; remove it" in folder.problem
     assert folder.damaged == ()
@@ -190,7 +203,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError
 
     monkeypatch.setattr(Path, "home", none)
-    for name in ("rates", "kernels", "drafters"):
+    for name in ("rates", *KEPT, "drafters"):
         folder = of(name)
         assert (folder.path, folder.exists, folder.is_writable) == (None, False, False)
 

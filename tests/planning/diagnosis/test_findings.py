@@ -141,6 +141,30 @@ CASES: list[tuple[Change, str, str, str]] = [
         "warning",
         "2 of the files in ~.*`rm -r ~/.cac",
     ),
+    (
+        folder("counts", is_writable=False),
+        "folder-read-only",
+        "warning",
+        "~/.cache/coldstream/counts cannot be written to: counts .* made again.*chmod u.rwx ~/.cache",
+    ),
+    (
+        folder("counts", free_bytes=LEAST_FREE_BYTES - 1),
+        "folder-full",
+        "warning",
+        "counts is full: counts .* made again.*du -sh ~/.cache/coldstream/counts",
+    ),
+    (
+        folder("counts", problem="~/.cache/coldstream/counts is a link; remove it"),
+        "folder-refused",
+        "warning",
+        "counts is a link: counts .* made again.*remove it .`ls -ld ~/.cache/coldstream/counts",
+    ),
+    (
+        folder("counts", damaged=("a",)),
+        "folder-damaged",
+        "warning",
+        "1 of the files in ~/.cache/coldstream/counts.*`rm -r ~/.cache/coldstream/counts`",
+    ),
     (rates("of another machine"), "rates-unusable", "advice", "of another machine.*plan --measure"),
     (rates("of another version"), "rates-unusable", "advice", "of another version.*plan --measure"),
     (rates("damaged"), "rates-unusable", "advice", "damaged.*plan --measure"),
@@ -186,6 +210,9 @@ LIMITS: dict[str, Change] = {
     "no GPU": lambda facts: replace(facts, gpu=NO_GPU),
     "a driver for no card": gpu(cards=(), driver=Driver((13, 0), 100, ())),
     "no GPU and little locked memory": lambda facts: part("limits", locked_bytes=0)(
+        replace(facts, gpu=NO_GPU)
+    ),
+    "no GPU and counts of another": lambda facts: folder("counts", damaged=("a",))(
         replace(facts, gpu=NO_GPU)
     ),
     "no GPU and kernels of another": lambda facts: folder("kernels", damaged=("a",))(

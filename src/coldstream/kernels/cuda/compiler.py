@@ -3,7 +3,7 @@
 Sources may include each other by their path below `kernels/`, and headers that are made of Python's tables
 (`grid_tables.py`, `type_numbers.py`). They include nothing else: NVRTC ships no headers.
 Machine code is kept in the user's cache directory under a hash of everything that it depends on; see
-`kernel_cache.py` for what is checked there.
+`kept_files.py` for what is checked there.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from typing import Any
 from cuda.bindings import nvrtc
 
 from coldstream.gguf import quant_types
+from coldstream.kept_files import MACHINE_CODE, KeptFiles, directory_of
 from coldstream.kernels.cuda import grid_tables, type_numbers
-from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory
 from coldstream.kernels.dequantize import grids
 
 KERNELS = Path(__file__).resolve().parents[1]
@@ -53,9 +53,9 @@ class CompileError(RuntimeError):
 
 
 @cache
-def default_cache() -> KernelCache:
+def default_cache() -> KeptFiles:
     """This process's cache of machine code, which also records problems with it."""
-    return KernelCache(default_directory())
+    return KeptFiles(MACHINE_CODE, directory_of(MACHINE_CODE))
 
 
 def compile_instance(source: Path, instance: str, arch: str, directory: Path | None = None) -> MachineCode:
@@ -94,8 +94,8 @@ def kept_together(
     return tuple(MachineCode(cubin, symbol) for symbol in symbols.decode().split(" "))
 
 
-def _cache(directory: Path | None) -> KernelCache:
-    return default_cache() if directory is None else KernelCache(directory)
+def _cache(directory: Path | None) -> KeptFiles:
+    return default_cache() if directory is None else KeptFiles(MACHINE_CODE, directory)
 
 
 def _entry(source: Path, instances: Sequence[str], arch: str) -> str:

@@ -1,7 +1,7 @@
 """Counts of a model's memory on a GPU, kept from start to start: each takes a tenth of a second of Python.
 
-They are kept in the user's directory, as `kernel_cache.py` keeps machine code, under a hash of everything
-that they follow from. A count that fails is not kept. The unit of work is a count.
+They are kept in a folder of the user's, as `kept_files.py` says, under a hash of everything that they
+follow from. A count that fails is not kept. The unit of work is a count.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cuda.kernel_cache import KernelCache
+from coldstream.kept_files import MEMORY_COUNTS, KeptFiles, directory_of
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.memory_plan import CudaMemoryPlan, count_memory
@@ -23,17 +23,9 @@ from coldstream.models.spec.model_spec import ModelSpec
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-def default_directory() -> Path | None:
-    """The user's directory of counts; None for a user without a home directory."""
-    try:
-        return Path.home() / ".cache" / "coldstream" / "counts"
-    except RuntimeError:
-        return None
-
-
 def kept_count(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int) -> CudaMemoryPlan:
     """As `count_memory`, which is asked for what was not counted before. Raises as that does."""
-    kept, name = KernelCache(default_directory()), _name(file, spec, limits, chunk_size)
+    kept, name = KeptFiles(MEMORY_COUNTS, directory_of(MEMORY_COUNTS)), _name(file, spec, limits, chunk_size)
     if (data := kept.get(name)) is not None:
         return CudaMemoryPlan(**json.loads(data))
     plan = count_memory(file, spec, limits, chunk_size)

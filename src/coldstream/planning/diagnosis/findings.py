@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from coldstream.errors import ColdstreamError, OutOfMemoryError
+from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS
 from coldstream.kernels.cuda.device import INSTALL
 from coldstream.kernels.cuda.driver import old_card, old_driver
 from coldstream.planning.diagnosis.machine_facts import Folder, FolderName, Gpu, MachineFacts
@@ -29,7 +30,8 @@ _CUDA_SUCCESS: Final = 0
 _CONSEQUENCES: Final[Mapping[FolderName, str]] = MappingProxyType(
     {
         "rates": "the machine is measured again by every run",
-        "kernels": "the GPU's kernels are compiled again by every run",
+        "kernels": MACHINE_CODE.loss,
+        "counts": MEMORY_COUNTS.loss,
         "drafters": "no drafter can be converted",
         "models": "no model can be downloaded",
     }
@@ -289,8 +291,8 @@ def _locked_memory(facts: MachineFacts) -> Iterator[Finding]:
 
 def _folders(facts: MachineFacts) -> Iterator[Finding]:
     for folder in facts.folders:
-        if folder.name == "kernels" and not facts.gpu.driver.devices:
-            continue  # without a GPU nothing is compiled
+        if folder.name in ("kernels", "counts") and not facts.gpu.driver.devices:
+            continue  # without a GPU nothing is compiled or counted
         yield from _folder(folder)
         if facts.limits.wsl and folder.path and folder.path.startswith("/mnt/"):
             yield Finding(

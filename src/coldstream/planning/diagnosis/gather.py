@@ -14,10 +14,10 @@ from typing import Final
 from coldstream.errors import StorageError
 from coldstream.files import free_bytes
 from coldstream.gguf.hub import Hub
+from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS, Kept, KeptFiles, directory_of, unsafe
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda import device
 from coldstream.kernels.cuda.driver import driver_version, find_driver
-from coldstream.kernels.cuda.kernel_cache import KernelCache, default_directory, unsafe
 from coldstream.models.dflash.convert import default_cache
 from coldstream.placement.hardware import GpuHardware, Hardware, read_number, read_text
 from coldstream.placement.hardware_file import DATE_FORMAT, default_path, describe_rates
@@ -139,19 +139,25 @@ def _version_of(package: str) -> str | None:
 
 def folders() -> Iterator[Folder]:
     """What is kept between runs, and where."""
-    rates, kernels = default_path(), default_directory()
+    rates = default_path()
     yield _folder("rates", rates.parent if rates else None)
-    problem = None
-    if kernels is not None:
-        problem = next(filter(None, map(_unsafe, (kernels.parent, kernels))), None)
-    damaged = KernelCache(kernels).damaged() if problem is None else ()
-    yield _folder("kernels", kernels, problem, damaged)
+    yield _checked_folder("kernels", MACHINE_CODE)
+    yield _checked_folder("counts", MEMORY_COUNTS)
     try:
         drafters = default_cache()
     except StorageError:
         drafters = None
     yield _folder("drafters", drafters)
     yield _folder("models", Hub().folder())
+
+
+def _checked_folder(name: FolderName, kept: Kept) -> Folder:
+    """One that is used only where nobody else may write to it, and whose files are checked."""
+    path = directory_of(kept)
+    if path is None:
+        return _folder(name, None)
+    problem = next(filter(None, map(_unsafe, (path.parent, path))), None)
+    return _folder(name, path, problem, KeptFiles(kept, path).damaged() if problem is None else ())
 
 
 def _folder(

@@ -7,7 +7,7 @@ from coldstream.kernels.cuda.driver import Driver
 from coldstream.placement.hardware_file import RatesState
 from coldstream.placement.limits import Limits
 
-FolderName = Literal["rates", "kernels", "drafters", "models"]
+FolderName = Literal["rates", "kernels", "counts", "drafters", "models"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""PR09: what may be read from the cache of machine code, what may not, and what is in the way of writing."""
+"""PR09: what may be read of kept files, what may not, and what is in the way of writing."""
 
 import os
 import resource
@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.kernels.cuda.kernel_cache import MAX_BYTES, KernelCache
+from coldstream.kept_files import MACHINE_CODE, MAX_BYTES, MEMORY_COUNTS, Kept, KeptFiles, directory_of
 
+LOSSES = {
+    MACHINE_CODE: "compiled kernels are not kept, and will be compiled again at every start: ",
+    MEMORY_COUNTS: "counts of a GPU's memory are not kept, and will be made again at every start: ",
+}
 NAME, CODE = "add-1234.cubin", b"symbol\n" + bytes(range(256)) * 40
 
 
@@ -39,12 +43,12 @@ def mode(path: Path) -> int:
 def test_pr09_what_is_made_is_the_users_alone(home: Path, directory: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        cache = KernelCache(directory)
+        cache = KeptFiles(MACHINE_CODE, directory)
         assert cache.get(NAME) is None
         cache.put(NAME, CODE)
     finally:
         os.umask(before)
-    assert cache.get(NAME) == KernelCache(directory).get(NAME) == CODE
+    assert cache.get(NAME) == KeptFiles(MACHINE_CODE, directory).get(NAME) == CODE
     assert cache.get("other.cubin") is None
     assert cache.problem is None
     assert [mode(directory), mode(directory.parent), mode(directory / NAME)] == [0o700, 0o700, 0o600]
@@ -64,19 +68,20 @@ UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("kept", [MACHINE_CODE, MEMORY_COUNTS], ids=lambda kept: kept.folder)
 @pytest.mark.parametrize("which", ["directory", "above"])
 @pytest.mark.parametrize("what", UNSAFE)
 def test_pr09_a_directory_that_others_may_write_to_is_neither_read_nor_written(
-    directory: Path, what: str, which: str
+    directory: Path, what: str, which: str, kept: Kept
 ) -> None:
-    KernelCache(directory).put(NAME, CODE)
+    KeptFiles(kept, directory).put(NAME, CODE)
     path = directory if which == "directory" else directory.parent
     spoil, reason = UNSAFE[what]
     spoil(path)
-    cache = KernelCache(directory)
+    cache = KeptFiles(kept, directory)
     assert cache.get(NAME) is None
     assert reason in str(cache.problem)
-    assert str(cache.problem).startswith("compiled kernels are not kept, and will be compiled again")
+    assert str(cache.problem).startswith(LOSSES[kept])
     assert str(path) in str(cache.problem)
     cache.put("other.cubin", CODE)
     assert not (directory / "other.cubin").exists()
@@ -85,10 +90,10 @@ def test_pr09_a_directory_that_others_may_write_to_is_neither_read_nor_written(
 def test_pr09_a_directory_of_another_user_is_not_used(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    KernelCache(directory).put(NAME, CODE)
+    KeptFiles(MACHINE_CODE, directory).put(NAME, CODE)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    cache = KernelCache(directory)
+    cache = KeptFiles(MACHINE_CODE, directory)
     assert cache.get(NAME) is None
     cache.put("other.cubin", CODE)
     assert f"{directory.parent} belongs to another user; remove it" in str(cache.problem)
@@ -98,15 +103,28 @@ def test_pr09_a_directory_of_another_user_is_not_used(
 def test_a_cache_directory_that_is_a_link_is_the_users_choice(home: Path, directory: Path) -> None:
     (home / "scratch").mkdir(parents=True)
     (home / ".cache").symlink_to("scratch")
-    KernelCache(directory).put(NAME, CODE)
-    assert KernelCache(directory).get(NAME) == CODE
+    KeptFiles(MACHINE_CODE, directory).put(NAME, CODE)
+    assert KeptFiles(MACHINE_CODE, directory).get(NAME) == CODE
 
 
-def test_a_user_without_a_home_has_no_cache() -> None:
-    cache = KernelCache(None)
-    cache.put(NAME, CODE)
-    assert cache.get(NAME) is None
-    assert "not kept, and will be compiled again at every start: this user has no home" in str(cache.problem)
+@pytest.mark.parametrize("kept", [MACHINE_CODE, MEMORY_COUNTS], ids=lambda kept: kept.folder)
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, kept: Kept) -> None:
+    def none() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setattr(Path, "home", none)
+    files = KeptFiles(kept, directory_of(kept))
+    files.put(NAME, CODE)
+    assert files.get(NAME) is None
+    assert files.problem == f"{LOSSES[kept]}this user has no home directory"
+
+
+def test_each_kind_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An entry of the one is none of the other."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    KeptFiles(MACHINE_CODE, directory_of(MACHINE_CODE)).put(NAME, CODE)
+    assert KeptFiles(MEMORY_COUNTS, directory_of(MEMORY_COUNTS)).get(NAME) is None
+    assert KeptFiles(MACHINE_CODE, directory_of(MACHINE_CODE)).get(NAME) == CODE
 
 
 SUSPECT: dict[str, Callable[[Path], object]] = {
@@ -127,7 +145,7 @@ def test_pr09_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
 ) -> None:
     if what == "another's" and os.geteuid() != 0:
         pytest.skip("only root may give files away")
-    cache = KernelCache(directory)
+    cache = KeptFiles(MACHINE_CODE, directory)
     cache.put(NAME, CODE)
     SUSPECT[what](directory / NAME)
     assert cache.get(NAME) is None
@@ -141,7 +159,7 @@ def test_pr09_an_entry_that_others_may_have_written_is_not_read_and_is_replaced(
 def test_entries_that_are_not_read_are_listed(directory: Path, what: str) -> None:
     if what == "another's" and os.geteuid() != 0:
         pytest.skip("only root may give files away")
-    cache = KernelCache(directory)
+    cache = KeptFiles(MACHINE_CODE, directory)
     assert cache.damaged() == ()
     assert not directory.exists(), "looking makes nothing"
     cache.put(NAME, CODE)
@@ -150,13 +168,13 @@ def test_entries_that_are_not_read_are_listed(directory: Path, what: str) -> Non
     SUSPECT[what](directory / NAME)
     assert NAME in cache.damaged()
     assert "other.cubin" not in cache.damaged()
-    assert KernelCache(None).damaged() == ()
+    assert KeptFiles(MACHINE_CODE, None).damaged() == ()
 
 
 @given(st.data())
 def test_a_damaged_entry_is_none(tmp_path: Path, data: st.DataObject) -> None:
     """Shortened, lengthened, with other bits, or under the name of another one."""
-    cache = KernelCache(tmp_path / "cache")
+    cache = KeptFiles(MACHINE_CODE, tmp_path / "cache")
     payload = data.draw(st.binary(max_size=200))
     cache.put(NAME, payload)
     path = tmp_path / "cache" / NAME
@@ -179,8 +197,8 @@ def test_a_damaged_entry_is_none(tmp_path: Path, data: st.DataObject) -> None:
 WRITER = """
 import os, sys
 from pathlib import Path
-from coldstream.kernels.cuda.kernel_cache import KernelCache
-cache, payload = KernelCache(Path(sys.argv[1])), b"x" * 100_000
+from coldstream.kept_files import MACHINE_CODE, KeptFiles
+cache, payload = KeptFiles(MACHINE_CODE, Path(sys.argv[1])), b"x" * 100_000
 """
 
 
@@ -201,16 +219,16 @@ cache.put("add.cubin", payload)
         (name,) = entries(directory)
         assert (name.startswith("."), name.endswith(".tmp")) == (True, True)
         assert (directory / name).stat().st_size > 100_000
-        assert KernelCache(directory).get("add.cubin") is None
+        assert KeptFiles(MACHINE_CODE, directory).get("add.cubin") is None
         assert entries(directory) == [name]
         process.kill()
-    assert KernelCache(directory).get("add.cubin") is None
+    assert KeptFiles(MACHINE_CODE, directory).get("add.cubin") is None
     assert entries(directory) == []
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(directory: Path) -> None:
     """A limit on the size of files fails a write in its middle, as a full disk does."""
-    KernelCache(directory).put(NAME, CODE)
+    KeptFiles(MACHINE_CODE, directory).put(NAME, CODE)
     script = f"""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -235,7 +253,7 @@ for i in range(200):
 assert cache.get("0.cubin") == payload
 """
     processes = [writer(directory, script) for _ in range(3)]
-    cache, wrong = KernelCache(directory), []
+    cache, wrong = KeptFiles(MACHINE_CODE, directory), []
 
     def work() -> None:
         for i in range(200):

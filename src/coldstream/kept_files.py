@@ -1,14 +1,14 @@
-"""A cache of compiled machine code in a directory of the user.
+"""What is kept from start to start in folders of the user's cache: machine code of kernels, counts of memory.
 
-Write access to it is control of what the GPU runs, since an attacker could write a matching digest too. So
-the directory and its parent are created for the user alone, and used only if they belong to the user, are no
+Write access to them is control of what the GPU runs, since an attacker could write a matching digest too. So
+a folder and its parent are created for the user alone, and used only if they belong to the user, are no
 links, and are not writable for others; the same holds for entries. Otherwise nothing is read or stored, and
 `problem` says why.
 
 The digest at the start of an entry detects damage: a disk that was full, bits that have changed, an entry
 under the name of another one. A damaged entry counts as absent, and is replaced.
 
-The unit of work is an entry. Threads and processes may use one directory at the same time.
+The unit of work is an entry. Threads and processes may use one folder at the same time.
 """
 
 import fcntl
@@ -18,30 +18,46 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
 MAX_BYTES = 2**26  # of an entry; a kernel takes less than a thousandth
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 TEMPORARY = ".tmp"
 
 
-def default_directory() -> Path | None:
-    """The user's directory of compiled kernels; None for a user without a home directory."""
+@dataclass(frozen=True)
+class Kept:
+    """A kind of entries. loss: what follows where they cannot be kept."""
+
+    folder: str  # its name in the user's cache
+    loss: str
+
+
+MACHINE_CODE: Final = Kept("cuda", "compiled kernels are not kept, and will be compiled again at every start")
+MEMORY_COUNTS: Final = Kept(
+    "counts", "counts of a GPU's memory are not kept, and will be made again at every start"
+)
+
+
+def directory_of(kept: Kept) -> Path | None:
+    """The user's folder of such entries; None for a user without a home directory."""
     try:
-        return Path.home() / ".cache" / "coldstream" / "cuda"
+        return Path.home() / ".cache" / "coldstream" / kept.folder
     except RuntimeError:
         return None
 
 
-class KernelCache:
-    """Bytes by name in `directory`, an absolute path that need not exist yet; None: no cache.
+class KeptFiles:
+    """Bytes by name in `directory`, an absolute path that need not exist yet; None: nothing is kept.
 
     problem: why something was not read or not stored, as text; None without such a problem.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = directory
+    def __init__(self, kept: Kept, directory: Path | None) -> None:
+        self._loss, self._path = kept.loss, directory
         self._is_clean = False
         self.problem: str | None = None
 
@@ -76,7 +92,7 @@ class KernelCache:
 
     def _note(self, error: OSError) -> None:
         reason = f"{self._path}: {error.strerror}" if error.strerror else str(error)
-        self.problem = f"compiled kernels are not kept, and will be compiled again at every start: {reason}"
+        self.problem = f"{self._loss}: {reason}"
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
