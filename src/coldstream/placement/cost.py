@@ -61,7 +61,7 @@ _ROWS: Final = range(1, MAX_MAILBOX_ROWS + 1)
 class ExpertRates(Rates):
     """`Rates` of a machine for experts of some types of weights: see `rates_of_experts`."""
 
-    row_bus_bytes_per_s: float = math.inf  # the most that a GPU's kernels of one row read from RAM
+    row_bus_bytes_per_s: float = math.inf  # by the instructions of these types
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
 def _row_bus_per_s(rates: Rates, *, beside_cpu: bool = False) -> float:
     """Bytes a second that kernels of one row read over the bus."""
     link = BUS_BESIDE_SHARE * rates.link_beside_read if beside_cpu else BUS_SHARE * rates.link_bytes_per_s
-    return min(link, rates.row_bus_bytes_per_s) if isinstance(rates, ExpertRates) else link
+    return min(link, rates.row_bus_bytes_per_s)
 
 
 def _experts_seconds(

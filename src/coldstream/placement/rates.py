@@ -1,5 +1,6 @@
 """Rates: bytes and operations per second of a machine, for the cost model. Pure."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -100,6 +101,11 @@ class Rates:
             product_values_per_s=hardware.product_values_per_s or (),
             assumed=tuple(name for name in _ASSUMED if name not in known),
         )
+
+    @property
+    def row_bus_bytes_per_s(self) -> float:
+        """The most that a GPU's kernels of one row read from RAM; no limit without types of weights."""
+        return math.inf
 
     def product_seconds(self, quant_type: QuantType, num_values: float, rows: float) -> float:
         """Seconds in which all cores multiply so many weights, in caches, by `rows` rows."""
