@@ -1,5 +1,7 @@
 #include "quant/grid_loads.h"
 
+#if defined(__AVX512VNNI__)
+
 #include <algorithm>
 #include <chrono>
 
@@ -49,3 +51,5 @@ void choose_grid_loads() {
 }
 
 }  // namespace coldstream
+
+#endif

@@ -1,0 +1,31 @@
+"""Sources of the extension that are written for some instructions: elsewhere they are compiled to nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import coldstream
+
+CSRC = Path(coldstream.__file__).parent / "kernels" / "csrc"
+TIER = re.compile(r"_(avx2|avx512|avx_vnni|amx|neon|dotprod)\.cpp$")
+# A condition on instructions around everything but includes that all platforms have.
+GUARDED = re.compile(
+    r"""(?: // [^\n]*\n | \#include\ "[^\n]*\n | \s )*
+        \#if\ defined\(__(?: x86_64 | aarch64 | A[VM]X\w+ )__\)\n
+        .* \#endif [^\n]* \s*""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def sources() -> list[str]:
+    return sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cpp") if TIER.search(path.name))
+
+
+@pytest.mark.parametrize("source", sources())
+def test_a_tier_is_compiled_where_its_instructions_are(source: str) -> None:
+    assert GUARDED.fullmatch((CSRC / source).read_text())
+
+
+def test_there_are_sources_of_both_platforms() -> None:
+    assert {"quant/gemm_avx512.cpp", "quant/rows_neon.cpp"} <= set(sources())
