@@ -17,9 +17,14 @@ def gpu_mixes() -> str:
         placements = load(f"gpu/peer_{name}")["placements"] if has(f"gpu/peer_{name}") else []
         for row in mix["rows"]:
             placement = nearest(placements, row["experts_share"]) if placements else None
-            first = [name, f"{mix['file_bytes'] / 1e9:.1f}", f"{row['experts_share']:.0%}"]
+            first = [
+                name,
+                f"{mix['file_bytes'] / 1e9:.1f}",
+                memory(row["budget"]),
+                f"{row['experts_share']:.0%}",
+            ]
             rows.append([*first, *figures(row, placement), forecasts(row)])
-    header = ["mix", "GB", "experts on the GPU", "decode: ours, llama.cpp, ratio"]
+    header = ["mix", "GB", "memory of the GPU", "experts on it", "decode: ours, llama.cpp, ratio"]
     header += [f"prompt of {length}" for length in PROMPTS]
     where = f"{result['machine']['gpu']}, {result['machine']['cores']} cores, commit {result['commit']}"
     others = [(name, mix["commit"]) for name, mix in result["mixes"].items() if "commit" in mix]
@@ -30,8 +35,14 @@ def gpu_mixes() -> str:
         if "commit" in row
     ]
     listed = ", ".join(f"{what} {commit}" for what, commit in others)
-    commands = f"\n{where}: `{result['command']}`\n\nOther commits: {listed}."
-    return table([*header, "forecast over measured"], rows) + commands + " See `gpu/mixes.json`.\n"
+    commands = f"\n{where}: `{result['command']}`, and so for each mix with its memory."
+    commands += f" Other commits: {listed}." if others else ""
+    return table([*header, "forecast over measured"], rows) + commands + "\n"
+
+
+def memory(budget: int | str) -> str:
+    """A budget of the GPU's memory in MiB, or `auto`."""
+    return budget if budget == "auto" else f"{parse_size(str(budget)) / 2**20:,.0f} MiB"
 
 
 def desktop_mix() -> str:
