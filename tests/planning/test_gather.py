@@ -169,24 +169,30 @@ def test_a_plan_also_stands_with_more_memory(tmp_path: Path, monkeypatch: pytest
     assert 2048 in found
 
 
-def test_the_least_memory_with_long_steps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A MiB less has shorter ones; nothing is named where they are long, or where all text is short."""
+@pytest.mark.parametrize("num_experts", [4, 16, 32])
+def test_the_least_memory_with_long_steps_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_experts: int
+) -> None:
+    """That of a search of every MiB, also where more of it has all experts, and shorter steps for them."""
     monkeypatch.setattr(gather, "missing_packages", lambda: ("torch",))
-    dims = Dims(experts=64, experts_used=3, expert_ffn=1024)
+    dims = Dims(experts=num_experts, experts_used=3, expert_ffn=1024)
     (path,) = write_gguf(tmp_path / "tiny.gguf", dims=dims)
     with GGUFFile.open(path) as file:
         sources = Sources(file, read_spec(file.metadata, file.tensors), MACHINE)
 
-        def plan(budget: int, *, ctx_size: int = 4096, more_bytes: int = 2**28) -> Planned:
+        def plan(budget: int, *, more_bytes: int = 0, ctx_size: int = 4096) -> Planned:
             config = EngineConfig("m", device="cuda", vram=budget, ctx_size=ctx_size)
             return plan_model(config, sources, more_bytes=more_bytes)
 
-        short = plan(480 * MIB)
-        assert short.longer_steps is not None
-        enough = short.longer_steps.budget_bytes
-        assert short.plan.fixed.chunk_size < 2048 == plan(enough).plan.fixed.chunk_size
-        assert short.longer_steps == plan(enough).plan
-        assert plan(enough - MIB).plan.fixed.chunk_size < 2048
-        assert plan(enough).longer_steps is None
-        assert plan(480 * MIB, ctx_size=64).longer_steps is None
-        assert plan(480 * MIB, more_bytes=enough - 481 * MIB).longer_steps is None
+        plans = {mib: plan(mib * MIB).plan for mib in range(464, 500)}
+        first = next(mib for mib, each in plans.items() if each.fixed.chunk_size >= 2048)
+        assert plans[first - 1].fixed.chunk_size < 2048
+        for budget in (464 * MIB, 465 * MIB + 1, (first - 1) * MIB):
+            is_named = not plan(budget).plan.is_all_resident
+            least = first * MIB - budget
+            for more_bytes in (least - 1, least, 104 * MIB):
+                found = plan(budget, more_bytes=more_bytes).longer_steps
+                expected = plans[first] if is_named and more_bytes >= least else None
+                assert found == expected, (budget, more_bytes)
+        assert plan(first * MIB, more_bytes=104 * MIB).longer_steps is None, "steps are long"
+        assert plan(464 * MIB, more_bytes=2**28, ctx_size=64).longer_steps is None, "all text is short"

@@ -7,6 +7,7 @@ Memory is counted by runs of the runners that compute later, without reading wei
 counted over tensors without memory, which takes some tenths of a second for a large model.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -307,21 +308,30 @@ def _longer_steps(
 
     None if more than `more_bytes` would be needed, or if no text is so long.
     """
-    placement, found = planned.plan, None
-    fixed, steps = placement.fixed, min(SHORT_CHUNK, placement.fixed.ctx_size)
-    if placement.tier != "vram" or fixed.chunk_size >= steps:
+    placement = planned.plan
+    steps = min(SHORT_CHUNK, placement.fixed.ctx_size)
+    if placement.tier != "vram" or placement.fixed.chunk_size >= steps:
         return None
-    low, high = placement.budget_bytes // _MIB, (placement.budget_bytes + more_bytes) // _MIB + 1
-    while high - low > 1:  # longer steps need more memory
-        middle = (low + high) // 2
-        wider = planned.config.with_budget("vram", middle * _MIB)
-        while isinstance(other := place(wider, gathered.facts, options), Missing):
-            gathered.find_out(other.what)
-        if isinstance(other, PlacementPlan) and other.fixed.chunk_size >= steps:
-            found, high = other, middle
-        else:
-            low = middle
-    return found
+
+    def plan_in(mib: int) -> PlacementPlan | None:
+        wider = planned.config.with_budget("vram", mib * _MIB)
+        while isinstance(found := place(wider, gathered.facts, options), Missing):
+            gathered.find_out(found.what)
+        return found if isinstance(found, PlacementPlan) else None
+
+    def has_long(plan: PlacementPlan | None) -> bool:
+        return plan is not None and plan.fixed.chunk_size >= steps
+
+    def has_long_or_all(plan: PlacementPlan | None) -> bool:
+        return has_long(plan) or (plan is not None and plan.is_all_resident)
+
+    # Longer steps need more memory. But where all experts begin to fit, they do so beside shorter steps.
+    budgets = range(placement.budget_bytes // _MIB + 1, (placement.budget_bytes + more_bytes) // _MIB + 1)
+    for suffices in (has_long_or_all, has_long):
+        budgets = budgets[bisect_left(budgets, True, key=lambda mib: suffices(plan_in(mib))) :]
+        if budgets and has_long(found := plan_in(budgets[0])):
+            return found
+    return None
 
 
 @host_memory_errors()
