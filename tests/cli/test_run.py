@@ -6,16 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from terminals import Terminal
 
 from builders import make_model, write_gguf, write_model
-from coldstream import LLM, SamplingParams
+from coldstream import LLM, SamplingParams, files
 from coldstream.assets import demo_model_path
 from coldstream.cli import run as cli_run
 from coldstream.cli.main import EXIT_INTERRUPTED
@@ -23,6 +26,11 @@ from coldstream.cli.terminal import visible
 from coldstream.cli.text_input import MAX_TEXT_BYTES
 from coldstream.engine import open_model
 from coldstream.engine.opened_model import FirstPrompt, OpenedModel
+from coldstream.gguf.quant_types import QuantType
+from coldstream.placement import hardware
+from coldstream.placement.hardware import Hardware
+from coldstream.planning import machine
+from coldstream.planning.machine import LateRates, rates_are_known
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -296,3 +304,48 @@ def test_what_a_plan_assumed_is_measured_behind_the_answer(
     code, _, _ = run("run", model, "-p", "def", *SHORT)
     assert code == (EXIT_INTERRUPTED if is_cancelled else 0)
     assert events == ["closed", *([] if is_cancelled else ["measured"])]
+
+
+@pytest.mark.parametrize("when", ["reading", "multiplying", "writing", "written"])
+def test_ctrl_c_while_the_machine_is_measured_leaves_nothing_half_done(
+    model: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    """The answer stays, the model is closed, no thread goes on, and rates are kept whole or not at all."""
+    here, path, events = Hardware.measure(), tmp_path / "kept" / "hardware.json", list[str]()
+    late = LateRates(here, path)
+    asked = ("run", model, "-p", "def", *SHORT)
+    monkeypatch.setattr(cli_run, "prompt_of", lambda prompt, file: prompt)  # which would look for a pipe
+    _, answer, _ = run(*asked)
+
+    def opened(*arguments: Any, **options: Any) -> OpenedModel:
+        found = open_model(*arguments, **options)
+        close = found.runner.close
+        monkeypatch.setattr(found.runner, "close", lambda: (close(), events.append("closed")))
+        late.find()
+        return replace(found, late_rates=late)
+
+    def interrupt(*of: object) -> None:
+        assert events == ["closed"]
+        events.append(when)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli_run, "open_model", opened)
+    monkeypatch.setattr(machine, "measure_product_rates", lambda threads: ((1.0,) * 3,) * len(QuantType))
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=interrupt)
+    module, name, found = {
+        "reading": (hardware, "time", clock),
+        "multiplying": (machine, "measure_product_rates", interrupt),
+        "writing": (files.os, "fsync", interrupt),
+        "written": (files, "sync_folder", interrupt),
+    }[when]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, found)
+        threads = threading.enumerate()
+        code, out, err = run(*asked)
+    assert (code, out, events) == (EXIT_INTERRUPTED, answer, ["closed", when])
+    assert "Traceback" not in err
+    assert threading.enumerate() == threads
+    assert [each.name for each in tmp_path.glob("kept/*")] == (["hardware.json"] if when == "written" else [])
+    assert rates_are_known(here, path) == (when == "written")
+    late.measure()
+    assert rates_are_known(here, path), "a later measurement is kept"

@@ -98,7 +98,10 @@ def measure_handshake(num_threads: int) -> float:
                     begin.record(stream)
                 _check(driver.cuStreamBatchMemOp(stream.handle, len(batch), batch, 0))
             end.record(stream)
-            _wait(end, done)
+            _wait(end)
+        except BaseException:
+            _answer_all(stream, done)
+            raise
         finally:
             server.end()
         server.check()
@@ -172,17 +175,22 @@ def _handshakes(request: int, done: int) -> list["driver.CUstreamBatchMemOpParam
     return operations
 
 
-def _wait(event: streams.Event, done: Array) -> None:
+def _wait(event: streams.Event) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not event.query():
         if time.monotonic() > deadline:
-            # Answer in place of the server, as the device would wait forever.
-            while not event.query():
-                done.fill(1)
             raise DeviceError(
                 "the CPU does not see the GPU's flags: experts that do not fit cannot be computed"
             )
         time.sleep(1e-4)
+
+
+def _answer_all(stream: streams.Stream, done: Array) -> None:
+    """Answers in place of a server that ends, as the device would wait for it forever."""
+    last = streams.Event()
+    last.record(stream)
+    while not last.query():
+        done.fill(1)
 
 
 def _check(result: tuple[object, ...]) -> None:
