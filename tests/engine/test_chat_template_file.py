@@ -1,5 +1,6 @@
 """A chat template of a file in the place of the model's own: the library, the server's reading, refusals."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import pytest
 
 from builders import write_gguf
 from coldstream import LLM, SamplingParams
-from coldstream.engine import EngineConfig, open_model
+from coldstream.engine import EngineConfig, open_model, opened_model
 from coldstream.engine.opened_model import chat_template_of
-from coldstream.errors import ConfigError, TemplateError
+from coldstream.errors import ConfigError, OutOfMemoryError, TemplateError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.template_process import MAX_SOURCE_CHARS
 from coldstream.gguf.tokenizer import Tokenizer
@@ -45,6 +46,25 @@ def test_the_library_and_the_server_use_the_template_of_the_file(model: str, tmp
             "tiny", 0, ServedModel.of_opened("t", 0, plain.opened).facts
         ).template_source == (own_source)
         served.chat_template.close()
+
+
+def test_a_model_that_is_refused_leaves_no_process_of_its_template(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, children = tmp_path / "own.jinja", Path(f"/proc/self/task/{os.getpid()}/children")
+    path.write_text(SOURCE)
+    before, during = children.read_text(), list[str]()
+
+    def refuse(*of: object) -> None:
+        during.append(children.read_text())
+        raise OutOfMemoryError("no room for drafts")
+
+    monkeypatch.setattr(opened_model, "open_speculation", refuse)
+    with pytest.raises(OutOfMemoryError, match="no room for drafts") as caught:
+        open_model(EngineConfig(model, device="cpu", chat_template=str(path), spec_type="ngram"))
+    assert during != [before], "the template is compiled in a process"
+    assert children.read_text() == before, "although the traceback has all that was opened"
+    assert caught.tb
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,9 @@ def open_model(
 ) -> OpenedModel:
     """Find, check and load the model that `config` names. Raises as `LLM` says; nothing stays open then.
 
-    prompt_cache_bytes: of RAM, of which the plan leaves so much to a tier of kept prefixes. is_early: whether
-    the first steps may be slow, as they begin before `ModelRunner.finish_loading`. A later step may raise
-    CompileError then. prompt: what the model is opened to answer, and nothing else. Then it does not wait
-    for rates of the machine that were never measured, and the caller has `late_rates` measured in the end.
+    prompt_cache_bytes: of RAM, left to a tier of kept prefixes. is_early: whether steps may come before
+    `ModelRunner.finish_loading`: the first may be slow, and any may raise CompileError. prompt: all that the
+    model is opened to answer. It waits for no measurement then, and the caller has `late_rates` measured.
     """
     own = own or OwnParts()
     begin = partial(_begin, progress)
@@ -235,6 +234,7 @@ def open_model(
                 lock.close()  # what the runner did not take
             begin("waiting for the vocabulary")
             texts = _texts(reading.result(), file.metadata, config.chat_template)
+            cleanup.enter_context(texts.chat_template)
             warnings += file_warnings(file, spec, texts.tokenizer.vocabulary)
             begin("preparing drafts")
             speculation, problems = _speculation(planned.run, runner, draft.file, is_auto=is_auto)
