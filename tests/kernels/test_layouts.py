@@ -228,6 +228,15 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
             for slices, sets in skinny_layouts.SETS[Walk.TILES].items()
         },
         "block_row_bytes": skinny_shapes.BLOCK_GROUP_BYTES,
+        **{
+            f"LoneRowOf<type_bit({kind.name}::type)>::group_bytes": skinny_shapes.lone_group_bytes([kind])
+            for kind in BLOCK_TYPES
+        },
+        **{
+            f"(grid_bytes<type_bit({kind.name}::type), {room}>)": skinny_shapes.grid_bytes([kind], room)
+            for kind in skinny_shapes.GRID_ENTRIES
+            for room in (8 << 10, 16 << 10, 32 << 10)
+        },
         "block_types": sum(1 << int(quant_type) for quant_type in BLOCK_TYPES),
         **{f"int({each.name.lower()})": int(each) for each in QuantType},
         **{f"{each.name}::type": int(each) for each in INTEGER_TYPES},

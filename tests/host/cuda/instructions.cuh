@@ -52,6 +52,7 @@ inline int dot_unsigned(uint32_t weights, uint32_t x, int sum) {
 inline int signed_byte(uint32_t word, int i) { return int8_t(word >> 8 * i); }
 
 inline uint32_t in_register(uint32_t number) { return number; }
+inline uint32_t in_own_register(uint32_t number) { return number; }
 
 // Bit 3 of a nibble takes the sign of the byte.
 inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {

@@ -113,6 +113,16 @@ __device__ __forceinline__ uint32_t in_register(uint32_t number) {
   return number;
 }
 
+// The same where the assembler shall not know it either: it would move a constant of all lanes into a
+// register for every permutation that takes it. It does not know that a lane's own bit is never 0.
+__device__ __forceinline__ uint32_t in_own_register(uint32_t number) {
+  uint32_t own;
+  asm("{ .reg .pred p; .reg .u32 bit; mov.u32 bit, %%lanemask_eq; setp.ne.u32 p, bit, 0; selp.u32 %0, %1, 0, p; }"
+      : "=r"(own)
+      : "r"(number));
+  return own;
+}
+
 // A barrier of `count` threads of the block, whole warps, with one of the numbers 1 … 15.
 template <int count>
 __device__ __forceinline__ void meet_at(int barrier) {

@@ -10,105 +10,14 @@
 // super-block the four lanes of a group compute a quarter of each of the four rows, and exchange sums.
 #pragma once
 
-#include "cuda/quantize.cuh"
+#include "cuda/row_codes.cuh"
 #include "cuda/weight_ring.cuh"
 
 namespace coldstream {
 
-// A quantised row of `groups` groups of 256 in shared memory, for weights with super-blocks or in blocks
-// of 32.
-struct SharedRow {
-  uint8_t* codes;  // 16-byte chunks, swizzled
-  uint8_t* sums;   // int16 sums of 32 codes: 16 bytes a group; not for blocks of 32
-  float* scales;   // of each group, or of each 32 inputs
-  int groups;
-};
-
-__device__ __forceinline__ SharedRow shared_row(uint8_t* memory, int groups) {
-  return {memory, memory + 256 * groups, reinterpret_cast<float*>(memory + 272 * groups), groups};
-}
-
-constexpr int block_row_bytes = group_elements + scales_in_group * int(sizeof(float));  // for each group
-
-// For weights in blocks of 32.
-__device__ __forceinline__ SharedRow shared_block_row(uint8_t* memory, int groups) {
-  return {memory, nullptr, reinterpret_cast<float*>(memory + 256 * groups), groups};
-}
-
-// The place of chunk k of a row, chosen so that the lanes read different banks in every format.
-__device__ __forceinline__ int swizzled(int k) { return k ^ ((k >> 3 & 1) * 5) ^ (k >> 3 & 2); }
-
-__device__ __forceinline__ uint4 load_chunk(const SharedRow& x, int k) {
-  return load_16(x.codes + swizzled(k) * 16);
-}
-
-// Two words of sums of 16 codes to one of sums of 32.
-__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
-  const int low = int16_t(a) + (int(a) >> 16), high = int16_t(b) + (int(b) >> 16);
-  return (uint32_t(low) & 0xffff) | uint32_t(high) << 16;
-}
-
-__device__ __forceinline__ void store_sums(uint8_t* pair_sums, float* scales, int group, uint4 a, uint4 b,
-                                           float scale) {
-  const uint4 pairs = {add_pairs(a.x, a.y), add_pairs(a.z, a.w), add_pairs(b.x, b.y), add_pairs(b.z, b.w)};
-  *reinterpret_cast<uint4*>(pair_sums + 16 * group) = pairs;
-  scales[group] = scale;
-}
-
-// Copies a row of quantised activations into shared memory by the whole block. A thread starts all loads
-// before it waits for the first.
-__device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, const float* scales,
-                                         const int16_t* sums) {
-  const int count = x.groups * 16;
-  for (int k = threadIdx.x; k < count; k += blockDim.x) {
-    const int group = min(k, x.groups - 1);
-    const uint4 chunk = reinterpret_cast<const uint4*>(q)[k];
-    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * group];
-    const uint4 b = reinterpret_cast<const uint4*>(sums)[2 * group + 1];
-    const float scale = scales[group];
-    *reinterpret_cast<uint4*>(x.codes + swizzled(k) * 16) = chunk;
-    if (k < x.groups) store_sums(x.sums, x.scales, k, a, b, scale);
-  }
-}
-
-// Keeps group `group` of a row, quantised by the whole warp.
-template <int scale_elements, bool is_interleaved = false>
-__device__ __forceinline__ void keep_group(const SharedRow& x, int group, const GroupShare& share) {
-  const int lane = threadIdx.x % warp_size;
-  if constexpr (is_interleaved) {
-    // A lane has two words of the eight of a block, and exchanges one with the lane that has those four
-    // behind.
-    const bool is_second = lane & 2;
-    const uint32_t other = __shfl_xor_sync(all_lanes, is_second ? share.codes.x : share.codes.y, 2);
-    const uint32_t a = is_second ? other : share.codes.x, b = is_second ? share.codes.y : other;
-    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 4 * 2 + lane % 2) * 16;
-    reinterpret_cast<uint2*>(chunk)[is_second] = {interleave_low(a, b), interleave_high(a, b)};
-  } else {
-    uint8_t* chunk = x.codes + swizzled(group * 16 + lane / 2) * 16;
-    reinterpret_cast<uint2*>(chunk)[lane % 2] = share.codes;
-  }
-  if constexpr (scale_elements == block_elements) {
-    if (lane % 4 == 0) x.scales[group * scales_in_group + lane / 4] = share.scale;
-  } else {
-    const int sum = share.sum + __shfl_xor_sync(all_lanes, share.sum, 2);
-    if (lane % 4 == 0) reinterpret_cast<int16_t*>(x.sums)[group * 8 + lane / 4] = int16_t(sum);
-    if (lane == 0) x.scales[group] = share.scale;
-  }
-}
-
-// Quantises one row of floats, aligned to 16 bytes, into shared memory by the whole block.
-template <int scale_elements, bool is_interleaved = false>
-__device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
-  for (int group = threadIdx.x / warp_size; group < x.groups; group += blockDim.x / warp_size) {
-    float share_of[8];
-    load_share(values + group * group_elements, cols - group * group_elements, share_of);
-    keep_group<scale_elements, is_interleaved>(x, group, quantize_group<scale_elements>(share_of));
-  }
-}
-
 // Inputs of a product: one quantised row for integer types, up to T rows of floats for float types.
 struct Inputs {
-  SharedRow quantized;
+  SharedRow quantized;  // its codes are those of a `LoneRow` for weights in blocks of 32
   const float* values;
   int stride;             // of a row of values
   int num_rows;           // up to T; rows after the last repeat it
@@ -248,14 +157,12 @@ struct SmallPlace {
   static constexpr int parts = Weights::elements / 32;
 };
 
-// p with a block of 32, whose minimum is `m` and whose product of integers `product`.
+// p with a block of 32, whose minimum is `m` and whose product of integers `product`. `sum`: of the codes of
+// x.
 template <class Weights>
-__device__ __forceinline__ float add_block(int product, float d, float m, const uint32_t (&x)[8], float scale,
-                                           float p) {
+__device__ __forceinline__ float add_block(int product, float d, float m, int sum, float scale, float p) {
   p = __fmaf_rn(d * scale, float(product), p);
-  if constexpr (Weights::has_mins) {
-    p = __fmaf_rn(m * scale, float(sum_of_codes(x)), p);
-  }
+  if constexpr (Weights::has_mins) p = __fmaf_rn(m * scale, float(sum), p);
   return p;
 }
 
@@ -286,38 +193,43 @@ struct BytesBehind {
 };
 
 // A lane's blocks of a pass: block lane / 4 of one group after the other, of row lane % 4.
-template <class Weights, bool is_interleaved>
+template <class Weights, Types types>
 class LaneBlocks {
  public:
-  // `group`: an even number, of the first group in x.
-  __device__ __forceinline__ LaneBlocks(const uint8_t* row, const SharedRow& x, int group) {
+  using Row = LoneRowOf<types>;
+
+  // `group`: of the first one in x.
+  __device__ __forceinline__ LaneBlocks(const uint8_t* row, const Row& x, int group)
+      : tables(Weights::tables()) {
     const int j = threadIdx.x % warp_size / 4, first = swizzled(2 * j);
     block.memory = row + j / parts * Weights::bytes;
     codes.memory = block.memory + j % parts * part_bytes;
 #pragma unroll
-    for (int i = 0; i < 4; i++) chunks[i] = x.codes + group * group_elements + (first ^ i) * 16;
-    scales = x.scales + group * scales_in_group + j;
+    for (int i = 0; i < 2; i++) chunks[i] = x.codes + group * Row::code_bytes + (first ^ i) * 16;
+    scales = x.scales() + group * scales_in_group + j;
   }
 
   // p with the block of group g from here.
   template <int g>
   __device__ __forceinline__ float add(float p) const {
     const BytesBehind<Weights::alignment, g * step> own = {block, codes};
-    uint32_t x[8];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint4 chunk = load_16(chunks[g % 2 * 2 + half] + g * group_elements);
-      x[4 * half] = chunk.x, x[4 * half + 1] = chunk.y, x[4 * half + 2] = chunk.z, x[4 * half + 3] = chunk.w;
-    }
-    if constexpr (Weights::interleaves_x && !is_interleaved) interleave(x);
-    return add_block<Weights>(Weights::product(own, x), Weights::d(own), minimum_of<Weights>(own), x,
-                              scales[g * scales_in_group], p);
+    const typename Row::Scale of_x = scales[g * scales_in_group];
+    BlockCodes x;
+    load<g * Row::code_bytes>(x.natural);
+    if constexpr (keeps_columns<types>)
+      x.sum = of_x.sum;
+    else
+      x.sum = sum_of_words<8>(x.natural);
+    if constexpr (Weights::interleaves_x && !interleaves_x<types>) interleave(x.natural);
+    if constexpr (Weights::takes_columns) load<g * Row::code_bytes + group_elements>(x.columns);
+    return add_block<Weights>(Weights::product(own, x, tables), Weights::d(own), minimum_of<Weights>(own),
+                              x.sum, of_x.scale, p);
   }
 
   __device__ __forceinline__ void advance(int groups) {
     block.memory += groups * step, codes.memory += groups * step;
 #pragma unroll
-    for (int i = 0; i < 4; i++) chunks[i] += groups * group_elements;
+    for (int i = 0; i < 2; i++) chunks[i] += groups * Row::code_bytes;
     scales += groups * scales_in_group;
   }
 
@@ -325,17 +237,29 @@ class LaneBlocks {
   static constexpr int parts = Weights::elements / 32, part_bytes = parts == 1 ? 0 : 8;
   static constexpr int step = scales_in_group / parts * Weights::bytes;
 
+  // Two chunks, `behind` bytes behind those of the first block.
+  template <int behind>
+  __device__ __forceinline__ void load(uint32_t (&words)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4 chunk = load_16(chunks[i] + behind);
+      words[4 * i] = chunk.x, words[4 * i + 1] = chunk.y;
+      words[4 * i + 2] = chunk.z, words[4 * i + 3] = chunk.w;
+    }
+  }
+
+  const typename Weights::Tables tables;
   NearBytes<Weights::alignment> block, codes;
-  const uint8_t* chunks[4];  // the two of a block, in groups with even numbers and with odd ones
-  const float* scales;
+  const uint8_t* chunks[2];
+  const typename Row::Scale* scales;
 };
 
-template <class Weights, bool is_interleaved>
+template <class Weights, Types types>
 __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixShape& shape, int pass,
-                                           const SharedRow& x, float& p) {
+                                           const LoneRowOf<types>& x, float& p) {
   const int lane = threadIdx.x % warp_size, j = lane / 4;
   const int num_blocks = min(64, shape.num_cols / 32 - pass * 64);
-  LaneBlocks<Weights, is_interleaved> blocks(staged.row<false>(lane % 4), x, pass * 8);
+  LaneBlocks<Weights, types> blocks(staged.row<false>(lane % 4), x, pass * 8);
   int block = 0;
 #pragma unroll 1
   for (; block + 32 <= num_blocks; block += 32) {
@@ -441,7 +365,7 @@ __device__ __forceinline__ void add_pass(const Staged& staged, const MatrixShape
         add_super_blocks<Weights>(staged, shape, pass, x.quantized,
                                   grid_of<types, Weights, grid_room>(x.grids), p[0]);
       else
-        add_blocks<Weights, interleaves_x<types>>(staged, shape, pass, x.quantized, p[0]);
+        add_blocks<Weights, types>(staged, shape, pass, {x.quantized.codes, x.quantized.groups}, p[0]);
     };
     with_weights<types>(type, add);
   }

@@ -166,8 +166,8 @@ __device__ __forceinline__ void add_blocks_of_rows(const Staged& staged, const M
       const int group = pass * 8 + g;
       uint32_t codes_x[8];
       load_block(own, group, j, codes_x);
-      p = add_block<Weights>(Weights::dot(codes[g], codes_x), d[g], m[g], codes_x, own.scales[group * 8 + j],
-                             p);
+      p = add_block<Weights>(Weights::dot(codes[g], codes_x), d[g], m[g],
+                             Weights::has_mins ? sum_of_words<8>(codes_x) : 0, own.scales[group * 8 + j], p);
     }
     __syncwarp();
     kept.keep(t, pass, shape, p);

@@ -34,6 +34,9 @@ SKINNY_TYPES = INTEGER_TYPES | set(PASS_COLS)
 GROUP_TYPES = INTEGER_TYPES - BLOCK_TYPES
 GROUP_BYTES = GROUP_SIZE + 16 + 4  # codes, sums of 32 and scale of a group of activations in shared memory
 BLOCK_GROUP_BYTES = GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 4  # for weights in small blocks: codes, scales
+# The same of an only row for these types: codes, once more by columns, scales and sums.
+COLUMN_GROUP_BYTES = 2 * GROUP_SIZE + GROUP_SIZE // BLOCK_SIZE * 8
+COLUMN_TYPES = frozenset({QuantType.Q5_1})
 # Words of the grids that a block with one row of activations keeps in shared memory, as in weight_traits.cuh.
 GRID_ENTRIES = {
     QuantType.IQ2_XXS: 256,
@@ -45,7 +48,7 @@ GRID_ENTRIES = {
     QuantType.IQ1_M: 2048,
 }
 REPEATED_GRIDS = {QuantType.IQ3_XXS, QuantType.IQ3_S}
-GRID_COPIES = 16
+GRID_COPIES = (16, 8)  # of which the first that fits is taken
 SLACK_BYTES = 4  # after the scales, which the compiler loads in pairs, of which the last may be half
 RESERVED_BYTES = 1024  # shared memory per block that the system takes
 STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
@@ -57,15 +60,23 @@ def instance_for(kernel: str, types: Iterable[int], *numbers: int) -> str:
     return f"{kernel}<{', '.join([f'{mask}u', *map(str, numbers)])}>"
 
 
-def row_group_bytes(types: Iterable[int], *, at_once: bool) -> int:
+def row_group_bytes(types: Iterable[int], *, at_once: bool, is_lone: bool) -> int:
     """Shared memory for a group of a row of activations for weights of these types.
 
-    at_once: for all of the types together, otherwise for one of them.
+    at_once: for all of the types together, otherwise for one of them. is_lone: it is a block's only row.
     """
     numbers = {int(each) for each in types}
-    forms = ((GROUP_BYTES, GROUP_TYPES), (BLOCK_GROUP_BYTES, BLOCK_TYPES))
+    block_bytes = lone_group_bytes(numbers) if is_lone else BLOCK_GROUP_BYTES
+    forms = ((GROUP_BYTES, GROUP_TYPES), (block_bytes, BLOCK_TYPES))
     needed = [size for size, readers in forms if any(int(each) in numbers for each in readers)]
     return sum(needed) if at_once else max(needed, default=0)
+
+
+def lone_group_bytes(types: Iterable[int]) -> int:
+    """The form for blocks of 32 of a block's only row."""
+    numbers = {int(each) for each in types}
+    has_columns = any(int(each) in numbers for each in COLUMN_TYPES)
+    return COLUMN_GROUP_BYTES if has_columns else BLOCK_GROUP_BYTES
 
 
 def grid_bytes(types: Iterable[int], room: int) -> int:
@@ -73,8 +84,7 @@ def grid_bytes(types: Iterable[int], room: int) -> int:
     numbers = {int(each) for each in types}
     words = {kind: size for kind, size in GRID_ENTRIES.items() if int(kind) in numbers}
     for kind in REPEATED_GRIDS & words.keys():
-        if 4 * GRID_COPIES * words[kind] <= room:
-            words[kind] *= GRID_COPIES
+        words[kind] *= next((copies for copies in GRID_COPIES if 4 * copies * words[kind] <= room), 1)
     return 4 * sum(words.values())
 
 

@@ -39,9 +39,11 @@ struct WeightBlock {
   static constexpr int d_at = 0;
   static constexpr float d_factor = 1.0f;
   // Words of a grid that GEMV keeps in shared memory: grid_entry(i). With a look-up for every word of codes a
-  // grid is kept sixteen times where it fits, so that no more than two lanes meet in a bank.
+  // grid is kept sixteen times or eight, as it fits, so that no more than two or four lanes meet in a bank.
   static constexpr int grid_entries = 0;
   static constexpr bool repeats_grid = false;
+  // Whether the product of a block of 32 takes codes of x by columns too.
+  static constexpr bool takes_columns = false;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t shifted_word(const B& block, W w) {
@@ -53,13 +55,21 @@ struct WeightBlock {
   }
 };
 
-// Σ q_x of 32 codes.
-__device__ __forceinline__ int sum_of_codes(const uint32_t (&x)[8]) {
+// Σ q_x of so many words of codes.
+template <int count>
+__device__ __forceinline__ int sum_of_words(const uint32_t* x) {
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) sum = dot_signed(four_ones, x[i], sum);
+  for (int i = 0; i < count; i++) sum = dot_signed(four_ones, x[i], sum);
   return sum;
 }
+
+// What a block of 32 is multiplied with: codes of x, their sum, and, for types that take them, the codes by
+// columns. Word k of those has the codes k, 8 + k, 16 + k and 24 + k.
+struct BlockCodes {
+  uint32_t natural[8], columns[8];
+  int sum;
+};
 
 // Blocks of 32 or 64.
 
@@ -67,6 +77,9 @@ template <class Own, int type, int bytes, int elements = 32>
 struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
   // Whether `product` takes the codes of x in the order of `interleave`.
   static constexpr bool interleaves_x = false;
+  // What `product` takes from registers.
+  struct Tables {};
+  __device__ static __forceinline__ Tables tables() { return {}; }
 
   // Words w and w + 4; w is one of the first four of 32 codes.
   template <class B>
@@ -77,12 +90,12 @@ struct SmallBlock : WeightBlock<Own, type, bytes, elements, 1> {
   }
 
   // I of a block of 32.
-  template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
+  template <class B, class T>
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const T&) {
     uint32_t codes[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) codes[i] = Own::shifted_word(block, i);
-    return dot(codes, x);
+    return dot(codes, x.natural);
   }
   __device__ static __forceinline__ int dot(const uint32_t (&codes)[8], const uint32_t (&x)[8]) {
     int sum = 0;

@@ -74,12 +74,12 @@ struct ExactBytes {
   __device__ __forceinline__ uint32_t byte(int at) const { return memory[at]; }
 };
 
-// Words that start at p, a multiple of 2, near which more may be read.
+// Words that start `skipped` bits, up to 15, behind p, a multiple of 2, near which more may be read.
 template <int count>
-__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t (&words)[count]) {
+__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t (&words)[count], int skipped = 0) {
   const uint32_t before = uint32_t(reinterpret_cast<uint64_t>(p)) & 2;
   const uint32_t* aligned = reinterpret_cast<const uint32_t*>(p - before);
-  const uint32_t shift = before * 8;
+  const uint32_t shift = before * 8 + skipped;
   uint32_t low = aligned[0];
 #pragma unroll
   for (int i = 0; i < count; i++) {
@@ -192,7 +192,7 @@ struct SharedGrid {
   }
 
  private:
-  static constexpr int shift = copies == 1 ? 2 : 6;  // from entries to bytes
+  static constexpr int shift = copies == 1 ? 2 : copies == 8 ? 5 : 6;  // from entries to bytes
   static_assert(copies * 4 == 1 << shift);
 
   __device__ __forceinline__ uint32_t at(uint32_t offset) const {
@@ -248,9 +248,10 @@ struct SignMasks {
 };
 // Of the top bits of bytes.
 __device__ __forceinline__ uint32_t signs_of_bytes(uint32_t bytes) { return permute(bytes, 0, 0xba98); }
-__device__ __forceinline__ SignMasks sign_masks(uint32_t signs) {
-  const EightBits top = to_top_bits(signs);
-  return {signs_of_bytes(top.first), signs_of_bytes(top.second)};
+// Of byte i of `signs`; `sevens` has them without the top bits of bytes. Those are taken as they are.
+__device__ __forceinline__ SignMasks sign_masks(uint32_t signs, uint32_t sevens, int i) {
+  const uint32_t seven = byte_of(sevens, i);
+  return {signs_of_bytes(seven * 0x10204080u), permute(seven * 0x00020408u, signs, 0xca98 + 0x1000 * i)};
 }
 // Of seven signs, when an even number of all eight is negative.
 __device__ __forceinline__ SignMasks even_sign_masks(uint32_t signs) {
@@ -272,6 +273,11 @@ struct SignedSum {
 // Sixteen values as two tables of bytes that are not negative: of the indices below 8, and of the others.
 struct SplitValues {
   uint32_t low[2], high[2];
+
+  // With the first half of each table in a register; the other halves are operands of a permutation.
+  __device__ __forceinline__ SplitValues in_registers() const {
+    return {{in_own_register(low[0]), low[1]}, {in_own_register(high[0]), high[1]}};
+  }
 };
 
 // The order of the codes in words of nibbles: those of the low nibbles of a word, x[i], and of its high ones,

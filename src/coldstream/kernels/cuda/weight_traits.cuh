@@ -47,6 +47,13 @@ __device__ __forceinline__ int dot_five_bits(const B& block, int at, const uint3
   }
   return sum >> 3;
 }
+// Σ q_x where a bit of `bits` is set. The bits k of its four bytes are those of column k.
+__device__ __forceinline__ int dot_bits(uint32_t bits, const uint32_t (&columns)[8]) {
+  int sum = 0;
+#pragma unroll
+  for (int k = 0; k < 8; k++) sum = dot_signed(bits >> k & four_ones, columns[k], sum);
+  return sum;
+}
 
 struct Q4_0 : SmallBlock<Q4_0, q4_0, 18> {
   static constexpr int shift = 4;
@@ -61,8 +68,8 @@ struct Q4_0 : SmallBlock<Q4_0, q4_0, 18> {
     return ((w < 4 ? bytes << 4 : bytes) & 0xf0f0f0f0u) ^ 0x80808080u;
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    return dot_nibbles(block, 2, x) - 8 * sum_of_codes(x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables&) {
+    return dot_nibbles(block, 2, x.natural) - 8 * x.sum;
   }
 };
 
@@ -78,8 +85,8 @@ struct Q4_1 : SmallBlock<Q4_1, q4_1, 20> {
     return half_at(block, 2);
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    return dot_nibbles(block, 4, x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables&) {
+    return dot_nibbles(block, 4, x.natural);
   }
 };
 
@@ -98,13 +105,13 @@ struct Q5_0 : SmallBlock<Q5_0, q5_0, 22> {
     return low | (~((bits & 15) * 0x10204080u) & 0x80808080u);
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    return dot_five_bits(block, 2, x) - 16 * sum_of_codes(x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables&) {
+    return dot_five_bits(block, 2, x.natural) - 16 * x.sum;
   }
 };
 
 struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
-  static constexpr bool has_mins = true;
+  static constexpr bool has_mins = true, takes_columns = true;
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -115,8 +122,8 @@ struct Q5_1 : SmallBlock<Q5_1, q5_1, 24> {
     return half_at(block, 2);
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    return dot_five_bits(block, 4, x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables&) {
+    return dot_nibbles(block, 8, x.natural) + 16 * dot_bits(block.word(4), x.columns);
   }
 };
 
@@ -147,6 +154,8 @@ __device__ __forceinline__ SplitSum split_product(const SplitValues& values, con
 
 struct IQ4_NL : SmallBlock<IQ4_NL, iq4_nl, 18> {
   static constexpr bool interleaves_x = true;
+  using Tables = SplitValues;
+  __device__ static __forceinline__ Tables tables() { return iq4_split.in_registers(); }
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -158,14 +167,16 @@ struct IQ4_NL : SmallBlock<IQ4_NL, iq4_nl, 18> {
     look_up_nibbles(iq4_values, block.word(2 + w * 4), first, second);
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    const SplitSum sum = split_product(iq4_split, block, 2, x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables& tables) {
+    const SplitSum sum = split_product(tables, block, 2, x.natural);
     return sum.high - sum.low;
   }
 };
 
 struct MXFP4 : SmallBlock<MXFP4, mxfp4, 17> {
   static constexpr bool interleaves_x = true;
+  using Tables = SplitValues;
+  __device__ static __forceinline__ Tables tables() { return e2m1_split.in_registers(); }
 
   template <class B, class W>
   __device__ static __forceinline__ uint32_t word(const B& block, W w) {
@@ -177,8 +188,8 @@ struct MXFP4 : SmallBlock<MXFP4, mxfp4, 17> {
     look_up_nibbles(e2m1_doubled, block.word(1 + w * 4), first, second);
   }
   template <class B>
-  __device__ static __forceinline__ int product(const B& block, const uint32_t (&x)[8]) {
-    const SplitSum sum = split_product(e2m1_split, block, 1, x);
+  __device__ static __forceinline__ int product(const B& block, const BlockCodes& x, const Tables& tables) {
+    const SplitSum sum = split_product(tables, block, 1, x.natural);
     return sum.low - sum.high;
   }
   // 2^(e − 128): the float32 exponent is e − 1, and the two smallest powers are denormal.
@@ -254,9 +265,7 @@ struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
     const int half = s >> 1, part = 16 * (s & 1);
     uint32_t low[4], high[4];
     load_words(block + 32 + 32 * half + part, low);
-    load_words(block + part, high);
-#pragma unroll
-    for (int i = 0; i < 4; i++) high[i] >>= 4 * half;
+    load_words(block + part, high, 4 * half);  // masks leave the bits of other bytes out
     int sum = 0;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
@@ -266,7 +275,7 @@ struct Q3_K : SuperBlock<Q3_K, q3_k, 110, 16> {
         lows = dot_unsigned(low[i] & 0x03030303u << (2 * c), x[4 * c + i], lows);
         highs = dot_unsigned(high[i] & 0x01010101u << c, x[4 * c + i], highs);
       }
-      sum += signed_byte(scales, c) * ((lows >> (2 * c)) + 4 * (highs >> c));
+      sum += signed_byte(scales, c) * ((lows + (highs << (c + 2))) >> (2 * c));
     }
     return sum - 4 * RunSums(x).dot(scales);
   }
@@ -470,17 +479,21 @@ __device__ __forceinline__ uint32_t two_entries(const uint16_t* grid, int i) {
   return reinterpret_cast<const uint32_t*>(grid)[i];
 }
 
+struct AsItIs {
+  __device__ __forceinline__ int operator()(int, int sum) const { return sum; }
+};
+
 // The part of I of a quarter, which has eight entries of eight values or pairs of four. add(k, sum): adds the
-// products of entry or pair k; scale(run): what the sums of a run of them are multiplied by.
-template <int runs, class Sum, class Add, class Scale>
-__device__ __forceinline__ int sum_of_runs(const Add& add, const Scale& scale) {
+// products of entry or pair k; scale(run): what a run of them is multiplied by, which is finish(run, sum).
+template <int runs, class Sum, class Add, class Scale, class Finish = AsItIs>
+__device__ __forceinline__ int sum_of_runs(const Add& add, const Scale& scale, const Finish& finish = {}) {
   int total = 0;
 #pragma unroll
   for (int run = 0; run < runs; run++) {
     Sum sum = {};
 #pragma unroll
     for (int k = 8 / runs * run; k < 8 / runs * (run + 1); k++) add(k, sum);
-    total += scale(run) * int(sum);
+    total += scale(run) * finish(run, int(sum));
   }
   return total;
 }
@@ -627,8 +640,10 @@ struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
   __device__ static __forceinline__ int scale(const B& block, int j) {
     return 1 + 2 * (block.byte(106 + (j >> 1)) >> ((j & 1) * 4) & 15);
   }
+  // Halves of the odd values, rounded down: a code is twice its half and one more, and inverting the half
+  // gives that of the negative code.
   __device__ static __forceinline__ uint32_t grid_entry(int i) {
-    return levels_of(iq3_s_grid[i], iq3_s_levels[0], iq3_s_levels[1]);
+    return levels_of(iq3_s_grid[i], 0x03020100u, 0x07060504u);
   }
   template <class Grid>
   __device__ static __forceinline__ int product(const uint8_t* block, int s, const uint32_t (&x)[16],
@@ -636,15 +651,18 @@ struct IQ3_S : SuperBlock<IQ3_S, iq3_s, 110, 8> {
     uint32_t low[4], signs[2];
     load_words(block + 2 + 16 * s, low);
     load_words(block + 74 + 8 * s, signs);
+    const uint32_t sevens[2] = {signs[0] & 0x7f7f7f7fu, signs[1] & 0x7f7f7f7fu};
     const uint32_t high = Near{block}.two(66 + 2 * s), scales = Near{block}.byte(106 + s);
-    const auto add = [&](int k, SignedSum& sum) {
-      const SignMasks masks = sign_masks(signs[k / 4] >> (8 * (k % 4)));
+    const auto add = [&](int k, int& sum) {
+      const SignMasks masks = sign_masks(signs[k / 4], sevens[k / 4], k % 4);
       const uint32_t four = low[k / 2], bits = spread_bits(high >> (k / 2 * 4));
       const int first = 2 * (k % 2);
-      sum.add(grid[bytes_together(four, bits, first)], masks.first, x[2 * k]);
-      sum.add(grid[bytes_together(four, bits, first + 1)], masks.second, x[2 * k + 1]);
+      sum = dot_signed(grid[bytes_together(four, bits, first)] ^ masks.first, x[2 * k], sum);
+      sum = dot_signed(grid[bytes_together(four, bits, first + 1)] ^ masks.second, x[2 * k + 1], sum);
     };
-    return sum_of_runs<2, SignedSum>(add, [&](int half) { return int(2 * (scales >> (4 * half) & 15) + 1); });
+    const auto finish = [&](int half, int sum) { return 2 * sum + sum_of_words<8>(x + 8 * half); };
+    return sum_of_runs<2, int>(
+        add, [&](int half) { return int(2 * (scales >> (4 * half) & 15) + 1); }, finish);
   }
 };
 

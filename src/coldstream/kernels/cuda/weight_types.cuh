@@ -28,7 +28,8 @@ constexpr Types interleaving_type() {
 // Copies of a type's grid in a kernel that has `room` bytes for them.
 template <class Weights>
 constexpr int grid_copies(int room) {
-  return Weights::repeats_grid && 16 * 4 * Weights::grid_entries <= room ? 16 : 1;
+  if (!Weights::repeats_grid || 8 * 4 * Weights::grid_entries > room) return 1;
+  return 16 * 4 * Weights::grid_entries <= room ? 16 : 8;
 }
 // Words of the grids of the types in front of type `type`.
 template <Types types, int room, class... Weights>
@@ -55,6 +56,14 @@ constexpr Types interleaving_types_of(WeightList<Weights...>) {
 // Whether a kernel keeps rows for blocks of 32 in the order of `interleave`: if all its types take them so.
 template <Types types>
 constexpr bool interleaves_x = (types & block_types & ~interleaving_types_of(AllWeights{})) == 0;
+
+template <class... Weights>
+constexpr Types column_types_of(WeightList<Weights...>) {
+  return ((Weights::takes_columns ? type_bit(Weights::type) : 0) | ...);
+}
+// Whether a kernel keeps the codes of a row for blocks of 32 by columns too: if one of its types takes them.
+template <Types types>
+constexpr bool keeps_columns = (types & column_types_of(AllWeights{})) != 0;
 
 // Whether `type`, one of `types`, is `which`.
 template <Types types, int which>
@@ -103,9 +112,10 @@ __device__ __forceinline__ void keep_entry(uint32_t* grid, int at, uint32_t entr
     grid[at] = entry;
   } else {
     uint4* fours = reinterpret_cast<uint4*>(grid + at * copies);
-    // Neighbouring threads begin in different banks.
+    // Neighbouring threads begin in different banks, of which an entry has `copies` of 32.
 #pragma unroll
-    for (int i = 0; i < copies / 4; i++) fours[(i + at / 2) % (copies / 4)] = {entry, entry, entry, entry};
+    for (int i = 0; i < copies / 4; i++)
+      fours[(i + at / (32 / copies)) % (copies / 4)] = {entry, entry, entry, entry};
   }
 }
 

@@ -143,7 +143,7 @@ def launch_gate_up(
         0 if x is None else x.stride(0),
         groups,
     ]
-    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=True)
+    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=True, is_lone=True)
     _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
 
 
@@ -153,7 +153,9 @@ def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
-    row_bytes = groups * row_group_bytes((shape.type for shape in down.down.shape), at_once=False)
+    row_bytes = groups * row_group_bytes(
+        (shape.type for shape in down.down.shape), at_once=False, is_lone=True
+    )
     _launch(DOWN, WARPS, list(down.down.shape), row_bytes, topk_ids, pairs, args)
 
 

@@ -108,7 +108,7 @@ def launch_grouped_gate_up(
     if x is not None:
         rows.values, rows.stride = x.data_ptr(), x.stride(0)
     shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
-    row_bytes = rows.groups * row_group_bytes((shape.type for shape in shapes), at_once=True)
+    row_bytes = rows.groups * row_group_bytes((shape.type for shape in shapes), at_once=True, is_lone=False)
     launch = _Launch.of(GATE_UP, shapes, WARPS // 2, row_bytes, chosen, weights, item_rows)
     launch.run([gate_up, hidden.as_c(), _chosen(chosen, weights.gate.addresses), rows])
 
@@ -124,7 +124,7 @@ def launch_grouped_down(
     down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
     shapes = list(down.down.shape)
     groups = -(-max(shape.num_cols for shape in shapes) // GROUP_SIZE)
-    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=False)
+    row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=False, is_lone=False)
     launch = _Launch.of(DOWN, shapes, WARPS, row_bytes, chosen, weights, item_rows)
     launch.run([down, hidden.as_c(), outs.as_c(), _chosen(chosen, weights.down.addresses)])
 

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
 
   // Gate and up may need different forms of the row.
   uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
-  Inputs inputs = {shared_row(behind + block_row_bytes_of(types) * groups, groups),
+  Inputs inputs = {shared_row(behind + lone_row_bytes<types> * groups, groups),
                    x + int64_t(pair.token) * x_stride, 0, 1, grids};
   if (is_here && is_float<types>(shape.type)) {
     warm_values(inputs.values, 0, 1, shape.num_cols);
@@ -86,9 +86,8 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
       copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
                sums + token * groups * (group_elements / sum_elements));
     if (is_block || is_other_block) {
-      const SharedRow row = shared_block_row(behind, groups);
-      quantize_into<block_elements, interleaves_x<types>>(row, inputs.values, shape.num_cols);
-      if (is_block) inputs.quantized = row;
+      quantize_lone_into<types>({behind, groups}, inputs.values, shape.num_cols);
+      if (is_block) inputs.quantized.codes = behind;
     }
   }
   __syncthreads();
@@ -126,12 +125,10 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const float* values = row_of(h, pair, num_ranks, cols);
   Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1, grids};
   if (work.num_units > 0 && !is_float<types>(shape.type)) {
-    if (is_block_type<types>(shape.type)) {
-      inputs.quantized = shared_block_row(behind_rings(memory, stage_bytes, stages), groups);
-      quantize_into<block_elements, interleaves_x<types>>(inputs.quantized, values, cols);
-    } else {
-      quantize_into<group_elements>(inputs.quantized, values, cols);
-    }
+    if (is_block_type<types>(shape.type))
+      quantize_lone_into<types>({inputs.quantized.codes, groups}, values, cols);
+    else
+      quantize_into(inputs.quantized, values, cols);
   }
   __syncthreads();
   float* y_row = row_of(out, pair, num_ranks, shape.num_rows);

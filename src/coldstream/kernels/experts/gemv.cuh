@@ -12,6 +12,9 @@ constexpr int expert_grid_room = 16 << 10;  // most bytes for the copies of a gr
 
 // Shared memory for each group of a row that weights in blocks of 32 read.
 constexpr int block_row_bytes_of(Types types) { return types & block_types ? block_row_bytes : 0; }
+// The same of a single row.
+template <Types types>
+constexpr int lone_row_bytes = types & block_types ? LoneRowOf<types>::group_bytes : 0;
 
 // A matrix of every routed expert and of the shared one: shapes in that order.
 struct ExpertMatrix {

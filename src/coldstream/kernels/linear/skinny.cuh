@@ -94,12 +94,11 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
   uint8_t* behind = memory + linear_warps * stages * stage_bytes;
   const int type = matrix.shape.type, cols = matrix.shape.num_cols;
   const bool is_block = is_block_type<types>(type);
-  const SharedRow row_x = is_block ? shared_block_row(behind, x.groups) : shared_row(behind, x.groups);
-  const Inputs inputs = {row_x, x.values, x.stride, x.num_rows, grids};
+  const Inputs inputs = {shared_row(behind, x.groups), x.values, x.stride, x.num_rows, grids};
   if (is_float<types>(type)) {
     warm_values(x.values, x.stride, x.num_rows, cols);
   } else if (is_block) {
-    quantize_into<block_elements, interleaves_x<types>>(inputs.quantized, x.values, cols);
+    quantize_lone_into<types>({behind, x.groups}, x.values, cols);
   } else {
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }

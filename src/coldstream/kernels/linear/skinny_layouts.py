@@ -208,7 +208,8 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     units = sum(count or shape.num_units for count, shape in zip(tiles, shapes, strict=True))
     is_small = units <= limits.num_processors * (WARPS if by_warps else 1)
     most = 1 if is_small else BLOCKS_PER_PROCESSOR if by_warps else tile_blocks(slices, walk)
-    row_bytes = -(-weights[0][2] // GROUP_SIZE) * row_group_bytes(types, at_once=False)
+    group_bytes = row_group_bytes(types, at_once=False, is_lone=walk is Walk.ONE)
+    row_bytes = -(-weights[0][2] // GROUP_SIZE) * group_bytes
     if walk is Walk.ONE:
         stage_bytes = max(stage_bytes, value_bytes)
         others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
