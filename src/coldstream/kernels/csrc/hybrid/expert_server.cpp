@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -86,7 +87,10 @@ void ExpertServer::serve() {
   for (;;) {
     phase_.wait(idle, std::memory_order_acquire);
     if (phase_.load(std::memory_order_acquire) == stopping) return;
-    ThreadPool::Awake awake(*threads_);
+    // Between the requests of a prompt are milliseconds, in which threads that poll would take time of their
+    // cores from the thread that launches kernels.
+    std::optional<ThreadPool::Awake> awake;
+    if (!is_prefill_) awake.emplace(*threads_);
     serve_requests();
   }
 }

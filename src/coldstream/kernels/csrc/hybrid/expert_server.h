@@ -56,7 +56,7 @@ class ExpertServer {
                 int pool_layer);
 
   // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
-  // server polls without pause and the pool's threads stay awake.
+  // server polls without pause. For decode steps the pool's threads stay awake.
   void begin();
   void end();
 
