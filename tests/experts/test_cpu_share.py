@@ -4,7 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, layers_of_cpu, likely_order
+from coldstream.experts.cpu_share import (
+    STEPS_TO_COMPARE,
+    CpuPart,
+    CpuShare,
+    Lookahead,
+    bus_order,
+    layers_of_cpu,
+    likely_order,
+)
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
 
@@ -126,3 +134,43 @@ def test_the_bus_is_kept_busy_and_no_more() -> None:
     for _ in range(10):
         ahead.learn(3, most=8)
     assert ahead.count == 1
+
+
+def ways(part: CpuPart, rows: int, count: int, with_cpu: float, without: float) -> list[bool]:
+    """Which of so many steps the CPU has a part in, where a row takes so long with it and without."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(part.choose(rows))
+        part.learn(rows, rows * (with_cpu if chosen[-1] else without), with_cpu=chosen[-1])
+    return chosen
+
+
+@given(rows=st.integers(513, 2048), with_cpu=st.floats(0.1, 10), without=st.floats(0.1, 10))
+def test_the_faster_way_is_kept_and_the_other_tried_again(rows: int, with_cpu: float, without: float) -> None:
+    chosen = ways(CpuPart(), rows, 3 + 8 * STEPS_TO_COMPARE, with_cpu, without)
+    assert chosen[:3] == [True, True, False]
+    faster = with_cpu <= without
+    assert chosen.count(not faster) <= 2 + 8
+    assert chosen[3] == faster
+    assert (not faster) in chosen[3 : 5 + STEPS_TO_COMPARE]
+
+
+def test_the_cpu_leaves_when_it_becomes_slower_and_comes_back() -> None:
+    part, steps = CpuPart(), 5 * STEPS_TO_COMPARE
+    assert ways(part, 2048, steps, 1.0, 2.0).count(True) > 0.8 * steps
+    assert ways(part, 2048, steps, 3.0, 2.0)[STEPS_TO_COMPARE:].count(False) > 0.6 * steps
+    assert ways(part, 2048, steps, 1.0, 2.0)[2 * STEPS_TO_COMPARE :].count(True) > 0.4 * steps
+
+
+def test_the_first_step_of_a_length_does_not_count() -> None:
+    part = CpuPart()
+    assert part.choose(2048)
+    part.learn(2048, 1e6, with_cpu=True)
+    assert ways(part, 2048, 4, 1.0, 2.0) == [True, False, True, True]
+
+
+def test_steps_of_other_lengths_choose_for_themselves() -> None:
+    part = CpuPart()
+    assert not ways(part, 2048, 4, 2.0, 1.0)[-1]
+    assert ways(part, 600, 4, 1.0, 2.0) == [True, True, False, True]
+    assert not part.choose(2049)

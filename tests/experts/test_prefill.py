@@ -17,7 +17,7 @@ from stream_cases import BUFFER_BYTES, CHUNK, MAX_CPU_ROWS, NUM_EXPERTS, NUM_LAY
 from builders import write_gguf
 from coldstream.errors import DeviceError, ModelChangedError
 from coldstream.experts import prefill
-from coldstream.experts.cpu_share import CpuShare
+from coldstream.experts.cpu_share import CpuPart, CpuShare
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from device_model import Pieces
@@ -148,6 +148,27 @@ def test_the_cpu_takes_part_in_steps_of_as_many_rows_as_it_has_room_for(
         assert not on_cpu.any()
         prompts.step(MAX_CPU_ROWS)
         assert on_cpu[0] > 0
+
+
+def test_a_step_goes_the_way_that_is_chosen_for_it_and_its_time_is_learned(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, learned = [True, False, True, False], []
+    monkeypatch.setattr(CpuShare, "split", SHARES["all"])
+    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: ways[len(learned)])
+    monkeypatch.setattr(
+        CpuPart,
+        "learn",
+        lambda self, rows, seconds, *, with_cpu: learned.append((rows, seconds > 0, with_cpu)),
+    )
+    with prompts_of(path, seed=1) as prompts:
+        prompts.stream.resident[:] = False
+        for way in ways:
+            before = prompts.stream.counters.on_cpu.sum()
+            prompts.step(MAX_CPU_ROWS)
+            assert (prompts.stream.counters.on_cpu.sum() > before) == way
+        prompts.step(MAX_CPU_ROWS + 1)
+    assert learned == [(MAX_CPU_ROWS, True, way) for way in ways]
 
 
 def test_copies_ahead_are_those_of_the_experts_that_the_last_step_chose(path: Path) -> None:

@@ -15,6 +15,7 @@ from coldstream.kernels.experts.split import MissTimes
 Array = np.ndarray[Any, Any]
 
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
+STEPS_TO_COMPARE = 16  # of about as many rows, until the slower way is tried again
 
 
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
@@ -70,6 +71,39 @@ class CpuShare:
         on_bus = expert_bytes / self._bus_rate
         waiting = bytes_on_their_way / self._bus_rate
         return max(1, min(num_experts, round((waiting + num_experts * on_bus) / (on_cpu + on_bus))))
+
+
+class CpuPart:
+    """Whether the CPU has a part in a prefill step: the way that took less time for a row so far.
+
+    Its part saves copies, and costs the thread that launches kernels: rows go to the CPU and come back, and
+    copies of what is left are many and short. Which is more depends on the bus, the cores and the experts.
+    So steps of about as many rows try both ways first, with the CPU and then without, and try the slower
+    one again now and then. The very first step does not count, as rates and kernels are new to it. Results
+    are the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, bool], float] = {}  # for a row, by the bit length of a step's rows
+        self._steps: dict[int, int] = {}  # since the slower way was tried, likewise
+
+    def choose(self, rows: int) -> bool:
+        """For the next step, of so many rows."""
+        magnitude = rows.bit_length()
+        with_cpu, without = (self._seconds.get((magnitude, way)) for way in (True, False))
+        if with_cpu is None or without is None:
+            return with_cpu is None
+        is_faster = with_cpu <= without
+        return is_faster if self._steps[magnitude] < STEPS_TO_COMPARE else not is_faster
+
+    def learn(self, rows: int, seconds: float, *, with_cpu: bool) -> None:
+        """Averages in the time of a step, which ended."""
+        magnitude, measured = rows.bit_length(), seconds / rows
+        steps = self._steps.get(magnitude)
+        self._steps[magnitude] = 0 if steps is None or steps >= STEPS_TO_COMPARE else steps + 1
+        if steps is not None:
+            known = self._seconds.get((magnitude, with_cpu), measured)
+            self._seconds[magnitude, with_cpu] = (known + measured) / 2
 
 
 class Lookahead:

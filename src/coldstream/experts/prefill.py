@@ -4,7 +4,8 @@ A layer's missing experts go over the bus in groups, each into a buffer of the r
 it has arrived. Its buffer is reused behind that.
 
 When the router has run, the host knows how many tokens chose each expert. Experts of the most tokens go over
-the bus, those of the fewest to the CPU, so that both end together. While layer l ends and the mixer of l + 1
+the bus, those of the fewest to the CPU, so that both end together. Where a step is faster without the CPU,
+all go over the bus. While layer l ends and the mixer of l + 1
 runs, the first groups of l + 1 are already being copied.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
-from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, likely_order
+from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead, bus_order, likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingRing, least_ring
@@ -102,7 +103,9 @@ class ExpertStream:
         self._copies: Copies | None = None
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
-        self._lookahead, self._cpu_share = Lookahead(), CpuShare()
+        self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(), CpuPart()
+        self._with_cpu = False  # whether the CPU has a part in the step
+        self._begun: tuple[int, float] | None = None  # rows of a step that has not ended, and its start
         self._layers: list[LayerShape] = []
         self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
         self.resident = np.zeros((0, 0), bool)
@@ -135,7 +138,10 @@ class ExpertStream:
         self._drop_groups()
         while not self._host.bulk_done[0]:
             time.sleep(0)  # the CPU still computes for a step that failed
-        if rows <= self._host.max_rows:
+        is_possible = rows <= self._host.max_rows
+        self._with_cpu = is_possible and self._cpu_part.choose(rows)
+        self._begun = (rows, time.perf_counter()) if is_possible else None
+        if self._with_cpu:
             self._host.bulk_server.begin()
 
     def end_step(self) -> None:
@@ -145,6 +151,9 @@ class ExpertStream:
         time.
         """
         self.settle()  # experts that a pool kept in place for copies are free again
+        if self._begun is not None:
+            rows, start = self._begun
+            self._cpu_part.learn(rows, time.perf_counter() - start, with_cpu=self._with_cpu)
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
@@ -168,7 +177,7 @@ class ExpertStream:
         with streams.on_stream(self._side):
             copies.to_host(self._host.wanted_ids[:tokens], ids.data_ptr())
             self._ids_there.record(self._side)
-            if tokens <= self._host.max_rows:
+            if self._with_cpu:
                 copies.to_host(self._host.bulk.x[:tokens].numpy(), x.data_ptr())
             self._x_there.record(self._side)
 
@@ -189,9 +198,8 @@ class ExpertStream:
         self.counters.wanted[layer] += np.count_nonzero(missing & (counts > 0))
         for group in self._waiting:
             missing[group.experts] = False
-        with_cpu = tokens <= self._host.max_rows
-        order = bus_order(counts, missing, with_cpu)
-        num_on_cpu = self._num_on_cpu(layer, tokens, len(order)) if with_cpu else 0
+        order = bus_order(counts, missing, self._with_cpu)
+        num_on_cpu = self._num_on_cpu(layer, tokens, len(order)) if self._with_cpu else 0
         streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
         self.counters.on_cpu[layer] += num_on_cpu
         if on_cpu:
@@ -199,7 +207,7 @@ class ExpertStream:
             self._asked = tokens, num_on_cpu, self._host.bulk_seconds
             self._host.ask_bulk(layer, ids, on_cpu)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
-        self._begin_ahead(layer + 1, with_cpu)
+        self._begin_ahead(layer + 1)
         streams.current_stream().wait_event(self._x_there)
         if not on_cpu:
             return None
@@ -283,13 +291,13 @@ class ExpertStream:
         first = tuple(begin + offset for offset in shape.offsets(len(group.experts)))
         return StagedGroup(group.experts, first, shape.sizes)
 
-    def _begin_ahead(self, layer: int, with_cpu: bool) -> None:
+    def _begin_ahead(self, layer: int) -> None:
         """Begins copies for a layer whose router has not run: the experts of most tokens in the last step."""
         if layer >= len(self._layers):
             return
         most = self._layers[layer].capacity(self._shape.buffer_bytes)
         most *= min(self._lookahead.count, self._ring.num_free)
-        experts = likely_order(self._wanted[layer], ~self.resident[layer], with_cpu)[:most]
+        experts = likely_order(self._wanted[layer], ~self.resident[layer], self._with_cpu)[:most]
         for group in self._groups_of(layer, experts):
             self._begin(layer, group)
 
