@@ -19,7 +19,7 @@ def table(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int,
     return code, json.loads(out.read_text())
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_pairs_of_a_drafter_and_a_size_are_interleaved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -36,6 +36,7 @@ def test_pairs_of_a_drafter_and_a_size_are_interleaved(
     assert found["command"] == "python -m tests.audits.draft_equality --prompts 12 --pairs 10 --tokens 6"
 
 
+@pytest.mark.sharded(of="measurements")
 def test_trap_broken_rollback_another_answer_is_counted_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def small_case(monkeypatch: pytest.MonkeyPatch) -> draft_trees.Case:
     return next(case for case in cases if (case.model.name, case.place) == ("qwen3moe", draft_trees.ON_DISK))
 
 
+@pytest.mark.sharded(of="measurements")
 def test_what_was_compared_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = draft_trees.run([small_case(monkeypatch)], 1, seed=3)
     assert (row["trees"], row["sequences"]) == (5, 4)
@@ -66,6 +67,7 @@ def test_what_was_compared_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["logits"] == (row["rows"] + row["next_tokens"]) * 320
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_model_that_is_another_one_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_with_a_window(path: Path, model: draft_trees.Model) -> object:
         return open_cpu(

@@ -121,7 +121,7 @@ def test_a_mix_with_an_unknown_type_is_refused_by_name(monkeypatch: pytest.Monke
     assert mix_named("Q2_K") is MIXES["Q2_K"]
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("mix", [mix for mix in MIXES.values() if not mix.unknown_types and mix != PLAIN])
 def test_text_of_every_mix_walks_too(mix: Mix, tmp_path: Path) -> None:
     path = tmp_path / "mix.gguf"
@@ -134,7 +134,7 @@ def test_text_of_every_mix_walks_too(mix: Mix, tmp_path: Path) -> None:
         check_walk(llm)
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_the_dense_shape_has_the_tensors_and_size_of_published_files() -> None:
     counts, num_bytes = of_published_size(DENSE_SHAPE)
     assert sum(counts.values()) == 851
@@ -173,6 +173,7 @@ def hit_rate_of_codes(mix: Mix) -> float:
     return float(lru_hit_rate(ids, 64))
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_wrong_text_is_no_figure(path: Path, tmp_path: Path) -> None:
     shuffled = tmp_path / "shuffled.gguf"
     writer = FullSizeWriter(shuffled, SMALL, seed=3, threads=2)
@@ -190,6 +191,7 @@ def test_a_wrong_text_is_no_figure(path: Path, tmp_path: Path) -> None:
         check_walk(llm)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_only_the_embedding_writes_protected_channels(tensors: dict[str, gguf.ReaderTensor]) -> None:
     names = [name for name in tensors if name.split(".")[-2] in ("attn_output", "ssm_out")]
     names += [name for name in tensors if ".ffn_down_" in name]

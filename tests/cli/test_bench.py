@@ -70,6 +70,7 @@ def test_json_is_one_line_with_the_samples(run: Run, path: str) -> None:
     assert (report["threads"], report["warm_up_runs"]) == (1, 1)
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("budget", [3, "auto"])
 def test_drafts_are_timed_beside_the_same_without(run: Run, budget: int | str) -> None:
     words = ["-p", "0", "-n", "24", "-r", "2", "--threads", "1", "--device", "cpu", "--spec-type", "mtp"]

@@ -24,6 +24,7 @@ def kept(tmp_path: Path) -> KeptChat:
     return kept
 
 
+@pytest.mark.sharded(of="processes")
 @given(st.none() | st.text(), st.lists(st.tuples(st.text(), st.text()), max_size=3))
 def test_a_conversation_comes_back_as_it_was(
     tmp_path: Path, system_prompt: str | None, turns: list[tuple[str, str]]

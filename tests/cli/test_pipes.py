@@ -72,7 +72,7 @@ def _run_with_closed_pipes(folder: Path, command: str, *streams: str) -> tuple[i
     return process.returncode, out or err or ""
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_output_is_not_read(folder: Path, command: str) -> None:
     code, notes = _run_with_closed_pipes(folder, command, "stdout")
@@ -82,20 +82,20 @@ def test_the_output_is_not_read(folder: Path, command: str) -> None:
     assert "Exception" not in notes
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_stream_is_read(folder: Path, command: str) -> None:
     assert _run_with_closed_pipes(folder, command, "stdout", "stderr") == (141, "")
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_output_is_closed_from_the_start(folder: Path, command: str) -> None:
     done = _run(folder, command, ">&-")
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 @pytest.mark.parametrize("command", COMMANDS[:4] + COMMANDS[5:8])
 def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str) -> None:
     expected = _run(folder, command, "")

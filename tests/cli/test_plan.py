@@ -69,6 +69,7 @@ def test_an_attention_window_is_part_of_the_plan(run: Run, model: Path) -> None:
     assert "attention_window (--attention-window) is part of the plan" in error
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_plan_for_ram(run: Run, model: Path) -> None:
     code, shown, error = run("plan", str(model), *in_ram(run, model))
     assert code == 0
@@ -194,6 +195,7 @@ def test_a_budget_below_the_minimum_says_what_it_is_made_of(run: Run, model: Pat
     assert error.count("\n") == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_rates_are_named_with_their_date_and_measured_again_on_request(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +229,7 @@ def test_pinned_layers_and_a_written_plan(run: Run, model: Path, tmp_path: Path)
     assert json.loads((tmp_path / "my.json").read_text()) == document["plan"]
 
 
+@pytest.mark.sharded(of="processes")
 def test_weights_of_layers_are_in_the_plan_and_said(run: Run, model: Path, tmp_path: Path) -> None:
     arguments = (str(model), *in_ram(run, model), "--layer-weights", "1-2=4,3=1.5", "--out", "my.json")
     document = as_json(run, *arguments)

@@ -62,6 +62,7 @@ def _run(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.sharded(of="processes")
 def test_one_answer_to_a_prompt(model: str) -> None:
     done = _run(model, "-p", "def", *SHORT)
     with LLM(model, threads=1) as llm:
@@ -80,6 +81,7 @@ def test_one_answer_to_a_prompt(model: str) -> None:
     assert raw.stdout == f"def{completion}\n".encode()
 
 
+@pytest.mark.sharded(of="processes")
 def test_piped_text_is_the_prompt_and_the_output_is_plain(model: str) -> None:
     piped = _run(model, *SHORT, stdin=b"def\n")
     assert piped.returncode == 0
@@ -87,7 +89,7 @@ def test_piped_text_is_the_prompt_and_the_output_is_plain(model: str) -> None:
     assert b"\x1b" not in piped.stderr
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 def test_a_prompt_and_piped_text_are_one_prompt(model: str, tmp_path: Path) -> None:
     both = _run(model, "-p", "x\ndef", *SHORT).stdout
     (tmp_path / "x.txt").write_text("x\n")
@@ -105,6 +107,7 @@ def test_a_prompt_and_piped_text_are_one_prompt(model: str, tmp_path: Path) -> N
     assert _run(model, "-p", "def", *SHORT, stdin=b"").stdout == _run(model, "-p", "def", *SHORT).stdout
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_socket_that_somebody_left_open_is_not_waited_for(model: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -141,6 +144,7 @@ def test_minus_one_generates_until_the_context_is_full(model: str) -> None:
     assert done.stdout.removesuffix(b"\n") == expected.text.encode().removesuffix(b"\n")
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_model_without_template_completes(plain_model: str) -> None:
     assert (
         _run(plain_model, "-p", "def", *SHORT).stdout
@@ -169,6 +173,7 @@ def test_a_system_prompt_that_would_be_ignored_is_refused(model: str) -> None:
     assert b"chat template" in done.stderr
 
 
+@pytest.mark.sharded(of="processes")
 def test_without_a_model_the_bundled_one_completes() -> None:
     done = _run("-p", "def fibonacci(n):", "-n", "24", "--temp", "0", "--threads", "1")
     assert done.returncode == 0
@@ -178,6 +183,7 @@ def test_without_a_model_the_bundled_one_completes() -> None:
     assert b"length" in done.stderr or b"stop" in done.stderr
 
 
+@pytest.mark.sharded(of="processes")
 def test_the_bundled_model_completes_by_whatever_path_it_is_named(tmp_path: Path) -> None:
     shutil.copy(demo_model_path(), tmp_path / "copy.gguf")
     arguments = ("-p", "def fibonacci(n):", "-n", "12", "--temp", "0", "--threads", "1")
@@ -230,6 +236,7 @@ def test_ctrl_c_ends_the_answer_and_the_program(model: str) -> None:
     assert b"Traceback" not in notes
 
 
+@pytest.mark.sharded(of="processes")
 def test_ctrl_c_in_a_chat_stops_the_answer_and_keeps_the_session(model: str, tmp_path: Path) -> None:
     with LLM(model, threads=1) as llm:
         params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
@@ -253,6 +260,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_keeps_the_session(model: str, tmp
     assert len(list((tmp_path / "coldstream" / "chats").iterdir())) == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_without_history_a_chat_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
     with Terminal([*RUN, model, "-n", "2", "--no-history"], home=str(tmp_path)) as terminal:
         start = terminal.read_until(">>>")

@@ -111,6 +111,7 @@ def test_pr01_pr07_sigterm_lets_answers_finish_and_refuses_new_ones(tmp_path: Pa
     assert paths.count("/v1/completions") == 2
 
 
+@pytest.mark.sharded(of="processes")
 def test_pr01_a_second_signal_ends_answers_early() -> None:
     with serving() as (server, client):
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -129,6 +130,7 @@ def test_pr01_a_second_signal_ends_answers_early() -> None:
         assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
     with serving() as (server, client):
         (engine,) = psutil.Process(server.process.pid).children()
@@ -142,7 +144,7 @@ def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
         assert answer.status_code == 200
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "examples" / "clients.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -198,6 +200,7 @@ def test_a_model_that_does_not_open_ends_the_server_with_its_exit_code() -> None
     assert done.stderr.splitlines()[-1].startswith("error: /nonexistent/model.gguf: no such file")
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_package_that_is_missing_is_named() -> None:
     script = (
         "import sys; sys.modules['uvicorn'] = None\nfrom coldstream.cli.main import main\nsys.exit(main())"
@@ -254,6 +257,7 @@ def test_sc02_of_several_keys_none_fills_the_queue(num_keys: int, share: int | N
     assert (limits.max_running, limits.max_waiting, limits.max_waiting_of_owner) == (3, 512, share)
 
 
+@pytest.mark.sharded(of="processes")
 def test_the_chat_template_and_its_settings_are_those_of_the_options(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}{{ ' = 1' if enable_thinking else '' }}")

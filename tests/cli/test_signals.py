@@ -206,6 +206,7 @@ def test_an_answer_ends_with_its_template_process(model: str, numbers: list[sign
         os.close(worker)
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_template_that_takes_long_ends_with_the_program(tmp_path: Path, number: signal.Signals) -> None:
     slow = make_model()
@@ -222,7 +223,7 @@ def test_a_template_that_takes_long_ends_with_the_program(tmp_path: Path, number
     os.close(worker)
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 def test_two_quick_ctrl_c_end_a_long_prompt_and_show_the_cursor_again(tmp_path: Path) -> None:
     prompt = "def add(a, b):\n    return a + b\n\n" * 300
     command = [*COLDSTREAM, "run", "-p", prompt, *ENDLESS, "--tier", "generic", "--device", "cpu"]

@@ -115,7 +115,7 @@ def test_bench(environment: dict[str, str]) -> None:
     assert {"pp8", "tg2"} <= set(coldstream(environment, *arguments).stdout.split())
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 @pytest.mark.parametrize("budget", [ON_CPU, (*ON_CPU, "--ram", "30M"), ("--vram", "600M")])
 def test_plan(environment: dict[str, str], budget: tuple[str, ...]) -> None:
     done = coldstream(environment, "plan", "-c", "1000", "--json", *budget)
@@ -124,6 +124,7 @@ def test_plan(environment: dict[str, str], budget: tuple[str, ...]) -> None:
     assert ("activations are estimated" in done.stderr) == ("--vram" in budget)
 
 
+@pytest.mark.sharded(of="processes")
 def test_profile_show_and_ls(environment: dict[str, str], model: str, tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("import os\n" * 20)
     arguments = ("profile", model, "--text", "text.py", "--out", "trace.routing", "--plot", "trace.svg")
@@ -159,7 +160,7 @@ print(*sys.modules)
     assert "coldstream.models.cuda.runner" not in done.stdout.split()
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 @pytest.mark.parametrize("arguments", [("run", "-p", "a"), ("bench",), ("plan",)])
 def test_a_gpu_that_is_asked_for_says_what_to_install(
     environment: dict[str, str], gpu_environment: dict[str, str], arguments: tuple[str, ...]
@@ -172,6 +173,7 @@ def test_a_gpu_that_is_asked_for_says_what_to_install(
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_so_does_a_budget_of_a_gpus_memory(gpu_environment: dict[str, str]) -> None:
     done = call(gpu_environment, "-m", "coldstream", "run", "-p", "a", "--vram", "1G")
     assert (done.returncode, done.stdout) == (72, "")
@@ -180,7 +182,7 @@ def test_so_does_a_budget_of_a_gpus_memory(gpu_environment: dict[str, str]) -> N
     assert "coldstream.errors.DeviceError" in call(gpu_environment, "-c", script).stderr
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 @pytest.mark.parametrize(
     "arguments", [("run", "-p", "def", *SHORT), ("bench", "-p", "8", "-n", "0", "-r", "1")]
 )
@@ -199,7 +201,7 @@ def test_python_warns_of_it(gpu_environment: dict[str, str], model: str) -> None
     assert "<string>:1: UserWarning: there is a GPU, but the CPU computes" in done.stderr
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 def test_a_plan_for_a_gpu_that_needs_packages(gpu_environment: dict[str, str]) -> None:
     done = coldstream(gpu_environment, "plan", "-c", "1000", "--vram", "600M")
     assert "the GPU is not measured" in done.stderr

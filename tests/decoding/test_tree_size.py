@@ -342,6 +342,7 @@ def test_the_best_size_is_no_probe_though_its_time_is_stale() -> None:
     assert policy.choose([0.9], 0.0).reason is SizeReason.FASTEST
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_probes_visit_every_range_of_rows() -> None:
     """Plain steps are also measured without them."""
     run = _Run()

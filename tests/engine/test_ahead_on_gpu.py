@@ -101,7 +101,7 @@ def test_trap_26_conversations_on_a_gpu_are_those_of_the_cpu(path: Path, way: st
                 check_conversation(gpu, cpu, replace(params, max_tokens=min(params.max_tokens, 40)))
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_prompt_whose_experts_are_streamed_ends_before_a_step_ahead_begins(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     prompt = [number % 11 for number in range(70)]
@@ -109,7 +109,7 @@ def test_a_prompt_whose_experts_are_streamed_ends_before_a_step_ahead_begins(mod
     assert found == expected
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_an_answer_that_is_left_early_can_be_continued(models: tuple[LLM, LLM]) -> None:
     """By all tokens that were given out, or by others."""
     gpu, cpu = models
@@ -149,6 +149,7 @@ def test_a_runner_says_which_steps_have_ended(
         assert reported[0] == (1, 0), "the step that was left"
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_steps_are_launched_ahead_unless_the_host_chooses(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_steps_are_launched_ahead_unless_the_host_chooses(
     assert len(launched) == GREEDY.max_tokens - 1
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_list_leaves_live_what_a_step_ahead_has_computed_of_its_last_answer(
     models: tuple[LLM, LLM],
 ) -> None:

@@ -207,6 +207,7 @@ def test_endless_repetition_ends_and_says_so(plain: LLM, drafting: LLM) -> None:
 # --- beside other requests -------------------------------------------------------------------------------
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_demands_of_requests_in_one_step_are_their_own(plain: LLM) -> None:
     """Each answer is the one that its request gets alone, with neighbours that are cancelled on the way."""
     thought = Thought(is_open=True, budget=5)

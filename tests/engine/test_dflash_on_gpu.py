@@ -144,7 +144,7 @@ def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(
         assert len(there) == sum(min(window, context.length) for window in windows)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_an_engine_drafts_an_answer_that_is_alone(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch

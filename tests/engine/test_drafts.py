@@ -96,7 +96,7 @@ def test_sp01_any_draft_leaves_the_answers_of_the_demo_model(
             assert drafted.statistics.speculation.tokens_per_step > min(budget, 4)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", ["right", "random"])
 def test_sp01_sp05_trap_more_than_four_drafts_leave_the_answers_of_a_dense_model(
@@ -108,7 +108,7 @@ def test_sp01_sp05_trap_more_than_four_drafts_leave_the_answers_of_a_dense_model
         check_same(tiny.expected(prompt, params), llm.generate(prompt, params)[0])
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("taken", [1, 3, 4, 10])
 def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
@@ -127,7 +127,7 @@ def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 @pytest.mark.parametrize("tree_budget", ["auto", 3])
 def test_the_products_own_drafters_leave_the_answers(

@@ -123,7 +123,7 @@ def noting(plain: LLM, params: SamplingParams, *, kind: str = "right", wants_hid
     return Noting(kind, found.answers, found.vocab_size, found.end_id, wants_hidden=wants_hidden)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", PARAMS)
 def test_answers_and_the_states_that_they_leave_are_those_without_drafts(
     models: tuple[LLM, OpenedModel], name: str
@@ -143,6 +143,7 @@ def test_answers_and_the_states_that_they_leave_are_those_without_drafts(
     plain.forget()
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_experts_of_drafts_are_those_that_their_steps_used(
     models: tuple[LLM, OpenedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ def add(client: Client, demo: Pair, prompt: str, params: SamplingParams) -> int:
     return client.add(ids_of(demo, prompt), seeded(params))
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) -> None:
     opened = drafting(demo, observed(demo, seeded(params)))
@@ -293,6 +293,7 @@ def test_sp08_an_interrupted_commit_is_computed_again(demo: Pair, monkeypatch: p
         assert client.answers(each) == plain(demo, PROMPTS[0], GREEDY)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 @pytest.mark.parametrize("tree_budget", [3, "auto"])
 def test_the_products_own_drafters_follow_several_answers(spec_type: str, tree_budget: int | str) -> None:

@@ -48,7 +48,7 @@ def check_side_by_side(gpu: LLM, cpu: LLM, at_once: int) -> None:
                 assert found == wanted[number][0][:5], kinds[number]
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_answers_side_by_side_are_those_of_the_cpu(models: tuple[LLM, LLM]) -> None:
     check_side_by_side(*models, at_once=5)
 
@@ -61,6 +61,7 @@ def test_trap_26_answers_side_by_side_on_a_gpu_are_those_of_the_cpu(path: Path, 
             check_side_by_side(gpu, cpu, at_once)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_steps_of_answers_that_only_decode_are_launched_ahead(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     params = replace(GREEDY, max_tokens=8)
@@ -131,7 +132,7 @@ def test_cancel_invalidates_a_step_in_flight(models: tuple[LLM, LLM]) -> None:
         assert tuple(client.tokens_so_far(other)) == wanted
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize("ending", ["stop string", "stop token", "length"])
 def test_what_ends_in_flight_is_continued_without_re_prefill(models: tuple[LLM, LLM], ending: str) -> None:
     """After a stop string the step in flight has computed the last token too; after the others it has not."""

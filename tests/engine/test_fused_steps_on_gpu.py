@@ -238,6 +238,7 @@ class SizesInTurn(FixedSizes):
         return InTurn(self.num_nodes)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_fused_steps_of_changing_sizes_leave_the_answers(models: Models) -> None:
     check_sizes(models, SizesInTurn(3), [[1, 2, 3, 1, 2]], replace(SEEDED, max_tokens=9))
 

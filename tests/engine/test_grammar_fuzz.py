@@ -128,6 +128,7 @@ def edited(text: str, choose: random.Random) -> str:
     return "".join(characters) or "x"
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_damaged_schemas(llm: LLM, seed: int) -> None:

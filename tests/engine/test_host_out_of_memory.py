@@ -48,7 +48,7 @@ def small_budget(path: Path) -> int:
     return least_ram(path, context_length=512) + (1 << 20)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize("where", MOST_REPEATS)
 def test_mm02_whichever_allocation_fails_only_its_load_or_request_does(
     model: Path, failing_allocations: Path, where: str, part_of_examples: slice

@@ -71,7 +71,7 @@ def check_lists(gpu: LLM, cpu: LLM) -> None:
             assert replace(answer, statistics=statistics) == replace(other, statistics=statistics)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @EVERY_FAMILY
 @pytest.mark.usefixtures("stream")
 def test_answers_to_a_list_are_those_of_the_cpu(path: Path) -> None:
@@ -92,7 +92,7 @@ def test_answers_of_the_demo_model_to_a_list_are_those_of_the_cpu_on_a_gpu() -> 
         check_lists(gpu, cpu)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_step_waits_for_the_device_as_often_for_many_answers_as_for_two(
     path: Path, stream: HostStream
 ) -> None:

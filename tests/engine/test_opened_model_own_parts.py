@@ -188,7 +188,7 @@ def test_the_executor_of_the_page_on_a_gpu_that_holds_all(
     assert sorted(made[0].pairs) == list(range(4))
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("settings", "make"),

@@ -130,6 +130,7 @@ def test_what_is_no_prompt_is_refused_by_name(
     assert runner.computed == 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @given(anything, anything)
 @settings(max_examples=400)
 def test_nothing_but_an_invalid_request_comes_of_any_arguments(llm: LLM, first: Any, second: Any) -> None:

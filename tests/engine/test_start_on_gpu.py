@@ -84,7 +84,7 @@ def test_a_model_that_is_refused_leaves_nothing_locked(
         assert not compiled_for_the_host.driver.registered
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_an_early_start_answers_as_any_other(
     path: Path, events: list[str], compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

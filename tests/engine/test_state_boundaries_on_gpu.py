@@ -27,6 +27,7 @@ def kept_lengths(client: Client) -> list[int]:
     return sorted(each.node.length for each in client.engine._served.memory.cache._kept)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_what_a_step_in_flight_has_left_is_kept_once_its_token_is_known(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     wanted = alone(cpu, PROMPT, PARAMS)[0][1]

@@ -85,6 +85,7 @@ def test_a_part_that_computes_otherwise_is_found(tiny: EngineConfig, monkeypatch
     assert last.difference
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_model_that_changes_between_two_parts_is_found(
     tiny: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_dense_model_on_the_cpu_has_one_budget(tmp_path: Path) -> None:
     assert drafts.part.config.spec_type == "ngram"
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 def test_budgets_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_FRACTIONS", (-0.6, -0.5))
     found = verify(EngineConfig(str(demo_model_path()), threads=2), math.inf)
@@ -177,7 +178,7 @@ def test_a_difference_names_its_place(changed: dict[str, object], found: str | N
     assert difference(MEASURED, replace(MEASURED, **changed)) == found
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_gpu_and_the_cpu_give_the_same(
     tmp_path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def starts(server: HubServer) -> list[int]:
     return [int((span or "bytes=0-").removeprefix("bytes=").rstrip("-")) for _, span in server.downloads()]
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_download_goes_on_where_it_was(
     server: HubServer, hub: Hub, blobs: Path, kind: signal.Signals
@@ -110,6 +111,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(
     assert len(server.busy) == 3
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_hub_that_never_stops_sending_is_left(server: HubServer, hub: Hub, blobs: Path) -> None:
     server.surplus = 1 << 40
     with pytest.raises(DownloadError, match=r"what came is damaged: .* bytes, the hub lists"):
@@ -273,6 +275,7 @@ def test_what_killed_downloads_left_is_removed_and_nothing_else(
     assert notes == [f"{REPO}: removed 16 bytes that interrupted downloads left"]
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_download_of_another_process_is_waited_for(server: HubServer, hub: Hub, blobs: Path) -> None:
     server.stall_after = CHUNK_BYTES + 1000
     waiting = threading.Event()
@@ -311,6 +314,7 @@ def test_no_room_is_said_before_anything_comes(
     assert pull(REPO, hub=hub).read_bytes() == LARGE
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_disk_that_fills_up_meanwhile(server: HubServer, hub: Hub, blobs: Path) -> None:
     limit = CHUNK_BYTES + 5
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))

@@ -170,6 +170,7 @@ def test_a_text_of_several_blocks_equals_llama_cpp(tokenizer: Tokenizer, oracle:
     assert tokenizer.encode(text) == oracle.encode(text)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_every_character_is_split_as_llama_cpp_does(seams: tuple[Tokenizer, Vocabulary]) -> None:
     tokenizer, oracle = seams
     text = "".join(f"e{c}d.{c}. {c} 7{c}7\n{c}\n'{c}s  {c}{c}\n" for c in ASSIGNED)

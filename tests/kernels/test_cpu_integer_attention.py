@@ -144,7 +144,7 @@ def test_windows(runtimes: Runtimes, name: str, window: int, rows: tuple[int, in
     check(runtimes, make_case((0, *rows), cache_name=name, head_dim=32, window=window))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("window", [20, 70, 300])
 def test_windows_of_prompts_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:

@@ -82,6 +82,7 @@ def test_unpackers_of_every_power_of_mxfp4(host: Path) -> None:
     assert_same_bits(actual, reference.dequantize(weight))
 
 
+@pytest.mark.sharded(of="kernels")
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)

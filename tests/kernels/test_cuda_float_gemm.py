@@ -18,6 +18,7 @@ SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 TYPES = tuple(NAMES)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
     for instance in PROGRAM.instances:

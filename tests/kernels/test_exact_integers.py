@@ -217,7 +217,7 @@ def head_error(name: str, outlier: int) -> float:
     return float(((got - want).square().mean() / want.square().mean()).sqrt())
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(("name", "outlier"), LARGEST_ERRORS)
 def test_a_head_is_as_close_to_float64_as_its_roundings_allow(name: str, outlier: int) -> None:
     error = head_error(name, outlier)

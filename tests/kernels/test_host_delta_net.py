@@ -220,6 +220,7 @@ def fast_instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2), (1, 2, 128, 8)])
 def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int]) -> None:
@@ -231,6 +232,7 @@ def test_batches_have_the_bits_of_the_definition(heads: tuple[int, int, int, int
     check_all()
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("fast_instances", "host")
 @pytest.mark.parametrize("parts", shaped_trees())
 def test_trees_of_every_shape(parts: list[Part], host: HostDevice) -> None:

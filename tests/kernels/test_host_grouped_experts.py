@@ -15,13 +15,14 @@ from host_device import LIMITS
 pytestmark = pytest.mark.usefixtures("host")
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("quant_type", EVERY_TYPE, ids=lambda t: t.name)
 def test_every_type(quant_type: QuantType) -> None:
     layer = Layer.random((quant_type,) * 3, (5, 256, 512), (quant_type,) * 3, 256)
     layer.check(activations(1, 6, 512), distinct_ids(6, 3, 5, seed=1))
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize(
     ("types", "shared_types"),
     [((Q4K, Q4K, Q6K), (Q4K, Q4K, Q4K)), ((Q4K, Q8, Q5K), (Q8, Q6K, QuantType.Q5_0))],

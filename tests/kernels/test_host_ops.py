@@ -95,7 +95,7 @@ def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> Non
         assert_same(out, linear_exact(x, weight))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(
     "types",
     [

@@ -70,6 +70,7 @@ def test_prompts_leave_states_behind(heads: tuple[int, int, int, int], chains: l
     check(heads, chains)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("fast_instances", "host")
 def test_any_boundaries_have_the_bits_of_separate_steps() -> None:
     @settings(max_examples=15, deadline=None)

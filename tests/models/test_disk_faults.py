@@ -74,6 +74,7 @@ def test_ex01_a_disk_that_recovers_answers_as_before(
     assert set(answers) == {"ModelChangedError", answer}
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("fault", ["eintr 3 200", f"short 0 {EVER}", "short 10 5", "stall 4 2"])
 def test_fl04_interrupted_short_and_slow_reads_are_read_on(
     model: tuple[Path, int, str], faulty_pread: Path, fault: str

@@ -74,7 +74,7 @@ def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier:
             check_batch_of_trees(prompts, model.oracle, random)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [3, 40, 290])
 def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
@@ -99,7 +99,7 @@ def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 def test_trees_of_a_model_whose_experts_come_from_the_disk(model: Model) -> None:
     file_bytes = model.path.stat().st_size
     with open_runner(model.path, threads=2, kv_type=model.kv_type) as mapped:
@@ -112,6 +112,7 @@ def test_trees_of_a_model_whose_experts_come_from_the_disk(model: Model) -> None
         assert runner.disk.misses > 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_trees_of_the_demo_model() -> None:
     with (
         open_runner(demo_model_path(), threads=2) as runner,
@@ -121,7 +122,7 @@ def test_trees_of_the_demo_model() -> None:
         check_batch_of_trees(prompts, oracle, Random(0))
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 def test_the_oracle_is_plain_decoding(model: Model) -> None:
     tokens = [5, 6, 7, 8]
     with open_cpu(model.path, threads=1, context_length=CONTEXT, kv_type=model.kv_type) as runner:
@@ -191,7 +192,7 @@ def branching_tree(seed: int) -> Tree:
     return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str, window: int | None) -> None:

@@ -144,7 +144,7 @@ def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY)
 KINDS = ("conv_state", "state", "k", "v")
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_between_two_tokens(llm: LLM, fresh: Answers, kind: str, everywhere: bool) -> None:
@@ -161,7 +161,7 @@ def test_nan_in_a_state_between_two_tokens(llm: LLM, fresh: Answers, kind: str, 
         assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_before_a_prompt_extends_it(llm: LLM, fresh: Answers, kind: str) -> None:
     extended = [*PROMPT, *fresh(PROMPT), *OTHER]
@@ -176,7 +176,7 @@ def test_nan_in_a_state_before_a_prompt_extends_it(llm: LLM, fresh: Answers, kin
         assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_between_two_steps_of_a_prompt(
     llm: LLM, fresh: Answers, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,7 @@ def test_nan_in_a_state_between_two_steps_of_a_prompt(
     assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_nan_in_logits_however_a_token_is_chosen(
     llm: LLM, fresh: Answers, name: str, monkeypatch: pytest.MonkeyPatch

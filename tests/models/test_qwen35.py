@@ -103,6 +103,7 @@ def test_logits_equal_transformers(moe, ratio, hf_model, gguf_path, token_ids) -
     assert (logits(load(gguf_path(moe, ratio)), token_ids) - expected).abs().max() < 5e-4
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @EVERY_SHAPE
 def test_logits_equal_llama_cpp(moe, ratio, gguf_path, token_ids) -> None:
     path = gguf_path(moe, ratio)
@@ -184,7 +185,7 @@ OTHER_TYPES = {
 }
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize(
     ("moe", "types"),
     [(False, INTEGER_TYPES), (False, OTHER_TYPES), (True, INTEGER_TYPES)],
@@ -208,6 +209,7 @@ def test_rounding_of_quantised_products_is_about_that_of_llama_cpp(moe, types, g
         assert ours < 1.25 * theirs
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_cpu_logits_are_the_exact_reference_bit_for_bit(gguf_path, token_ids) -> None:
     """The whole model in C++ and in PyTorch, both by docs/arithmetic.md."""
     path, count = gguf_path(True, 2, Variant(INTEGER_TYPES)), 6

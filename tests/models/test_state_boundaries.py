@@ -96,7 +96,7 @@ def test_any_boundaries_have_the_bits_of_steps_that_end_there(
     assert in_use(runner) == (0, 0)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_leaves_what_the_cpu_does(tmp_path: Path) -> None:
     """Beside another prompt and a token, in a block that the text goes on in, and across its end."""

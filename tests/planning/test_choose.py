@@ -281,6 +281,7 @@ def test_a_file_is_locked_early_where_a_gpu_lacks_a_part_of_it(
     assert not is_sure_to_map(config, replace(MACHINE, gpu=None), 20 * 2**30, 18 * 2**30)
 
 
+@pytest.mark.sharded(of="plans")
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_budget_that_is_advised_is_enough(model: ModelFacts, data: st.DataObject) -> None:

@@ -60,6 +60,7 @@ def test_a_gpu_with_room_for_all_layers_holds_them(make: Make) -> None:
     assert planned.run.miss_times is None
 
 
+@pytest.mark.sharded(of="plans")
 @pytest.mark.parametrize("num_missing", [3, 7])
 def test_what_does_not_fit_is_missing_and_the_cpu_and_the_bus_share_it(make: Make, num_missing: int) -> None:
     planned = partly(make, num_missing)

@@ -59,6 +59,7 @@ def test_rates_are_added_without_another_look_at_the_machine(
     assert with_rates(here, path=path) == replace(first, ram_available_bytes=123)
 
 
+@pytest.mark.sharded(of="plans")
 def test_what_is_not_measured_again_is_known_before(tmp_path: Path) -> None:
     path, here = tmp_path / "hardware.json", Hardware.measure()
     assert not rates_are_known(here, path)
@@ -144,6 +145,7 @@ def keep(path: Path, rate: float) -> None:
     path.write_text(json.dumps(document))
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_machine_is_measured_again_when_it_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     first = measured_hardware(None, path=path)

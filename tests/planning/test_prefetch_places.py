@@ -117,6 +117,7 @@ def test_trap_16_a_ring_without_a_place_refuses_what_was_asked_for(
     assert (whole.run.prefetch, whole.run.prefetch_bytes) == (0, 0)
 
 
+@pytest.mark.sharded(of="plans")
 def test_the_cap_of_a_plan_that_is_given_is_kept(tmp_path: Path) -> None:
     path, budget = tiny(tmp_path, experts_used=2)
     first = plan_of(path, ctx_size=64, vram=budget + 11 * MIB, prefetch=3).run

@@ -149,6 +149,7 @@ def test_where_nothing_is_known_of_uses_slots_fill_with_what_a_prompt_needs(mode
     opened.close()
 
 
+@pytest.mark.sharded(of="plans")
 def test_pinned_layers_stay_whatever_is_used(tmp_path: Path) -> None:
     config = replace(CONFIG, ram="27M", ctx_size=256)
     planned = plan(config, PlanOptions(num_pinned_layers=2))
@@ -160,13 +161,13 @@ def test_pinned_layers_stay_whatever_is_used(tmp_path: Path) -> None:
     assert opened.plan == planned.run
     num_experts = runner.spec.num_experts
     pinned = {layer * num_experts + i for layer in (0, 7) for i in range(num_experts)}
-    token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 200).tolist()
+    token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 100).tolist()
     expected = None
     for _ in range(2):
         sequence = runner.new_sequence()
-        runner.extend(sequence, token_ids[:100])
+        runner.extend(sequence, token_ids[:50])
         assert pinned <= held(runner)
-        for token in token_ids[100:]:
+        for token in token_ids[50:]:
             logits = np.array(runner.extend(sequence, (token,)))
         runner.release(sequence)
         assert pinned <= held(runner)
@@ -176,8 +177,8 @@ def test_pinned_layers_stay_whatever_is_used(tmp_path: Path) -> None:
         assert np.array_equal(logits, expected)
     with open_mapped() as mapped:
         sequence = mapped.new_sequence()
-        mapped.extend(sequence, token_ids[:100])
-        for token in token_ids[100:]:
+        mapped.extend(sequence, token_ids[:50])
+        for token in token_ids[50:]:
             logits = mapped.extend(sequence, (token,))
         assert np.array_equal(logits, expected)
     opened.close()
@@ -196,7 +197,7 @@ def test_experts_of_weighted_layers_are_protected_and_change_no_bit(tmp_path: Pa
         runner = opened.runner
         assert isinstance(runner, CpuRunner)
         assert opened.plan == planned.run
-        token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 200).tolist()
+        token_ids = np.random.default_rng(0).integers(0, runner.spec.vocab_size, 100).tolist()
         sequence = runner.new_sequence()
         for token in token_ids:
             logits.append(np.array(runner.extend(sequence, (token,))))
@@ -205,7 +206,7 @@ def test_experts_of_weighted_layers_are_protected_and_change_no_bit(tmp_path: Pa
         opened.close()
     assert held_of[0][2] > 1.5 * held_of[1][2]
     assert held_of[1][5] > 1.5 * held_of[0][5]
-    assert np.array_equal(logits[:200], logits[200:])
+    assert np.array_equal(logits[:100], logits[100:])
 
 
 def open_mapped() -> CpuRunner:

@@ -130,6 +130,7 @@ def test_a_gpu_that_holds_all_experts_needs_no_ram_for_them(path: Path) -> None:
     assert planned.run.pool is None
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_plan_with_a_pool_is_given_back(
     path: Path, config: EngineConfig, whole_bytes: int, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
     assert rooms_of(stops) == ["cli", "engine", "planning", "models", "experts"]
 
 
+@pytest.mark.sharded(of="plans")
 def test_the_way_is_as_short_on_a_gpu(tmp_path: Path, compiled_for_the_host: HostDevice) -> None:
     (path,) = write_gguf(tmp_path / "small.gguf", dims=DIMS)
     with opened_on(compiled_for_the_host), walking(PartialExperts.fill.__code__) as files:

@@ -189,7 +189,7 @@ async def test_functions_cannot_cross_and_the_error_says_so(engine: Supervisor) 
         await engine.submit(Submission(next(_ids), request))
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 async def test_pr02_kill_9_under_load_gives_each_request_one_error_and_service_returns(
     engine: Supervisor, llm: LLM
 ) -> None:
@@ -256,7 +256,7 @@ async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_paren
     assert engine.pid == pid
 
 
-@pytest.mark.sharded(of="processes")
+@pytest.mark.sharded(6, of="processes")
 async def test_prefixes_in_files_are_used_by_the_next_process_and_change_no_token(
     llm: LLM, tmp_path: Path
 ) -> None:
@@ -374,6 +374,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("state", ["idle", "busy"])
 async def test_pr03_the_engine_dies_with_its_parent(state: str) -> None:
     command = [sys.executable, "-c", _PARENT, state]

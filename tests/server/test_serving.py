@@ -147,6 +147,7 @@ async def test_a_server_that_drops_lines_says_which_at_its_start(begin: Begin) -
         assert "drops" not in served.events()
 
 
+@pytest.mark.sharded(of="processes")
 async def test_a_server_whose_model_has_changed_calls_itself_unhealthy_and_says_why(
     begin: Begin, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ async def test_a_dead_engine_gives_each_request_one_error_and_service_returns_by
         assert (await supervisor.health()).restarts == 1
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("kind", [DIE, GARBAGE, RAISE])
 async def test_death_garbage_and_errors_of_the_engine_are_one_clear_error_each(
     start: Start, kind: int
@@ -194,6 +195,7 @@ async def test_an_engine_that_hangs_is_ended_and_its_requests_get_one_clear_erro
         assert await answer(supervisor, 3) == "5 6 5 "
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("how", ["stopped", "a step that never returns"])
 async def test_an_engine_that_stands_still_is_replaced_long_before_one_that_computes(
     start: Start, how: str
@@ -247,6 +249,7 @@ async def test_a_model_that_was_written_to_is_not_served_any_more(start: Start, 
         assert states == ["ready", "failed"]
 
 
+@pytest.mark.sharded(of="processes")
 async def test_a_model_that_was_written_to_is_loaded_anew_if_wanted_and_once_it_is_valid(
     start: Start, copied: Path
 ) -> None:

@@ -14,6 +14,7 @@ def test_the_picture_is_what_the_script_draws() -> None:
     assert run_picture.PICTURE.read_text() == svg(load()), "run python -m tools.run_picture"
 
 
+@pytest.mark.sharded(of="measurements")
 def test_the_recorded_texts_are_what_the_commands_print_now() -> None:
     """Speeds belong to the machine; the answer does not."""
     recorded = load()

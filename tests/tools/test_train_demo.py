@@ -171,6 +171,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert (back[name] - value).abs().max() <= value.abs().max() / 200
 
 
+@pytest.mark.sharded(of="measurements")
 def test_converted_model_equals_llama_cpp(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     state = random_state(1)
     path = tmp_path / "tiny.gguf"

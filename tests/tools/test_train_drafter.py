@@ -258,6 +258,7 @@ def counting(target: Target, num_windows: int, length: int) -> Windows:
     return Windows(token_ids.to(torch.int16), features, 4 * following, 2, greedy)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     target = random_target(TINY)
     windows = counting(target, 19, 32)

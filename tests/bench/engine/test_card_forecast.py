@@ -31,7 +31,7 @@ def row(card: Card, file: GGUFFile) -> dict[str, float]:
     return forecast_row(card, ALL, file, read_spec(file.metadata, file.tensors))
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_the_file_has_the_tensors_of_the_real_one_and_takes_no_room(file: GGUFFile, tmp_path: Path) -> None:
     writer = FullSizeWriter(tmp_path / "whole.gguf", SHAPE, 0, 1)
     writer.write()
@@ -52,6 +52,7 @@ def test_a_faster_card_is_forecast_no_slower(file: GGUFFile, rate: str) -> None:
     assert any(fast[each] > slow[each] for each in speeds)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_more_memory_holds_more_experts(file: GGUFFile) -> None:
     card = Card("card", 2, 2e11, 1e14, 1.5e10)
     shares = [row(replace(card, memory_gib=gib), file)["experts_share"] for gib in (2, 8)]

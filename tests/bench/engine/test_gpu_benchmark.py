@@ -32,7 +32,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "out"
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_each_case_has_a_file_that_says_what_ran(out: Path) -> None:
     assert sorted(path.stem for path in out.iterdir()) == sorted(CASES)
     for name in CASES:

@@ -57,7 +57,7 @@ def no_memory_left(driver: HostDriver) -> Iterator[None]:
         driver.total_bytes = total
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_nothing_stays(driver: HostDriver, resident: EngineConfig, tmp_path: Path) -> None:
     partial = {"prefetch": 1}
     drafts = {"spec_type": "dflash", "model_draft": str(write_drafter(tmp_path, DIMS)), "tree_budget": 3}
@@ -100,7 +100,7 @@ class Leaking(Work):
         return super().answers(opened)
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_what_stays_is_found(driver: HostDriver, resident: EngineConfig) -> None:
     end = threading.Event()
     target = allocations.block(1)
@@ -161,6 +161,7 @@ def test_the_driver_may_give_memory_back(driver: HostDriver, values: list[int], 
     assert ("device_bytes" in records.grown) == (not is_flat)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_an_opening_that_is_not_refused_is_an_error(driver: HostDriver, resident: EngineConfig) -> None:
     with pytest.raises(RuntimeError, match="no memory for weights: the model was opened"):
         measure({"resident": resident}, 1, 1, LITTLE, nullcontext)

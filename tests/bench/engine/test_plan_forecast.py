@@ -51,6 +51,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int
     return status, written
 
 
+@pytest.mark.sharded(of="measurements")
 def test_each_mix_has_its_forecast_beside_its_run(
     tmp_path: Path, plans: list[tuple[Planned, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_of_another_text_is_no_figure(
         run(tmp_path, monkeypatch, "--mix", "Q2_K")
 
 
+@pytest.mark.sharded(of="measurements")
 def test_budgets_of_experts_are_the_least_that_hold_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_residents_are_hits_from_the_first_token(
             assert sum(way["uses"]) == 10 * 8 * 4
 
 
+@pytest.mark.sharded(of="measurements")
 def test_ways_that_choose_other_tokens_end_the_run(
     planner: bench.Planner, texts: list[bench.Text], monkeypatch: pytest.MonkeyPatch
 ) -> None:

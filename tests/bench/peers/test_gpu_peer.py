@@ -92,6 +92,7 @@ def test_a_fork_goes_on_where_its_source_is_and_leaves_it(library: Library, path
         assert not np.array_equal(logits_after(context, ids[40:]), whole)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_logits_are_those_of_each_sequence(library: Library, path: Path) -> None:
     with Model(library, path, 0, 0) as model, context_of(model, are_forks=False) as context:
         context.extend({0: [1000, 1001, 1002], 1: [1010]})
@@ -140,7 +141,7 @@ def test_memory_in_use_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pyte
     assert device.gpu_memory_used() == 7531 * 2**20
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> None:
     assert result["commit"] == "c0ffee"
     assert result["model"] == "Qwen3.6-35B-A3B shape, random weights"

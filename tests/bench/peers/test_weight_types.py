@@ -85,7 +85,7 @@ def result(programs: tuple[Path, Path], folder: Path) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.sharded(of="measurements")
+@pytest.mark.sharded(6, of="measurements")
 def test_every_program_is_timed_on_every_case(result: dict[str, Any], folder: Path) -> None:
     found = result["models"]["small"]["Q2_K"]
     assert list(found["cases"]) == [case.name for case in CASES]

@@ -61,7 +61,7 @@ def test_logits_of_a_gpu_equal_transformers(variant: Variant, tmp_path: Path) ->
     assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_logits_of_a_gpu_on_the_host_equal_transformers(
     compiled_for_the_host: HostDevice, tmp_path: Path
 ) -> None:

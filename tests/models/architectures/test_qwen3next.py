@@ -39,7 +39,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 BY_KEY_HEAD = pytest.mark.parametrize("ssm_in", [False, True], ids=["apart", "by key head"])
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @EVERY_VARIANT
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_logits_equal_transformers(ratio: int, variant: Variant, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_ex07_logits_do_not_depend_on_the_budget(
         assert disk.bytes_read > 0
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("variant", [name for name, (arch, _) in VARIANTS.items() if arch != "qwen35"])
 def test_models_of_every_kind(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "tiny.gguf"
@@ -131,7 +131,7 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
         assert statistics(runner).misses > 1000
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 def test_twenty_requests_answer_like_the_first(moe_path: Path) -> None:
     budget = least_ram(moe_path, context_length=CONTEXT) + (2 << 20)
     with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:
@@ -163,6 +163,7 @@ def test_ex05_a_prompt_leaves_what_decoding_needs(moe_path: Path) -> None:
         assert misses_of_a_request() == 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_what_fits_is_mapped_and_what_cannot_says_the_minimum(moe_path: Path, tmp_path: Path) -> None:
     with open_cpu(moe_path, threads=2, context_length=16, ram_bytes=1 << 32) as runner:
         assert runner.disk is None
@@ -206,6 +207,7 @@ def test_fl01_a_file_that_shrinks_fails_the_request_and_those_after_it(own_copy:
         runner.prefill(ids)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_fl02_a_file_that_is_replaced_or_unlinked_stays_the_one_that_was_opened(
     own_copy: Path, tmp_path: Path, mapped: tuple[Array, list[Array]]
 ) -> None:
@@ -240,6 +242,7 @@ def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
         assert np.array_equal(runner.logits(ids), mapped[0])
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_picture_of_experts_has_their_uses_and_those_in_ram(moe_path: Path) -> None:
     ram = least_ram(moe_path, context_length=CONTEXT, threads=2) + int(0.25 * expert_bytes(moe_path))
     with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=ram) as runner:

@@ -283,6 +283,7 @@ def test_rows_between_drafts_are_one_captured_step(tmp_path: Path, target: Path,
         assert steps.num_captured == captured
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_rows_that_are_appended_end_no_step_of_the_model(
     tmp_path: Path, target: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

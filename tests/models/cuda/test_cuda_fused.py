@@ -62,6 +62,7 @@ def test_fused_steps_draft_what_the_host_drafts(tmp_path: Path) -> None:
         check_fused_steps(both)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_deep_contexts_have_fused_steps_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_fused, "SHORT_CONTEXT", LENGTH + 2)
@@ -98,7 +99,7 @@ def begin_again(both: Pair, left: int) -> CudaFusedRun:
     return begin(both, left)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_there_are_no_fused_steps_where_the_device_cannot_run_them(tmp_path: Path) -> None:
     """With nothing changed."""

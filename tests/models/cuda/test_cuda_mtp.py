@@ -129,7 +129,7 @@ def gpu(compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch) -> I
         yield
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["moe", "own tables"])
 def test_the_host_computes_the_cpus_rows_and_chains(tmp_path: Path, name: str) -> None:
@@ -138,7 +138,7 @@ def test_the_host_computes_the_cpus_rows_and_chains(tmp_path: Path, name: str) -
         check_trees(both)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_the_blocks_experts_are_on_the_device_where_the_trunks_are_not(tmp_path: Path) -> None:
     with pair(write_variant(tmp_path, "moe"), share=0.5) as both:
@@ -192,7 +192,7 @@ def test_candidates_are_among_the_first_ids(tmp_path: Path, monkeypatch: pytest.
         np.testing.assert_allclose(found[1], expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_a_chain_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_mtp, mtp_block):

@@ -47,7 +47,7 @@ def blocks_of(path: Path, sizes: Limits) -> Sequence[Block]:
     return Loaded.into(MemoryPlan(), file, spec, sizes, 64).model.blocks
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [*((variant, RESIDENT) for variant in VARIANTS), *((family, PARTIAL) for family in FAMILIES)],
@@ -61,7 +61,7 @@ def test_they_launch_what_all_layers_launch(
     assert found == kernels_of(file, spec, sizes, 256)
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize(("variant", "sizes"), [("moe", RESIDENT), ("moe", PARTIAL), ("qwen3next", PARTIAL)])
 def test_they_launch_what_all_layers_launch_in_steps_of_every_kind(
     variant: str, sizes: Limits, tmp_path: Path

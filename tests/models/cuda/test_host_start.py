@@ -123,6 +123,7 @@ def test_what_a_failed_start_has_allocated_is_freed(
     assert compiled_for_the_host.driver._elsewhere == before
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_the_first_steps_of_an_early_start_are_the_callers(
     path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +233,7 @@ def test_equal_parts_of_a_first_prompt_are_not_captured_before_the_lock(path: Pa
         held.go_on()
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_long_first_prompt_waits_for_the_lock(
     path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
 ) -> None:
@@ -295,7 +296,7 @@ def test_a_model_that_is_closed_behind_its_first_token_locked_nothing(path: Path
     assert not held.begun.is_set()
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize("is_early", [False, True])
 def test_kernels_of_a_capture_were_launched_outside_of_one(
     path: Path, compiled_for_the_host: HostDevice, is_early: bool

@@ -45,7 +45,7 @@ def run(path: Path, plan: RunPlan, host_tables: int) -> Run:
         return Run(runner.plan.total, logits + [model.decode(token).copy() for token in (3, 1, 2)])
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all experts", "some experts"])
 @pytest.mark.parametrize("embedding", ["Q4_K", "F32"])

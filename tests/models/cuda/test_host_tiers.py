@@ -44,7 +44,7 @@ def test_wherever_experts_are(path: Path, share: float, in_ram: float) -> None:
         assert runner.disk.bytes_read > 0
 
 
-@pytest.mark.sharded(2, of="models on a GPU")
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("pinned", [(), (1,)], ids=["", "pinned"])
 def test_ex07_experts_move_between_all_tiers_and_change_no_bit(

@@ -82,7 +82,7 @@ def outputs_of(sequence: MtpSequence, ids: list[int], hidden: np.ndarray) -> np.
     return np.stack([appended(sequence, [token], hidden[i : i + 1]) for i, token in enumerate(ids)])
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kv_type", ["f32", "i16", "i4"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_graph_computes_what_the_reference_defines(tmp_path: Path, name: str, kv_type: str) -> None:
@@ -109,7 +109,7 @@ def test_the_window_of_the_model_is_the_window_of_the_block(path: Path) -> None:
     assert np.array_equal(found, expected.hidden)
 
 
-@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.sharded(6, of="models on the CPU")
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_do_not_depend_on_tier_threads_or_how_they_come(path: Path, tier: str, threads: int) -> None:
