@@ -29,7 +29,8 @@ from bench.results import ROOT, write_result
 from tests.audits.gpu_tests import ONE_THREAD, OUTCOMES, count_tests, in_all
 
 TESTS = "tests/kernels"
-PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
+# The tools run beside each other, so that no test has the device's memory alone.
+PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu and not alone", "-p", "no:cacheprovider")
 TOOLS: dict[str, tuple[str, ...]] = {
     # A failed kernel ends no process, so that the next test still runs.
     "memcheck": ("--report-api-errors", "no", "--padding", "64", "--destroy-on-device-error", "kernel"),

@@ -6,8 +6,8 @@ With `--add` folders of tests may be run one after the other: what the file has 
 and of the same sources, stays.
 
 Tests marked `alone` compare what is free of the device's memory, or take it, and run one after the other when
-the others have ended. With `--gpus 4` a process sees one of four GPUs, and tests marked `alone` run one on
-each. The exit code is 0 if tests passed and none failed.
+the others have ended; the result is written before them, too. With `--gpus 4` the others are dealt out to
+four GPUs, of which each process sees one. The exit code is 0 if tests passed and none failed.
 """
 
 import argparse
@@ -100,15 +100,27 @@ def main() -> int:
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("arguments", nargs="*", help="for pytest, such as tests/kernels, after --")
     options = parser.parse_args()
-    arguments = ["--", *options.arguments] if options.arguments else []
-    counted = ["--jobs", str(options.jobs), "--gpus", str(options.gpus)]
+    before = json.loads(options.out.read_text()) if options.out and options.out.exists() else None
     folders: dict[str, Counter[str]] = {}
     wall_s = 0.0
-    for marker, jobs in (("gpu and not alone", options.jobs), ("gpu and alone", 1)):
-        counts, seconds = run(marker, jobs, options.gpus, options.arguments)
+    for marker, jobs, gpus in (("gpu and not alone", options.jobs, options.gpus), ("gpu and alone", 1, 1)):
+        counts, seconds = run(marker, jobs, gpus, options.arguments)
         wall_s += seconds
         for folder, outcomes in counts.items():
             folders.setdefault(folder, Counter()).update(outcomes)
+        result = result_of(options, before, folders, wall_s)
+    return int(bool(result["tests"]["failed"] or not result["tests"]["passed"]))
+
+
+def result_of(
+    options: argparse.Namespace,
+    before: Mapping[str, Any] | None,
+    folders: Mapping[str, Counter[str]],
+    wall_s: float,
+) -> dict[str, Any]:
+    """What has been counted so far, which is written. before: what the file had."""
+    arguments = ["--", *options.arguments] if options.arguments else []
+    counted = ["--jobs", str(options.jobs), "--gpus", str(options.gpus)]
     result: dict[str, Any] = {
         "commit": options.commit or commit(),
         "command": f"python -m tests.audits.gpu_tests {shlex.join([*counted, *arguments])}",
@@ -118,10 +130,10 @@ def main() -> int:
         "wall_s": round(wall_s, 1),
         "cuda_sources": digests(),
     }
-    if options.add and options.out and options.out.exists():
-        result = with_others(result, json.loads(options.out.read_text()))
+    if options.add and before:
+        result = with_others(result, before)
     write_result(result, options.out, result["commit"])
-    return int(bool(result["tests"]["failed"] or not result["tests"]["passed"]))
+    return result
 
 
 if __name__ == "__main__":
