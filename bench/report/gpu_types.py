@@ -25,9 +25,9 @@ def gpu_types() -> str:
         for kind in sorted(bytes_of, key=bytes_of.__getitem__)
     ]
     where = f"{result['machine']['gpu']}, commit {result['commit']}: `{result['command']}`"
-    if replaced := result.get("replaced"):
-        types = ", ".join(replaced["types"])
-        where += f"; {replaced['rows']:,} rows of {types} again at commit {replaced['commit']}"
+    for again in result.get("replaced", []):
+        rows = "one row" if again["rows"] == 1 else f"{again['rows']:,} rows"
+        where += f"; {rows} of {', '.join(again['types'])} again at commit {again['commit']}"
     return f"{table(header, rows)}\n{where}\n"
 
 
