@@ -3,7 +3,7 @@
 `OwnParts` are objects that a caller replaces, and that a configuration cannot hold.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ from coldstream.models.load_runner import load_runner, lock_file
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
-from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
@@ -209,8 +208,8 @@ def open_model(
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
         spec = read_spec(file.metadata, file.tensors)
-        facts = (config, hardware, prompt_cache_bytes)
-        lock = cleanup.enter_context(_begin_lock(file, spec, *facts, measures=measures, is_early=is_early))
+        sure = partial(is_sure_to_map, config, hardware, sum(file.shard_bytes) + prompt_cache_bytes)
+        lock = cleanup.enter_context(_begin_lock(file, spec, sure, measures=measures, is_early=is_early))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
             begin_reading = partial(_begin_reading, config.device, file, beside)
             reading = None if is_early and has_rates else begin_reading()
@@ -245,23 +244,16 @@ def open_model(
 
 
 def _begin_lock(
-    file: GGUFFile,
-    spec: ModelSpec,
-    config: EngineConfig,
-    hardware: Hardware,
-    prompt_cache_bytes: int,
-    *,
-    measures: bool,
-    is_early: bool,
+    file: GGUFFile, spec: ModelSpec, sure: Callable[[int], bool], *, measures: bool, is_early: bool
 ) -> AbstractContextManager["FileLock | None"]:
     """The lock of a file that a GPU is sure to need in part, begun now; None: loading locks it, if at all.
 
-    measures: whether planning measures the machine, beside which nothing should run. is_early: whether the
-    first token is to come early, which needs no lock of a file with experts.
+    sure: whether it needs a file in part, by the bytes of its experts. measures: whether planning measures
+    the machine, beside which nothing should run. is_early: whether the first token is to come early, which
+    needs no lock of a file with experts.
     """
-    in_ram, placed = sum(file.shard_bytes) + prompt_cache_bytes, placed_bytes(file, spec)
     waits = measures or (is_early and spec.is_moe)
-    if waits or not is_sure_to_map(config, hardware, in_ram, placed):
+    if waits or not sure(placed_bytes(file, spec)):
         return nullcontext()
     return closing(lock_file(file, spec))
 
