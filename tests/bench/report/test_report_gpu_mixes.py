@@ -32,7 +32,7 @@ OURS = {
             "file_bytes": 13.2e9,
             "rows": [
                 row(1.0, "auto", decode=500.0, _512=15000.0, _2048=25000.0),
-                row(0.2, "5", decode=250.0, _512=3000.0, _2048=8000.0),
+                row(0.2, "2641M", decode=250.0, _512=3000.0, _2048=8000.0),
             ],
         }
     },
@@ -56,7 +56,7 @@ def test_a_mix_without_a_peer_stands_alone(monkeypatch: pytest.MonkeyPatch) -> N
     files = {"gpu/mixes": OURS}
     monkeypatch.setattr(report, "load", files.__getitem__)
     monkeypatch.setattr(report, "has", files.__contains__)
-    assert cells(report.gpu_mixes())[0][3:5] == ["**500**, –", "**15,000**, –"]
+    assert cells(report.gpu_mixes())[0][4:6] == ["**500**, –", "**15,000**, –"]
 
 
 def test_each_budget_is_beside_the_nearest_placement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,19 @@ def test_each_budget_is_beside_the_nearest_placement(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(report, "has", files.__contains__)
     text = report.gpu_mixes()
     whole, part = cells(text)
-    assert whole[:4] == ["Q2_K", "13.2", "100%", "**500**, 200, 2.5×"]
-    assert whole[4:] == ["**15,000**, 3,750, 4.0×", "**25,000**, 5,000, 5.0×", "1.25, 1.25, 1.25"]
-    assert part[2:6] == ["20%", "**250**, 100, 2.5×", "**3,000**, –", "**8,000**, 4,000, 2.0×"]
+    assert whole[:5] == ["Q2_K", "13.2", "auto", "100%", "**500**, 200, 2.5×"]
+    assert whole[5:] == ["**15,000**, 3,750, 4.0×", "**25,000**, 5,000, 5.0×", "1.25, 1.25, 1.25"]
+    assert part[2:7] == ["2,641 MiB", "20%", "**250**, 100, 2.5×", "**3,000**, –", "**8,000**, 4,000, 2.0×"]
     assert "a GPU, 16 cores, commit c0ffee" in text
+    assert "Other commits" not in text
+
+
+def test_a_mix_of_another_commit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = OURS | {"mixes": {"Q2_K": OURS["mixes"]["Q2_K"] | {"commit": "facade"}}}
+    files = {"gpu/mixes": ours}
+    monkeypatch.setattr(report, "load", files.__getitem__)
+    monkeypatch.setattr(report, "has", files.__contains__)
+    assert "Other commits: Q2_K facade." in report.gpu_mixes()
 
 
 def test_a_budget_is_beside_the_placement_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

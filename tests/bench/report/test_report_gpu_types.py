@@ -40,9 +40,13 @@ def test_types_are_in_the_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_types_of_a_later_commit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = result(Q8_0=1.0, IQ1_S=0.5)
-    found["replaced"] = {"commit": "facade", "rows": 2048, "types": ["Q8_0"]}
+    found["replaced"] = [
+        {"commit": "facade", "rows": 2048, "types": ["Q8_0"]},
+        {"commit": "decade", "rows": 1, "types": ["Q8_0", "IQ1_S"]},
+    ]
     monkeypatch.setattr(report, "load", {"gpu/types": found}.__getitem__)
-    assert "2,048 rows of Q8_0 again at commit facade" in report.gpu_types()
+    text = report.gpu_types()
+    assert "2,048 rows of Q8_0 again at commit facade; one row of Q8_0, IQ1_S again at commit decade" in text
 
 
 def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:

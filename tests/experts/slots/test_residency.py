@@ -39,11 +39,19 @@ segments = st.sampled_from([1, 2 * min(SIZES), 3 * max(SIZES), ONE_SEGMENT])
 ROWS, RANKS = 2, 2
 
 
+def empty_tables() -> None:
+    """No expert has an address. Tests share the tables, in any order."""
+    for stacks in LAYERS:
+        for stack in stacks:
+            stack.addresses.zero_()
+
+
 @given(
     st.lists(st.integers(0, 3 * NUM_EXPERTS - 1), unique=True, min_size=1, max_size=6),
     st.sampled_from([1, 2 * min(SIZES), ONE_SEGMENT]),
 )
 def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], segment_bytes: int) -> None:
+    empty_tables()
     with model_device(0):
         slots = make_slots(segment_bytes)
         places = _ExpertAddresses(LAYERS, slots)
@@ -115,9 +123,7 @@ class Steps:
         self.in_flight: deque[tuple[np.ndarray | None, Operation]] = deque()
         self.slots = make_slots(segment_bytes)
         cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed))
-        for stacks in LAYERS:
-            for stack in stacks:
-                stack.addresses.zero_()
+        empty_tables()
         self.residency = ExpertResidency(LAYERS, cache, self.slots, pool)  # type: ignore[arg-type]
         self.residency.load(range(4))
         assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
