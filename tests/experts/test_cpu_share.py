@@ -136,12 +136,14 @@ def test_the_bus_is_kept_busy_and_no_more() -> None:
     assert ahead.count == 1
 
 
-def ways(part: CpuPart, rows: int, count: int, with_cpu: float, without: float) -> list[bool]:
+def ways(
+    part: CpuPart, rows: int, count: int, with_cpu: float, without: float, on_bus: float = 0.0
+) -> list[bool]:
     """Which of so many steps the CPU has a part in, where a row takes so long with it and without."""
     chosen = []
     for _ in range(count):
         chosen.append(part.choose(rows))
-        part.learn(rows, rows * (with_cpu if chosen[-1] else without), with_cpu=chosen[-1])
+        part.learn(rows, rows * (with_cpu if chosen[-1] else without), rows * on_bus, with_cpu=chosen[-1])
     return chosen
 
 
@@ -165,7 +167,7 @@ def test_the_cpu_leaves_when_it_becomes_slower_and_comes_back() -> None:
 def test_the_first_step_of_a_length_does_not_count() -> None:
     part = CpuPart()
     assert part.choose(2048)
-    part.learn(2048, 1e6, with_cpu=True)
+    part.learn(2048, 1e6, 0.0, with_cpu=True)
     assert ways(part, 2048, 4, 1.0, 2.0) == [True, False, True, True]
 
 
@@ -174,3 +176,10 @@ def test_steps_of_other_lengths_choose_for_themselves() -> None:
     assert not ways(part, 2048, 4, 2.0, 1.0)[-1]
     assert ways(part, 600, 4, 1.0, 2.0) == [True, True, False, True]
     assert not part.choose(2049)
+
+
+def test_where_the_bus_alone_takes_longer_nothing_else_is_tried() -> None:
+    steps, part = 3 * STEPS_TO_COMPARE, CpuPart()
+    assert all(ways(CpuPart(), 2048, steps, 1.0, 2.0, on_bus=1.3))
+    assert not all(ways(part, 2048, steps, 1.0, 0.9, on_bus=0.8))
+    assert all(ways(part, 2048, steps, 1.0, 2.0, on_bus=1.9)[1:]), "the bus has become slower"

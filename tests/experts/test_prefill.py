@@ -159,16 +159,20 @@ def test_a_step_goes_the_way_that_is_chosen_for_it_and_its_time_is_learned(
     monkeypatch.setattr(
         CpuPart,
         "learn",
-        lambda self, rows, seconds, *, with_cpu: learned.append((rows, seconds > 0, with_cpu)),
+        lambda self, rows, seconds, on_bus, *, with_cpu: learned.append((rows, on_bus, with_cpu)),
     )
     with prompts_of(path, seed=1) as prompts:
-        prompts.stream.resident[:] = False
+        stream, counters = prompts.stream, prompts.stream.counters
+        stream.resident[:] = False
         for way in ways:
-            before = prompts.stream.counters.on_cpu.sum()
+            before, missed = counters.on_cpu.sum(), counters.wanted.copy()
             prompts.step(MAX_CPU_ROWS)
-            assert (prompts.stream.counters.on_cpu.sum() > before) == way
+            assert (counters.on_cpu.sum() > before) == way
+            sizes = [sum(layer.sizes) for layer in stream._layers]
+            missed_bytes = int(((counters.wanted - missed) * sizes).sum())
+            assert learned[-1][1] == pytest.approx(missed_bytes / stream._cpu_share.bus_rate)
         prompts.step(MAX_CPU_ROWS + 1)
-    assert learned == [(MAX_CPU_ROWS, True, way) for way in ways]
+    assert [(rows, way) for rows, _, way in learned] == [(MAX_CPU_ROWS, way) for way in ways]
 
 
 def test_copies_ahead_are_those_of_the_experts_that_the_last_step_chose(path: Path) -> None:

@@ -16,6 +16,7 @@ Array = np.ndarray[Any, Any]
 
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 STEPS_TO_COMPARE = 16  # of about as many rows, until the slower way is tried again
+BESIDE_CPU = 0.8  # at least so much of the bus's rate is left beside the CPU
 
 
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
@@ -53,6 +54,11 @@ class CpuShare:
         self._bus_rate = FIRST_BUS_RATE
         self._cpu_seconds: dict[int, float] = {}  # per expert, by the bit length of a step's rows
 
+    @property
+    def bus_rate(self) -> float:
+        """Bytes a second."""
+        return self._bus_rate
+
     def learn_bus(self, num_bytes: int, seconds: float) -> None:
         """Averages in the rate of a transfer."""
         if seconds > 0:
@@ -79,27 +85,35 @@ class CpuPart:
     Its part saves copies, and costs the thread that launches kernels: rows go to the CPU and come back, and
     copies of what is left are many and short. Which is more depends on the bus, the cores and the experts.
     So steps of about as many rows try both ways first, with the CPU and then without, and try the slower
-    one again now and then. The very first step does not count, as rates and kernels are new to it. Results
-    are the same bits.
+    one again now and then. The very first step does not count, as rates and kernels are new to it. Where the
+    bus alone would take longer than a step with the CPU, the other way is not tried. Results are the same
+    bits.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], float] = {}  # for a row, by the bit length of a step's rows
+        self._on_bus: dict[int, float] = {}  # likewise, in the last step
         self._steps: dict[int, int] = {}  # since the slower way was tried, likewise
 
     def choose(self, rows: int) -> bool:
         """For the next step, of so many rows."""
         magnitude = rows.bit_length()
         with_cpu, without = (self._seconds.get((magnitude, way)) for way in (True, False))
-        if with_cpu is None or without is None:
-            return with_cpu is None
+        if with_cpu is None or BESIDE_CPU * self._on_bus[magnitude] >= with_cpu:
+            return True
+        if without is None:
+            return False
         is_faster = with_cpu <= without
         return is_faster if self._steps[magnitude] < STEPS_TO_COMPARE else not is_faster
 
-    def learn(self, rows: int, seconds: float, *, with_cpu: bool) -> None:
-        """Averages in the time of a step, which ended."""
+    def learn(self, rows: int, seconds: float, on_bus: float, *, with_cpu: bool) -> None:
+        """Averages in the time of a step, which ended.
+
+        on_bus: seconds that all missing experts of the step take the bus, at the rate that it had.
+        """
         magnitude, measured = rows.bit_length(), seconds / rows
         steps = self._steps.get(magnitude)
+        self._on_bus[magnitude] = on_bus / rows
         self._steps[magnitude] = 0 if steps is None or steps >= STEPS_TO_COMPARE else steps + 1
         if steps is not None:
             known = self._seconds.get((magnitude, with_cpu), measured)

@@ -106,6 +106,7 @@ class ExpertStream:
         self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(), CpuPart()
         self._with_cpu = False  # whether the CPU has a part in the step
         self._begun: tuple[int, float] | None = None  # rows of a step that has not ended, and its start
+        self._missed_bytes = 0  # of the step's experts without a slot
         self._layers: list[LayerShape] = []
         self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
         self.resident = np.zeros((0, 0), bool)
@@ -141,6 +142,7 @@ class ExpertStream:
         is_possible = rows <= self._host.max_rows
         self._with_cpu = is_possible and self._cpu_part.choose(rows)
         self._begun = (rows, time.perf_counter()) if is_possible else None
+        self._missed_bytes = 0
         if self._with_cpu:
             self._host.bulk_server.begin()
 
@@ -153,7 +155,8 @@ class ExpertStream:
         self.settle()  # experts that a pool kept in place for copies are free again
         if self._begun is not None:
             rows, start = self._begun
-            self._cpu_part.learn(rows, time.perf_counter() - start, with_cpu=self._with_cpu)
+            on_bus = self._missed_bytes / self._cpu_share.bus_rate
+            self._cpu_part.learn(rows, time.perf_counter() - start, on_bus, with_cpu=self._with_cpu)
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
@@ -195,7 +198,9 @@ class ExpertStream:
         self._learn()
         self._lookahead.learn(len(self._moving), self._shape.count)
         missing = ~self.resident[layer]
-        self.counters.wanted[layer] += np.count_nonzero(missing & (counts > 0))
+        num_wanted = int(np.count_nonzero(missing & (counts > 0)))
+        self.counters.wanted[layer] += num_wanted
+        self._missed_bytes += num_wanted * sum(self._layers[layer].sizes)
         for group in self._waiting:
             missing[group.experts] = False
         order = bus_order(counts, missing, self._with_cpu)
