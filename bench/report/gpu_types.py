@@ -24,11 +24,11 @@ def gpu_types() -> str:
         ]
         for kind in sorted(bytes_of, key=bytes_of.__getitem__)
     ]
-    where = f"{result['machine']['gpu']}, commit {result['commit']}: `{result['command']}`"
+    said = [f"{result['machine']['gpu']}, commit {result['commit']}: `{result['command']}`"]
     for again in result.get("replaced", []):
-        rows = "one row" if again["rows"] == 1 else f"{again['rows']:,} rows"
-        where += f"; {rows} of {', '.join(again['types'])} again at commit {again['commit']}"
-    return f"{table(header, rows)}\n{where}\n"
+        measured = "One row" if again["rows"] == 1 else f"{again['rows']:,} rows"
+        said.append(f"{measured} of {', '.join(again['types'])} again at commit {again['commit']}")
+    return f"{table(header, rows)}\n{'. '.join(said)}.\n"
 
 
 def cells(result: Mapping[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:

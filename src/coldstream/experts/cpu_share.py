@@ -82,12 +82,12 @@ class CpuShare:
 class CpuPart:
     """Whether the CPU has a part in a prefill step: the way that took less time for a row so far.
 
-    Its part saves copies, and costs the thread that launches kernels: rows go to the CPU and come back, and
-    copies of what is left are many and short. Which is more depends on the bus, the cores and the experts.
-    So steps of about as many rows try both ways first, with the CPU and then without, and try the slower
-    one again now and then. The very first step does not count, as rates and kernels are new to it. Where the
-    bus alone would take longer than a step with the CPU, the other way is not tried. Results are the same
-    bits.
+    Its part saves copies. It costs time of the thread that launches kernels: rows go to the CPU and come
+    back, and the bus has more and shorter copies. Which is more depends on the bus, the cores and the
+    experts. So steps of about as many rows are compared. The first one does not count, as rates and kernels
+    are new to it. Then one is measured with the CPU and one without, and the slower way is tried again now
+    and then. Where the bus alone would take longer than a step with the CPU, steps without it are not tried.
+    Both ways give the same bits.
     """
 
     def __init__(self) -> None:
