@@ -134,6 +134,16 @@ class RouterBuffers:
     logits: DeviceArray  # float32 [T, experts]
     arrivals: DeviceArray  # int32 [1]
 
+    def argument(self) -> _Results:
+        """What is written, for the kernel."""
+        return _Results(
+            logits=self.logits.data_ptr(),
+            shared_gate=_address(self.shared_gate),
+            ids=self.topk_ids.data_ptr(),
+            weights=self.topk_weights.data_ptr(),
+            count=self.topk_ids.shape[1],
+        )
+
 
 def router_gemv_cuda(
     x: DeviceArray,
@@ -153,53 +163,37 @@ def router_gemv_cuda(
     x float32 [T, E] with any row stride; weight float32 [experts, E] and the shared expert's gate
     shared_weight [1, E], contiguous. Writes `buffers`. K ≤ 16, experts ≤ 1024. ValueError otherwise.
     """
-    num_tokens, cols = x.shape
-    num_experts = weight.shape[0]
-    topk_ids, topk_weights, shared_gate = buffers.topk_ids, buffers.topk_weights, buffers.shared_gate
-    if num_tokens > MAX_TOKENS or (shared_weight is None) != (shared_gate is None) or x.stride(1) != 1:
-        raise ValueError(f"not a router's arguments: {num_tokens} tokens (at most {MAX_TOKENS})")
-    if sharing is not None and sharing.request and num_tokens != 1:
-        raise ValueError(f"pairs of {num_tokens} tokens are shared out by a launch of their own")
-    per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
+    (num_tokens, cols), num_experts = x.shape, weight.shape[0]
+    _check_gemv(x, shared_weight, buffers, sharing)
+    per_lane = _experts_per_lane(num_experts, buffers.topk_ids, buffers.topk_weights)
     if num_tokens == 0:
         return
     if ahead is not None:
-        ahead.check(weight.shape, topk_ids)
-    addresses = x.data_ptr() | weight.data_ptr() | (0 if shared_weight is None else shared_weight.data_ptr())
-    addresses |= 0 if ahead is None else ahead.weight.data_ptr()
-    aligned = addresses % 16 == 0 and (cols | x.stride(0)) % 4 == 0
-    shares, shared_bytes = _share_out(num_tokens, cols)
-    weights = _Weights(
-        experts=weight.data_ptr(), shared=_address(shared_weight), num_experts=num_experts, cols=cols
-    )
-    count = topk_ids.shape[1]
-    num_rows, num_choices = (num_experts, num_tokens) if ahead is None else (2 * num_experts, 2 * num_tokens)
-    results = _Results(
-        logits=buffers.logits.data_ptr(),
-        shared_gate=_address(shared_gate),
-        ids=topk_ids.data_ptr(),
-        weights=topk_weights.data_ptr(),
-        count=count,
-    )
-    norming = _Norming() if norm is None else norm.argument(x)
+        ahead.check(weight.shape, buffers.topk_ids)
+    aligned = _is_aligned(x, weight, shared_weight, None if ahead is None else ahead.weight)
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
+    shares, shared_bytes = _share_out(num_tokens, cols)
+    num_routers = 1 if ahead is None else 2
+    scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
     instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
     PROGRAM.kernel(instance).launch(
-        (-(-(num_rows + 1) // shares.num_rows), 1, 1),
+        (-(-(num_routers * num_experts + 1) // shares.num_rows), 1, 1),
         THREADS,
         (
             x,
             x.stride(0),
             shares,
-            weights,
-            results,
+            _Weights(
+                experts=weight.data_ptr(), shared=_address(shared_weight), num_experts=num_experts, cols=cols
+            ),
+            buffers.argument(),
             buffers.arrivals,
             sharing or Sharing(),
             _ahead_of(ahead),
-            norming,
+            _Norming() if norm is None else norm.argument(x),
         ),
-        shared_bytes=max(shared_bytes, _scratch_bytes(num_choices, per_lane)),
+        shared_bytes=max(shared_bytes, scratch_bytes),
         overlap=True,
     )
 
@@ -230,6 +224,23 @@ def router_choose_cuda(
         shared_bytes=_scratch_bytes(TOKENS_PER_BLOCK, per_lane),
         overlap=overlaps(num_tokens),
     )
+
+
+def _check_gemv(
+    x: DeviceArray, shared_weight: DeviceArray | None, buffers: RouterBuffers, sharing: Sharing | None
+) -> None:
+    num_tokens = x.shape[0]
+    gates = shared_weight, buffers.shared_gate
+    if num_tokens > MAX_TOKENS or (gates[0] is None) != (gates[1] is None) or x.stride(1) != 1:
+        raise ValueError(f"not a router's arguments: {num_tokens} tokens (at most {MAX_TOKENS})")
+    if sharing is not None and sharing.request and num_tokens != 1:
+        raise ValueError(f"pairs of {num_tokens} tokens are shared out by a launch of their own")
+
+
+def _is_aligned(x: DeviceArray, *weights: DeviceArray | None) -> bool:
+    """Whether each row of x and of the weights can be read 16 bytes at a time."""
+    addresses = [each.data_ptr() for each in (x, *weights) if each is not None]
+    return all(address % 16 == 0 for address in addresses) and (x.shape[1] | x.stride(0)) % 4 == 0
 
 
 def _experts_per_lane(num_experts: int, topk_ids: DeviceArray, topk_weights: DeviceArray) -> int:
