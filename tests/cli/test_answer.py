@@ -2,6 +2,7 @@
 
 import io
 import signal
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -63,9 +64,12 @@ def test_the_handler_of_ctrl_c_is_given_back() -> None:
     stream: Any = Stream()
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with cancelled_by_interrupt(stream):
+        with cancelled_by_interrupt(stream) as interruption:
+            assert not interruption.came
             signal.raise_signal(signal.SIGINT)
         assert stream.cancelled == 1
+        assert interruption.missed(answer(1, 1, 16))
+        assert not interruption.missed(replace(answer(1, 1, 16), finish_reason="cancelled"))
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,13 +1,15 @@
 """The chat: messages, commands, settings; with scripted lines instead of a terminal."""
 
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
+from coldstream.cli.answer import ShownAnswer
 from coldstream.cli.chat import ChatSession, complete_message, run_chat
-from coldstream.engine import LLM, SamplingParams
+from coldstream.engine import LLM, SamplingParams, Stream
 from coldstream.errors import ContextFullError, InvalidRequestError
 
 PARAMS = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
@@ -133,6 +135,39 @@ def test_ctrl_c_at_the_prompt_stays(chat: ChatSession, capsys: pytest.CaptureFix
     run_chat(chat, _script(KeyboardInterrupt(), "def"), quiet=True)
     assert len(chat.messages) == 2
     assert "Ctrl-D leaves" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines", [("def",), ("def", "/regen")])
+@pytest.mark.parametrize("moment", [(Stream, "close"), (ShownAnswer, "describe"), (ChatSession, "keep")])
+def test_ctrl_c_just_as_an_answer_ends_keeps_it_and_is_not_lost(
+    chat: ChatSession,
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    moment: tuple[type, str],
+    lines: tuple[str, ...],
+) -> None:
+    """In the last of these lines, and then the next line is read."""
+    owner, name = moment
+    method = getattr(owner, name)
+    remaining = iter(lines)
+
+    def interrupt(self: object, *arguments: str) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return method(self, *arguments)
+
+    def read_line(prompt: str) -> str:
+        line = next(remaining, "")
+        if line == lines[-1]:
+            monkeypatch.setattr(owner, name, interrupt)
+        if not line:
+            raise EOFError
+        return line
+
+    assert run_chat(chat, read_line, quiet=True) == 0
+    assert chat.messages[1]["content"] == llm.chat([{"role": "user", "content": "def"}], PARAMS)[0].text
+    assert len(chat.messages) == 2
+    assert capsys.readouterr().err.count("Ctrl-D leaves") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from coldstream.cli import run as cli_run
 from coldstream.cli.main import EXIT_INTERRUPTED
 from coldstream.cli.terminal import visible
 from coldstream.cli.text_input import MAX_TEXT_BYTES
-from coldstream.engine import open_model
+from coldstream.engine import Stream, open_model
 from coldstream.engine.opened_model import FirstPrompt, OpenedModel
 from coldstream.gguf.quant_types import QuantType
 from coldstream.placement import hardware
@@ -312,6 +312,32 @@ def test_what_a_plan_assumed_is_measured_behind_the_answer(
     code, _, _ = run("run", model, "-p", "def", *SHORT)
     assert code == (EXIT_INTERRUPTED if is_cancelled else 0)
     assert events == ["closed", *([] if is_cancelled else ["measured"])]
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_ctrl_c_just_as_the_answer_ends_is_not_lost(
+    model: str, run: Run, monkeypatch: pytest.MonkeyPatch, is_measured: bool
+) -> None:
+    """The answer is whole. What would be measured behind it is not."""
+
+    def interrupt(stream: Stream) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end(stream)
+
+    def opened(*arguments: Any, **options: Any) -> OpenedModel:
+        found = open_model(*arguments, **options)
+        return replace(found, late_rates=None if is_measured else object())
+
+    monkeypatch.setattr(cli_run, "prompt_of", lambda prompt, file: prompt)  # which would look for a pipe
+    asked = ("run", model, "-p", "def", *SHORT)
+    _, answer, _ = run(*asked)
+    end = Stream.close
+    monkeypatch.setattr(Stream, "close", interrupt)
+    monkeypatch.setattr(cli_run, "open_model", opened)
+    code, out, err = run(*asked)
+    assert (code, out) == (0 if is_measured else EXIT_INTERRUPTED, answer)
+    assert "generated 8 tokens" in err
+    assert ("the answer had ended when Ctrl-C came" in err) == is_measured
 
 
 @pytest.mark.parametrize("when", ["reading", "multiplying", "writing", "written"])

@@ -102,6 +102,21 @@ _IN_A_CALLBACK = _CHAT % "asyncio.get_running_loop().call_soon(send)"
 _IN_A_LOOP_THAT_HANGS = _CHAT % "interrupts.GRACE_S = 0.01; send(); signal.pause()"
 
 
+# Chats, and sends itself Ctrl-C when an answer has ended, but is still shown.
+_AS_IT_ENDS = """
+import os, signal, sys
+from coldstream.__main__ import main
+from coldstream.cli.answer import AnswerWriter
+end_line = AnswerWriter.end_line
+def end_line_and_send(writer):
+    os.kill(os.getpid(), signal.SIGINT)
+    end_line(writer)
+AnswerWriter.end_line = end_line_and_send
+sys.argv = ["coldstream", *sys.argv[1:]]
+sys.exit(main())
+"""
+
+
 def _until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not is_so():
@@ -234,6 +249,22 @@ def test_two_quick_ctrl_c_end_a_long_prompt_and_show_the_cursor_again(tmp_path: 
         terminal.read_to_the_end()
         assert terminal.wait() == 130
     assert terminal.screen.rindex("\x1b[?25h") > terminal.screen.rindex("\x1b[?25l")
+    assert "Traceback" not in terminal.screen
+
+
+def test_ctrl_c_as_an_answer_ends_leads_to_the_next_prompt(model: str, tmp_path: Path) -> None:
+    """Each is a first one: the second of two in an answer would end the program."""
+    command = [sys.executable, "-c", _AS_IT_ENDS, "run", model, "-n", "2", *ENDLESS]
+    with Terminal(command, home=str(tmp_path)) as terminal:
+        start = terminal.read_until(">>>")
+        for _ in range(3):
+            terminal.type("def\r")
+            start = terminal.read_until("length", start)
+            start = terminal.read_until("/exit or Ctrl-D leaves", start)
+            start = terminal.read_until(">>>", start)
+        terminal.type("\x04")
+        terminal.read_to_the_end()
+        assert terminal.wait() == 0
     assert "Traceback" not in terminal.screen
 
 

@@ -54,6 +54,17 @@ class ShownAnswer:
         return SEPARATOR.join(filter(None, parts))
 
 
+@dataclass
+class Interruption:
+    """Ctrl-C while an answer is shown."""
+
+    came: bool = False
+
+    def missed(self, answer: ShownAnswer) -> bool:
+        """Whether it came, and the answer had ended by itself."""
+        return self.came and answer.finish_reason != "cancelled"
+
+
 class AnswerWriter:
     """Writes streamed text to `out` at once; to a terminal with control characters escaped."""
 
@@ -77,13 +88,13 @@ class AnswerWriter:
 def show_answer(
     stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, before: str = ""
 ) -> ShownAnswer:
-    """Write the answer as it comes, after the text `before`, then the statistics; Ctrl-C ends it early.
+    """Write the answer as it comes, after the text `before`, then the statistics.
 
     `line` vanishes with the first piece. ctx_size: tokens that the context holds.
     """
     writer = AnswerWriter(sys.stdout)
     written: list[str] = []
-    with stream, cancelled_by_interrupt(stream):
+    with stream:
         for piece in stream:
             line.close()
             writer.write(before + piece.text)
@@ -113,16 +124,21 @@ def _speed(tokens_per_s: float) -> str:
 
 
 @contextmanager
-def cancelled_by_interrupt(stream: Stream) -> Iterator[None]:
-    """Let Ctrl-C cancel the stream; at a second one before it has ended, the program ends."""
+def cancelled_by_interrupt(stream: Stream) -> Iterator[Interruption]:
+    """Let Ctrl-C cancel the stream; at a second one before the block has ended, the program ends.
+
+    Who shows the answer here, and keeps it, is not interrupted, and sees whether Ctrl-C came too late.
+    """
     interrupts = current_interrupts()
+    interruption = Interruption()
 
     def handle(signal_number: int, frame: FrameType | None) -> None:
+        interruption.came = True
         stream.cancel()
 
     previous = signal.signal(signal.SIGINT, handle)
     try:
-        yield
+        yield interruption
     finally:
         signal.signal(signal.SIGINT, previous)
         if interrupts:

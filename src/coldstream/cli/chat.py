@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coldstream.cli.answer import SEPARATOR, show_answer
+from coldstream.cli.answer import SEPARATOR, cancelled_by_interrupt, show_answer
 from coldstream.cli.interrupts import EXIT_TERMINATED, TerminatedError
 from coldstream.cli.kept_chat import KeptChat
 from coldstream.cli.main import current_interrupts
@@ -32,6 +32,7 @@ _NEED_TEMPLATE = (
 )
 # Share of the context that a conversation fills at most after its oldest messages were dropped.
 _ROOM_SHARE = 0.75
+_LEAVE = "/exit or Ctrl-D leaves"  # to Ctrl-C where it has nothing to stop
 _MAKE_ROOM = "/drop forgets the oldest messages, /clear all of them"
 _COMMANDS = {
     "/help": "this list",
@@ -230,7 +231,7 @@ def run_chat(chat: ChatSession, read_line: ReadLine, quiet: bool) -> int:
         except KeyboardInterrupt:
             if interrupts := current_interrupts():
                 interrupts.forget()
-            note("/exit or Ctrl-D leaves")
+            note(_LEAVE)
         except ColdstreamError as error:
             click.echo(f"error: {error}", err=True)
 
@@ -253,10 +254,13 @@ def _answer(chat: ChatSession, text: str, read_line: ReadLine, quiet: bool) -> N
         except ContextFullError as error:
             _make_room(chat, text, error, read_line)
             stream = chat.ask(text, progress)
-        answer = show_answer(stream, line, quiet, chat.ctx_size)
-    chat.last_statistics = answer.describe()
-    if answer.text or answer.finish_reason != "cancelled":
-        chat.keep(text, answer.text)
+        with cancelled_by_interrupt(stream) as interruption:
+            answer = show_answer(stream, line, quiet, chat.ctx_size)
+            chat.last_statistics = answer.describe()
+            if answer.text or answer.finish_reason != "cancelled":
+                chat.keep(text, answer.text)
+    if interruption.missed(answer):
+        note(_LEAVE)
     if answer.fills_context and chat.num_turns:
         note(f"the context is full: {_MAKE_ROOM}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from coldstream.cli.answer import show_answer
+from coldstream.cli.answer import cancelled_by_interrupt, show_answer
 from coldstream.cli.chat import ChatSession, chat_in_terminal
 from coldstream.cli.interrupts import EXIT_INTERRUPTED
 from coldstream.cli.kept_chat import KeptChat
@@ -128,11 +128,17 @@ def command(
         with ProgressLine() as line:
             stream = chat.ask(prompt, partial(line.update, "reading the prompt"))
             before = prompt if should_echo else ""
-            answer = show_answer(stream, line, quiet, chat.ctx_size, before)
-    if opened.late_rates is not None and answer.finish_reason != "cancelled":
+            with cancelled_by_interrupt(stream) as interruption:
+                answer = show_answer(stream, line, quiet, chat.ctx_size, before)
+    missed = interruption.missed(answer)
+    if answer.finish_reason == "cancelled" or (missed and opened.late_rates is not None):
+        return EXIT_INTERRUPTED
+    if missed:
+        note("the answer had ended when Ctrl-C came")
+    elif opened.late_rates is not None:
         with ProgressLine() as line:
             opened.late_rates.measure(line.update)
-    return EXIT_INTERRUPTED if answer.finish_reason == "cancelled" else 0
+    return 0
 
 
 def _kept_chat(llm: LLM) -> KeptChat | None:
