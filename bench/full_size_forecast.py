@@ -49,8 +49,12 @@ TYPED_SIZES = replace(
 def hardware_of(result: dict[str, Any]) -> Hardware:
     """The measured machine that a result of gpu_hybrid.py names."""
     facts = result["hardware"]
-    gpu = GpuHardware(**{name: _hashable(value) for name, value in facts["gpu"].items()})
-    return Hardware(**{name: _hashable(value) for name, value in facts.items()} | {"gpu": gpu})
+    return Hardware(**_rates_in(facts) | {"gpu": GpuHardware(**_rates_in(facts["gpu"]))})
+
+
+def _rates_in(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without what may have disturbed their measurement."""
+    return {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
 
 
 def _hashable(value: Any) -> Any:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from coldstream.placement import hardware
 from host_device import HostDevice
 from short_rates import SHORT
 
@@ -102,8 +101,8 @@ def short_measurements() -> Iterator[None]:
     """In this process; `short_rates.py` is for others. Plans of a GPU follow its machine's rates."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            for name, value in SHORT.items():
-                patch.setattr(hardware, name, value)
+            for module, name, value in SHORT:
+                patch.setattr(module, name, value)
         yield
 
 

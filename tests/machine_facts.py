@@ -9,6 +9,7 @@ from coldstream.planning.diagnosis.machine_facts import (
     Gpu,
     Library,
     MachineFacts,
+    MeasuredRates,
     Program,
     Ram,
     Rates,
@@ -48,5 +49,5 @@ SOUND = MachineFacts(
         Folder("drafters", "~/.cache/coldstream/drafters", False, True, 100 * GIB),
         Folder("models", "/data/hub", True, True, 100 * GIB),
     ),
-    rates=Rates("current", "2026-01-02 03:04 UTC", 7),
+    rates=Rates("current", (MeasuredRates("cpu", "2026-01-02 03:04 UTC", 7),)),
 )

@@ -82,7 +82,7 @@ def test_what_is_missing_in_lines() -> None:
         limits=replace(SOUND.limits, wsl=2, in_container=True, locked_bytes=8 << 20, cgroup_cpus=2.5),
         libraries=(replace(SOUND.libraries[0], version=None),),
         folders=(replace(SOUND.folders[0], path=None), replace(SOUND.folders[1], is_writable=False)),
-        rates=replace(SOUND.rates, state="of another machine", measured_at=None, age_days=None),
+        rates=replace(SOUND.rates, state="of another machine", measured=()),
     )
     lines = summary(poor)
     assert lines["system"] == "Linux 6.8.0 x86_64, WSL 2, in a container"

@@ -202,13 +202,40 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     monkeypatch.setenv("HOME", str(tmp_path))
     code, _, error = run("plan", str(model), "--device", "cpu")
     assert code == 0
-    assert re.search(r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC: RAM [\d.e+]+ GB/s; --measure does", error)
+    assert re.search(
+        r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC, today: RAM [\d.e+]+ GB/s; --measure does", error
+    )
+    assert "under load" not in error
     document = json.loads(default_path().read_text())
     document["cpu"]["rates"]["read_bytes_per_s"] = 5e3
     default_path().write_text(json.dumps(document))
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e3
     assert as_json(run, str(model), "--device", "cpu", "--measure")["rates"]["read_bytes_per_s"] > 1e6
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] > 1e6
+
+
+def test_rates_that_were_measured_under_load_are_named_so(
+    run: Run, model: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = default_path()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    document = json.loads((home / ".cache/coldstream/hardware.json").read_text())
+    document["cpu"]["conditions"].update(other_cpus=1.5, num_cpus=2, num_tries=4)
+    document["cpu"]["measured_at"] = "2024-01-02 03:04 UTC"
+    path.write_text(json.dumps(document))
+    code, _, error = run("plan", str(model), "--device", "cpu")
+    assert code == 0
+    assert re.search(r"measured 2024-01-02 03:04 UTC, \d+ days ago: RAM", error)
+    assert "that was under load (other programs took 1.5 of 2 CPUs), so it is a starting point" in error
+    code, shown, _ = run("doctor")
+    assert re.search(r"measured +2024-01-02 03:04 UTC, \d+ days ago, under load", shown)
+    assert "other programs took 1.5 of 2 CPUs: close other programs" in shown
+    path.write_text("{")
+    code, _, error = run("plan", str(model), "--device", "cpu")
+    assert code == 0
+    assert error.count("are damaged, so this machine is measured again") == 1
 
 
 def test_a_trace_says_which_experts_and_how_often_they_are_found(run: Run, model: Path) -> None:

@@ -2,29 +2,45 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.hardware_file import describe_rates, fastest_run, store_rates, with_stored_rates
+from coldstream.placement.hardware_file import (
+    age_days,
+    describe_rates,
+    fastest_run,
+    store_rates,
+    with_stored_rates,
+)
 
 GPU = GpuHardware(
-    "a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6, tuple(map(float, range(1, 8)))
+    *("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6),
+    tuple(number * 1e9 for number in range(1, 8)),
+    measured_at="2026-01-02 03:04 UTC",
+    conditions=Conditions(8, 0.5, 1.25, 0.02, 0.7),
 )
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
 PRODUCTS = tuple((1e10 + place, 2e10, 3e10) for place, _ in enumerate(QuantType))
-BARE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, measured_at="2026-01-02 03:04 UTC")
-MACHINE = replace(BARE, product_values_per_s=PRODUCTS)
+BARE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)
+MACHINE = replace(
+    BARE,
+    measured_at="2026-01-02 03:04 UTC",
+    product_values_per_s=PRODUCTS,
+    conditions=Conditions(8, 4.5, None, 0.3, 0.4, 2),
+)
 
 
 @pytest.mark.parametrize("gpu", [None, GPU, replace(GPU, handshake_s=None)])
 def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
     path = tmp_path / "new" / "folder" / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
-    today = replace(BARE, ram_available_bytes=1, measured_at=None, gpu=gpu and BARE_GPU)
+    today = replace(BARE, ram_available_bytes=1, gpu=gpu and BARE_GPU)
     stored = with_stored_rates(today, path)
     assert stored == replace(
         today,
@@ -32,11 +48,12 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         product_values_per_s=PRODUCTS,
         gpu=gpu and replace(gpu, free_bytes=2**33),
         measured_at=MACHINE.measured_at,
+        conditions=MACHINE.conditions,
     )
     assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
 
 
-@pytest.mark.parametrize("rates", [None, 5.0, [], [1.0] * 6, [1.0] * 8, [1.0] * 6 + [0.0], [1.0] * 6 + ["1"]])
+@pytest.mark.parametrize("rates", [None, 5e9, [], [1e9] * 6, [1e9] * 8, [1e9] * 6 + [0.0], [1e9] * 6 + ["1"]])
 def test_a_list_of_rates_that_is_not_whole_is_none(tmp_path: Path, rates: object) -> None:
     path = tmp_path / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
@@ -48,7 +65,7 @@ def test_a_list_of_rates_that_is_not_whole_is_none(tmp_path: Path, rates: object
 
 @pytest.mark.parametrize(
     "rates",
-    [None, 5.0, [], PRODUCTS[1:], [*PRODUCTS[1:], PRODUCTS[0][1:]], [*PRODUCTS[1:], (1.0, 2.0, 0.0)]],
+    [None, 5.0, [], PRODUCTS[1:], [*PRODUCTS[1:], PRODUCTS[0][1:]], [*PRODUCTS[1:], (1e9, 2e9, 0.0)]],
     ids=["none", "one", "empty", "a type missing", "rows missing", "a rate of nothing"],
 )
 def test_rates_of_other_types_than_todays_are_none(tmp_path: Path, rates: object) -> None:
@@ -84,8 +101,8 @@ def test_what_a_run_on_the_cpu_measures_leaves_the_gpus_rates_alone(tmp_path: Pa
     later = replace(MACHINE, read_bytes_per_s=6e10, measured_at="2026-03-01 00:00 UTC")
     store_rates(later, path, 4.0)
     assert with_stored_rates(replace(MACHINE, gpu=BARE_GPU), path) == replace(
-        with_gpu, read_bytes_per_s=6e10, gpu=replace(GPU, free_bytes=2**33)
-    ), "with the time of the older measurement"
+        later, gpu=replace(GPU, free_bytes=2**33)
+    ), "with the time of its own measurement"
     assert with_stored_rates(MACHINE, path) == later
     assert fastest_run(with_gpu, path) == 2.5
     assert fastest_run(MACHINE, path) == 4.0
@@ -126,7 +143,10 @@ def test_a_damaged_file_is_none(tmp_path: Path) -> None:
     assert with_stored_rates(today, tmp_path) is None
 
 
-@pytest.mark.parametrize("value", [None, 0.0, -1.0, "5e10", True, float("nan"), float("inf"), [], 10**400])
+@pytest.mark.parametrize(
+    "value",
+    [None, 0.0, -1.0, 1e-300, 1e2, 1e18, 1e300, "5e10", True, float("nan"), float("inf"), [], 10**400],
+)
 @pytest.mark.parametrize(("part", "name"), [("cpu", "read_bytes_per_s"), ("gpu", "link_beside_read")])
 def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: str, value: Any) -> None:
     path = tmp_path / "hardware.json"
@@ -150,6 +170,13 @@ def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: s
         (lambda document: document.update(cpu=[]), "damaged"),
         (lambda document: document["cpu"]["rates"].update(read_bytes_per_s=-1.0), "damaged"),
         (lambda document: document["gpu"].pop("measured_at"), "damaged"),
+        (lambda document: document["gpu"].update(measured_at="tomorrow"), "damaged"),
+        (lambda document: document["gpu"]["rates"].update(handshake_s=2.0), "damaged"),
+        (lambda document: document["cpu"].update(conditions=[]), "damaged"),
+        (lambda document: document["cpu"]["conditions"].pop("clock"), "damaged"),
+        (lambda document: document["cpu"]["conditions"].update(other_cpus=float("nan")), "damaged"),
+        (lambda document: document["cpu"]["conditions"].update(spread=-1.0), "damaged"),
+        (lambda document: document["cpu"]["conditions"].update(num_tries=0), "damaged"),
     ],
 )
 def test_it_is_said_why_rates_are_none(tmp_path: Path, change: Any, state: str) -> None:
@@ -163,7 +190,12 @@ def test_it_is_said_why_rates_are_none(tmp_path: Path, change: Any, state: str) 
     assert found.state == state
     is_current = state == "current"
     assert (with_stored_rates(machine, path) is not None) == is_current
-    assert found.measured_at == (MACHINE.measured_at if is_current else None)
+    problems = MACHINE.conditions.problems if MACHINE.conditions else ()
+    assert len(problems) == 3
+    entries = [("cpu", MACHINE.measured_at, problems), ("gpu", GPU.measured_at, ())]
+    assert [(each.name, each.measured_at, each.problems) for each in found.entries] == (
+        entries if is_current else []
+    )
 
 
 def test_a_file_of_no_rates_at_all(tmp_path: Path) -> None:
@@ -175,3 +207,9 @@ def test_a_file_of_no_rates_at_all(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert describe_rates(BARE, path).state == "damaged"
         assert with_stored_rates(BARE, path) is None
+
+
+def test_an_age_is_of_whole_days_and_none_where_the_clock_was_set_back() -> None:
+    now = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
+    assert age_days("2026-01-02 03:04 UTC", now) == 61
+    assert age_days("2027-01-02 03:04 UTC", now) == 0

@@ -9,11 +9,11 @@ import click
 
 from coldstream.cli.options import common_options
 from coldstream.cli.tables import print_pairs, width_of, wrap
-from coldstream.cli.terminal import format_bytes, visible
+from coldstream.cli.terminal import described_age, format_bytes, visible
 
 if TYPE_CHECKING:
     from coldstream.planning.diagnosis import Finding, MachineFacts
-    from coldstream.planning.diagnosis.machine_facts import Folder, Gpu, Library, Rates
+    from coldstream.planning.diagnosis.machine_facts import Folder, Gpu, Library, MeasuredRates, Rates
 
 _WORDS: Final = {"error": "error", "warning": "warning", "advice": "faster"}
 _FOLDER_NAMES: Final = {
@@ -131,9 +131,17 @@ def _folder(folder: "Folder") -> str:
 
 
 def _rates(rates: "Rates") -> str:
-    if rates.measured_at is None:
+    if not rates.measured:
         return {"absent": "not yet", "incomplete": "the CPU, the GPU not yet"}.get(rates.state, rates.state)
-    return f"{rates.measured_at}, {rates.age_days} days ago"
+    texts = {each.name.upper(): _when(each) for each in rates.measured}
+    if len({*texts.values()}) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def _when(measured: "MeasuredRates") -> str:
+    when = f"{measured.measured_at}, {described_age(measured.age_days)}"
+    return f"{when}, under load" if measured.problems else when
 
 
 def _size(limit: int | None) -> str:

@@ -1,8 +1,9 @@
 """`coldstream plan`: what goes where under a budget, the speed to expect, and what more memory would add."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,10 +22,11 @@ from coldstream.cli.options import (
     parse_size,
 )
 from coldstream.cli.tables import print_table
-from coldstream.cli.terminal import ProgressLine, format_bytes, note
+from coldstream.cli.terminal import ProgressLine, described_age, format_bytes, note
 from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.forecast import Forecast, forecast, rates_used
+from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
 from coldstream.placement.pool_plan import PoolPlan
@@ -150,10 +152,30 @@ def command(
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
-    if measured := known.rates.describe_measured(rates_used(plan, pool)):
-        note(f"measured {planned.hardware.measured_at}: {measured}; --measure does it again")
+    for measured in _described_rates(planned):
+        note(measured)
     if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
         note(f"not measured on this machine but assumed: {assumed}")
+
+
+def _described_rates(planned: "Planned") -> Iterator[str]:
+    """The rates of the forecast, with when they were measured, and what disturbed that."""
+    rates, used = planned.known.rates, rates_used(planned.plan, planned.run.pool)
+    of_cpu = [name for name in used if name in CPU_RATES]
+    names = {"cpu": of_cpu, "gpu": [name for name in used if name not in of_cpu]}
+    entries = entries_of(planned.hardware)
+    if len({(entry.measured_at, entry.problems) for entry in entries}) == 1:
+        names, entries = {entries[0].name: [*used]}, entries[:1]
+    now = datetime.now(UTC)
+    for entry in entries:
+        if text := rates.describe_measured(names[entry.name]):
+            age = described_age(age_days(entry.measured_at, now))
+            yield f"measured {entry.measured_at}, {age}: {text}; --measure does it again"
+            if entry.problems:
+                yield (
+                    f"that was under load ({', '.join(entry.problems)}), so it is a starting point: a later "
+                    "start measures again, once other programs rest"
+                )
 
 
 def _document(

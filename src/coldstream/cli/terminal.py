@@ -83,6 +83,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
+def described_age(days: int) -> str:
+    """How long ago that was."""
+    return "today" if days == 0 else "a day ago" if days == 1 else f"{days} days ago"
+
+
 def format_count(count: int) -> str:
     """A number of parameters in llama-bench's format: 10.48 M, 34.66 B."""
     return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.2f} M"

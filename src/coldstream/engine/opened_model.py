@@ -48,7 +48,9 @@ from coldstream.planning.machine import (
     LateRates,
     compiling_for_rates,
     hardware_of,
+    is_time_to_measure_again,
     rates_are_known,
+    why_unusable,
     with_rates,
 )
 from coldstream.planning.planned import Planned
@@ -202,7 +204,10 @@ def open_model(
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
-    measures = not has_rates and late_rates is None
+    again = late_rates is None and is_time_to_measure_again(hardware)
+    measures = again or (not has_rates and late_rates is None)
+    if sentence := why_unusable(hardware):
+        warnings += (sentence,)
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
         begin("reading the header")
@@ -216,7 +221,7 @@ def open_model(
             if config.device == "cuda":
                 beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
-            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress)
+            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=again)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates, is_early)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + draft.warnings + planned.warnings

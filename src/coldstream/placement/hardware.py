@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coldstream.kernels.best_runs import are_alike
 from coldstream.kernels.memory_readers import MemoryReaders
+from coldstream.placement.conditions import Conditions
 
 _BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
 _WINDOW_S = 0.1
@@ -37,6 +38,8 @@ class GpuHardware:
     handshake_s: float | None = None  # the GPU raises a flag, a CPU thread answers, the GPU goes on
     # Weights of experts that all cores multiply, for experts of EXPERT_ROWS rows each.
     expert_bytes_per_s: tuple[float, ...] | None = None
+    measured_at: str | None = None  # when its rates were, in UTC
+    conditions: Conditions | None = None  # under which they were
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ class Hardware:
     ram_available_bytes: int
     read_bytes_per_s: float | None = None  # memory read bandwidth; None: not measured
     gpu: GpuHardware | None = None
-    measured_at: str | None = None  # when the oldest of the rates were, in UTC
+    measured_at: str | None = None  # when its rates were, in UTC; a GPU's have a time of their own
     # Weights times rows that all cores multiply, by type (in the order of QuantType) and PRODUCT_ROWS.
     product_values_per_s: tuple[tuple[float, ...], ...] | None = None
+    conditions: Conditions | None = None  # under which its rates were measured
 
     @classmethod
     def measure(cls, *, root: Path = Path("/"), cpu_ids: Iterable[int] | None = None) -> "Hardware":
@@ -86,13 +90,24 @@ class Hardware:
         return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.reader_bytes))
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether something disturbed a measurement of its rates, which are to be measured again."""
+        of_each = (self.conditions, self.gpu.conditions if self.gpu else None)
+        return any(conditions is not None and conditions.is_due for conditions in of_each)
+
+    @property
     def reader_bytes(self) -> int:
         """Memory to read for a measurement: beyond any cache, and a modest part of what is free."""
         return min(_BUFFER_BYTES, self.ram_available_bytes // 8)
 
 
 def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second that `num_threads` threads read from memory together: the best of several windows.
+    """Bytes per second that `num_threads` threads read from memory together: the best of several windows."""
+    return max(read_windows(num_threads, num_bytes))
+
+
+def read_windows(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> list[float]:
+    """Bytes per second that `num_threads` threads read from memory together, in each of several windows.
 
     There are more of them where they differ, as other programs may have slowed them all.
     """
@@ -102,7 +117,7 @@ def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> 
             before, start = readers.num_bytes, time.perf_counter()
             time.sleep(_WINDOW_S)
             rates.append((readers.num_bytes - before) / (time.perf_counter() - start))
-    return max(rates)
+    return rates
 
 
 def affinity() -> list[int]:

@@ -1,13 +1,14 @@
 """A file of the measured rates of a machine, with their time.
 
 It has an entry for the CPU and one for the GPU, so that runs on the CPU leave the GPU's rates alone. Each
-names what its rates depend on. If an entry is missing, damaged or of another machine, rates are measured
-again.
+names what its rates depend on, when they were measured, and what disturbed that. If an entry is missing,
+damaged, absurd or of another machine, rates are measured again.
 """
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,14 +17,16 @@ from coldstream.files import write_file
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 6
+_VERSION: Final = 7
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
+CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s")
 _RATES: Final = {
-    "cpu": ("read_bytes_per_s", "product_values_per_s"),
+    "cpu": CPU_RATES,
     "gpu": (
         "copy_bytes_per_s",
         "product_ops_per_s",
@@ -34,6 +37,9 @@ _RATES: Final = {
         "expert_bytes_per_s",
     ),
 }
+# What no machine falls below or exceeds: bytes, multiplications and weights a second, and seconds.
+_BOUNDS: Final = (1e3, 1e17)
+_HANDSHAKE_BOUNDS: Final = (1e-9, 1.0)
 # Of several rates: the length of their list, and of each list in it.
 _LISTS: Final = {
     "expert_bytes_per_s": (len(EXPERT_ROWS),),
@@ -47,14 +53,23 @@ RatesState = Literal[
 
 
 @dataclass(frozen=True)
+class RatesEntry:
+    """When rates of the CPU or the GPU were measured, and what disturbed that."""
+
+    name: str
+    measured_at: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RatesFile:
     """Whether the rates in a file are those of a machine. incomplete: the GPU's are missing.
 
-    measured_at: the time of the older entry; None unless they are current.
+    entries: none unless they are current.
     """
 
     state: RatesState
-    measured_at: str | None = None
+    entries: tuple[RatesEntry, ...] = ()
 
 
 def default_path() -> Path | None:
@@ -67,19 +82,15 @@ def default_path() -> Path | None:
 
 
 def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
-    """`hardware` with the rates that the file at `path` has of this machine; None if it lacks some of them.
-
-    `measured_at` is the time of the older entry.
-    """
+    """`hardware` with the rates that the file at `path` has of this machine; None if some are missing."""
     document = _document(path)
     entries = {name: _entry(document, name, hardware) for name in _parts(hardware)}
     if not all(entries.values()):
         return None
     return replace(
         hardware,
-        **_rates(entries["cpu"]),
-        gpu=hardware.gpu and replace(hardware.gpu, **_rates(entries["gpu"])),
-        measured_at=min(entry["measured_at"] for entry in entries.values()),
+        **_fields(entries["cpu"]),
+        gpu=hardware.gpu and replace(hardware.gpu, **_fields(entries["gpu"])),
     )
 
 
@@ -107,7 +118,21 @@ def describe_rates(hardware: Hardware, path: Path | None) -> RatesFile:
         if document[name].get("machine") != _machine(name, hardware):
             return RatesFile("of another machine")
     stored = with_stored_rates(hardware, path)
-    return RatesFile("damaged") if stored is None else RatesFile("current", stored.measured_at)
+    return RatesFile("damaged") if stored is None else RatesFile("current", entries_of(stored))
+
+
+def entries_of(hardware: Hardware) -> tuple[RatesEntry, ...]:
+    """What was measured of `hardware`, and when."""
+    return tuple(
+        RatesEntry(name, part.measured_at, part.conditions.problems if part.conditions else ())
+        for name, part in _parts(hardware).items()
+        if part.measured_at is not None
+    )
+
+
+def age_days(measured_at: str, now: datetime) -> int:
+    """Whole days since then; 0 where the clock was set back. Raises ValueError for no `DATE_FORMAT`."""
+    return max(0, (now - datetime.strptime(measured_at, DATE_FORMAT).replace(tzinfo=UTC)).days)
 
 
 def fastest_run(hardware: Hardware, path: Path | None) -> float:
@@ -128,7 +153,8 @@ def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0)
     for name, part in _parts(hardware).items():
         document[name] = {
             "machine": _machine(name, hardware),
-            "measured_at": hardware.measured_at,
+            "measured_at": part.measured_at,
+            "conditions": asdict(part.conditions) if part.conditions else None,
             "rates": {rate: getattr(part, rate) for rate in _RATES[name]},
             "fastest_run": fastest_run,
         }
@@ -169,7 +195,8 @@ def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str,
         return {}
     rates = entry.get("rates")
     is_whole = (
-        isinstance(entry.get("measured_at"), str)
+        _is_date(entry.get("measured_at"))
+        and (entry.get("conditions") is None or Conditions.parsed(entry["conditions"]) is not None)
         and isinstance(rates, dict)
         and rates.keys() == set(_RATES[name])
         and all(_is_rate(*rate) for rate in rates.items())
@@ -177,9 +204,20 @@ def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str,
     return entry if is_whole else {}
 
 
-def _rates(entry: dict[str, Any]) -> dict[str, Any]:
-    """Those of an entry, as the fields of `Hardware` and `GpuHardware` have them."""
-    return {name: _in_tuples(rate) for name, rate in entry["rates"].items()}
+def _fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an entry says, by the names of the fields of `Hardware` and `GpuHardware`."""
+    return {
+        **{name: _in_tuples(rate) for name, rate in entry["rates"].items()},
+        "measured_at": entry["measured_at"],
+        "conditions": Conditions.parsed(entry.get("conditions")),
+    }
+
+
+def _is_date(value: object) -> bool:
+    try:
+        return isinstance(value, str) and age_days(value, datetime.now(UTC)) >= 0
+    except ValueError:
+        return False
 
 
 def _in_tuples(value: Any) -> Any:
@@ -198,12 +236,13 @@ def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
 def _is_rate(name: str, value: object) -> bool:
     if value is None:
         return name == _OPTIONAL
-    return _are_rates(value, _LISTS.get(name, ()))
+    bounds = _HANDSHAKE_BOUNDS if name == "handshake_s" else _BOUNDS
+    return _are_rates(value, _LISTS.get(name, ()), bounds)
 
 
-def _are_rates(value: Any, lengths: tuple[int, ...]) -> bool:
-    """Whether it is a rate, or lists of these lengths within each other that hold rates."""
+def _are_rates(value: Any, lengths: tuple[int, ...], bounds: tuple[float, float]) -> bool:
+    """Whether it is a rate within `bounds`, or lists of these lengths within each other that hold such."""
     if not lengths:
-        return isinstance(value, float) and math.isfinite(value) and value > 0
+        return isinstance(value, float) and bounds[0] <= value <= bounds[1]
     is_list = isinstance(value, list) and len(value) == lengths[0]
-    return is_list and all(_are_rates(each, lengths[1:]) for each in value)
+    return is_list and all(_are_rates(each, lengths[1:], bounds) for each in value)

@@ -47,7 +47,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
-from coldstream.planning.machine import measured_hardware
+from coldstream.planning.machine import hardware_of, measured_hardware, why_unusable
 from coldstream.planning.memory import SHORT_CHUNK
 from coldstream.planning.planned import Planned
 from coldstream.planning.unknowns import (
@@ -358,6 +358,8 @@ def plan_by_name(
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
+        if sentence := why_unusable(hardware_of(gpu)):
+            warnings += (sentence,)
         hardware = measured_hardware(gpu, progress, again=measure)
         with open_draft(config, spec, progress) as draft:
             planned = plan_model(

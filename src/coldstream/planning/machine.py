@@ -1,7 +1,8 @@
 """The machine with measured rates, which are kept in the user's cache directory.
 
 They are measured once, again on request, and again when a run was far faster than they explain: other
-programs may have slowed the first measurement.
+programs may have slowed the first measurement. One that something is known to have disturbed is a starting
+point, and is taken again in an idle moment.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,12 @@ from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
 from coldstream.kernels.linear.cpu_rates import measure_product_rates
-from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.conditions import LoadWatch, is_idle
+from coldstream.placement.hardware import GpuHardware, Hardware, affinity, read_windows
 from coldstream.placement.hardware_file import (
     DATE_FORMAT,
     default_path,
+    describe_rates,
     fastest_run,
     store_rates,
     with_stored_rates,
@@ -38,19 +41,41 @@ def hardware_of(gpu: Gpu | None) -> Hardware:
 def measured_hardware(
     gpu: Gpu | None, progress: Progress | None = None, path: Path | None = None, *, again: bool = False
 ) -> Hardware:
-    """This machine, with `gpu` as `find_gpu` gave it, and its rates. As `with_rates`."""
-    return with_rates(hardware_of(gpu), progress, path, again=again)
+    """This machine, with `gpu` as `find_gpu` gave it, and its rates. As `with_rates`, and also measured again
+    in an idle moment where something disturbed it before.
+    """
+    hardware = hardware_of(gpu)
+    again = again or is_time_to_measure_again(hardware, path)
+    return with_rates(hardware, progress, path, again=again)
 
 
 def rates_are_known(hardware: Hardware, path: Path | None = None) -> bool:
-    """Whether `with_rates` would measure nothing."""
+    """Whether all rates of this machine are kept."""
     return with_stored_rates(hardware, path or default_path()) is not None
 
 
+def is_time_to_measure_again(hardware: Hardware, path: Path | None = None) -> bool:
+    """Whether something disturbed the measurement of the kept rates, and nothing would now.
+
+    Takes a third of a second if something did.
+    """
+    stored = with_stored_rates(hardware, path or default_path())
+    return stored is not None and stored.is_disturbed and is_idle(affinity())
+
+
+def why_unusable(hardware: Hardware, path: Path | None = None) -> str | None:
+    """Why a file of rates is of no use, as a sentence; None if there is none, or it is of use."""
+    path = path or default_path()
+    state = describe_rates(hardware, path).state
+    if state in ("current", "absent", "incomplete", "of another version"):  # after an upgrade
+        return None
+    return f"the kept rates in {path} are {state}, so this machine is measured again"
+
+
 @contextmanager
-def compiling_for_rates(hardware: Hardware, path: Path | None = None) -> Iterator[None]:
-    """Inside, the kernel that `with_rates` launches is compiled beside the caller, if it will measure."""
-    if hardware.gpu is None or rates_are_known(hardware, path):
+def compiling_for_rates(hardware: Hardware) -> Iterator[None]:
+    """Inside, the kernel that `with_rates` launches on a GPU is compiled beside the caller."""
+    if hardware.gpu is None:
         yield
         return
     from coldstream.kernels.cuda.kernel_loading import KernelLoading
@@ -69,13 +94,14 @@ def with_rates(
     """`hardware`, which is this machine, with its rates.
 
     The rates are read from the file at `path` (None: the default one), or measured in a few seconds and
-    stored there if possible; again: measured in any case. Raises DeviceError, OutOfMemoryError.
+    stored there if possible; again: measured in any case. Where something disturbs that, a rate that was
+    better before stays. Raises DeviceError, OutOfMemoryError.
     """
     path = path or default_path()
-    stored = None if again else with_stored_rates(hardware, path)
-    if stored is not None:
+    stored = with_stored_rates(hardware, path)
+    if stored is not None and not again:
         return stored
-    hardware = measure_rates(hardware, progress)
+    hardware = _following(measure_rates(hardware, progress), stored)
     with suppress(StorageError):  # the next call measures again
         store_rates(hardware, path)
     return hardware
@@ -84,29 +110,31 @@ def with_rates(
 class LateRates:
     """Rates of this machine as they are kept; what was never measured is assumed, and measured in the end.
 
-    For a plan that should not wait for a measurement. Such a measurement takes seconds.
+    So is what something disturbed. For a plan that should not wait for a measurement, which takes seconds.
     """
 
     def __init__(self, hardware: Hardware, path: Path | None = None) -> None:
         """hardware: this machine. path: of the file of rates; None: the default one."""
         self._hardware, self._path = hardware, path
         self.are_assumed = False  # by a plan, since it asked for them
+        self._is_disturbed = False
 
     def find(self) -> Hardware:
         """The machine with its rates, or without any. `placement/rates.py` assumes those then."""
         stored = with_stored_rates(self._hardware, self._path or default_path())
         self.are_assumed = stored is None
+        self._is_disturbed = stored is not None and stored.is_disturbed
         return stored or self._hardware
 
     def measure(self, progress: Progress | None = None) -> None:
         """Measures and keeps what a plan assumed, for later ones. Nothing else should run meanwhile.
 
-        What cannot be measured or kept stays unknown.
+        What cannot be measured or kept stays unknown. What was disturbed is left alone while others are busy.
         """
-        if self.are_assumed:
+        if self.are_assumed or (self._is_disturbed and is_idle(affinity())):
             with suppress(DeviceError, OutOfMemoryError):
-                with_rates(self._hardware, progress, self._path)
-                self.are_assumed = False
+                with_rates(self._hardware, progress, self._path, again=self._is_disturbed)
+                self.are_assumed = self._is_disturbed = False
 
 
 def reconsider_rates(
@@ -153,6 +181,22 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
     )
 
 
+def _following(measured: Hardware, stored: Hardware | None) -> Hardware:
+    """What to keep of a measurement, and of what was kept before it of the same machine.
+
+    A measurement that nothing disturbed replaces all. Otherwise no rate falls, as what is disturbed is slower
+    than the machine is.
+    """
+    if stored is None or not measured.is_disturbed:
+        return measured
+    better = _better(measured, stored)
+    before = (stored.conditions, stored.gpu.conditions if stored.gpu else None)
+    tries = 1 + max(each.num_tries if each and each.problems else 0 for each in before)
+    conditions = measured.conditions and replace(measured.conditions, num_tries=tries)
+    gpu = better.gpu and replace(better.gpu, conditions=conditions)
+    return replace(better, conditions=conditions, gpu=gpu)
+
+
 def _highest(rates: Iterable[float | None]) -> float | None:
     return max((rate for rate in rates if rate), default=None)
 
@@ -160,10 +204,6 @@ def _highest(rates: Iterable[float | None]) -> float | None:
 def _highest_each(rates: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None:
     known = [each for each in rates if each]
     return tuple(map(max, zip(*known, strict=True))) if known else None
-
-
-def _dated(hardware: Hardware) -> Hardware:
-    return replace(hardware, measured_at=datetime.now(UTC).strftime(DATE_FORMAT))
 
 
 def hardware_with(gpu: Gpu) -> Hardware:
@@ -177,13 +217,27 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     threads = hardware.num_physical_cores
     report = progress or (lambda what, done, total: None)
     report("measuring this machine", 0, 5)
-    hardware = _dated(hardware.with_bandwidth(threads))
-    hardware = replace(hardware, product_values_per_s=measure_product_rates(threads))
-    if hardware.gpu is None:
-        return hardware
+    now, watch = datetime.now(UTC).strftime(DATE_FORMAT), LoadWatch(affinity())
+    windows = read_windows(threads, hardware.reader_bytes)
+    products = measure_product_rates(threads)
+    gpu = None if hardware.gpu is None else _measured_gpu(hardware, hardware.gpu, report)
+    conditions = watch.conditions(windows)
+    return replace(
+        hardware,
+        read_bytes_per_s=max(windows),
+        product_values_per_s=products,
+        gpu=gpu and replace(gpu, measured_at=now, conditions=conditions),
+        measured_at=now,
+        conditions=conditions,
+    )
+
+
+def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> GpuHardware:
+    """The GPU of `hardware` with its rates, and those of the bus and of the CPU beside it."""
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
     from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 
+    threads = hardware.num_physical_cores
     report("measuring this machine", 1, 5)
     link = measure_link(threads, hardware.reader_bytes)
     report("measuring this machine", 2, 5)
@@ -193,8 +247,8 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report("measuring this machine", 3, 5)
     expert_rates = measure_expert_rates(threads, hardware.reader_bytes)
     report("measuring this machine", 4, 5)
-    gpu = replace(
-        hardware.gpu,
+    return replace(
+        gpu,
         copy_bytes_per_s=measure_copy_bandwidth(),
         product_ops_per_s=measure_products(),
         link_bytes_per_s=link.alone,
@@ -203,4 +257,3 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
         handshake_s=handshake_s,
         expert_bytes_per_s=expert_rates,
     )
-    return replace(hardware, gpu=gpu)

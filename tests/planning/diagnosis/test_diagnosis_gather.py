@@ -217,7 +217,8 @@ def test_rates_have_an_age_and_belong_to_a_machine(home: Path) -> None:
     measured_hardware(None, path=path)
     path.write_text(path.read_text().replace(_date_in(path), "2026-01-02 03:04 UTC"))
     rates = rates_of(here, NO_GPU, now)
-    assert (rates.state, rates.measured_at, rates.age_days) == ("current", "2026-01-02 03:04 UTC", 61)
+    (measured,) = rates.measured
+    assert (rates.state, measured.measured_at, rates.age_days) == ("current", "2026-01-02 03:04 UTC", 61)
     other = replace(here, cpu_name="another CPU")
     assert rates_of(other, NO_GPU, now).state == "of another machine"
     assert rates_of(here, SOUND.gpu, now).state == "incomplete", "this machine has a GPU now"

@@ -21,7 +21,7 @@ from coldstream.planning.diagnosis.findings import (
     exit_code_of,
     find,
 )
-from coldstream.planning.diagnosis.machine_facts import MachineFacts, Rates
+from coldstream.planning.diagnosis.machine_facts import MachineFacts, MeasuredRates, Rates
 from machine_facts import CARD, DEVICE, GIB, NO_GPU, SOUND
 
 Change = Callable[[MachineFacts], MachineFacts]
@@ -54,8 +54,10 @@ def library(name: str, **values: Any) -> Change:
     )
 
 
-def rates(state: Any, age_days: int | None = None) -> Change:
-    return lambda facts: replace(facts, rates=Rates(state, "2026-01-02 03:04 UTC", age_days))
+def rates(state: Any, age_days: int | None = None, problems: tuple[str, ...] = ()) -> Change:
+    known = age_days is not None
+    measured = (MeasuredRates("cpu", "2026-01-02 03:04 UTC", age_days or 0, problems),) if known else ()
+    return lambda facts: replace(facts, rates=Rates(state, measured))
 
 
 # What changes a sound machine · the only finding then · its level · what it names, and what mends it.
@@ -170,6 +172,7 @@ CASES: list[tuple[Change, str, str, str]] = [
     (rates("damaged"), "rates-unusable", "advice", "damaged.*plan --measure"),
     (rates("unreadable"), "rates-unusable", "advice", "unreadable.*plan --measure"),
     (rates("current", RATES_LAST_DAYS + 1), "rates-old", "advice", "181 days ago.*plan --measure"),
+    (rates("current", 1, ("it stormed",)), "rates-disturbed", "advice", "it stormed: close .*plan --measure"),
 ]
 NAMES = [f"{name}-{number}" for number, (_, name, _, _) in enumerate(CASES)]
 

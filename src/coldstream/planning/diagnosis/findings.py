@@ -336,6 +336,9 @@ def _rates(facts: MachineFacts) -> Iterator[Finding]:
     if rates.state in ("of another machine", "of another version", "damaged", "unreadable"):
         text = f"the kept rates are {rates.state}, and the next run measures this machine again"
         yield Finding("rates-unusable", "advice", text, again)
+    if problems := sorted({problem for each in rates.measured for problem in each.problems}):
+        text = f"while the rates of this machine were measured, {', '.join(problems)}"
+        yield Finding("rates-disturbed", "advice", text, f"close other programs, then {again}")
     elif rates.age_days is not None and rates.age_days > RATES_LAST_DAYS:
         text = f"the rates of this machine were measured {rates.age_days} days ago"
         yield Finding("rates-old", "advice", text, again)

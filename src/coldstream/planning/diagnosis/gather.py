@@ -20,7 +20,7 @@ from coldstream.kernels.cuda import device
 from coldstream.kernels.cuda.driver import driver_version, find_driver
 from coldstream.models.dflash.convert import default_cache
 from coldstream.placement.hardware import GpuHardware, Hardware, read_number, read_text
-from coldstream.placement.hardware_file import DATE_FORMAT, default_path, describe_rates
+from coldstream.placement.hardware_file import age_days, default_path, describe_rates
 from coldstream.placement.limits import Limits
 from coldstream.planning.diagnosis.machine_facts import (
     Card,
@@ -30,6 +30,7 @@ from coldstream.planning.diagnosis.machine_facts import (
     Gpu,
     Library,
     MachineFacts,
+    MeasuredRates,
     Program,
     Ram,
     Rates,
@@ -194,10 +195,8 @@ def rates_of(hardware: Hardware, gpu: Gpu, now: datetime) -> Rates:
         on = GpuHardware(card.name, gpu.driver_version or "", card.total_bytes, card.total_bytes)
         hardware = replace(hardware, gpu=on)
     found = describe_rates(hardware, default_path())
-    if found.measured_at is None:
-        return Rates(found.state, None, None)
-    try:
-        then = datetime.strptime(found.measured_at, DATE_FORMAT).replace(tzinfo=UTC)
-    except ValueError:
-        return Rates("damaged", None, None)
-    return Rates(found.state, found.measured_at, (now - then).days)
+    measured = tuple(
+        MeasuredRates(entry.name, entry.measured_at, age_days(entry.measured_at, now), entry.problems)
+        for entry in found.entries
+    )
+    return Rates(found.state, measured)

@@ -84,12 +84,26 @@ class Folder:
 
 
 @dataclass(frozen=True)
+class MeasuredRates:
+    """Rates of the CPU or the GPU; problems: what disturbed their measurement."""
+
+    name: str
+    measured_at: str
+    age_days: int
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Rates:
-    """The kept rates of this machine."""
+    """The kept rates of this machine. measured: none unless they are current."""
 
     state: RatesState
-    measured_at: str | None
-    age_days: int | None
+    measured: tuple[MeasuredRates, ...] = ()
+
+    @property
+    def age_days(self) -> int | None:
+        """Of the oldest."""
+        return max((each.age_days for each in self.measured), default=None)
 
 
 @dataclass(frozen=True)
