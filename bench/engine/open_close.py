@@ -37,8 +37,8 @@ from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.errors import OutOfMemoryError
+from coldstream.experts import partial_experts
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cuda.device import Gpu, find_gpu
 from coldstream.kernels.cuda.runtime import calls, streams
 from coldstream.kernels.cuda.runtime.allocations import Allocation
 from coldstream.kernels.cuda.runtime.calls import checked
@@ -79,23 +79,30 @@ class Refusal:
     """An opening for which memory does not suffice.
 
     changed: the configuration's fields. takes_at: at which word of progress another program takes the
-    device's memory, given its amount done and the whole amount; None: it takes none. at_planning: it takes
-    the memory once the runner has read how much is free.
+    device's memory, given its amount done and the whole amount. at_call: or else at which of CALLS.
     """
 
     kind: str
     changed: Mapping[str, Any] = field(default_factory=dict)
     takes_at: Callable[[str, int, int], bool] | None = None
-    at_planning: bool = False
+    at_call: str | None = None
 
     @property
     def is_refused_by_device(self) -> bool:
-        return self.at_planning or self.takes_at is not None
+        return self.at_call is not None or self.takes_at is not None
+
+
+# Modules, the names they call, and whether the memory is taken before such a call or behind it.
+CALLS: Final = {
+    "planning": (cuda_runner, "find_gpu", False),  # the runner has read how much is free
+    # The pool is trimmed then. Before that, freed scratch may leave it enough for the slots of a small model.
+    "slots": (partial_experts, "SlotSegments", True),
+}
 
 
 def refusals_of(kinds: Mapping[str, EngineConfig]) -> dict[str, Refusal]:
     """By name, those of the kinds that there are."""
-    found = {"no memory for weights": Refusal("resident", at_planning=True)}
+    found = {"no memory for weights": Refusal("resident", at_call="planning")}
     if "partial" in kinds:
         least = _least_budget(kinds["partial"])
         with GGUFFile.open(Path(kinds["partial"].model)) as file:
@@ -103,9 +110,7 @@ def refusals_of(kinds: Mapping[str, EngineConfig]) -> dict[str, Refusal]:
         found |= {
             "a budget below the least": Refusal("partial", {"vram": 1}),
             "a context beyond the budget": Refusal("partial", {"ctx_size": longest, "vram": least}),
-            "no memory for slots": Refusal(
-                "partial", takes_at=lambda task, done, total: task == "loading" and done == total > 1
-            ),
+            "no memory for slots": Refusal("partial", at_call="slots"),
         }
     if "partial, dflash" in kinds:
         found |= {
@@ -154,8 +159,8 @@ class Cycles:
                     if refusal.takes_at is not None and refusal.takes_at(task, done, total):
                         take()
 
-                if refusal.at_planning:
-                    stack.enter_context(_after_planning(take))
+                if refusal.at_call is not None:
+                    stack.enter_context(_at_call(refusal.at_call, take))
                 open_model(config, progress).close()
         except OutOfMemoryError as error:
             self.messages[name] = str(error)
@@ -172,15 +177,20 @@ def _first_of(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _after_planning(take: Callable[[], None]) -> Iterator[None]:
-    """Inside, `take` is called once a runner knows how much memory is free."""
+def _at_call(name: str, take: Callable[[], None]) -> Iterator[None]:
+    """Inside, `take` is called before or behind one of CALLS."""
+    module, attribute, is_before = CALLS[name]
+    called = getattr(module, attribute)
 
-    def found() -> Gpu:
-        gpu = find_gpu()
-        take()
-        return gpu
+    def call(*arguments: Any, **named: Any) -> Any:
+        if is_before:
+            take()
+        result = called(*arguments, **named)
+        if not is_before:
+            take()
+        return result
 
-    with patch.object(cuda_runner, "find_gpu", found):
+    with patch.object(module, attribute, call):
         yield
 
 
