@@ -181,13 +181,21 @@ def _cpu() -> Iterator[Aim]:
 COMMON_TYPES: Final = ("Q2_K", "Q3_K", "IQ4_XS", "IQ3_S", "MXFP4")
 
 
+TYPE_RUNS: Final = {
+    "cpu_types": "Zen 5, AVX-512",
+    "cpu_types_avx2": "Zen 5, AVX2",
+    "cpu_types_beside": "Xeon, AVX-512",
+    "cpu_types_avx2_beside": "Xeon, AVX2",
+}
+
+
 def aims_types() -> str:
     """Two cores by type of weights, beside the better of llama.cpp and ik_llama.cpp."""
     return _rows(_types())
 
 
 def _types() -> Iterator[Aim]:
-    for name, tier in {"cpu_types": "AVX-512", "cpu_types_avx2": "AVX2"}.items():
+    for name, tier in TYPE_RUNS.items():
         types = load(name)["models"]["cut"]
         common = {kind: found for kind, found in types.items() if kind in COMMON_TYPES}
         for case, aim, among, why in (

@@ -5,7 +5,7 @@ from typing import Any
 
 from bench.report.tables import Row, load, table
 
-RESULTS = ("cpu_types", "cpu_types_avx2")
+RESULTS = ("cpu_types", "cpu_types_avx2", "cpu_types_beside", "cpu_types_avx2_beside")
 MODELS = {"cut": "35B shape, 4 layers, experts in", "small": "small model, all in"}
 
 
