@@ -102,7 +102,7 @@ def opened_on(device: HostDevice) -> Iterator[HostStream]:
     with gpu_on(device) as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(opened_model, "hardware_of", lambda gpu: MACHINE)
         patch.setattr(opened_model, "with_rates", lambda *_, **__: MACHINE)
-        patch.setattr(opened_model, "why_unusable", lambda _: None)
+        patch.setattr(opened_model, "why_unusable", lambda _: ())
         patch.setattr(opened_model, "compiling_for_rates", lambda _: nullcontext())
         patch.setattr(gather, "measured_hardware", lambda *_, **__: MACHINE)
         yield stream

@@ -380,18 +380,17 @@ def test_late_rates_are_measured_again_behind_an_answer(
 
 def test_a_file_that_is_of_no_use_is_named_in_a_sentence(tmp_path: Path) -> None:
     path, here = tmp_path / "hardware.json", Hardware.measure()
-    assert why_unusable(here, path) is None
+    assert why_unusable(here, path) == ()
     with_rates(here, path=path)
-    assert why_unusable(here, path) is None
-    assert why_unusable(hardware_with(GPU), path) is None, "of the CPU alone"
+    assert why_unusable(here, path) == ()
+    assert why_unusable(hardware_with(GPU), path) == (), "of the CPU alone"
     other = replace(here, cpu_name="another")
-    assert why_unusable(other, path) == (
-        f"the kept rates in {path} are of another machine, so this machine is measured again"
-    )
+    (sentence,) = why_unusable(other, path)
+    assert sentence == f"the kept rates in {path} are of another machine, so this machine is measured again"
     path.write_text("{")
-    assert "are damaged" in (why_unusable(here, path) or "")
+    assert "are damaged" in why_unusable(here, path)[0]
     keep_absurd = with_rates(here, path=path)
     assert keep_absurd.read_bytes_per_s is not None
     keep(path, 1e300)
-    assert "are damaged" in (why_unusable(here, path) or "")
+    assert "are damaged" in why_unusable(here, path)[0]
     assert with_rates(here, path=path).read_bytes_per_s != 1e300

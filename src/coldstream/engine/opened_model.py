@@ -198,16 +198,13 @@ def open_model(
     `ModelRunner.finish_loading`: the first may be slow, and any may raise CompileError. prompt: all that the
     model is opened to answer. It waits for no measurement then, and the caller has `late_rates` measured.
     """
-    own = own or OwnParts()
-    begin = partial(_begin, progress)
+    own, begin = own or OwnParts(), partial(_begin, progress)
     begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
-    again = late_rates is None and is_time_to_measure_again(hardware)
-    measures = again or (not has_rates and late_rates is None)
-    if sentence := why_unusable(hardware):
-        warnings += (sentence,)
+    measures = late_rates is None and (not has_rates or is_time_to_measure_again(hardware))
+    refused = why_unusable(hardware)  # a measurement replaces the file
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
         begin("reading the header")
@@ -221,10 +218,10 @@ def open_model(
             if config.device == "cuda":
                 beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
-            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=again)
+            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=measures)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates, is_early)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
-            config, warnings = planned.config, warnings + draft.warnings + planned.warnings
+            config, warnings = planned.config, warnings + refused + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)
             reading = reading or begin_reading()
             if reading.done():

@@ -358,8 +358,7 @@ def plan_by_name(
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
-        if sentence := why_unusable(hardware_of(gpu)):
-            warnings += (sentence,)
+        warnings += why_unusable(hardware_of(gpu))
         hardware = measured_hardware(gpu, progress, again=measure)
         with open_draft(config, spec, progress) as draft:
             planned = plan_model(

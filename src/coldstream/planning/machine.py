@@ -63,13 +63,13 @@ def is_time_to_measure_again(hardware: Hardware, path: Path | None = None) -> bo
     return stored is not None and stored.is_disturbed and is_idle(affinity())
 
 
-def why_unusable(hardware: Hardware, path: Path | None = None) -> str | None:
-    """Why a file of rates is of no use, as a sentence; None if there is none, or it is of use."""
+def why_unusable(hardware: Hardware, path: Path | None = None) -> tuple[str, ...]:
+    """Why a file of rates is of no use, in a sentence; none if there is no file, or it is of use."""
     path = path or default_path()
     state = describe_rates(hardware, path).state
     if state in ("current", "absent", "incomplete", "of another version"):  # after an upgrade
-        return None
-    return f"the kept rates in {path} are {state}, so this machine is measured again"
+        return ()
+    return (f"the kept rates in {path} are {state}, so this machine is measured again",)
 
 
 @contextmanager
