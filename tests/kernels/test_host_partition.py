@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from unittest.mock import Mock
@@ -24,7 +25,9 @@ from coldstream.kernels.experts.partition import (
     ExpertPlaces,
     Partition,
     Prefetched,
+    Sharing,
     Staging,
+    begin_of,
     partition_experts_cuda,
     sharing_of,
 )
@@ -340,6 +343,32 @@ def test_rows_beyond_a_mailbox_need_an_array_for_arrivals() -> None:
     )
     with pytest.raises(ValueError, match="65 tokens need an array"):
         partition_experts_cuda(shared.ids, shared.x, shared.sharing)
+
+
+def test_what_an_argument_names_is_kept_as_long_as_it() -> None:
+    """A launch reads addresses alone, and the last name of an array may be gone by then."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def named() -> tuple[Sharing, list[weakref.ref[object]]]:
+        slots, data = [torch.zeros(4).long() for _ in STEPS], torch.zeros(5000, dtype=torch.uint8)
+        stacks = [ExpertTable(each, QuantType.F32, 1, 4, True) for each in slots]
+        box, times, used = Mailbox.planned(2, 4, 3), ints(NUM_WORDS), ints(3, 2)
+        places = Partition(torch.zeros(MATRICES, 4).long(), ints(3, 2), torch.zeros(WORDS).long())
+        staging = Staging(ints(5), ExpertPlaces.of(data, stacks, 4))
+        assert places.stamps is not None
+        arrays = (*slots, data, box, times, used, places.addresses, places.cpu_ids, places.stamps)
+        sharing = sharing_of(stacks, times, box, 0, places, used, staging=staging)
+        return sharing, [weakref.ref(array) for array in (*arrays, staging.chosen)]
+
+    sharing, arrays = named()
+    assert all(array() is not None for array in arrays)
+    begin = begin_of(sharing)
+    del sharing
+    assert all(array() is not None for array in arrays)
+    del begin
+    assert all(array() is None for array in arrays)
 
 
 def test_sizes_beyond_a_block_are_refused() -> None:

@@ -45,7 +45,12 @@ class _Mailbox(ctypes.Structure): ...
 
 @declared_in("experts/partition.cuh")
 class ExpertPlaces(ctypes.Structure):
-    """Places on the device for experts of one layer. All fields 0: there are none."""
+    """Places on the device for experts of one layer. All fields 0: there are none.
+
+    array: where they lie, which `of` keeps as long as they are.
+    """
+
+    array: DeviceArray | None = None
 
     @classmethod
     def of(
@@ -60,12 +65,14 @@ class ExpertPlaces(ctypes.Structure):
         if sum(aligned) > place_bytes:
             raise ValueError(f"an expert of {sum(aligned)} bytes for places of {place_bytes}")
         offsets = (ctypes.c_int64 * MATRICES)(*(sum(aligned[:i]) for i in range(MATRICES)))
-        return cls(
+        places = cls(
             data=data.data_ptr(),
             place_bytes=place_bytes,
             offsets=offsets,
             count=min(most, data.numel() // place_bytes),
         )
+        places.array = data
+        return places
 
 
 @declared_in("experts/partition.cuh")
@@ -100,7 +107,12 @@ class PrefetchNotes(ctypes.Structure):
 
 @declared_in("experts/partition.cuh")
 class Sharing(ctypes.Structure):
-    """How a layer's pairs are shared out. All fields 0: they are not."""
+    """How a layer's pairs are shared out. All fields 0: they are not.
+
+    arrays: what `sharing_of` took the addresses of, and keeps as long as they are here.
+    """
+
+    arrays: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,7 @@ def sharing_of(
     for name, ids in (("mailbox", mailbox.ids), ("used", used)):
         if ids is not None and (len(ids) < tokens or ids.shape[1] != ranks):
             raise ValueError(f"{name}: {tokens} tokens of {ranks} ranks do not fit into {tuple(ids.shape)}")
-    return Sharing(
+    sharing = Sharing(
         matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
         times=times.data_ptr(),
         places=_Partition(
@@ -172,11 +184,15 @@ def sharing_of(
         prefetched=prefetched or Prefetched(),
         notes=notes or PrefetchNotes(),
     )
+    sharing.arrays = (*stacks, times, mailbox, places, used, staging)
+    return sharing
 
 
 def begin_of(sharing: Sharing) -> Sharing:
     """For the router of several tokens, whose pairs the launch behind it shares out by `sharing`."""
-    return Sharing(stamps=sharing.stamps)
+    begin = Sharing(stamps=sharing.stamps)
+    begin.arrays = sharing.arrays
+    return begin
 
 
 def partition_experts_cuda(
