@@ -261,6 +261,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), values_of(there)[0])
         text = run_script(
             """
 source, target = allocations.block(2**28), allocations.block(2**28)
+for each in (source, target):
+    copies.fill_bytes(each.address, 1, 2**28)
 host = allocations.page_locked((2**26,), "uint8")
 graph, _ = Graph.capture(lambda: copies.within_device(target.address, source.address, 2**28))
 for _ in range(200):
