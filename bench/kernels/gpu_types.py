@@ -7,6 +7,8 @@ that quantise its inputs: a dense product, and a layer's routed experts with all
 and evenly spread routing. Weights rotate through more memory than the caches hold. Every type is timed
 beside Q4_K, alternating, and the ratio is the median. With up to eight rows the bytes of a type bound its
 time, so that the bytes' ratio is printed beside it.
+
+`python -m bench.kernels.gpu_type_table` makes the table of the forecasts of the results in docs/results/gpu.
 """
 
 import argparse

@@ -28,7 +28,7 @@ from coldstream.placement.cost import (
     miss_times_of,
     rates_of_experts,
 )
-from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
+from coldstream.placement.gpu_types import GPU_TIMES, MEASURED_TYPE
 from coldstream.placement.prompt_cost import prefill_seconds, prefill_seconds_on_cpu
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
@@ -180,21 +180,16 @@ def test_a_gpu_takes_the_measured_multiple_for_a_type(dense: QuantType, experts:
         return token[0], prompt[1]
 
     same, other = seconds(MEASURED_TYPE, MEASURED_TYPE), seconds(QuantType.Q6_K, MEASURED_TYPE)
-    found, q6 = seconds(dense, experts), product_time(QuantType.Q6_K)
+    found, q6 = seconds(dense, experts), GPU_TIMES[QuantType.Q6_K]
     for number, (of_dense, of_experts, of_q6) in enumerate(
         (
-            (product_time(dense).row, product_time(experts).experts_row, q6.row),
-            (product_time(dense).prompt, product_time(experts).experts_prompt, q6.prompt),
+            (GPU_TIMES[dense].row, GPU_TIMES[experts].experts_row, q6.row),
+            (GPU_TIMES[dense].prompt, GPU_TIMES[experts].experts_prompt, q6.prompt),
         )
     ):
         dense_s = (other[number] - same[number]) / (of_q6 - 1)  # of weights of the measured type
         assert 0 < dense_s < same[number]
         assert found[number] == pytest.approx(of_dense * dense_s + of_experts * (same[number] - dense_s))
-
-
-def test_float_types_are_bound_by_bytes_in_one_row() -> None:
-    assert product_time(QuantType.F16).row == pytest.approx(16 / 4.5)
-    assert product_time(QuantType.F32).experts_row == pytest.approx(32 / 4.5)
 
 
 def test_a_dense_model_on_a_gpu_has_types_too() -> None:
@@ -204,7 +199,7 @@ def test_a_dense_model_on_a_gpu_has_types_too() -> None:
     )
     rates = rates_with()
     further = decode_seconds(model, rates, (1.0,) * LAYERS) - decode_seconds(same, rates, (1.0,) * LAYERS)
-    slower = LAYERS * (product_time(QuantType.IQ3_S).row - 1)
+    slower = LAYERS * (GPU_TIMES[QuantType.IQ3_S].row - 1)
     bytes_s = MEASURED_TYPE.row_bytes(EXPERT_VALUES) / (VRAM_SHARE * rates.vram_bytes_per_s)
     assert further == pytest.approx(slower * (bytes_s + EXPERT_LAUNCHES * LAUNCH_S))
 
@@ -217,8 +212,8 @@ def test_instructions_of_a_type_lengthen_its_whole_launches(dense: QuantType, ex
         decode_seconds(model_of(*kinds), fast, (1.0,) * LAYERS)
         for kinds in ((dense, experts), (MEASURED_TYPE, MEASURED_TYPE))
     )
-    slower = DENSE_LAUNCHES * (product_time(dense).row - 1)
-    slower += EXPERT_LAUNCHES * (product_time(experts).experts_row - 1)
+    slower = DENSE_LAUNCHES * (GPU_TIMES[dense].row - 1)
+    slower += EXPERT_LAUNCHES * (GPU_TIMES[experts].experts_row - 1)
     assert found - same == pytest.approx(LAYERS * slower * LAUNCH_S, abs=1e-12)
 
 
@@ -228,7 +223,7 @@ def test_one_row_reads_over_the_bus_no_faster_than_it_multiplies(kind: QuantType
     rates = replace(rates_with(), link_bytes_per_s=link, link_beside_read=link)
     times, num_bytes = miss_times_of(model_of(kind, kind), rates), kind.row_bytes(EXPERT_VALUES)
     by_bytes = num_bytes / (BUS_BESIDE_SHARE * link)
-    by_pace = product_time(kind).experts_row * MEASURED_TYPE.row_bytes(EXPERT_VALUES) / ROW_BUS_BYTES
+    by_pace = GPU_TIMES[kind].experts_row * MEASURED_TYPE.row_bytes(EXPERT_VALUES) / ROW_BUS_BYTES
     assert times.row_bus == pytest.approx(1e9 * max(by_bytes, by_pace), rel=1e-3)
     assert times.bus == pytest.approx(1e9 * num_bytes / (STAGED_SHARE * link), rel=1e-3)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
-from coldstream.placement.gpu_types import MEASURED_TYPE, product_time
+from coldstream.placement.gpu_types import GPU_TIMES, MEASURED_TYPE
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
@@ -274,7 +274,7 @@ def _bytes_on_gpu(num_bytes: int, products: Sequence[Products], *, are_experts: 
 
     products: of these weights; what they leave of the bytes counts as it is.
     """
-    times = map(product_time, (each.quant_type for each in products))
+    times = map(GPU_TIMES.__getitem__, (each.quant_type for each in products))
     over_measured = [time.experts_row if are_experts else time.row for time in times]
     measured = sum(time * each.num_values for time, each in zip(over_measured, products, strict=True))
     rest = max(0, num_bytes - sum(each.num_bytes for each in products))
@@ -289,7 +289,7 @@ def _slower_launches(model: ModelSizes) -> float:
 
     def excess(products: Sequence[Products], *, are_experts: bool) -> float:
         quantised = [each for each in products if each.quant_type.block_elements > 1]
-        times = [product_time(each.quant_type) for each in quantised]
+        times = [GPU_TIMES[each.quant_type] for each in quantised]
         over_measured = [time.experts_row if are_experts else time.row for time in times]
         num_values = [each.num_values for each in quantised]
         return float(np.average(over_measured, weights=num_values)) - 1 if num_values else 0.0

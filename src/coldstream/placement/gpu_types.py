@@ -1,9 +1,9 @@
 """What a GPU takes for products of each type of weights, over its time for as many weights of Q4_K.
 
 A type is bound by its bytes or by the instructions that unpack its codes, and kernels of dense products and
-of routed experts unpack in different ways. The numbers are from docs/results/gpu/types.json, an H200's
-(`bench.kernels.gpu_types`). Float types are bound by bytes in one row, and in prompts by multiplications of
-float32.
+of routed experts unpack in different ways. Float types are multiplied as float32, without tensor cores. The
+numbers are from docs/results/gpu/types.json and float_types.json, an H200's. `bench.kernels.gpu_type_table`
+writes them.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ class ProductTime:
 
 
 GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
+    QuantType.F32: ProductTime(5.40, 5.40, 10.93, 10.93),
+    QuantType.F16: ProductTime(3.57, 3.57, 11.19, 11.19),
     QuantType.Q4_0: ProductTime(1.17, 1.17, 1.20, 1.25),
     QuantType.Q4_1: ProductTime(1.16, 1.20, 1.62, 1.57),
     QuantType.Q5_0: ProductTime(1.34, 1.33, 1.27, 1.32),
@@ -45,17 +47,8 @@ GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
     QuantType.IQ2_S: ProductTime(1.11, 1.23, 1.23, 1.34),
     QuantType.IQ4_XS: ProductTime(1.20, 1.11, 1.13, 1.27),
     QuantType.IQ1_M: ProductTime(0.97, 1.11, 0.99, 1.13),
+    QuantType.BF16: ProductTime(4.45, 4.45, 11.44, 11.44),
     QuantType.TQ2_0: ProductTime(0.92, 0.96, 0.66, 0.84),
     QuantType.MXFP4: ProductTime(1.22, 1.25, 1.30, 1.32),
     QuantType.Q2_0: ProductTime(1.02, 1.15, 1.24, 1.27),
 }
-FLOAT_PROMPT: Final = 5.0  # of float types in a prompt
-
-
-def product_time(quant_type: QuantType) -> ProductTime:
-    """Of any type."""
-    if quant_type in GPU_TIMES:
-        return GPU_TIMES[quant_type]
-    values = MEASURED_TYPE.block_elements
-    num_bytes = quant_type.row_bytes(values) / MEASURED_TYPE.row_bytes(values)
-    return ProductTime(num_bytes, num_bytes, FLOAT_PROMPT, FLOAT_PROMPT)

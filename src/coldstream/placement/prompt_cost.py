@@ -21,7 +21,7 @@ from coldstream.placement.cost import (
     expert_seconds,
     rates_of_experts,
 )
-from coldstream.placement.gpu_types import product_time
+from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, SHARE_WITH_PLACES, ModelSizes
 
@@ -98,12 +98,10 @@ def _dense_weights(model: ModelSizes) -> float:
     long.
     """
     experts = model.num_experts_per_tok * model.num_layers * model.expert_parameters
-    further = sum(
-        (product_time(each.quant_type).prompt - 1) * each.num_values for each in model.dense_products
-    )
+    further = sum((GPU_TIMES[each.quant_type].prompt - 1) * each.num_values for each in model.dense_products)
     head = model.head
     if head is not None:
-        further -= (product_time(head.quant_type).prompt if model.dense_products else 1) * head.num_values
+        further -= (GPU_TIMES[head.quant_type].prompt if model.dense_products else 1) * head.num_values
     return model.token_parameters - experts + further
 
 
@@ -113,7 +111,7 @@ def _expert_weights(model: ModelSizes) -> Array:
     for layer in range(model.num_layers):
         products = model.products_of_expert(layer)
         if products:
-            times = (product_time(each.quant_type).experts_prompt * each.num_values for each in products)
+            times = (GPU_TIMES[each.quant_type].experts_prompt * each.num_values for each in products)
             weights[layer] = sum(times)
     return weights
 
