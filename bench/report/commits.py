@@ -1,6 +1,7 @@
 """The block on commits: this one beside an earlier one, line by line."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from bench.report.tables import RESULTS, load, table
@@ -29,11 +30,15 @@ def _lines_of(result: dict[str, Any]) -> str:
         "pairs",
     ]
     runs = dict.fromkeys(
-        f"- {line['machine']['gpu'] or line['machine']['cpu_name']}, commit {line['commit']}, "
-        f"{line['date']}: `{line['command']}`"
-        for line in result["lines"].values()
+        f"- {_device_of(name, line['machine'])}, commit {line['commit']}, {line['date']}: `{line['command']}`"
+        for name, line in result["lines"].items()
     )
     return table(header, rows) + "\n" + "\n".join(runs) + "\n"
+
+
+def _device_of(line: str, machine: Mapping[str, Any]) -> str:
+    """What a line ran on: its name begins with it."""
+    return str(machine["gpu"] if line.startswith("gpu-") else machine["cpu_name"])
 
 
 def commit_bits() -> str:
