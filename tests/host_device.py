@@ -40,6 +40,8 @@ HEADERS = [*sorted(HOST.glob("*.h")), *sorted(HOST.glob("cuda/*.cuh"))]
 LINKER = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, and on Hopper
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
+# Of these files, those for one type of weights: tests launch most of them, and parsing takes longer than one.
+BY_TYPE = {"skinny.cu", "parts.cu", "grouped.cu", "gemv.cu"}
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
@@ -136,13 +138,29 @@ class HostDevice:
         return file
 
 
+def compiled_with(instance: str, program: CudaProgram) -> tuple[str, ...]:
+    """The kernels of a program's library that has `instance`."""
+    if instance not in program.instances:
+        return (instance,)
+    if len(program.instances) <= MOST_AT_ONCE:
+        return program.instances
+    if program.source.name not in BY_TYPE:
+        return (instance,)
+    own = type_of(instance)
+    return tuple(other for other in program.instances if type_of(other) == own)
+
+
+def type_of(instance: str) -> str:
+    """The first argument of its template."""
+    return instance.partition("<")[2].rstrip(">").partition(",")[0]
+
+
 class HostKernel:
     """One kernel of a program."""
 
     def __init__(self, device: HostDevice, own: CudaProgram, instance: str) -> None:
         self._device, self._name = device, instance
-        is_listed = instance in own.instances and len(own.instances) <= MOST_AT_ONCE
-        kernels = own.instances if is_listed else (instance,)
+        kernels = compiled_with(instance, own)
         self._library = device.library(own.source, kernels)
         self._index = kernels.index(instance)
 
