@@ -101,8 +101,8 @@ def short_measurements() -> Iterator[None]:
     """In this process; `short_rates.py` is for others. Plans of a GPU follow its machine's rates."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            for module, name, value in SHORT:
-                patch.setattr(module, name, value)
+            for owner, name, value in SHORT:
+                patch.setattr(owner, name, value)
         yield
 
 
@@ -177,21 +177,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
     """Of tests marked `sharded` that have as many cases as shards, or more, only one shard stays.
 
-    Tests that are marked with the same `of` are cases of one: each is long, and has few or one. Which shard
+    Tests that are marked with the same `of` are cases of one: each is long, and has few or one. Those of one
+    file with the same `fixture`, which takes most of their time, are one case together. Which shard
     stays shifts from one row of so many cases to the next, so that a shard has every value of a parameter
     that has as many values as there are shards.
     """
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    cases: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
         if marker := item.get_closest_marker("sharded"):
             (shards,) = marker.args or (SHARDS,)
             name = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
-            cases.setdefault((name, shards), []).append(item)
+            own, shared = item.nodeid, marker.kwargs.get("fixture")
+            case = own if shared is None else f"{own.partition('::')[0]} {shared}"
+            cases.setdefault((name, shards), {}).setdefault(case, []).append(item)
     left_out = [
         item
         for (_, shards), those in cases.items()
-        for number, item in enumerate(those)
+        for number, case in enumerate(those.values())
         if len(those) >= shards and (number + number // shards) % shards != shard % shards
+        for item in case
     ]
     config.hook.pytest_deselected(items=left_out)
     gone = {*map(id, left_out)}

@@ -24,14 +24,17 @@ class QuietWatch:
         return self._quiet
 
 
+_BYTES = 2**24
 SHORT = (
-    (hardware, "_BUFFER_BYTES", 2**24),
+    (hardware, "_BUFFER_BYTES", _BYTES),
     (hardware, "_WINDOW_S", 0.01),
+    # Benchmarks leave the number out, which would be that of before.
+    (hardware.measure_read_bandwidth, "__defaults__", (_BYTES,)),
     (machine, "LoadWatch", QuietWatch),
 )
 PROGRAM = ("-P", __file__)  # what is given to Python
 
 if __name__ == "__main__":
-    for module, name, value in SHORT:
-        setattr(module, name, value)
+    for owner, name, value in SHORT:
+        setattr(owner, name, value)
     sys.exit(main())

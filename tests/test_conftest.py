@@ -72,12 +72,12 @@ def test_a_shard_halves_large_numbers_of_examples_that_a_test_gives(request: pyt
 class Case:
     """What sharding reads of a test."""
 
-    def __init__(self, nodeid: str, of: str | None) -> None:
-        self.nodeid, self._of = nodeid, of
+    def __init__(self, nodeid: str, of: str | None, fixture: str | None = None) -> None:
+        self.nodeid, self._of, self._fixture = nodeid, of, fixture
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         assert name == "sharded"
-        return None if self._of is None else pytest.mark.sharded(2, of=self._of).mark
+        return None if self._of is None else pytest.mark.sharded(2, of=self._of, fixture=self._fixture).mark
 
 
 def test_tests_of_one_name_are_cases_of_one(request: pytest.FixtureRequest) -> None:
@@ -93,6 +93,21 @@ def test_tests_of_one_name_are_cases_of_one(request: pytest.FixtureRequest) -> N
     assert shards[0] & shards[1] == {"a::whole", "c::alone"}
     assert shards[0] | shards[1] == {*names}
     assert min(map(len, shards)) > 2
+
+
+def test_tests_with_one_fixture_are_one_case(request: pytest.FixtureRequest) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    names = {"a::x": "made", "a::y": None, "a::z": "made", "b::x": "made", "b::y[1]": None, "b::y[2]": None}
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    shards = []
+    for number in range(2):
+        items = [Case(nodeid, "long", fixture) for nodeid, fixture in names.items()]
+        own.leave_out_other_shards(config, items, number)
+        shards.append({item.nodeid for item in items})
+    assert shards[0] | shards[1] == {*names}
+    assert not shards[0] & shards[1]
+    assert sum({"a::x", "a::z"} <= shard for shard in shards) == 1
+    assert not any({"a::x", "b::x"} <= shard for shard in shards), "which are of two files"
 
 
 @pytest.mark.parametrize(
