@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_gemm_cases import device_weight
 from guarded import Guarded
+from machine_code import stack_bytes
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
@@ -19,10 +20,10 @@ TYPES = tuple(NAMES)
 
 
 @pytest.mark.sharded(of="kernels")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
     for instance in PROGRAM.instances:
-        assert compile_instance(PROGRAM.source, instance, arch, tmp_path).cubin
+        assert stack_bytes(compile_instance(PROGRAM.source, instance, arch, tmp_path)) == 0
 
 
 @pytest.mark.gpu
@@ -42,7 +43,7 @@ def test_every_shape(quant_type: QuantType, num_rows: int, num_tokens: int) -> N
 @pytest.mark.parametrize("num_tokens", [30, 2200])
 @pytest.mark.parametrize("num_values", SIZES)
 def test_every_depth(num_values: int, num_tokens: int) -> None:
-    """With both sizes of tile: few tokens, and enough tiles for every multiprocessor."""
+    """With small tiles and large ones: few tokens, and enough tiles for every multiprocessor."""
     x = activations(num_values, num_tokens, max(num_values, 64))[:, :num_values]
     weight = random_weight(QuantType.F32, (150, num_values), 5)
     out = Guarded(num_tokens, 150)

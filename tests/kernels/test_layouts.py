@@ -44,8 +44,8 @@ from coldstream.kernels.experts import (
 from coldstream.kernels.fused.reference import NUM_COLUMNS
 from coldstream.kernels.gated_delta_net import cuda as delta_net
 from coldstream.kernels.linear import cuda as linear_skinny
+from coldstream.kernels.linear import cuda_float_gemm, skinny_layouts
 from coldstream.kernels.linear import cuda_gemm as linear_gemm
-from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES, MINIMUM_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
@@ -196,6 +196,20 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         for tilings in linear_gemm.TILINGS.values()
         for tiling in tilings
         for number in ("rows", "tokens", "threads", "shared_bytes")
+    },
+    "linear/float_gemm.cu": {
+        "threads": cuda_float_gemm.THREADS,
+        "depth": cuda_float_gemm.DEPTH,
+        "max_tile_columns": cuda_float_gemm.MAX_TILE_COLUMNS,
+        **{
+            f"FloatTiling<Float32, {tiling.thread_side}, true>::{number}": getattr(tiling, number)
+            for tiling in cuda_float_gemm.TILINGS
+            for number in ("tile_tokens", "tile_rows")
+        },
+        **{
+            f"2 * sizeof(Stage<FloatTiling<Float32, {tiling.thread_side}, true>>)": tiling.shared_bytes
+            for tiling in cuda_float_gemm.TILINGS
+        },
     },
     "experts/grouped.cu": {
         "expert_warps": experts_gemv.WARPS,

@@ -91,6 +91,7 @@ inline void load_shared_4(uint32_t from, float& a, float& b, float& c, float& d)
   load_shared_2(from, a, b);
   load_shared_2(from + 8, c, d);
 }
+inline void store_shared_1(uint32_t to, float a) { *reinterpret_cast<float*>(shared_at(to)) = a; }
 inline void copy_if_below(int limit, int index, uint32_t to, const void* from) {
   if (index < limit) begin_copy(shared_at(to), from, 16);
 }

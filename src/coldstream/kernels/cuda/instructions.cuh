@@ -185,6 +185,10 @@ __device__ __forceinline__ void load_shared_4(uint32_t from, float& a, float& b,
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_1(uint32_t to, float a) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(a) : "memory");
+}
+
 // Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no
 // conditional branches around them.
 __device__ __forceinline__ void copy_if_below(int limit, int index, uint32_t to, const void* from) {
