@@ -42,6 +42,7 @@ def test_sees(i, record_property):
 """
 
 
+@pytest.mark.sharded(of="measurements")
 def test_each_process_sees_one_of_the_gpus(tmp_path: Path) -> None:
     (tmp_path / "test_sees.py").write_text(SEES)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--junit-xml=report.xml"]

@@ -55,6 +55,7 @@ def of_published_size(shape: Shape, mix: Mix = PLAIN) -> tuple[Counter[str], int
     return Counter(tensor.qtype.name for tensor in writer.tensors), num_bytes
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_file_for_plans_has_holes_for_quantised_weights_only(path: Path, tmp_path: Path) -> None:
     sparse = tmp_path / "sparse.gguf"
     FullSizeWriter(sparse, SMALL, seed=3, threads=2).write(is_for_plans=True)
@@ -68,6 +69,7 @@ def test_a_file_for_plans_has_holes_for_quantised_weights_only(path: Path, tmp_p
     assert not whole
 
 
+@pytest.mark.sharded(of="measurements")
 def test_types_and_size_are_those_of_published_files() -> None:
     counts, num_bytes = of_published_size(FULL_SHAPE)
     assert counts == {"F32": 301, "Q4_K": 355, "Q5_K": 30, "Q6_K": 47}
@@ -81,6 +83,7 @@ MIX_SIZES = {
 }
 
 
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.parametrize("name", MIX_SIZES)
 def test_mixes_have_the_size_of_published_files(name: str) -> None:
     published, expected = MIX_SIZES[name]
@@ -89,6 +92,7 @@ def test_mixes_have_the_size_of_published_files(name: str) -> None:
     assert num_bytes == pytest.approx(published, rel=0.01)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -141,6 +145,7 @@ def test_the_dense_shape_has_the_tensors_and_size_of_published_files() -> None:
     assert 15 < num_bytes / 2**30 < 16.5
 
 
+@pytest.mark.sharded(of="measurements")
 def test_dense_text_walks_through_the_vocabulary_too(tmp_path: Path) -> None:
     path = tmp_path / "dense.gguf"
     FullSizeWriter(path, replace(SMALL, dense_ffn=768), seed=3, threads=2).write()
@@ -154,6 +159,7 @@ def test_text_walks_through_the_vocabulary(path: Path) -> None:
         check_walk(llm)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", ["IQ4_XS", "Q2_K", "UD-IQ3_S", "MXFP4"])
 def test_routing_is_as_local_in_every_mix(name: str) -> None:
     rates = [hit_rate_of_codes(mix) for mix in (PLAIN, MIXES[name])]
@@ -232,6 +238,7 @@ def test_routing_depends_on_the_token_alone(path: Path) -> None:
         np.testing.assert_array_equal(one, other[::-1])
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))

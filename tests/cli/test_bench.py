@@ -25,6 +25,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_gguf(tmp_path_factory.mktemp("bench") / "tiny.gguf")[0])
 
 
+@pytest.mark.sharded(of="processes")
 def test_the_ceiling_comes_first_and_then_the_table(run: Run, path: str) -> None:
     code, out, _ = run("bench", path, *QUICK, "-d", "0,8")
     assert code == 0
@@ -42,6 +43,7 @@ def test_the_ceiling_comes_first_and_then_the_table(run: Run, path: str) -> None
     assert [bool(row[7:] and row[7]) for row in rows[2:]] == [False, False, True, True]
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_budget_of_ram_shows_what_came_from_the_disk(run: Run) -> None:
     code, out, _ = run("bench", *QUICK, "--ram", "30M", "--ctx-size", "64", "--device", "cpu")
     assert code == 0
@@ -97,6 +99,7 @@ def test_drafts_are_timed_beside_the_same_without(run: Run, budget: int | str) -
         assert re.search(r"a step; drafting \S+ s, building trees \S+ s, sizing them \S+ s, steps \S+ s", out)
 
 
+@pytest.mark.sharded(of="processes")
 def test_drafts_under_a_budget_of_ram_say_which_experts_they_used(run: Run) -> None:
     words = ["-p", "0", "-n", "12", "-r", "1", "--threads", "1", "--device", "cpu", "--spec-type", "mtp"]
     words += ["--ram", "40M", "--ctx-size", "128", "--tree-budget", "3"]

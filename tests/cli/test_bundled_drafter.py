@@ -23,6 +23,7 @@ def no_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.usefixtures("no_input")
 def test_run_drafts_with_it_if_asked_and_answers_as_without(run: Run) -> None:
     arguments = ("run", "-p", "def read_lines(path):", "-n", "48", "--seed", "3", "--device", "cpu")

@@ -46,6 +46,7 @@ def test_bash_completes_verbs_options_and_values(tmp_path: Path) -> None:
     assert _offered(tmp_path, "serve", "--log-format", "") == ["text", "json"]
 
 
+@pytest.mark.sharded(of="processes")
 def test_bash_completes_downloaded_models(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--repo" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -58,6 +59,7 @@ def test_bash_completes_downloaded_models(tmp_path: Path) -> None:
     assert _offered(tmp_path, "run", "mod", HF_HUB_CACHE=str(tmp_path)) == []  # the shell's own file names
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_script_that_it_can_read(shell: str) -> None:
     done = subprocess.run(

@@ -165,6 +165,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert "~/.cache/coldstream" in found["folder-read-only"]["text"]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("values", "name"),
     [
@@ -177,6 +178,7 @@ def test_drivers_that_cannot_be_used(tmp_path: Path, values: dict[str, int], nam
     assert name in findings(tmp_path, LD_LIBRARY_PATH=str(build_driver(tmp_path, **values)))
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_gpu_without_packages_and_a_forged_kernel(tmp_path: Path) -> None:
     forged = tmp_path / ".cache" / "coldstream" / "cuda"
     forged.mkdir(mode=0o700, parents=True)
@@ -189,6 +191,7 @@ def test_a_gpu_without_packages_and_a_forged_kernel(tmp_path: Path) -> None:
     assert found["folder-damaged"]["text"].endswith("1 of the files in ~/.cache/coldstream/cuda")
 
 
+@pytest.mark.sharded(of="processes")
 def test_limits_of_the_process_are_found(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -199,6 +202,7 @@ def test_limits_of_the_process_are_found(tmp_path: Path) -> None:
     assert "8.0 GiB" in found["address-space"]["text"]
 
 
+@pytest.mark.sharded(of="processes")
 def test_no_library_of_a_gpu_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom coldstream.cli.main import main\nmain(['doctor', '--json'])\n"

@@ -44,6 +44,7 @@ def test_an_unknown_topic_is_wrong_usage(run: Run, topic: str, advice: str) -> N
     assert f"no page {topic}: {advice}" in error
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_terminal_shows_a_page_laid_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "coldstream", "help", "glossary"]
     with Terminal(command, home=str(tmp_path), columns=70, environment={"PAGER": "cat"}) as terminal:

@@ -28,6 +28,7 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sharded(of="processes")
 def test_models_by_the_names_that_the_verbs_take(cache: Path) -> None:
     shown = _ls(cache)
     assert "org/repo:Q4_K_M" in shown.stdout
@@ -36,6 +37,7 @@ def test_models_by_the_names_that_the_verbs_take(cache: Path) -> None:
     assert (entry["name"], entry["quant"], entry["size_bytes"]) == ("org/repo:Q4_K_M", "Q4_K_M", 3 * 2**20)
 
 
+@pytest.mark.sharded(of="processes")
 def test_an_empty_cache_is_no_error(tmp_path: Path) -> None:
     shown = _ls(tmp_path / "absent")
     assert shown.stdout == ""

@@ -41,6 +41,7 @@ def test_the_help_of_a_verb_needs_no_torch(verb: str) -> None:
     assert "torch" not in _imports(verb, "--help")
 
 
+@pytest.mark.sharded(of="processes")
 def test_generating_on_the_cpu_needs_no_torch() -> None:
     """Whose import takes longer than a small model's answer, and more memory than many a model."""
     assert "torch" not in _imports("run", "-p", "def", "-n", "1", "--device", "cpu", "--quiet")
@@ -170,6 +171,7 @@ _NAMES = {
 }
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_explained_under_its_usual_name(verb: str) -> None:
     from coldstream.cli.main import cli
@@ -192,6 +194,7 @@ def test_version() -> None:
     assert __version__ in done.stdout
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_gpu_that_is_not_there_is_an_error_before_anything_else() -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     arguments = ["run", "/nonexistent/model.gguf", "-p", "y", "--device", "cuda"]

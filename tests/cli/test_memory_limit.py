@@ -103,6 +103,7 @@ def test_mm04_a_run_keeps_to_its_budget_where_there_is_room_for_more(
     assert peak <= ram + HEADROOM < os.path.getsize(model)
 
 
+@pytest.mark.sharded(of="processes")
 def test_mm04_less_than_what_must_be_there_is_refused_and_not_killed(model: Path) -> None:
     with memory_limit("test", 160 * MIB) as limit:
         done = run_within(limit, model, "--ram", "16M")

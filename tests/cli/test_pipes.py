@@ -104,6 +104,7 @@ def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str)
     assert bool(done.stdout) == bool(expected.stdout)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -120,6 +121,7 @@ def test_the_errors_are_not_read(folder: Path, command: str, code: int) -> None:
     assert _run_with_closed_pipes(folder, command, "stderr")[0] == code
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_first_line_is_enough(folder: Path) -> None:
     command = " ".join(_arguments("run MODEL -p def --ignore-eos --threads 1"))
     script = f"{{ {command} -q; echo $? >&2; }} | head -c 1"

@@ -134,6 +134,7 @@ def test_kept_prefixes_of_prompts_are_a_row_of_ram_beside_a_gpu(run: Run, model:
     assert shown.count("kept prefixes") == 1
 
 
+@pytest.mark.sharded(of="processes")
 @no_gpu
 def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, model: Path) -> None:
     code, shown, error = run("plan", str(model), "--vram", "500M")
@@ -161,6 +162,7 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
     ), shown
 
 
+@pytest.mark.sharded(of="processes")
 @no_gpu
 def test_a_plan_as_json_adds_up_and_never_exceeds_the_budget(run: Run, model: Path, tmp_path: Path) -> None:
     decode = []
@@ -238,6 +240,7 @@ def test_rates_that_were_measured_under_load_are_named_so(
     assert error.count("are damaged, so this machine is measured again") == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_trace_says_which_experts_and_how_often_they_are_found(run: Run, model: Path) -> None:
     assert run("profile", str(model), "--text", "text.py", "--threads", "1")[0] == 0
     budget = in_ram(run, model)

@@ -56,6 +56,7 @@ def test_where_nothing_can_be_written_is_said_first(run: Run, model: Path, out: 
     assert f"{out} cannot be written" in error
 
 
+@pytest.mark.sharded(of="processes")
 def test_uses_and_residents_are_drawn(run: Run, model: Path, tmp_path: Path) -> None:
     planned = ("plan", str(model), "--device", "cpu", "--pin-layers", "1", "--out", "my.plan")
     assert run(*planned)[0] == 0

@@ -116,6 +116,7 @@ def test_a_socket_that_somebody_left_open_is_not_waited_for(model: str) -> None:
     assert done.stdout == _run(model, "-p", "def", *SHORT).stdout
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -136,6 +137,7 @@ def test_tk03_a_file_that_is_no_prompt(tmp_path: Path, content: bytes | None, me
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_minus_one_generates_until_the_context_is_full(model: str) -> None:
     done = _run(model, "-p", "def", "-n", "-1", "-c", "40", *ENDLESS, "--raw")
     with LLM(model, threads=1, ctx_size=40) as llm:
@@ -152,6 +154,7 @@ def test_a_model_without_template_completes(plain_model: str) -> None:
     )
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [
@@ -167,6 +170,7 @@ def test_tk03_input_that_is_no_prompt(model: str, stdin: bytes, message: bytes) 
     assert done.stdout == b""
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_system_prompt_that_would_be_ignored_is_refused(model: str) -> None:
     done = _run(model, "-p", "def", "-sys", "brief", "--raw", *SHORT)
     assert done.returncode == 2
@@ -194,6 +198,7 @@ def test_the_bundled_model_completes_by_whatever_path_it_is_named(tmp_path: Path
     assert b"this one continues text" in _run(path, *arguments, "-sys", "brief").stderr
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize(("count", "line"), [("1", rb"d 1 token "), ("2", rb"2 tokens, [\d.]+ tok/s")])
 def test_a_speed_is_shown_only_where_there_is_one(model: str, count: str, line: bytes) -> None:
     done = _run(model, "-p", "def", "-n", count, *ENDLESS, "--raw", "-c", "50")
@@ -204,6 +209,7 @@ def test_a_speed_is_shown_only_where_there_is_one(model: str, count: str, line: 
     assert b"1 thread " in done.stderr
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize(("arguments", "code"), [(["-p", ""], 2), (["", "-p", "def"], 2)])
 def test_empty_texts_are_no_prompt_and_no_model(arguments: list[str], code: int) -> None:
     done = _run(*arguments)
@@ -211,12 +217,14 @@ def test_empty_texts_are_no_prompt_and_no_model(arguments: list[str], code: int)
     assert b"empty" in done.stderr or b"model must be" in done.stderr
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_prompt_beyond_the_context_says_so(model: str) -> None:
     done = _run(model, "-p", "x" * 5000, *SHORT)
     assert done.returncode == 2
     assert b"--ctx-size" in done.stderr
 
 
+@pytest.mark.sharded(of="processes")
 def test_ctrl_c_ends_the_answer_and_the_program(model: str) -> None:
     process = subprocess.Popen(
         [*RUN, model, "-p", "def", *ENDLESS],
@@ -273,6 +281,7 @@ def test_without_history_a_chat_leaves_nothing_behind(model: str, tmp_path: Path
     assert not (tmp_path / "coldstream").exists()
 
 
+@pytest.mark.sharded(of="processes")
 def test_doubts_about_a_file_are_reported_and_it_runs(tmp_path: Path) -> None:
     model = make_model()
     for name in model.tensors:

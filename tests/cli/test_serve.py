@@ -194,6 +194,7 @@ def test_pr08_wrong_settings_are_one_line_before_anything_is_loaded(
     assert error.count("\n") == 1
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_model_that_does_not_open_ends_the_server_with_its_exit_code() -> None:
     done = subprocess.run([*SERVE, "/nonexistent/model.gguf"], capture_output=True, text=True, check=False)
     assert done.returncode == 66

@@ -153,6 +153,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "module",
@@ -189,6 +190,7 @@ def test_sigterm_ends_a_computation_outside_of_python() -> None:
     assert (process.returncode, notes) == (143, "")
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("alarm", ["later", "at once", "lost"])
 def test_a_signal_in_a_finalizer_is_not_lost(alarm: str, number: signal.Signals) -> None:
@@ -204,6 +206,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_gguf(tmp_path_factory.mktemp("signals") / "tiny.gguf")[0])
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 def test_an_answer_ends_with_its_template_process(model: str, numbers: list[signal.Signals]) -> None:
     with _start(*COLDSTREAM, "run", model, "-p", "def", *ENDLESS) as process:
@@ -268,6 +271,7 @@ def test_ctrl_c_as_an_answer_ends_leads_to_the_next_prompt(model: str, tmp_path:
     assert "Traceback" not in terminal.screen
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("keys", ["", "def\r"])
 def test_sigterm_leaves_a_chat_and_the_terminal_as_it_was(model: str, tmp_path: Path, keys: str) -> None:
     with Terminal([*COLDSTREAM, "run", model, *ENDLESS], home=str(tmp_path)) as terminal:
@@ -283,6 +287,7 @@ def test_sigterm_leaves_a_chat_and_the_terminal_as_it_was(model: str, tmp_path: 
     assert "Traceback" not in terminal.screen
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("program", [_DRAWING, _IN_A_CALLBACK, _IN_A_LOOP_THAT_HANGS])
 def test_sigterm_ends_a_chat_where_its_line_editor_would_not_let_it(
     model: str, tmp_path: Path, program: str

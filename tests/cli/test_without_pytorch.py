@@ -71,6 +71,7 @@ def coldstream(
     return done
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_drafter_in_a_gguf_file_drafts(environment: dict[str, str], model: str, tmp_path: Path) -> None:
     values = config(True, **ALL_SLIDING, is_causal=True, hidden_size=256, vocab_size=320, num_target_layers=4)
     values["dflash_config"] |= {"target_layer_ids": [0, 3], "mask_token_id": 319}
@@ -87,6 +88,7 @@ def test_the_packages_are_out_of_reach(environment: dict[str, str]) -> None:
         assert "ModuleNotFoundError" in call(environment, "-c", f"import {name}").stderr
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "options",
     [(), ("--cache-type-k", "i4", "--cache-type-v", "i4"), ("--ram", "30M"), ("--tier", "generic")],
@@ -97,6 +99,7 @@ def test_run(environment: dict[str, str], options: tuple[str, ...]) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_chat(environment: dict[str, str], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "PYTHONPATH"):
         monkeypatch.setenv(name, environment[name])
@@ -110,6 +113,7 @@ def test_a_chat(environment: dict[str, str], model: str, monkeypatch: pytest.Mon
         assert terminal.wait() == 0
 
 
+@pytest.mark.sharded(of="processes")
 def test_bench(environment: dict[str, str]) -> None:
     arguments = ("bench", "-p", "8", "-n", "2", "-r", "1", *ON_CPU)
     assert {"pp8", "tg2"} <= set(coldstream(environment, *arguments).stdout.split())
@@ -133,6 +137,7 @@ def test_profile_show_and_ls(environment: dict[str, str], model: str, tmp_path: 
     assert json.loads(coldstream(environment, "ls", "--json").stdout) == []
 
 
+@pytest.mark.sharded(of="processes")
 def test_pull(environment: dict[str, str], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(TESTS / "gguf")
     from hub_server import REPO, HubServer
@@ -142,6 +147,7 @@ def test_pull(environment: dict[str, str], model: str, monkeypatch: pytest.Monke
     assert "tiny-Q4_K_M.gguf" in done.stdout
 
 
+@pytest.mark.sharded(of="processes")
 def test_the_python_interface(environment: dict[str, str], model: str) -> None:
     script = """
 import sys
@@ -194,6 +200,7 @@ def test_a_gpu_that_is_not_used_is_named_once(
     assert "there is a GPU" not in coldstream(gpu_environment, *arguments, *ON_CPU).stderr
 
 
+@pytest.mark.sharded(of="processes")
 def test_python_warns_of_it(gpu_environment: dict[str, str], model: str) -> None:
     script = "import sys; from coldstream import LLM; LLM(sys.argv[1], ctx_size=64).close()"
     done = call(gpu_environment, "-c", script, model)

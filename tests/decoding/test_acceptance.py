@@ -87,6 +87,7 @@ TRUTHS: dict[str, Truth] = {
 }
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
 def test_expectations_converge_to_the_true_shares(truth: Truth) -> None:
     """Of chains whose nodes' scores are drawn anew in every step, over the whole range of scores."""

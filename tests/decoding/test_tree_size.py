@@ -177,6 +177,7 @@ class _Run:
         return Counter(None if size is None else size.reason for size in self.sizes)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=30)
 @given(
     st.floats(0.0, 0.95),
@@ -326,6 +327,7 @@ def test_probes_pay_for_what_a_device_makes_in_them() -> None:
     assert spent_s > 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_stale_times_are_found_out() -> None:
     """Long steps were slow for a while, with something else on the machine."""
     run = _Run()
@@ -360,6 +362,7 @@ def test_a_cheap_drafter_without_a_draft_is_asked_often() -> None:
     assert sum(size is not None for size in run.sizes) > 900
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_it_is_a_pure_function_of_what_was_recorded(seed: int) -> None:

@@ -91,6 +91,7 @@ def test_a_drafter_with_aux_layers_observes_the_features_of_every_committed_toke
     assert np.array_equal(features, np.concatenate(expected))
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("second", [False, True])
 def test_answers_are_those_of_the_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool

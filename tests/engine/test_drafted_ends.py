@@ -73,6 +73,7 @@ def tokens_of(demo: Pair) -> list[int]:
     return token_ids
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sp06_the_most_tokens_end_a_run_at_every_token(demo: Pair) -> None:
     token_ids = tokens_of(demo)
     for count in range(1, len(token_ids) + 1):
@@ -80,6 +81,7 @@ def test_sp06_the_most_tokens_end_a_run_at_every_token(demo: Pair) -> None:
         assert (output.token_ids, output.finish_reason) == (tuple(token_ids[:count]), "length")
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("is_eos", [True, False], ids=["end", "stop token"])
 def test_sp06_an_end_token_ends_a_run_at_every_token(demo: Pair, is_eos: bool) -> None:
     token_ids = tokens_of(demo)
@@ -91,6 +93,7 @@ def test_sp06_an_end_token_ends_a_run_at_every_token(demo: Pair, is_eos: bool) -
         assert (output.token_ids, output.finish_reason) == (tuple(ended[: at + 1]), "stop")
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("length", [1, 3])
 def test_sp06_a_stop_string_ends_a_run_at_every_character(demo: Pair, length: int) -> None:
     """Also one that begins in one token and ends in another, or within the bytes of a character."""
@@ -101,6 +104,7 @@ def test_sp06_a_stop_string_ends_a_run_at_every_character(demo: Pair, length: in
         assert (output.text, output.outputs[0].stop_reason) == (TEXT[: TEXT.index(stop)], stop)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sp06_the_earlier_of_a_stop_string_and_the_most_tokens_counts(demo: Pair) -> None:
     token_ids = tokens_of(demo)
     needed = len(check_end(demo, token_ids, replace(said(demo, token_ids), stop="return")).token_ids)

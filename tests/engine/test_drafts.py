@@ -155,6 +155,7 @@ def test_the_products_own_drafters_leave_the_answers(
         assert longer.statistics.reused_tokens == len(chat.prompt_token_ids) + len(chat.token_ids) - 1
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 def test_trap_40_trap_ngram_corrupts_states_256_greedy_tokens_and_what_follows(
     demo: Pair, spec_type: str
@@ -222,6 +223,7 @@ class Observing(Scripted):
         return self.drafted(context, budget)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sp10_drafting_that_pauses_and_goes_on_leaves_the_answer(demo: Pair) -> None:
     params = replace(PARAMS["greedy"], max_tokens=120, ignore_eos=True)
     plain = demo.expected(PROMPTS[0], params)
@@ -234,6 +236,7 @@ def test_sp10_drafting_that_pauses_and_goes_on_leaves_the_answer(demo: Pair) -> 
     assert -1 in drafter.token_ids
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_lists_and_several_answers_have_the_same_text_with_drafts(demo: Pair) -> None:
     answers = demo.scripted("right", PROMPTS, PARAMS["greedy"]).answers
     llm = demo.speculating(Observing("right", answers, demo.vocab_size), FixedSizes(4))
@@ -253,6 +256,7 @@ def test_a_file_without_a_block_has_no_drafts_by_default(tiny: Pair) -> None:
         LLM(path, device="cpu", spec_type="mtp")
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_damaged_block_is_an_error_where_it_is_asked_for(tmp_path: Path) -> None:
     model = make_model(nextn=True)
     model.tensors["blk.4.nextn.enorm.weight"][:] = np.inf

@@ -174,6 +174,7 @@ def test_experts_of_drafts_are_those_that_their_steps_used(
     llm.forget()
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(("wants_hidden", "idle_steps"), [(True, ()), (False, ()), (True, (4,))])
 def test_drafters_observe_each_step_once_with_its_own_states(
     models: tuple[LLM, OpenedModel],

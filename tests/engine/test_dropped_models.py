@@ -38,6 +38,7 @@ def in_use() -> dict[str, Any]:
     return {"descriptors": descriptors, "threads": threads, "children": children()}
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "options",
     [

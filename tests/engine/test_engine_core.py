@@ -232,6 +232,7 @@ def test_cancelled_before_it_began(opened: OpenedModel) -> None:
         assert client.outputs(running)[0].finish_reason == "length"
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_batched_step_equals_single(opened: OpenedModel) -> None:
     """Greedy tokens and their log-probabilities of 24 answers side by side, to the last bit."""
     params = replace(SAMPLED, temperature=0.0, logprobs=3)
@@ -259,6 +260,7 @@ def test_answers_to_one_prompt_share_its_rows(opened: OpenedModel) -> None:
     assert answers == alone(LLM.from_opened(opened), prompt, params)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_preempted_answers_are_computed_anew_with_the_same_bits(path: Path) -> None:
     """The second gives its blocks back when the first needs them; both begin with room for neither's end."""
     prompts = [[1] * (2 * BLOCK_POSITIONS - 12), [2] * (2 * BLOCK_POSITIONS - 12), [3]]
@@ -273,6 +275,7 @@ def test_preempted_answers_are_computed_anew_with_the_same_bits(path: Path) -> N
             assert client.engine.statistics().preemptions > 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel) -> None:
     """At a millisecond a row, 50 rows keep to a target of 50 ms; without others it is read at once."""
     clock = FakeClock(tick=0.0)
@@ -296,6 +299,7 @@ def test_a_prompt_is_read_in_parts_beside_answers_that_go_on(opened: OpenedModel
         assert sum(steps[0]) > 400
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_first_token_waits_for_short_steps_alone(opened: OpenedModel) -> None:
     """Also that of the last row of its prompt, of which all others are kept, beside one that is long."""
     clock = FakeClock(tick=0.0)

@@ -91,6 +91,7 @@ def test_experts_of_a_step_count_for_each_answer_that_has_a_draft_in_it(
     assert 0 < found.build_s + found.choose_s < found.draft_s + found.verify_s
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_draft_leaves_the_answers(demo: Pair, kind: str) -> None:
     drafter = demo.scripted(kind, PROMPTS, GREEDY)
@@ -195,6 +196,7 @@ def test_drafters_of_a_closed_engine_give_their_memory_back() -> None:
     assert min(drafted[0]) > 30
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 def test_the_products_own_drafters_leave_the_answers(demo: Pair, spec_type: str) -> None:
     config = EngineConfig(str(demo_model_path()), device="cpu", threads=1, ctx_size=512, spec_type=spec_type)

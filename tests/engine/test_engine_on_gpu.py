@@ -101,6 +101,7 @@ def test_what_steps_in_flight_cost_is_learned(
     assert 0 < recorded[0][1] <= spans[0]
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_one_that_comes_while_steps_are_in_flight_is_taken_on(models: tuple[LLM, LLM]) -> None:
     gpu, cpu = models
     params = replace(GREEDY, max_tokens=8)
@@ -154,6 +155,7 @@ def test_what_ends_in_flight_is_continued_without_re_prefill(models: tuple[LLM, 
         assert client.answers(second)[0][:3] == alone(cpu, turn, GREEDY)[0][:3]
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_what_ends_in_flight_is_kept_only_if_its_logits_are_finite(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ def test_what_ends_in_flight_is_kept_only_if_its_logits_are_finite(
         assert client.num_reused(second) == len(prompt) - 1, "what was kept before the answer"
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_request_that_is_cancelled_while_one_of_its_answers_is_in_flight_gives_all_memory_back(
     models: tuple[LLM, LLM],
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_request_that_is_cancelled_while_one_of_its_answers_is_in_flight_gives
         assert sorted(output.finish_reason for output in client.outputs(each)) == ["cancelled", "stop"]
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_an_interrupted_flight_is_computed_again(
     models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

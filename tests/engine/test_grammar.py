@@ -122,6 +122,7 @@ def test_every_answer_is_one_of_its_schema(plain: LLM, schema: Any, seed: int) -
     assert is_valid(json.loads(output.text), schema), (schema, output.text)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=40)
 @given(schema=schemas(1), seed=st.integers(0, 2**32), temperature=st.sampled_from([0, 0.9]))
 def test_drafts_change_no_token(
@@ -163,6 +164,7 @@ def test_gr03_a_thought_that_ends_inside_an_accepted_draft_is_followed_by_its_gr
     assert statistics.accepted > 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_answers_side_by_side_are_those_alone(plain: LLM) -> None:
     each = [
         SamplingParams(temperature=0.9, seed=seed, max_tokens=60, grammar=grammar)
@@ -242,6 +244,7 @@ def test_gr01_a_bad_grammar_is_refused_with_its_place(plain: LLM, grammar: Gramm
     assert str(caught.value).startswith("grammar (")
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -136,6 +136,7 @@ def test_damaged_schemas(llm: LLM, seed: int) -> None:
     is_served(llm, "json_schema", json.dumps(damaged(Schemas(choose).document(), choose)))
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(TEXTS)))
 def test_edited_texts(llm: LLM, seed: int, kind: str) -> None:
@@ -157,6 +158,7 @@ def test_deep_schemas(llm: LLM, key: str, depth: int) -> None:
     assert not is_served(llm, "json_schema", nested(key, depth)) or depth < MAX_DEPTH
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_large_schemas(llm: LLM) -> None:
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}
     options = [{"type": "object", "properties": {"k": {"enum": [i]}}, "required": ["k"]} for i in range(400)]
@@ -174,6 +176,7 @@ def test_large_schemas(llm: LLM) -> None:
         is_served(llm, "json_schema", json.dumps(schema))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -53,6 +53,7 @@ def llm(request: pytest.FixtureRequest, path: Path, spec_type: str) -> Iterator[
         yield llm
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_file_has_the_types(path: Path) -> None:
     with GGUFFile.open(path) as file:
         tensors = file.tensors
@@ -64,6 +65,7 @@ def test_the_file_has_the_types(path: Path) -> None:
     assert by_layer[0] != by_layer[1]
 
 
+@pytest.mark.sharded
 def test_a_list_has_the_tokens_of_each_prompt_alone(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
 

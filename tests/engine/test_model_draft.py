@@ -72,6 +72,7 @@ def test_answers_are_those_without_it(
             assert tree_budget == "auto" or speculation.drafted > 100
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_its_memory_and_the_states_that_it_reads_are_in_the_plan(model: str, drafter: str) -> None:
     plain = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256)).plan.fixed
     both = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter)).plan.fixed
@@ -83,6 +84,7 @@ def test_its_memory_and_the_states_that_it_reads_are_in_the_plan(model: str, dra
     assert both.num_tree_rows == 64
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_gguf_drafter_takes_the_memory_of_its_own_types(model: str, tmp_path: Path) -> None:
     values = config(True, **MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
     values["dflash_config"] |= {"target_layer_ids": [0, 1, 3], "mask_token_id": 319}
@@ -102,6 +104,7 @@ def test_a_gguf_drafter_takes_the_memory_of_its_own_types(model: str, tmp_path: 
     assert planned[0] - planned[1] == tensors["fc.weight"].size * (4 - 34 / 32)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_saved_plan_asks_for_its_drafter(model: str, drafter: str, tmp_path: Path) -> None:
     planned = plan_by_name(EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter))
     path = tmp_path / "plan.json"
@@ -169,6 +172,7 @@ def test_one_that_cannot_be_loaded_is_left_out_only_where_it_was_not_asked_for(
     opened.close()
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_one_without_kernels_is_refused_on_a_gpu_alone(model: str, tmp_path: Path) -> None:
     draft = str(_write(tmp_path / "drafter", head_dim=40))
     on_gpu = {"vram": "2G", "ctx_size": 256, "model_draft": draft}
@@ -197,6 +201,7 @@ def test_one_that_is_none_is_refused(model: str, drafter: str, tmp_path: Path) -
         EngineConfig(model, model_draft="")
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_folder_is_converted_at_its_first_use_with_progress(model: str, drafter: str, home: Path) -> None:
     reported: list[str] = []
     config = EngineConfig(model, device="cpu", ctx_size=256, model_draft=drafter)

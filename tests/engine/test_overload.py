@@ -47,6 +47,7 @@ def tokens_of_closed_loop(opened: OpenedModel, num_clients: int, num_steps: int 
         return client.engine.statistics().generated_tokens
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sc10_more_clients_never_get_less_done(opened: OpenedModel) -> None:
     """In the same number of steps; beyond the answers that fit into a step it stays as it is."""
     done = [tokens_of_closed_loop(opened, num_clients) for num_clients in (1, 2, 4, 8, 16, 64)]
@@ -87,6 +88,7 @@ def overloaded(opened: OpenedModel, max_waiting: int) -> Overload:
     return result
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sc10_a_queue_that_is_full_keeps_what_is_done_at_capacity(opened: OpenedModel) -> None:
     result = overloaded(opened, max_waiting=20)
     assert result.refused > 0
@@ -118,6 +120,7 @@ def steps_of_prompt(client: Client, token_id: int = 3) -> int:
     raise AssertionError
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("jump", [30.0, 1e7, -1e4])
 def test_sc09_a_jump_of_the_clock_ends_those_past_their_deadline_alone(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, jump: float

@@ -15,6 +15,7 @@ from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache import CacheSize
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("kind", ["right", "mostly_right", "random"])
 def test_sp08_preempted_answers_are_drafted_again_with_the_same_tokens(tmp_path: Path, kind: str) -> None:
     """The second gives its blocks back when the first needs them; both begin with room for neither's end."""

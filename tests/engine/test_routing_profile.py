@@ -60,6 +60,7 @@ def record(path: Path, ids: Sequence[int], context_length: int) -> np.ndarray:
         return record_routing(runner, routed_model(runner.file, runner.spec), ids).topk_ids
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_routing_is_what_the_definition_chooses(path: Path) -> None:
     ids = token_ids(9)
     with GGUFFile.open(path) as file:
@@ -72,6 +73,7 @@ def test_the_routing_is_what_the_definition_chooses(path: Path) -> None:
     assert np.array_equal(record(path, ids, 16), np.stack(ops.topk_ids, axis=1))
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_decoding_chooses_the_experts_of_prefill(path: Path) -> None:
     ids = token_ids(CHUNK + 40)
     together = record(path, ids, len(ids))

@@ -166,6 +166,7 @@ streams = st.lists(
 )
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=12, deadline=None)
 @given(streams)
 def test_sc01_nobody_starves_in_ten_thousand_steps_of_any_arrivals(

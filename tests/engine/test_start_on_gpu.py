@@ -48,6 +48,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("vram", [PARTLY, WHOLLY])
 def test_the_file_is_locked_before_a_plan_is_made(
@@ -133,6 +134,7 @@ def test_a_start_for_one_answer_measures_nothing_before_it(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_start_without_missing_experts_needs_no_rates(
     path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_hub_that_sends_all_of_it_again_is_understood(server: HubServer, hub: 
     assert len(list(blobs.iterdir())) == 1
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("part", [b"wrong" * 100, LARGE + b"more", b"w" * len(LARGE), b""])
 def test_a_part_that_is_damaged_is_given_up(server: HubServer, hub: Hub, blobs: Path, part: bytes) -> None:
     (blobs / f"{digest_of(LARGE)}.incomplete").write_bytes(part)
@@ -157,6 +158,7 @@ def test_a_part_that_is_damaged_is_given_up(server: HubServer, hub: Hub, blobs: 
     assert len(list(blobs.iterdir())) == 1
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -337,6 +339,7 @@ def test_a_cache_that_cannot_be_written(server: HubServer, tmp_path: Path) -> No
         pull(REPO, hub=Hub(tmp_path / "file" / "cache", server.endpoint))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("streams", [("stdout",), ("stderr",), ("stdout", "stderr")])
 def test_pull_goes_on_when_its_output_is_closed(
     server: HubServer, hub: Hub, streams: tuple[str, ...]
@@ -350,6 +353,7 @@ def test_pull_goes_on_when_its_output_is_closed(
     assert "Traceback" not in (notes or "")
 
 
+@pytest.mark.sharded(of="processes")
 def test_huggingface_hub_that_is_offline_says_so(
     server: HubServer, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

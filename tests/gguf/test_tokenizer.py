@@ -269,6 +269,7 @@ def test_tk02_ten_million_tokens_are_refused_before_work(tokenizer: Tokenizer) -
         tokenizer.encode(" " * (MAX_TEXT_CHARS + 1))
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.timeout(120)
 def test_tk02_the_longest_allowed_run_of_blanks_is_encoded() -> None:
     """It makes the expression engine try again for every blank; far beyond this length, it gives up."""

@@ -76,6 +76,7 @@ def test_prompts(runtimes: Runtimes, name: str) -> None:
     check(runtimes, make_case((0, 220, 64), cache_name=name, num_heads=8, num_kv_heads=1))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_rows_of_several_sequences_do_not_meet(runtimes: Runtimes, name: str) -> None:
     check(runtimes, make_case((2, 63, 3), (0, 0, 5), (1, 250, 12), cache_name=name))
@@ -100,6 +101,7 @@ def test_no_chunking_and_no_tier_changes_a_bit(
     assert all(same_bits(a, b) for a, b in zip(whole, parts, strict=True))
 
 
+@pytest.mark.sharded(of="kernels")
 @settings(max_examples=8, deadline=None)
 @given(
     name=st.sampled_from(INTEGER_TYPES),

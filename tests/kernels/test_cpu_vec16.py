@@ -47,6 +47,7 @@ def operated(library: ctypes.CDLL, a: list[float], b: list[float], left: int, *,
     return out
 
 
+@pytest.mark.sharded(of="kernels")
 @given(a=lanes, b=lanes, left=st.integers(0, 17))
 def test_lanes_have_the_bits_of_the_definition(
     library: ctypes.CDLL, a: list[float], b: list[float], left: int

@@ -38,6 +38,7 @@ UNWRITTEN = 1234.5
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 1000)
 
 
+@pytest.mark.sharded
 @for_each_architecture
 def test_grouping_compiles(arch: str) -> None:
     check_compiles(GROUP_PROGRAM, arch)

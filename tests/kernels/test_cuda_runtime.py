@@ -198,6 +198,7 @@ def test_what_does_not_fit_is_an_error_with_the_next_step_and_costs_nothing() ->
     assert {refused() for _ in range(20)} == {before}
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.alone
 def test_memory_is_flat_to_the_byte() -> None:
     def use() -> None:

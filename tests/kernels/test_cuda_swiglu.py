@@ -20,6 +20,7 @@ from coldstream.kernels.swiglu.cuda import PROGRAM, swiglu_cuda
 from coldstream.kernels.swiglu.reference import swiglu_exact
 
 
+@pytest.mark.sharded
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)

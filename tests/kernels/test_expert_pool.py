@@ -77,6 +77,7 @@ def test_trap_4_all_in_memory_none_of_it_and_all_rows_on_one_expert(
                 assert same_bits(expert_file.run(runtime, pool, 0, x, ids), expected)
 
 
+@pytest.mark.sharded
 @EVERY_TIER
 def test_experts_of_floats_and_of_several_types(tmp_path: Path, tier: str) -> None:
     runtime, ids = _csrc.Runtime(2, tier), distributions()["many tokens"]
@@ -105,6 +106,7 @@ def test_gate_and_up_may_be_rows_of_one_part(tmp_path: Path) -> None:
     assert same_bits(out, run(runtime, x, ids, (gate, up, down)))
 
 
+@pytest.mark.sharded
 @EVERY_TIER
 @pytest.mark.parametrize("num_slots", [1, 2, 4])
 def test_trap_3_nan_in_slots_experts_and_rows_that_a_pair_does_not_use(
@@ -141,6 +143,7 @@ def test_trap_3_nan_in_slots_experts_and_rows_that_a_pair_does_not_use(
             assert layer == 1 or same_bits(out[is_used], expected[is_used])
 
 
+@pytest.mark.sharded(of="kernels")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ex03_ex07_any_order_of_steps_gives_the_same_bits(

@@ -50,6 +50,7 @@ def random_ids(rows: int, elsewhere: float, seed: int = 0) -> torch.Tensor:
     return ids.masked_fill(torch.rand(rows, RANKS, generator=generator) < elsewhere, -1).contiguous()
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:
@@ -209,6 +210,7 @@ client.server.check()
 """
 
 
+@pytest.mark.sharded(of="kernels")
 def test_ex08_one_cpu_for_more_threads_than_that() -> None:
     """Polling threads yield the core, as client and threads would otherwise starve each other."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -33,6 +33,7 @@ def expected_rows(file: GGUFFile) -> np.ndarray:
     return ReferenceOps().read_values(file, file.tensors[NAME])[list(ROW_IDS)]
 
 
+@pytest.mark.sharded
 def test_reference(path: Path) -> None:
     with GGUFFile.open(path) as file:
         expected = expected_rows(file)
@@ -42,6 +43,7 @@ def test_reference(path: Path) -> None:
     np.testing.assert_array_equal(dequantize(exact), expected)
 
 
+@pytest.mark.sharded
 def test_cpu(path: Path) -> None:
     """A product with the gathered rows is the product with all rows, gathered."""
     x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
@@ -52,6 +54,7 @@ def test_cpu(path: Path) -> None:
     np.testing.assert_array_equal(gathered, whole[:, list(ROW_IDS)])
 
 
+@pytest.mark.sharded
 def test_gpu_loader(path: Path) -> None:
     with GGUFFile.open(path) as file, HostDriver().installed():
         weight = CudaLoader(HostMemory()).load_rows(file, file.tensors[NAME], ROW_IDS)
@@ -61,6 +64,7 @@ def test_gpu_loader(path: Path) -> None:
     np.testing.assert_array_equal(dequantize(replace(weight, blocks=blocks)), expected)
 
 
+@pytest.mark.sharded
 def test_a_plan_counts_the_bytes_and_reads_nothing(path: Path) -> None:
     with GGUFFile.open(path) as file:
         info = file.tensors[NAME]
@@ -70,11 +74,13 @@ def test_a_plan_counts_the_bytes_and_reads_nothing(path: Path) -> None:
     assert plan.persistent_bytes >= 5 * info.quant_type.row_bytes(256)
 
 
+@pytest.mark.sharded
 def test_ops_that_read_nothing_have_as_many_rows(path: Path) -> None:
     with GGUFFile.open(path) as file:
         assert UnreadCpuOps(1).load_rows(file, file.tensors[NAME], ROW_IDS).num_rows == 5
 
 
+@pytest.mark.sharded
 def test_rows_that_are_not_there(path: Path) -> None:
     with GGUFFile.open(path) as file:
         info = file.tensors[NAME]

@@ -125,6 +125,7 @@ def test_what_is_not_held_or_does_not_exist_is_refused(file: ExpertFile) -> None
             pool.hold(layer, expert)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("num_slots", [1, 3, NUM_EXPERTS * NUM_LAYERS])
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_a_server_computes_what_a_pool_reads(file: ExpertFile, num_slots: int, is_prefill: bool) -> None:
@@ -138,6 +139,7 @@ def test_a_server_computes_what_a_pool_reads(file: ExpertFile, num_slots: int, i
     assert hits > 0 or num_slots < NUM_EXPERTS
 
 
+@pytest.mark.sharded(of="kernels")
 def test_two_servers_and_holds_of_other_threads_share_a_pool(file: ExpertFile) -> None:
     """Servers alternate by layers; holds, orders and counts come at any time."""
     pool, ends = file.pool(5), threading.Event()

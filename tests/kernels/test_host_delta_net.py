@@ -268,6 +268,7 @@ def test_trees_need_a_place_for_their_inputs() -> None:
         cuda.delta_net_decode_cuda(operands, case.weights(), *case.states(), None, None, work)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("fast_instances", "host")
 def test_chains_are_left_to_another_launch() -> None:
     parts = [Part(3, 2), Part(2, 4, (-1, 0, 0, 1)), Part(1, 1), Part(-1, 1)]

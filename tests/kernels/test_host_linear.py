@@ -92,6 +92,7 @@ def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
         check(x[9 - rows :], [weight])
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("rows", [1, 5, 11, 40])
 def test_types_of_both_kinds_of_scales_in_one_launch(rows: int) -> None:
     kinds = (QuantType.Q4_K, QuantType.Q8_0, QuantType.F16, QuantType.Q6_K, QuantType.Q5_0)
@@ -237,6 +238,7 @@ def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk
             check(activations(rows, rows, cols), [weight])
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize("rows", [33, 64])
 def test_parts_of_columns_for_two_sets_of_warps(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(Walk, "of", lambda *_, **__: Walk.PARTS)

@@ -86,6 +86,7 @@ def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
         assert_same(together, apart)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize("tokens", [2, 11])
 def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> None:
     ops, x = host_ops(), activations(1, tokens, HIDDEN)

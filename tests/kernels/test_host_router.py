@@ -64,6 +64,7 @@ def logit_rows(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     return rows, draw(st.integers(1, min(16, experts)))
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("host")
 @given(drawn=logit_rows())
 @settings(max_examples=100)

@@ -26,6 +26,7 @@ def test_random_cases(vocab: int) -> None:
         check_choices(cases, CPU, workspace, gap % 3, ahead=gap % 2 == 1)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.usefixtures("host")
 @given(
     logits=st.lists(

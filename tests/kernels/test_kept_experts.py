@@ -69,6 +69,7 @@ def test_what_cannot_be_loaded_is_named(expert_file: ExpertFile, tmp_path: Path)
     assert set(owners(pool)) == {1}
 
 
+@pytest.mark.sharded(of="kernels")
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), num_others=st.integers(1, 6), threads=st.integers(1, 3))
 def test_no_step_takes_a_slot_from_a_kept_layer(

@@ -49,6 +49,7 @@ def check_all(host: HostDevice, first: int, rows: list[int], row_bytes: int) -> 
     check(first, rows, row_bytes, "cpu")
 
 
+@pytest.mark.sharded(of="kernels")
 def test_rows_of_a_path_move_as_the_reference_moves_them(host: HostDevice) -> None:
     check_all(host)
 

@@ -47,6 +47,7 @@ def random_logits(seed: int, rows: int, vocab: int) -> np.ndarray:
     return np.round(4 * rng.standard_normal((rows, vocab)), 1).astype(np.float32)
 
 
+@pytest.mark.sharded
 @for_each_architecture
 def test_the_kernel_compiles(arch: str) -> None:
     check_compiles(PROGRAM, arch)

@@ -80,6 +80,7 @@ def decoded(runner: OneSequence, length: int, token_ids: list[int]) -> tuple[Hel
     return result, np.array(features)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @given(st.integers(0, 9999), st.sampled_from([0, 1, 3, 62, 255]))
 @settings(max_examples=6)
 def test_sp04_trap_39_trap_every_recurrent_layer_has_the_state_of_plain_decoding(

@@ -47,6 +47,7 @@ def run(path: Path, ram_bytes: int, requests: int, library: Path | None = None, 
     return result.stdout.splitlines()
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("first", [0, 1, 2, 7, 40])
 def test_fl04_a_read_that_fails_once_is_tried_again(
     model: tuple[Path, int, str], faulty_pread: Path, first: int
@@ -64,6 +65,7 @@ def test_fl04_a_disk_that_stays_broken_fails_the_request(
     assert run(path, budget, 3, faulty_pread, f"eio 0 {EVER}")[:3] == ["ModelChangedError"] * 3
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_ex01_a_disk_that_recovers_answers_as_before(
     model: tuple[Path, int, str], faulty_pread: Path
 ) -> None:

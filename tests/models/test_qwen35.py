@@ -95,6 +95,7 @@ def logits(model: CausalLM, token_ids: list[int]) -> torch.Tensor:
     return feed(model, cache_for(model), token_ids, make_rows((0, 0, len(token_ids))))
 
 
+@pytest.mark.sharded
 @EVERY_SHAPE
 def test_logits_equal_transformers(moe, ratio, hf_model, gguf_path, token_ids) -> None:
     expected = hf_logits(hf_model(moe, ratio), token_ids)
@@ -111,6 +112,7 @@ def test_logits_equal_llama_cpp(moe, ratio, gguf_path, token_ids) -> None:
     assert (logits(load(path), token_ids) - expected).abs().max() < 1e-3
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_gradients_equal_transformers(hf_model, gguf_path, token_ids) -> None:
     """The reference can be trained: the gradient of a loss reaches the embedding as in `transformers`."""
     ids = token_ids[:40]
@@ -318,6 +320,7 @@ def test_the_model_computes_only_through_ops(moe, gguf_path) -> None:
     assert watched.calls == 3 + 4 * 5 + 4 * (2 if moe else 1) + 1
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_llama_cpp_oracle_is_consistent(gguf_path, token_ids) -> None:
     """Greedy steps are the argmax of logits, and text survives its tokens."""
     path = gguf_path(True, 2)

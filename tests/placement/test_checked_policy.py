@@ -51,6 +51,7 @@ def started(policy: Policy) -> CheckedPolicy:
     return checked
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "make",
     [Lru, Lfu, Static, DecayedFrequency, lambda: DecayedFrequency(2), lambda: RandomResidency(5), Uncalled],

@@ -63,6 +63,7 @@ def test_a_prompt_reads_what_is_on_the_disk_while_all_else_goes_on() -> None:
     assert seconds(1e9) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @given(st.floats(2, 12), st.floats(0, 4))
 def test_more_ram_is_never_slower_and_no_forecast_beats_its_ceiling(gib: float, more: float) -> None:
     small, large = (forecast(PLACEMENT, KNOWN, pool=pool(int(size * GIB))) for size in (gib, gib + more))

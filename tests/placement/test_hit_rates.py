@@ -24,6 +24,7 @@ def test_published_points_and_lines_between() -> None:
     assert PUBLISHED.at(0.125) == pytest.approx((0.366 + 0.741) / 2)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("num_steps", [2, 500, 2500])
 def test_a_trace_gives_what_the_policy_holds_of_its_end(num_steps: int) -> None:
     trace = skewed_trace(num_steps)

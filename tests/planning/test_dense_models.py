@@ -53,6 +53,7 @@ def missing_of(planned: Planned) -> int:
     return planned.plan.num_all - planned.plan.num_resident
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_gpu_with_room_for_all_layers_holds_them(make: Make) -> None:
     planned = make(device="cuda")
     assert planned.plan.is_all_resident
@@ -94,6 +95,7 @@ def test_missing_layers_need_the_file_in_ram(make: Make) -> None:
         partly(make, 3, ram=2**20)
 
 
+@pytest.mark.sharded(of="plans")
 def test_there_is_nothing_to_fetch_ahead(make: Make) -> None:
     with pytest.raises(ConfigError, match="no experts to fetch ahead"):
         partly(make, 3, prefetch=2)

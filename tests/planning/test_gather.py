@@ -134,6 +134,7 @@ def test_a_model_without_a_bundled_profile_has_none(tmp_path: Path) -> None:
             assert bundled_profile(file, read_spec(file.metadata, file.tensors)) is None
 
 
+@pytest.mark.sharded(of="plans")
 def test_the_demo_model_is_planned_by_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = EngineConfig(str(demo_model_path()), device="cpu", ram=30 * MIB, ctx_size=1000)

@@ -36,6 +36,7 @@ from coldstream.planning.machine import (
 )
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     first = measured_hardware(None, path=path)
@@ -52,6 +53,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert again.cpu_name == Hardware.measure().cpu_name
 
 
+@pytest.mark.sharded(of="plans")
 def test_rates_are_added_without_another_look_at_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +134,7 @@ def test_late_rates_that_cannot_be_measured_stay_unknown(
     assert rates_are_known(here, path)
 
 
+@pytest.mark.sharded(of="plans")
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert measured_hardware(None, path=tmp_path / "file" / "hardware.json").read_bytes_per_s is not None

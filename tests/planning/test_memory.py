@@ -45,6 +45,7 @@ def counted_parts(path: Path, spec: ModelSpec, sizes: ModelSizes, budgets: Seque
         return [fixed_part_on_gpu(file, memory(spec, sizes, counts={}), budget) for budget in budgets]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe"])
 def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(tmp_path: Path, arch: str) -> None:
     path = tmp_path / "tiny.gguf"

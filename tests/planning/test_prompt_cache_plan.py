@@ -82,6 +82,7 @@ def test_a_model_in_ram_has_what_kept_prefixes_leave(
     assert beside.run.prompt_cache_bytes == kept
 
 
+@pytest.mark.sharded(of="plans")
 @settings(max_examples=15, deadline=None)
 @given(ram=st.integers(0, 60 * MIB), kept=st.integers(1, 90 * MIB), ctx_size=st.sampled_from([None, 700]))
 def test_either_advice_about_kept_prefixes_in_ram_is_accepted(
@@ -153,6 +154,7 @@ def test_a_dense_model_beside_which_kept_prefixes_have_no_room_is_refused(tmp_pa
         plan(config, less_kept + MIB)
 
 
+@pytest.mark.sharded(of="plans")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_a_budget_of_ram_a_smaller_prompt_cache_is_advised(on_gpu: EngineConfig, device: str) -> None:
     config = on_gpu if device == "cuda" else replace(ON_CPU, ctx_size=100)

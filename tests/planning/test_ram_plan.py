@@ -245,6 +245,7 @@ def test_a_default_context_takes_a_share_of_what_the_rest_leaves(left: int) -> N
     assert ctx_size == max(1, min(affordable, spec.context_length))
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("parallel", [1, 3, "auto"])
 def test_whole_contexts_are_planned_counted_and_allocated(models: list[Path], parallel: int | str) -> None:
     config = EngineConfig(str(models[0]), device="cpu", threads=1, ram="2G", ctx_size=300, parallel=parallel)

@@ -112,6 +112,7 @@ def test_the_file_is_mapped_where_it_finds_room_beside_all_else(
     )
 
 
+@pytest.mark.sharded(of="plans")
 def test_without_a_budget_most_of_what_is_available_is_taken(
     path: Path, config: EngineConfig, whole_bytes: int
 ) -> None:

@@ -63,6 +63,7 @@ def rooms_of(stops: list[str]) -> list[str]:
     return [room for room, _ in groupby(stop.split("/")[0] for stop in stops)]
 
 
+@pytest.mark.sharded(of="plans")
 def test_the_way_from_a_budget_to_the_slots_is_short_and_enters_each_room_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_the_way_is_as_short_on_a_gpu(tmp_path: Path, compiled_for_the_host: Hos
     assert rooms_of(stops) == ["engine", "planning", "models", "experts"]
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_plan_for_a_gpu_is_chosen_within_one_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts that the GPU lacks, so that rates, threads, the bus and more memory are asked for."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -99,6 +99,7 @@ def same(one: CompletionOutput, other: CompletionOutput) -> bool:
     )
 
 
+@pytest.mark.sharded(of="processes")
 async def test_concurrent_answers_equal_those_of_the_library(engine: Supervisor, llm: LLM) -> None:
     settings = [
         SamplingParams(temperature=0, max_tokens=20, logprobs=2),
@@ -216,6 +217,7 @@ async def test_pr02_kill_9_under_load_gives_each_request_one_error_and_service_r
         assert same(after, llm.generate(PROMPTS[0], short)[0].outputs[0])
 
 
+@pytest.mark.sharded(of="processes")
 async def test_sc09_a_process_that_was_suspended_goes_on_where_it_was(engine: Supervisor, llm: LLM) -> None:
     params = SamplingParams(seed=5, max_tokens=60, ignore_eos=True)
     restarts = (await engine.health()).restarts
@@ -246,6 +248,7 @@ async def test_trap_52_closing_a_stream_early_frees_the_engine(engine: Superviso
     assert (after.running, after.waiting) == (0, 0)
 
 
+@pytest.mark.sharded(of="processes")
 async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_parent(engine: Supervisor) -> None:
     pid = engine.pid
     assert pid is not None
@@ -283,6 +286,7 @@ async def test_prefixes_in_files_are_used_by_the_next_process_and_change_no_toke
             assert same(outputs(rest)[0], cold)
 
 
+@pytest.mark.sharded(of="processes")
 async def test_a_model_that_is_not_there_is_the_error_of_opening() -> None:
     config = EngineConfig("/nonexistent/model.gguf")
     async with Supervisor(config, EngineLimits(), name="none") as supervisor:

@@ -240,6 +240,7 @@ async def test_rq11_unknown_models_are_not_found(http: httpx2.AsyncClient, name:
         assert response.json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.sharded(of="processes")
 async def test_rq07_the_limit_of_the_context_is_exact(http: httpx2.AsyncClient, llm: LLM) -> None:
     """The prompt leaves room for one token at least; an answer ends where the context does."""
     size = llm.opened.ctx_size

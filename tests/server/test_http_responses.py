@@ -196,6 +196,7 @@ def short_names(events: list[Any]) -> list[str]:
     return [event.type.removeprefix("response.") for event in events]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "asked",
     [
@@ -326,6 +327,7 @@ async def test_a_function_that_the_model_made_up_is_reported_as_it_was_called(sa
     assert (call.type, call.name, call.namespace) == ("function_call", "fly", None)
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "apply_patch"}], ids=str)
 async def test_a_custom_tool_that_is_demanded_obeys_its_grammar(thinking: AsyncOpenAI, choice: Any) -> None:
     patch = "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"

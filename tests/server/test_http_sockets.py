@@ -104,6 +104,7 @@ def unpooled_threads(process: psutil.Process) -> int:
     return process.num_threads() - pooled
 
 
+@pytest.mark.sharded(of="processes")
 async def test_sc08_a_storm_of_cancels_leaves_nothing_behind(url: str, local_client: LocalClient) -> None:
     process, short = psutil.Process(), {"prompt": "def main(", "max_tokens": 12, "temperature": 0}
 

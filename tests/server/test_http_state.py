@@ -210,6 +210,7 @@ async def test_the_page_is_all_files_of_its_folder_under_a_strict_policy(http: h
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bon[a-z]+=|\bstyle=", index)
 
 
+@pytest.mark.sharded(of="processes")
 async def test_the_document_describes_every_route_and_its_errors(http: httpx2.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     for path, methods in document["paths"].items():

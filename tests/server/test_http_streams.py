@@ -99,6 +99,7 @@ async def test_sc04_a_closed_connection_ends_what_would_come_at_once(
     assert after.generated_tokens - before.generated_tokens < 1800
 
 
+@pytest.mark.sharded(of="processes")
 async def test_pc02_requests_side_by_side_get_their_own_answers_and_nothing_else(
     http: httpx2.AsyncClient, local_client: LocalClient, llm: LLM
 ) -> None:

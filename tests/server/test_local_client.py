@@ -98,6 +98,7 @@ async def test_refusals_are_raised_and_leave_nothing_behind(
     assert len(await events_of(client, 4)) > 1
 
 
+@pytest.mark.sharded(of="processes")
 async def test_sc03_exactly_the_overflow_has_to_come_back_and_the_rest_is_answered(
     client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

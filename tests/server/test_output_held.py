@@ -46,6 +46,7 @@ def is_matched(family: str, schema: Any, arguments: Any, *, strict: bool = True)
     return num_valid == len(text) and matcher.is_accepting()
 
 
+@pytest.mark.sharded(of="processes")
 @settings(max_examples=60)
 @given(family=st.sampled_from(FAMILIES), seed=seeds)
 def test_every_demanded_call_satisfies_the_schema_of_its_tool(family: str, seed: int) -> None:

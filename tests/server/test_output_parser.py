@@ -447,6 +447,7 @@ FRAGMENTS = [
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
 
 
+@pytest.mark.sharded(of="processes")
 @settings(max_examples=400)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -466,6 +467,7 @@ def test_events_do_not_depend_on_where_the_text_is_split(
         assert isinstance(arguments, dict)
 
 
+@pytest.mark.sharded(of="processes")
 @settings(max_examples=400)
 @given(family=st.sampled_from(FAMILIES), text=texts, is_thinking=st.booleans())
 def test_what_is_emitted_of_a_call_is_always_the_beginning_of_json(

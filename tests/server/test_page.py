@@ -84,6 +84,7 @@ def visit(browser: Browser, client: LocalClient) -> Open:
     return opened
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_chat_by_keyboard_with_settings_and_nothing_from_elsewhere(visit: Open) -> None:
     with visit() as first:
         page = first.page

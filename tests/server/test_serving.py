@@ -96,6 +96,7 @@ async def test_pr01_sigterm_while_loading_ends_at_once_and_leaves_nothing(begin:
         assert "ready" not in served.events()
 
 
+@pytest.mark.sharded(of="processes")
 async def test_pr01_what_is_not_finished_in_time_ends_with_an_error_in_its_stream(begin: Begin) -> None:
     async with begin("serve", drain_s=0.0) as served:
         await served.until("ready")
@@ -107,6 +108,7 @@ async def test_pr01_what_is_not_finished_in_time_ends_with_an_error_in_its_strea
         assert await served.task is None
 
 
+@pytest.mark.sharded(of="processes")
 async def test_pr01_readers_that_have_stopped_do_not_hold_up_the_end(begin: Begin) -> None:
     async with begin("serve", drain_s=0.0, close_s=0.0) as served:
         await served.until("ready")
@@ -133,6 +135,7 @@ async def test_the_second_signal_is_reported_to_the_caller(begin: Begin) -> None
         assert await served.task == signal.SIGTERM
 
 
+@pytest.mark.sharded(of="processes")
 async def test_a_server_that_drops_lines_says_which_at_its_start(begin: Begin) -> None:
     async with begin("serve", drop_volatile=True) as served:
         await served.until("drops")
@@ -173,6 +176,7 @@ async def test_a_server_whose_model_has_changed_calls_itself_unhealthy_and_says_
         assert await served.task is None
 
 
+@pytest.mark.sharded(of="processes")
 async def test_a_model_that_does_not_open_is_raised_and_nothing_listens(begin: Begin) -> None:
     async with begin("fail") as served:
         with pytest.raises(Exception, match="needs 9 GiB"):

@@ -101,6 +101,7 @@ async def answer(supervisor: Supervisor, request_id: int) -> str:
     return "".join(event.piece.text for event in events if isinstance(event, Delta))
 
 
+@pytest.mark.sharded(of="processes")
 async def test_events_come_in_order_and_the_stream_ends_after_the_last(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
@@ -354,6 +355,7 @@ async def test_more_requests_than_the_queue_holds_are_refused_at_once(start: Sta
         kill(supervisor)
 
 
+@pytest.mark.sharded(of="processes")
 async def test_trap_52_cancelling_ends_a_request_and_closing_its_stream_forgets_it(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
@@ -440,6 +442,7 @@ async def test_trap_52_draining_lets_requests_finish_and_takes_no_more(start: St
         assert len(events) == 302
 
 
+@pytest.mark.sharded(of="processes")
 async def test_what_is_not_drained_in_time_ends_with_an_error(start: Start) -> None:
     async with start() as supervisor:
         await supervisor.opened()
@@ -451,6 +454,7 @@ async def test_what_is_not_drained_in_time_ends_with_an_error(start: Start) -> N
         kill(supervisor)
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("word", ["serve", "hang"])
 async def test_closing_leaves_no_process(start: Start, word: str) -> None:
     async with start(word) as supervisor:

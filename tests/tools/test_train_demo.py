@@ -251,6 +251,7 @@ def test_epochs_hold_every_window_in_a_new_order() -> None:
     assert len(np.unique(first[:, :64])) == 15 * 64
 
 
+@pytest.mark.sharded(of="measurements")
 def test_bundled_model_fits_and_writes_python() -> None:
     assert ASSET.stat().st_size <= convert.MAX_FILE_BYTES
     with open_session(ASSET, 256, num_threads=1, float32_attention=False) as session:

@@ -43,6 +43,7 @@ def test_the_file_has_the_tensors_of_the_real_one_and_takes_no_room(file: GGUFFi
     assert file.paths[0].stat().st_blocks * 512 < file.num_bytes / 20
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("rate", ["bytes_per_s", "bus_bytes_per_s", "int8_ops_per_s"])
 def test_a_faster_card_is_forecast_no_slower(file: GGUFFile, rate: str) -> None:
     card = Card("small", 2, 2e11, 1e14, 1.5e10)

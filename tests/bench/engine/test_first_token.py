@@ -22,6 +22,7 @@ def test_every_phase_names_functions_that_exist() -> None:
             assert f"def {function.rpartition('.')[2]}(" in source.read_text(), (phase, module, function)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_start_is_divided_into_phases(tmp_path: Path) -> None:
     out = tmp_path / "phases.json"
     script = ROOT / "bench" / "engine" / "sampled_start.py"

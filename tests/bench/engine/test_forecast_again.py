@@ -56,6 +56,7 @@ def test_a_run_is_forecast_from_its_result_as_it_was_on_its_machine(
     assert slower["figures"]["decode"]["forecast_tok_s"] < row["figures"]["decode"]["forecast_tok_s"] / 2
 
 
+@pytest.mark.sharded(of="measurements")
 def test_decoding_and_prompts_of_a_recorded_machine(headers: Headers) -> None:
     decoding, prompts = load("gpu/hybrid_ahead"), load("gpu/streaming_shared")
     rows = again(decoding, headers)
@@ -70,6 +71,7 @@ def test_decoding_and_prompts_of_a_recorded_machine(headers: Headers) -> None:
         assert {both["measured_tok_s"] for both in row["figures"].values()} <= measured
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_hit_rate_that_was_measured_has_a_figure_of_its_own(headers: Headers) -> None:
     for row, of in zip(
         again(load("gpu/hybrid_ahead"), headers), load("gpu/hybrid_ahead")["rows"], strict=True

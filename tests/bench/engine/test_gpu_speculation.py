@@ -80,6 +80,7 @@ def test_tokens_are_accepted_as_often_as_stated(model: Path, budget: int | str) 
         measured(llm.opened, "mtp", budget, None)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_those_of_a_drafter_too(model: Path, tmp_path: Path) -> None:
     draft = tmp_path / "drafter.gguf"
     write(draft, DRAFTER)

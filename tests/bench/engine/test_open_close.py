@@ -167,6 +167,7 @@ def test_an_opening_that_is_not_refused_is_an_error(driver: HostDriver, resident
         measure({"resident": resident}, 1, 1, LITTLE, nullcontext)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_other_tokens_than_before_are_an_error(driver: HostDriver, resident: EngineConfig) -> None:
     answers = iter([((1,),), ((2,),)])
 

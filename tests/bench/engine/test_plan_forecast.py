@@ -76,6 +76,7 @@ def test_each_mix_has_its_forecast_beside_its_run(
     assert status == int(not all(near))
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_file_that_is_kept_is_used_again(
     tmp_path: Path, plans: list[tuple[Planned, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_file_that_is_kept_is_used_again(
     assert first["mixes"]["IQ4_XS"]["file_bytes"] == second["mixes"]["IQ4_XS"]["file_bytes"]
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_run_of_another_text_is_no_figure(
     tmp_path: Path, plans: list[tuple[Planned, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def texts() -> list[bench.Text]:
     return bench.texts_of(demo_model_path(), 2, threads=2)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_forgotten_plan_has_the_same_slots(planner: bench.Planner, texts: list[bench.Text]) -> None:
     ways = bench.ways_of(planner, texts[0].profile, "cpu")
     kept, forgotten = ways.values()
@@ -89,6 +90,7 @@ def test_a_gpu_has_a_plan_without_a_profile_besides(planner: bench.Planner, text
     assert ways["unprofiled"].placement.resident != ways["kept"].placement.resident
 
 
+@pytest.mark.sharded(of="measurements")
 def test_residents_are_hits_from_the_first_token(
     planner: bench.Planner, texts: list[bench.Text], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from bench.engine import shared_drafts
 
 
+@pytest.mark.sharded(of="measurements")
 def test_each_number_of_answers_has_a_ratio_for_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

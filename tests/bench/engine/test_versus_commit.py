@@ -137,6 +137,7 @@ def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
         )
 
 
+@pytest.mark.sharded(of="measurements")
 def test_parts_of_a_text_are_those_of_the_whole(tmp_path: Path) -> None:
     whole = Line("a", DEMO_CPU, "text", new_tokens=9)
     parts = Line("a", DEMO_CPU, "part", new_tokens=3)
@@ -151,6 +152,7 @@ def test_parts_of_a_text_are_those_of_the_whole(tmp_path: Path) -> None:
     assert [token for run in found for token in run] == expected
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_commit_is_checked_out_whole(tmp_path: Path) -> None:
     folder = tmp_path / "sources"
     check_out(ROOT, "HEAD", folder)

@@ -78,6 +78,7 @@ def logits_after(context: Context, *parts: list[int], sequence: int = 0) -> np.n
     return context.logits()[0]
 
 
+@pytest.mark.sharded(of="measurements")
 def test_a_fork_goes_on_where_its_source_is_and_leaves_it(library: Library, path: Path) -> None:
     ids = list(range(1000, 1060))
     with Model(library, path, 0, 0) as model, context_of(model) as context:
@@ -102,6 +103,7 @@ def test_logits_are_those_of_each_sequence(library: Library, path: Path) -> None
         assert context.lengths == [4, 2]
 
 
+@pytest.mark.sharded(of="measurements")
 def test_figures_are_of_texts_that_walk_alone(library: Library, path: Path) -> None:
     with Model(library, path, 0, 0) as model, context_of(model, are_forks=False) as context:
         gpu_peer.extend(context, {0: 5, 1: 1})
@@ -141,7 +143,7 @@ def test_memory_in_use_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pyte
     assert device.gpu_memory_used() == 7531 * 2**20
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(6, of="measurements", fixture="result")
 def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> None:
     assert result["commit"] == "c0ffee"
     assert result["model"] == "Qwen3.6-35B-A3B shape, random weights"
@@ -254,6 +256,7 @@ def test_a_build_without_a_gpu_is_not_measured_as_one(library: Library) -> None:
         library.require_gpu()
 
 
+@pytest.mark.sharded(6, of="measurements", fixture="result")
 def test_tables_take_the_measured_figures_as_soon_as_there_are_some(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from bench.report import result_files
 from bench.report.tables import RESULTS
 
 
+@pytest.mark.sharded(of="measurements")
 def test_every_file_has_one_line_and_a_link_that_leads_to_it() -> None:
     links = re.findall(r"^\| \[[\w.-]+\]\(results/(\S+)\) \|", result_files.page(), re.MULTILINE)
     assert sorted(links) == sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json"))

@@ -307,6 +307,7 @@ def test_ca04_if_all_is_pinned_nothing_goes_and_nothing_more_is_kept(memory: Mem
     assert memory.free == CacheSize(60, 20)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_ca04_five_thousand_prompts_leave_no_reference_behind(memory: Memory) -> None:
     cache = PrefixCache(memory, max_states=3)
     for number in range(5_000):

@@ -135,6 +135,7 @@ def test_trap_54_ca01_hits_give_the_tokens_of_a_cold_run(
     assert held == [0, 1799, 1799, 0, 1300, 0]
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("length", [1, 63, 255, 256, 257, 1000])
 def test_ca05_a_kept_state_is_that_of_the_tokens_before_it(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int], length: int
@@ -152,6 +153,7 @@ def test_ca05_a_kept_state_is_that_of_the_tokens_before_it(
         runner.release(each)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("count", [1, 2, 512])
 def test_trap_56_the_first_tokens_after_a_hit_are_of_the_right_rows(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int], count: int
@@ -170,6 +172,7 @@ def test_trap_56_the_first_tokens_after_a_hit_are_of_the_right_rows(
         assert continued(runner, prefix.sequence, ids) == alone(runner, cache, ids)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_next_turn_computes_only_what_is_new(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int]
 ) -> None:
@@ -210,6 +213,7 @@ def test_pc02_prompts_through_a_full_cache_give_what_they_give_alone(
     assert runner.free == SIZE
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_model_without_recurrent_layers_begins_with_parts_of_prompts(tmp_path: Path) -> None:
     """The part ends within a block, which the prompt that goes on has to copy."""
     (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen3moe")

@@ -42,12 +42,14 @@ def test_logits_equal_transformers(variant: Variant, tmp_path: Path) -> None:
     assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 1e-4
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
     ids = random_ids(300)
     path = convert(hf_model(), tmp_path / "model.gguf")
     assert np.abs(cpu_logits(path, ids, "f32") - llama_cpp.logits(path, ids)).max() < 1e-4
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
     path = convert(hf_model(), tmp_path / "model.gguf", Variant(K_TYPES))
     assert_chooses_like_llama_cpp(path)

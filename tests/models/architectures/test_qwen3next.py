@@ -171,6 +171,7 @@ def test_the_spec_of_a_file(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSp
     assert spec_of(tiny(ssm_in=ssm_in, nextn=True)).num_nextn_layers == 1
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @BY_KEY_HEAD
 def test_every_tensor_is_required(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     for name in tiny(ssm_in=ssm_in).tensors:

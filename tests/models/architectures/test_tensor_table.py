@@ -94,6 +94,7 @@ def test_shapes_of_published_files() -> None:
     assert dense["blk.0.ffn_down.weight"] == (5120, 17408)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_gg11_every_tensor_is_required(load_spec: LoadSpec, arch: str) -> None:
     complete = tiny(arch, nextn=True)
@@ -108,6 +109,7 @@ def test_gg11_every_tensor_is_required(load_spec: LoadSpec, arch: str) -> None:
             load_spec(model)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_gg11_every_shape_is_checked(load_spec: LoadSpec, arch: str) -> None:
     """Each tensor in turn with its first two dimensions exchanged, or with one element more."""

@@ -127,6 +127,7 @@ def test_an_unknown_tier_is_refused_by_name(moe_path: Path) -> None:
         open_cpu(moe_path, threads=1, tier="sse9", context_length=16)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_activations_share_memory_between_layers(tmp_path: Path) -> None:
     sizes = []
     for layers in (4, 12):

@@ -186,6 +186,7 @@ def own_copy(moe_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy2(moe_path, tmp_path / "copy.gguf"))
 
 
+@pytest.mark.sharded
 def test_fl01_a_file_that_shrinks_fails_the_request_and_those_after_it(own_copy: Path) -> None:
     content, times = own_copy.read_bytes(), own_copy.stat()
     ids = token_ids(CONTEXT - 40)
@@ -222,6 +223,7 @@ def test_fl02_a_file_that_is_replaced_or_unlinked_stays_the_one_that_was_opened(
         assert np.array_equal(runner.logits(ids), mapped[0])
 
 
+@pytest.mark.sharded
 def test_pr04_a_forked_child_gets_an_error_and_the_parent_goes_on(
     moe_path: Path, mapped: tuple[Array, list[Array]]
 ) -> None:

@@ -301,6 +301,7 @@ def test_rows_that_are_appended_end_no_step_of_the_model(
         both.check(5)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_a_drafter_that_fails_proposes_nothing(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +326,7 @@ def test_a_drafter_that_fails_proposes_nothing(
         assert len(drafter.propose([1] * 8 + [2, ANCHOR], 3)) == 3
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_features_that_are_not_finite_draft_nothing(tmp_path: Path, target: Path) -> None:
     with pair(tmp_path / "drafter", target, CASES["second, full"]) as both:

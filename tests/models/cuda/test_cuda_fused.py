@@ -70,6 +70,7 @@ def test_deep_contexts_have_fused_steps_of_their_own(tmp_path: Path, monkeypatch
         check_fused_steps(both)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_fused_steps_take_blocks_for_their_text_and_no_more(tmp_path: Path) -> None:
     """Up to the end of a text that fills the context."""

@@ -145,6 +145,7 @@ def test_the_blocks_experts_are_on_the_device_where_the_trunks_are_not(tmp_path:
         check_rows_and_chains(both)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_deep_contexts_have_steps_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_mtp, "SHORT_CONTEXT", 4)
@@ -152,6 +153,7 @@ def test_deep_contexts_have_steps_of_their_own(tmp_path: Path, monkeypatch: pyte
         check_rows_and_chains(both)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_what_fails_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(write_variant(tmp_path, "dense")) as both:

@@ -104,6 +104,7 @@ def test_kernels_of_a_first_prompt_come_before_others(sizes: Limits, rows: int, 
     assert sum(map(len, found.groups)) == len(found.all)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_model_repeats_its_kinds_of_layers(tmp_path: Path) -> None:
     path = tmp_path / "plain.gguf"
     write_gguf(path, types=MIX, dims=Dims(layers=12, interval=4))
@@ -111,6 +112,7 @@ def test_a_model_repeats_its_kinds_of_layers(tmp_path: Path) -> None:
     assert distinct_mixers(blocks_of(path, RESIDENT)) == (0, 3)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_one_tensor_of_another_type_is_a_kind_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     write_gguf(path, types={**MIX, "blk.5.ffn_down_exps.weight": "Q5_K"}, dims=Dims(layers=12, interval=4))

@@ -186,6 +186,7 @@ def test_the_runner_does_what_its_plan_says(path_of_experts: Path) -> None:
         assert any(b64decode(picture.uses))
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_back(
     path_of_experts: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +210,7 @@ def test_mm03_the_first_step_of_a_sequence_is_repeated_where_memory_was_given_ba
         assert 0 <= runner.gpu_experts.num_slots < before
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("open_model", [open_cuda, partial(open_partly, share=0.5)], ids=["whole", "partly"])
 def test_trap_24_a_closed_runner_gives_the_memory_of_sequences_back(
@@ -234,6 +236,7 @@ def test_experts_of_weighted_layers_are_protected_and_change_no_bit(path_of_expe
     assert hits[1][1] > 1.5 * hits[0][1]
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("options", [None, {}, {"in_ram": 0.25}], ids=["resident", "partly", "tiers"])
 def test_trap_24_a_closed_runner_waits_for_no_garbage_collection(

@@ -67,6 +67,7 @@ def _noting(events: list[str], name: str, call: Any) -> Any:
     return noted
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[str]) -> None:
     """What is allocated, which waits for the lock, comes beside the dry runs or behind them."""
     with open_partly(path, 0.5):
@@ -82,6 +83,7 @@ def test_the_file_is_locked_beside_dry_runs_and_copies(path: Path, events: list[
         ]
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_page_locked_memory_is_allocated_beside_the_dry_runs(
     path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_page_locked_memory_is_allocated_beside_the_dry_runs(
         assert events.index("page_locked") < events.index("kernels_of") < events.index("DeviceMemory")
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", ["kernels_of", "plan_memory", "_partial_model"])
 def test_what_a_failed_start_has_allocated_is_freed(
     path: Path,
@@ -250,6 +253,7 @@ def test_a_long_first_prompt_waits_for_the_lock(
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sharded(of="models on a GPU")
 def test_a_system_that_locks_nothing_after_the_first_token_leaves_the_experts_to_the_cpu(
     path: Path, held: HeldLock, expected: Callable[[int], list[np.ndarray]]
 ) -> None:

@@ -66,6 +66,7 @@ def test_ex07_experts_move_between_all_tiers_and_change_no_bit(
         assert disk.num_slots == 8 * (2 - len(pinned))
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 def test_what_the_gpu_and_the_pool_hold_together_is_not_read_again(unused_experts: Path) -> None:
     with open_partly(unused_experts, 0.5, in_ram=0.5, context_length=CONTEXT) as runner:
@@ -77,6 +78,7 @@ def test_what_the_gpu_and_the_pool_hold_together_is_not_read_again(unused_expert
         assert np.array_equal(runner.decode(5), first)
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("length", [1, 90])
 def test_fl01_a_file_that_shrinks_is_an_error(tmp_path: Path, length: int) -> None:
@@ -91,6 +93,7 @@ def test_fl01_a_file_that_shrinks_is_an_error(tmp_path: Path, length: int) -> No
             runner.decode(1)
 
 
+@pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_file_that_shrinks_while_it_is_opened_leaves_no_memory_locked(

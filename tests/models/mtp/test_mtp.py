@@ -30,6 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_outputs_and_logits_equal_llama_cpp(tmp_path: Path, name: str) -> None:
     """Rows of a prompt, then two of a draft, whose hidden states are the block's own outputs."""

@@ -93,6 +93,7 @@ def check_rows(drafted: Drafted, block: CpuMtp) -> None:
     fresh.runner.release(fresh.sequence)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
 def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, name: str) -> None:
     """States of the draft, and rows of what was rejected, leave no trace."""
@@ -114,6 +115,7 @@ def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, na
         assert lengths >= {0, 1, 2}
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("chunk_size", [1, 7, 300])
 def test_chunks_of_a_prompt_change_nothing(tmp_path: Path, chunk_size: int) -> None:
     with open_runner(write_variant(tmp_path, "moe")) as runner:
@@ -166,6 +168,7 @@ def test_it_drafts_up_to_the_end_of_the_context(tmp_path: Path) -> None:
         assert len(drafted.propose(1)) == 1
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_trap_46_the_demo_models_block_knows_what_its_trunk_will_say() -> None:
     """Of greedy text; with a state of another position, or before its norm, far less would agree."""
     source = Path(argparse.__file__).read_text()
@@ -205,6 +208,7 @@ def accepted_of(tree: TokenTree, following: list[int]) -> int:
     return count
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_sp09_a_tree_is_accepted_as_far_as_its_spine_and_further() -> None:
     """At every place of a greedy text the spine of a tree is the chain.
 
