@@ -2,7 +2,8 @@
 
 On a GPU an expert's rows are multiplied in tiles. A tile's weights are unpacked once, whatever its rows, so
 that one row of an expert costs more than half of a tile. Missing experts are copied over the
-bus, while the CPU computes those with the fewest rows.
+bus, while the CPU computes those with the fewest rows. A step that the host divides takes as long as the
+slowest of four: bus, GPU, CPU, and the thread that launches its kernels.
 
 The constants are from docs/results/gpu on H200s; docs/notes/startup.md says how they were found.
 """
@@ -38,7 +39,12 @@ NOVELTY: Final = 0.65
 # Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
 HOST_LAYER_S: Final = 1.2e-3
 PIECE_S: Final = 2.7e-6  # of a copy of an expert's matrix, whatever its bytes
-GROUP_S: Final = 5e-4  # of a copy that the host begins, at least: launches, and a buffer that has to be free
+# Of the thread that launches what no graph has, with arrays and checks: a kernel, and a group's copies. Where
+# the CPU computes experts, a group has many short copies.
+HOST_LAUNCH_S: Final = 6e-5
+HOST_COPY_S: Final = 1.4e-4
+HOST_COPIES_S: Final = 3.4e-4
+GROUP_LAUNCHES: Final = 5  # of a group: its addresses, its tiles, two products, and what is between these
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 # Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
 # bus.
@@ -162,8 +168,11 @@ def _step_seconds(
     num_bytes = (touched * _sizes(model))[missing]
     num_experts = float(touched[missing].sum())
     copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
+    groups = num_experts / ring.group
+    launches = float(_launching_seconds(model, np.asarray(groups), HOST_COPY_S))
+    without_cpu = max(copied, compute, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
-        return max(copied, compute) + copied / model.num_layers
+        return without_cpu
     by_cpu = (touched * _cpu_seconds(model, rates, rows / np.maximum(touched, 1e-9)))[missing]
     order = np.argsort(by_cpu / num_bytes, kind="stable")
     seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
@@ -172,11 +181,19 @@ def _step_seconds(
     # The bus loses some of its rate to every byte that the CPU reads.
     lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
     if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
-        waits = compute + model.num_layers * HOST_LAYER_S
-        on_bus = left / read[-1] * max(copied, num_experts / ring.group * GROUP_S)
-        return float(np.maximum(seconds + waits, on_bus + lost / rates.link_bytes_per_s).min())
+        waits, share = compute + model.num_layers * HOST_LAYER_S, left / read[-1]
+        launching = _launching_seconds(model, share * groups, HOST_COPIES_S)
+        on_bus = share * copied + lost / rates.link_bytes_per_s
+        with_cpu = np.maximum(np.maximum(seconds + waits, on_bus), launching).min()
+        return min(float(with_cpu), without_cpu)  # a run tries both ways
     on_bus = (left / STAGED_SHARE + lost) / rates.link_bytes_per_s
     return compute + float(np.maximum(seconds, on_bus).min())
+
+
+def _launching_seconds(model: ModelSizes, groups: Array, copies_s: float) -> Array:
+    """Seconds of the thread that launches a step which is no graph, with so many groups of copies."""
+    of_layers = model.num_layers * PROMPT_LAUNCHES * HOST_LAUNCH_S
+    return of_layers + groups * (GROUP_LAUNCHES * HOST_LAUNCH_S + copies_s)
 
 
 def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:
