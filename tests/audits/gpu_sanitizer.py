@@ -43,6 +43,10 @@ UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # measurements.
 LEFT_OUT = re.compile("all_rates|thousand|any_settings|full_vocabulary|large_and_wide|no_chunking|graph")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+PREFIX = "========="  # of the sanitizer's lines; alone it ends a report
+# What differs between reports of a kind: addresses of memory, and how many hazards are one report.
+VARYING = re.compile(r"0x[0-9a-f]{9,}|\[\d+ hazards?\]")
+SHOWN_LINES = 16  # of a report
 
 
 def choose(test_ids: Iterable[str], count: int) -> list[str]:
@@ -73,6 +77,22 @@ def count_errors(log: str) -> int:
     return sum(map(int, found))
 
 
+def kinds_of_reports(log: str) -> list[str]:
+    """How often each kind of report came, and the first of it without frames of the interpreter.
+
+    Those of a kind have the same first two lines, which say what happened, and where.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for text in re.split(rf"^{PREFIX} *\n", log, flags=re.MULTILINE):
+        lines = [line.removeprefix(PREFIX).strip() for line in text.splitlines()]
+        lines = [line for line in lines if line not in ("", "COMPUTE-SANITIZER") and "SUMMARY: " not in line]
+        shown = [line for line in lines if not re.search(r"Host Frame:.*\[0x", line)]
+        key = tuple(VARYING.sub("", line) for line in lines[:2])
+        if key:
+            found.setdefault(key, []).append("\n    ".join(shown[:SHOWN_LINES]))
+    return [f"{len(all_of_kind)} x {all_of_kind[0]}" for all_of_kind in found.values()]
+
+
 def run(sanitizer: str, tool: str, gpu: int, test_ids: Sequence[str]) -> Counter[str]:
     """Outcomes of the tests under one tool on a GPU, and the `errors` that it reported, which are shown."""
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +106,7 @@ def run(sanitizer: str, tool: str, gpu: int, test_ids: Sequence[str]) -> Counter
         if not report.exists():
             sys.exit(f"the tests did not come to their end under {tool}: {done.stdout[-2000:]}{text[-2000:]}")
         counts = Counter(in_all(count_tests(report.read_text()).values()), errors=count_errors(text))
-    shown = text[:8000] if counts["errors"] else ""
+    shown = "\n".join(kinds_of_reports(text)) if counts["errors"] else ""
     print(f"{tool}, {len(test_ids)} tests:\n{done.stdout[-2000:]}\n{shown}", file=sys.stderr, flush=True)
     return counts
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.audits.gpu_sanitizer import choose, count_errors
+from tests.audits.gpu_sanitizer import choose, count_errors, kinds_of_reports
 
 
 def test_a_few_parameter_sets_of_every_test_and_no_captures() -> None:
@@ -23,3 +23,35 @@ def test_errors_of_all_processes_are_added_up() -> None:
     with pytest.raises(ValueError, match="no summary: killed"):
         count_errors("killed")
     assert count_errors("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n") == 2
+
+
+def report(*lines: str) -> str:
+    return "".join(f"========= {line}\n" for line in (*lines, ""))
+
+
+def test_each_kind_of_report_is_shown_once_with_its_test() -> None:
+    def write(place: str, address: int) -> str:
+        return report(
+            "Invalid __global__ write of size 4 bytes",
+            f"    at {place}",
+            f"    Access to {address:#x} is out of bounds",
+            "        Host Frame: PyObject_Vectorcall [0x1499b4] in python",
+            "        Host Frame: test_a in test_b.py:49",
+        )
+
+    def race(hazards: int) -> str:
+        return report(
+            "Error: Race reported between Write access at f+0x10", f"    and Read access [{hazards} hazards]"
+        )
+
+    log = "========= COMPUTE-SANITIZER\n" + "".join(
+        write("f+0x10", 0x7F14E9875600 + 4 * i) for i in range(99)
+    )
+    log += write("f+0x20", 0x7F14E9875600) + race(16) + race(180) + "========= ERROR SUMMARY: 102 errors\n"
+    first, second, third = kinds_of_reports(log)
+    assert first.startswith("99 x Invalid __global__ write of size 4 bytes\n    at f+0x10\n")
+    assert second.startswith("1 x Invalid __global__ write of size 4 bytes\n    at f+0x20\n")
+    assert all("test_a in test_b.py:49" in each and "python" not in each for each in (first, second))
+    assert third.startswith("2 x Error: Race reported")
+    assert third.endswith("[16 hazards]")
+    assert kinds_of_reports("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n") == []
