@@ -1,5 +1,6 @@
 // Kernels with the faults that running them on the host is to show; see test_host_device.py.
 #include "cuda/last_block.cuh"
+#include "cuda/tensor_cores.cuh"
 
 using namespace coldstream;
 
@@ -19,6 +20,27 @@ __global__ void pass_on_in_warp(const int* in, int* out) {
   values[threadIdx.x] = in[threadIdx.x];
   if (meets) __syncwarp();
   out[threadIdx.x] = values[threadIdx.x ^ 1];
+}
+
+// One warp reads what the other then overwrites, as soon as the first lane says that all have read, after its
+// lanes have met or without.
+template <bool meets>
+__global__ void overwrite(const int* in, int* out) {
+  extern __shared__ float4 dynamic_shared[];
+  int* const values = reinterpret_cast<int*>(dynamic_shared) + 4;
+  const uint32_t barrier = shared_address(dynamic_shared);
+  const int lane = threadIdx.x % warp_size;
+  if (threadIdx.x == 0) init_barrier(barrier, 1);
+  values[lane] = in[lane];
+  __syncthreads();
+  if (threadIdx.x < warp_size) {
+    out[lane] = values[lane];
+    if (meets) __syncwarp();
+    if (lane == 0) arrive_barrier(barrier);
+  } else {
+    wait_barrier(barrier, 0);
+    values[lane] = -1;
+  }
 }
 
 // The last block adds up what all blocks wrote, before they said so or behind it.

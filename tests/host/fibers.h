@@ -134,16 +134,17 @@ void** kernel_arguments = nullptr;
 Place scheduler;
 Fiber* running = nullptr;
 
-// The lanes of a warp in an order, each of which runs once.
+// Lanes of a warp in an order, each of which runs once.
 struct Turn {
   const Warp* warp;
   const unsigned char* order;
   unsigned int flipped;  // bits of each of the order's lanes
+  int end;               // of the lanes that run, in the order
   int next = 0;
 
   // The next that can go on, or null.
   Fiber* take() {
-    while (next != warp_size) {
+    while (next != end) {
       const unsigned int lane = order[next++] ^ flipped;
       if (warp->ready >> lane & 1) return warp->lanes[lane];
     }

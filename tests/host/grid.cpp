@@ -3,9 +3,10 @@
 //
 // In which order is random but for what barriers say: between two barriers of a block one warp after another
 // runs as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is
-// seen. Up to three blocks are under way at a time, and alternate after some warps. A block's shared memory
-// is what the kernels' library has of memory for each thread: it is brought in and out when another block
-// takes its turn, full of poison at first. Unit of work: one launch.
+// seen. Now and then some lanes of a warp stay behind, so that it is seen where one of them tells other warps
+// what is true of itself alone. Up to three blocks are under way at a time, and alternate after some warps. A
+// block's shared memory is what the kernels' library has of memory for each thread: it is brought in and out
+// when another block takes its turn, full of poison at first. Unit of work: one launch.
 #include <string.h>
 #include <time.h>
 
@@ -25,7 +26,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr size_t most_blocks = 3;
-constexpr int warps_at_once = 8, orders = 256;
+constexpr int warps_at_once = 8, orders = 256, one_is_short_in = 8;
 constexpr unsigned long long tick_ns = 1'000'000;
 
 // Where some threads of a block meet.
@@ -166,25 +167,31 @@ class Orders {
 
   Turn turn_of(const Warp& warp) const {
     const unsigned long long bits = random_numbers();
-    return {&warp, lanes_[bits % orders], static_cast<unsigned int>(bits / orders % warp_size)};
+    const bool is_short = (bits >> 32) % one_is_short_in == 0;
+    const int end = is_short ? 1 + int((bits >> 48) % (warp_size - 1)) : warp_size;
+    return {&warp, lanes_[bits % orders], static_cast<unsigned int>(bits / orders % warp_size), end};
   }
 
  private:
   unsigned char lanes_[orders][warp_size];
 };
 
-// One warp, as far as it gets without the others of its block.
+// One warp, as far as it gets without the others of its block. Now and then only some of its lanes go on to
+// where they meet others, and the rest later: a barrier of their warp is all that keeps lanes together.
 void run_warp(const Block& at, Warp& warp) {
   static const Orders any_order;
-  do run_turn(any_order.turn_of(warp));
-  while (meet(at, warp) || warp.ready);
+  do {
+    const Turn next = any_order.turn_of(warp);
+    run_turn(next);
+    if (next.end != warp_size && warp.ready) return;
+  } while (meet(at, warp) || warp.ready);
 }
 
-// Puts a warp of which lanes wait for a change behind the others, which may not all wait too.
+// Puts a warp of which lanes can go on, or wait for a change, behind the others, which may not all wait too.
 void wait_in_line(Block& at, Warp& warp) {
-  if (at.changes != at.changes_seen || !warp.waiting) at.idle_warps = 0;
+  if (at.changes != at.changes_seen || !warp.waiting || warp.ready) at.idle_warps = 0;
   at.changes_seen = at.changes;
-  if (!warp.waiting) return;
+  if (!warp.waiting && !warp.ready) return;
   warp.ready |= warp.waiting;
   warp.waiting = 0;
   if (at.idle_warps++ > at.line.size()) fail(at, *warp.lanes[0], "waits for a change that does not come");

@@ -6,7 +6,7 @@ import torch
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from host_device import HOST, HostDevice
 
-SWITCHED = ("pass_on", "pass_on_in_warp", "add_blocks", "copy")
+SWITCHED = ("pass_on", "pass_on_in_warp", "overwrite", "add_blocks", "copy")
 KERNELS = (
     *(f"{name}<{flag}>" for name in SWITCHED for flag in ("true", "false")),
     *("leave_half", "meet_differently", "write_behind"),
@@ -31,6 +31,18 @@ def test_a_missing_barrier_is_seen(kernel: str, distance: int) -> None:
             launch(f"{kernel}<{flag}>", 256, values, out)
             right[flag] += torch.equal(out, expected)
     assert right == {"true": LAUNCHES, "false": 0}
+
+
+@pytest.mark.usefixtures("host")
+def test_a_lane_does_not_speak_for_its_warp() -> None:
+    def is_right(flag: str) -> bool:
+        values, out = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        launch(f"overwrite<{flag}>", 64, values, out, shared_bytes=16 + 4 * 32)
+        return torch.equal(out, values)
+
+    assert {is_right("true") for _ in range(10 * LAUNCHES)} == {True}
+    # About one order of lanes in fifteen shows it.
+    assert {is_right("false") for _ in range(10 * LAUNCHES)} == {False, True}
 
 
 @pytest.mark.usefixtures("host")
