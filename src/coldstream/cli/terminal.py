@@ -2,33 +2,25 @@
 
 import sys
 import unicodedata
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import click
 
 from coldstream.cli.tables import width_of, wrap
+from coldstream.closing import Closing
 from coldstream.errors import escape_controls
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-class ProgressLine:
+class ProgressLine(Closing):
     """A line on standard error that shows how far something is and then vanishes; only on a terminal."""
 
     def __init__(self) -> None:
         is_shown = sys.stderr is not None and sys.stderr.isatty()
         self._progress: Progress | None = _progress() if is_shown else None
         self._task: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def update(self, what: str, done: int, total: int) -> None:
         """Show that `done` of `total` of `what` is reached; nothing if it is over before it was shown."""

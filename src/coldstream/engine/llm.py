@@ -14,9 +14,9 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Literal, Never, Self, Unpack, overload
 
+from coldstream.closing import Closing
 from coldstream.decoding import Logits, SamplingParams
 from coldstream.engine.answer import Request
 from coldstream.engine.engine import Engine
@@ -47,7 +47,7 @@ from coldstream.planning.config import CacheType, EngineConfig
 _LIMITS: Final = EngineLimits(target_step_ms=math.inf)
 
 
-class LLM:
+class LLM(Closing):
     """A model, ready to generate. Also a context manager; `close` frees the file and the memory.
 
     All methods may be called from any thread. Opening raises ConfigError for an impossible setting,
@@ -150,14 +150,6 @@ class LLM:
         self._engine = SharedEngine(lambda: Engine(opened, _LIMITS))
         self._closing = threading.Lock()
         self._is_released = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def opened(self) -> OpenedModel:

@@ -3,9 +3,8 @@
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from types import TracebackType
-from typing import Self
 
+from coldstream.closing import Closing
 from coldstream.engine.answer import Request, cancelled_piece
 from coldstream.engine.events import Delta, Failed, PromptProgress
 from coldstream.engine.request import Piece
@@ -14,7 +13,7 @@ from coldstream.errors import InvalidRequestError, host_memory_errors
 from coldstream.forks import OwnProcess
 
 
-class Stream(Iterator[Piece]):
+class Stream(Iterator[Piece], Closing):
     """The pieces of one answer. The last has the finish reason and the statistics.
 
     Nothing is computed before the first piece is asked for. Then the answer is computed beside those of other
@@ -39,14 +38,6 @@ class Stream(Iterator[Piece]):
             return next(self._pieces)
         finally:
             self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def cancel(self) -> None:
         """Finish with reason `cancelled` at the next token, or the next chunk of a long prompt."""

@@ -32,9 +32,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
+from coldstream.closing import Closing
 from coldstream.errors import InvalidRequestError, TemplateError, TemplateLimitError, shown
 from coldstream.gguf.fitted_messages import fitted_messages
 from coldstream.gguf.template_capabilities import EFFORTS, TemplateCapabilities
@@ -68,7 +68,7 @@ class RenderedChat:
         return "".join(text for text, _ in self.segments)
 
 
-class ChatTemplate:
+class ChatTemplate(Closing):
     """A file's chat template. A context manager; may be shared between threads, which wait for each other."""
 
     def __init__(
@@ -177,14 +177,6 @@ class ChatTemplate:
         """End the process that renders, if it was started."""
         if self._process is not None:
             self._process.close()
-
-    def __enter__(self) -> "ChatTemplate":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _usable(self) -> TemplateProcess:
         if self._process is None:

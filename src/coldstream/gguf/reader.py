@@ -25,11 +25,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final, Self
 
 import numpy as np
 
+from coldstream.closing import Closing
 from coldstream.errors import (
     DuplicateError,
     InconsistentError,
@@ -259,7 +260,7 @@ class _Shard:
     header: Header
 
 
-class GGUFFile:
+class GGUFFile(Closing):
     """An open model. Use as a context manager, or call `close`; reading is safe from several threads.
 
     metadata     of the first part
@@ -394,14 +395,6 @@ class GGUFFile:
         """Closes all descriptors. What `read` returned stays valid; calling twice is harmless."""
         self._kept.clear()
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _shard(self, index: int) -> _Shard:
         if not self._close.alive:

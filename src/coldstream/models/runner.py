@@ -4,15 +4,15 @@ The unit of work is a step over a `Batch` of up to `chunk_size` rows. The head r
 are wanted. Knows nothing of text, sampling or requests.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as TokenIds
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import numpy as np
 
+from coldstream.closing import Closing
 from coldstream.errors import InvalidRequestError, UnsupportedError, host_memory_errors
 from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
@@ -41,7 +41,7 @@ class MtpBlock(Protocol):
         """An empty sequence: a block as `decoding.drafters.mtp` has it."""
 
 
-class ModelRunner(ABC):
+class ModelRunner(Closing):
     """One model, and sequences whose state its memory holds. The runner closes the file.
 
     After an exception in the middle of a step or a commit, the sequences concerned are empty, never
@@ -405,11 +405,3 @@ class ModelRunner(ABC):
     def close(self) -> None:
         """Closes the file. The runner cannot be used afterwards."""
         self.file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

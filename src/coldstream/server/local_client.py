@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from coldstream.closing import Closing
 from coldstream.engine.engine import Engine
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Event
@@ -28,7 +28,7 @@ from coldstream.server.served_model import ServedModel
 T = TypeVar("T")
 
 
-class LocalClient:
+class LocalClient(Closing):
     """An `EngineClient` over an open model, which stays the caller's; close the client first."""
 
     def __init__(
@@ -51,14 +51,6 @@ class LocalClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the last request
         self._thread = threading.Thread(target=self._run, args=(engine,), name="engine", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all requests after the step that runs, and the thread. Closing twice is allowed."""

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
+from coldstream.closing import Closing
 from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import GGUFFile, TensorInfo
@@ -45,7 +45,7 @@ _FOREIGN_PARTS: Final = {
 }
 
 
-class DflashFile:
+class DflashFile(Closing):
     """An open drafter. Use as a context manager, or call `close`.
 
     gguf  the file
@@ -80,14 +80,6 @@ class DflashFile:
     def close(self) -> None:
         """Closes the file; calling twice is harmless."""
         self.gguf.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def matched_names(

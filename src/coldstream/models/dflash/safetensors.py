@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from safetensors import SafetensorError, safe_open
 
+from coldstream.closing import Closing
 from coldstream.errors import (
     DuplicateError,
     InconsistentError,
@@ -49,7 +49,7 @@ class _TensorSource:
     num_bytes: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closing):
     """Open files. Use as a context manager, or call `close`.
 
     shapes  by name
@@ -111,14 +111,6 @@ class SafetensorsFile:
     def close(self) -> None:
         """Closes all files; calling twice is harmless."""
         self._cleanup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _listed(index: Path) -> dict[str, str]:
