@@ -63,6 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="a hash, which chooses one of the shards of tests marked `sharded`; half of random examples",
     )
     parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --shard: of all cases that are left one in N, others from hash to hash",
+    )
+    parser.addoption(
         "--gpu-on-host",
         action="store_true",
         help="run models of a GPU with its kernels on the host, for tests of tests/models",
@@ -165,6 +172,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that need a GPU are skipped, visibly, where there is none."""
     if (shard := config.getoption("--shard")) is not None:
         leave_out_other_shards(config, items, shard)
+        leave_out_other_places(config, items, shard // SHARDS)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no CUDA device")
@@ -194,7 +202,7 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
         item
         for (_, shards), those in cases.items()
         for number, case in enumerate(those.values())
-        if len(those) >= shards and (number + number // shards) % shards != shard % shards
+        if len(those) >= shards and not is_of_shard(number, shards, shard)
         for item in case
     ]
     config.hook.pytest_deselected(items=left_out)
@@ -202,6 +210,19 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
     items[:] = [item for item in items if id(item) not in gone]
     # The longest begin first, so that no process has one left when the others are done.
     items.sort(key=lambda item: not is_long(item))
+
+
+def leave_out_other_places(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
+    """Of all items one in as many as `--one-in` says stays."""
+    parts = config.getoption("--one-in")
+    left_out = [item for number, item in enumerate(items) if not is_of_shard(number, parts, shard)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for number, item in enumerate(items) if is_of_shard(number, parts, shard)]
+
+
+def is_of_shard(number: int, shards: int, shard: int) -> bool:
+    """Shifted from one row of `shards` numbers to the next, see `leave_out_other_shards`."""
+    return (number + number // shards) % shards == shard % shards
 
 
 def is_long(item: pytest.Item) -> bool:

@@ -110,6 +110,24 @@ def test_tests_with_one_fixture_are_one_case(request: pytest.FixtureRequest) -> 
     assert not any({"a::x", "b::x"} <= shard for shard in shards), "which are of two files"
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_one_case_in_several_stays(request: pytest.FixtureRequest, parts: int) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    left_out: list[int] = []
+    config = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+        getoption={"--one-in": parts}.__getitem__,
+    )
+    every, kept = [*range(12)], []
+    for shard in range(parts):
+        items, left_out[:] = [*every], []
+        own.leave_out_other_places(config, items, shard)
+        assert sorted(items + left_out) == every
+        assert all(len({*items} & {*row}) == 1 for row in np.reshape(every, (-1, parts)).tolist())
+        kept += items
+    assert sorted(kept) == every
+
+
 @pytest.mark.parametrize(
     ("file", "test", "count"),
     [
