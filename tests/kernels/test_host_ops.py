@@ -14,8 +14,10 @@ from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.linear.cuda import fits_skinny
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
+from coldstream.kernels.linear.skinny_layouts import MAX_LARGE_FLOAT_ROWS, MIN_TILED_FLOAT_ROWS
 from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
@@ -94,6 +96,17 @@ def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> Non
     outs = ops.linear(on_host(ops, x), [on_gpu(weight, device="cpu") for weight in weights])
     for out, weight in zip(outs, weights, strict=True):
         assert_same(out, linear_exact(x, weight))
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.F32, QuantType.F16, QuantType.BF16], ids=lambda t: t.name)
+def test_bits_of_floats_do_not_change_where_gemm_takes_over(quant_type: QuantType) -> None:
+    """The same rows meet `linear_skinny`, and with one more GEMM."""
+    weight = on_gpu(random_weight(quant_type, (MIN_TILED_FLOAT_ROWS, 96), 5), device="cpu")
+    x, ops = activations(6, MAX_LARGE_FLOAT_ROWS + 1, 96), host_ops()
+    assert fits_skinny([weight], x[:-1])
+    assert not fits_skinny([weight], x)
+    fewer, more = (ops.linear(on_host(ops, rows), [weight])[0] for rows in (x[:-1], x))
+    assert_same(more[:-1], fewer)
 
 
 @pytest.mark.sharded(6)

@@ -20,11 +20,13 @@ from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import (
     FLOAT_ROW_BYTES,
+    MAX_LARGE_FLOAT_ROWS,
     MAX_TILE_ROWS,
     SETS,
     Layout,
     Walk,
     Weight,
+    are_large_floats,
     is_large,
     layout_for,
 )
@@ -91,6 +93,8 @@ def fits_skinny(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
     if not has_floats and all(is_large(weight.shape[0], cols, num_rows) for weight in weights):
         return False
     if has_floats and num_rows * cols > MAX_FLOAT_VALUES:
+        return False
+    if num_rows > MAX_LARGE_FLOAT_ROWS and are_large_floats(_sizes(weights)):
         return False
     return num_rows <= MAX_GEMV_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
 

@@ -43,6 +43,11 @@ FLOAT_TILE_ROWS = {1: 32, 2: 4, 4: 16, 8: 16}  # rows of weights, by slices
 FLOAT_BLOCKS = 2  # on a processor, of tiles of one slice, as in skinny.cu
 # With fewer rows of weights in all matrices, the tiles of one slice are too few blocks.
 MIN_TILED_FLOAT_ROWS = 2048
+# Beyond so many rows large matrices of floats alone are for GEMM. It takes 59 µs for 64 rows of 8192 × 2048
+# in BF16 on an H200, and these kernels take 178. In proportion to their tiles of 16 rows, 16 would take less
+# than GEMM takes for 64, and 32 more. Numbers of rows between were not timed, nor smaller matrices, nor
+# floats that share a launch with integers.
+MAX_LARGE_FLOAT_ROWS = 16
 FLOAT_ROW_BYTES = 16  # to which rows of floats in tiles are aligned
 TILE_BLOCKS = {
     1: 3,
@@ -82,8 +87,8 @@ class Walk(Enum):
             return cls.ONE
         kinds = {kind for kind, *_ in weights}
         if kinds.issubset(PASS_COLS):
-            is_large = max(rows for _, rows, _ in weights) >= MIN_TILED_FLOAT_ROWS
-            return cls.FLOATS if is_large and are_aligned and num_rows <= SLICE_ROWS else cls.TILES
+            has_tiles = are_large_floats(weights) and are_aligned and num_rows <= SLICE_ROWS
+            return cls.FLOATS if has_tiles else cls.TILES
         if num_rows <= SLICE_ROWS:
             return cls.ROWS if num_rows <= MAX_WARP_ROWS else cls.TILES
         return cls.PARTS if cls._has_parts(kinds, weights, num_rows) else cls.TILES
@@ -141,6 +146,12 @@ def slices_of(num_rows: int) -> int:
 def is_large(weight_rows: int, cols: int, num_rows: int) -> bool:
     """Whether GEMM is faster with a matrix of an integer type."""
     return num_rows > MAX_LARGE_ROWS and min(weight_rows, cols) >= MIN_LARGE_SIDE
+
+
+def are_large_floats(weights: Sequence[Weight]) -> bool:
+    """Whether all are matrices of floats, and the largest has enough rows for tiles on a whole device."""
+    largest = max(rows for _, rows, _ in weights)
+    return largest >= MIN_TILED_FLOAT_ROWS and all(kind in PASS_COLS for kind, *_ in weights)
 
 
 def tile_blocks(slices: int, walk: Walk) -> int:
