@@ -37,7 +37,6 @@ from bench.results import ROOT, write_result
 from coldstream import kvcache
 from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.plan_file import save_plan
@@ -113,7 +112,7 @@ class Steps:
 def share_by(runner: Any, times: Any, scale: float) -> None:
     """Has experts shared out as if the CPU took `scale` times as long as the plan's `times` say."""
     cpu = tuple(max(1, round(scale * time)) for time in times.cpu)
-    write(runner._partial._executor.decode.times, np.array(replace(times, cpu=cpu).words(), np.int32))
+    runner._partial.set_shares(replace(times, cpu=cpu))
 
 
 def measure(

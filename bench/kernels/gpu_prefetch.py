@@ -33,7 +33,6 @@ from bench.results import ROOT, write_result
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
-from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.memory import DeviceMemory, Memory, MemoryPlan
@@ -80,8 +79,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     partial = executor_of(ops)
     partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
-        only_bus = MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS)
-        write(partial.decode.times, np.array(only_bus.words(), np.int32))
+        partial.decode.set_times(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS))
     return ops
 
 

@@ -20,7 +20,7 @@ from coldstream.assets import demo_model_path
 from coldstream.cli.doctor import document
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
-from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, MissShareStatistics, StepTimes
 from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.placement.hardware import GpuHardware
 from coldstream.planning.diagnosis import MachineFacts, find
@@ -107,7 +107,7 @@ def paths_of(value: Any, path: str = "") -> set[str]:
 
 def paths_on_a_gpu(prefix: str, kind: type) -> set[str]:
     """Those of a dataclass that only a machine with a GPU prints."""
-    inner = {"step_times": StepTimes, "prefetch": PrefetchStatistics}
+    inner = {"step_times": StepTimes, "prefetch": PrefetchStatistics, "shares": MissShareStatistics}
     paths = set()
     for field in fields(kind):
         name = f"{prefix}.{field.name}"
@@ -156,7 +156,8 @@ def test_every_field_of_json_is_documented_and_exists(
     path, environment = folder
     play(Session("coldstream pull org/tiny-GGUF", ""), environment, path)
     actual["ls"] = paths_of(json.loads(play(Session("coldstream ls --json", ""), environment, path)))
-    actual["bench"] |= paths_on_a_gpu("experts_on_gpu", GpuExpertStatistics) | {"experts_on_gpu.prefetch"}
+    actual["bench"] |= paths_on_a_gpu("experts_on_gpu", GpuExpertStatistics)
+    actual["bench"] |= {"experts_on_gpu.prefetch", "experts_on_gpu.shares"}
     actual["plan"] |= paths_on_a_gpu("hardware.gpu", GpuHardware)
     for verb, paths in documented.items():
         patterns = {path: re.compile(re.escape(path).replace(r"\*", ".+")) for path in paths}

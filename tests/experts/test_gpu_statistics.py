@@ -6,7 +6,12 @@ from dataclasses import asdict
 import numpy as np
 
 from coldstream.cli.bench import describe_gpu, describe_times
-from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
+from coldstream.experts.gpu_statistics import (
+    GpuExpertStatistics,
+    MissShareStatistics,
+    StepTimes,
+    describe_shares,
+)
 from coldstream.experts.slots.cache import Counters
 
 # Two layers, in milliseconds: the second one read a pair over the bus.
@@ -51,6 +56,12 @@ def test_without_a_decoded_token_nothing_was_hit() -> None:
     )
     assert empty.hit_rate == 0
     assert empty.cpu_requests == ()
+
+
+def test_shares_are_described_in_a_line() -> None:
+    line = describe_shares(MissShareStatistics(12, 1.5, 0.25, (1, 1, 2)))
+    assert "misses 1, 1, 2 come over the bus now: in 12 updates" in line
+    assert "took the CPU 1.50 times as long as planned and the bus 0.25 times" in line
 
 
 def test_one_line_says_it_all() -> None:

@@ -33,7 +33,7 @@ from coldstream.engine.benchmark import (
 from coldstream.engine.draft_benchmark import DraftedResult, DraftedTest, run_drafted
 from coldstream.errors import ConfigError
 from coldstream.experts.cpu.disk_tier import DiskStatistics
-from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes, describe_parts
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes, describe_parts, describe_shares
 from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
@@ -136,6 +136,8 @@ def _describe_experts(disk: DiskStatistics | None, on_gpu: GpuExpertStatistics |
         lines.append(describe_gpu(on_gpu))
         if on_gpu.step_times.steps:
             lines.append(describe_times(on_gpu.step_times))
+        if on_gpu.shares and on_gpu.shares.updates:
+            lines.append(describe_shares(on_gpu.shares))
         if on_gpu.prefetch:
             lines.append(describe_prefetch(on_gpu.prefetch))
     return lines

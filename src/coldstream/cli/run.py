@@ -28,7 +28,8 @@ from coldstream.cli.start_times import StartTimes
 from coldstream.cli.terminal import ProgressLine, note
 from coldstream.cli.text_input import prompt_of
 from coldstream.engine import LLM, SamplingParams, open_model
-from coldstream.engine.opened_model import FirstPrompt
+from coldstream.engine.opened_model import FirstPrompt, OpenedModel
+from coldstream.experts.gpu_statistics import describe_shares
 from coldstream.garbage import starting
 
 MAX_QUOTED_CHARS = 60
@@ -130,6 +131,8 @@ def command(
             before = prompt if should_echo else ""
             with cancelled_by_interrupt(stream) as interruption:
                 answer = show_answer(stream, line, quiet, chat.ctx_size, before)
+        if session.verbose:
+            _note_shares(opened)
     missed = interruption.missed(answer)
     if answer.finish_reason == "cancelled" or (missed and opened.late_rates is not None):
         return EXIT_INTERRUPTED
@@ -155,6 +158,13 @@ def _note_context(llm: LLM) -> None:
     ctx_size, most = llm.opened.ctx_size, llm.opened.runner.spec.context_length
     if ctx_size < most:
         note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
+
+
+def _note_shares(opened: OpenedModel) -> None:
+    """Say how missing experts were divided in the end, if that followed what steps took."""
+    experts = opened.runner.gpu_experts
+    if experts is not None and experts.shares is not None:
+        note(describe_shares(experts.shares))
 
 
 def _open(model: str, options: Mapping[str, Any], prompt: FirstPrompt | None, *, verbose: bool) -> LLM:

@@ -14,18 +14,21 @@ The whole step can be captured in a graph.
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from coldstream.experts.chosen_experts import ChosenExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.activations import Activations, as_floats
 from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.partition import ExpertPlaces, Partition, Staging, sharing_of
-from coldstream.kernels.experts.split import NUM_WORDS
+from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
@@ -37,10 +40,10 @@ from coldstream.kernels.router.cuda import Ahead
 class DecodeExperts:
     """Steps of at most `max_rows` rows, as many as the mailbox has.
 
-    times: int32 [NUM_WORDS] on the device, see `sharing_of`. stamps: int64 [layers, WORDS], see
-    `kernels/experts/stamps.py`. chosen: what a step's routers choose. ring: None if nothing is prefetched.
-    staging: uint8 on the device, for the experts of a layer that are copied over the bus. The CPU computes
-    experts for which it has no place. Between two steps it is free for other uses.
+    times: int32 [NUM_WORDS] on the device, see `sharing_of`. tried_times: those of the first layer. stamps:
+    int64 [layers, WORDS], see `kernels/experts/stamps.py`. chosen: what a step's routers choose. ring: None
+    if nothing is prefetched. staging: uint8 on the device, for the experts of a layer that are copied over
+    the bus. The CPU computes experts for which it has no place. Between two steps it is free for other uses.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class DecodeExperts:
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring, self._staging = mailbox, chosen, ring, staging
         self.times = device.zeros((NUM_WORDS,), "int32")
+        self.tried_times = device.zeros((NUM_WORDS,), "int32")
         self.stamps = device.zeros((chosen.num_layers, WORDS), "int64")
         self._beside: streams.Stream | None = None  # stream of prefetches, joined only at a step's end
         if ring is not None and not device.planning:
@@ -71,6 +75,11 @@ class DecodeExperts:
         """
         if not self._tables.is_readable:
             self.max_rows = min(self.max_rows, MAX_MAILBOX_ROWS)
+
+    def set_times(self, times: MissTimes) -> None:
+        """Has all layers share out by these times. No step may be running."""
+        for table in (self.times, self.tried_times):
+            write(table, np.array(times.words(), np.int32))
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows guesses at later layers' experts."""
@@ -92,9 +101,8 @@ class DecodeExperts:
         # The router of a single row shares its pairs out itself, and stages nothing.
         staging = self._staging_for(stacks, tokens * ranks) if tokens > 1 or not is_one_launch else None
         used = self.chosen.used[layer] if tokens <= MAX_MAILBOX_ROWS else None
-        shared_out = partial(
-            sharing_of, stacks, self.times, self._mailbox, layer, places, used, staging=staging
-        )
+        times = self.times if layer > 0 else self.tried_times
+        shared_out = partial(sharing_of, stacks, times, self._mailbox, layer, places, used, staging=staging)
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         later = layer + (ring.distance if ring else 0)
         is_guessing = ring is not None and later < len(self._tables.layers)

@@ -83,12 +83,36 @@ class StepTimes:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class MissShareStatistics:
+    """How the missing experts of a token are divided now, by what the steps before took.
+
+    updates: of the division. cpu_factor, bus_factor: how many times as long as the plan's times an expert
+    takes. by_bus: of 1, 2, … missing experts of a token, those that come over the bus.
+    """
+
+    updates: int
+    cpu_factor: float
+    bus_factor: float
+    by_bus: tuple[int, ...]
+
+
 def describe_parts(parts: dict[str, float]) -> str:
     """The parts' shares in percent, as text; "" if no time has passed."""
     whole = sum(parts.values())
     if whole <= 0:
         return ""
     return ", ".join(f"{part} {seconds / whole:.0%}" for part, seconds in parts.items())
+
+
+def describe_shares(shares: MissShareStatistics) -> str:
+    """How the missing experts of a token are divided, as text."""
+    by_bus = ", ".join(map(str, shares.by_bus))
+    return (
+        f"of 1, 2, … experts that a token misses {by_bus} come over the bus now: in {shares.updates} updates "
+        f"an expert took the CPU {shares.cpu_factor:.2f} times as long as planned and the bus "
+        f"{shares.bus_factor:.2f} times"
+    )
 
 
 def _seconds(nanoseconds: Array) -> tuple[float, ...]:
@@ -106,7 +130,7 @@ class GpuExpertStatistics:
     cpu_requests, in cpu_s seconds, beside the GPU. prompt_streamed: experts of prefill steps copied over the
     bus. prompt_unused: streamed experts that no token chose; their copy began before their router had run.
     prompt_on_cpu: experts of prefill steps that the CPU computed. step_times: of decoded tokens. prefetch:
-    None if nothing is prefetched.
+    None if nothing is prefetched. shares: None if they stay as planned.
     """
 
     num_slots: int
@@ -125,6 +149,7 @@ class GpuExpertStatistics:
     prompt_on_cpu: tuple[int, ...]
     step_times: StepTimes
     prefetch: PrefetchStatistics | None = None
+    shares: MissShareStatistics | None = None
 
     @classmethod
     def of(
@@ -138,6 +163,7 @@ class GpuExpertStatistics:
         prompt_on_cpu: Array,
         step_times: StepTimes,
         prefetch: PrefetchStatistics | None = None,
+        shares: MissShareStatistics | None = None,
     ) -> Self:
         """cpu_work: (requests, pairs, seconds) by layer; the arrays: int64 [layers]."""
         return cls(
@@ -157,6 +183,7 @@ class GpuExpertStatistics:
             prompt_on_cpu=_plain(prompt_on_cpu),
             step_times=step_times,
             prefetch=prefetch,
+            shares=shares,
         )
 
     @property

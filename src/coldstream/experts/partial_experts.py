@@ -12,19 +12,21 @@ from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes
+from coldstream.experts.gpu_statistics import GpuExpertStatistics, MissShareStatistics, StepTimes
 from coldstream.experts.host import HostExperts
+from coldstream.experts.miss_shares import StampedShares, StampsOfAStep
 from coldstream.experts.prefetch import GuessCounter, PrefetchStatistics
 from coldstream.experts.prefill import ExpertStream, StreamCounters
 from coldstream.experts.ram_pool import RamPool
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.experts.slots.residency import ExpertResidency, expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.kernels.cuda.contents import clear, read, write
+from coldstream.kernels.cuda.contents import clear, read
 from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
@@ -76,6 +78,7 @@ class _StepInFlight:
 
     ids: ExpertIds | None
     guesses: bool
+    stamps: StampsOfAStep | None
 
 
 class PartialExperts:
@@ -95,6 +98,8 @@ class PartialExperts:
         self._reserved: tuple[ExpertCache, SlotSegments] | None = None  # until they are filled
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
+        self._moves_shares = False
+        self._shares: StampedShares | None = None
         self._rows = 0  # of the step that began last
         self._in_flight: deque[_StepInFlight] = deque()
         self._ended: list[_StepInFlight] = []  # since `_prepare`
@@ -155,7 +160,7 @@ class PartialExperts:
         assert executor is not None, "slots are for the layers of an executor"
         assert self._reserved is not None, "slots are filled once they are reserved"
         if plan.miss_times is not None:
-            write(executor.decode.times, np.array(plan.miss_times.words(), np.int32))
+            executor.decode.set_times(plan.miss_times)
         pool = self.host.pool
         if pool is not None:
             pool.empty()  # of experts that the warm-up steps used
@@ -170,6 +175,26 @@ class PartialExperts:
         clear(executor.decode.stamps)
         if executor.prefetch is not None:
             clear(executor.prefetch.tallies)
+        self._begin_shares()
+
+    def move_shares(self) -> None:
+        """From now on missing experts are divided by what steps took; the plan's times are a beginning."""
+        self._moves_shares = True
+        self._begin_shares()
+
+    def _begin_shares(self) -> None:
+        executor, times = self._executor, self._plan.miss_times
+        if not self._moves_shares or executor is None or times is None or self._residency is None:
+            return
+        if executor.tables.is_readable:
+            num_layers = len(executor.tables.layers)
+            self._shares = StampedShares(executor.decode, times, self.host.server.work, num_layers)
+
+    def set_shares(self, times: MissTimes) -> None:
+        """Divides missing experts by these times, whatever steps take. No step may be running."""
+        assert self._executor is not None, "shares are those of an executor"
+        self._shares, self._moves_shares = None, False
+        self._executor.decode.set_times(times)
 
     @property
     def disk(self) -> DiskStatistics | None:
@@ -212,7 +237,13 @@ class PartialExperts:
             stream.on_cpu,
             self._step_times(executor),
             self._prefetch_statistics(executor),
+            self._share_statistics(),
         )
+
+    def _share_statistics(self) -> MissShareStatistics | None:
+        if self._shares is None:
+            return None
+        return self._shares.statistics(self._plan.placement.model.num_experts_per_tok)
 
     def _prefetch_statistics(self, executor: PartialExecutor) -> PrefetchStatistics | None:
         if executor.prefetch is None or self._guesses is None:
@@ -266,7 +297,8 @@ class PartialExperts:
         if rows <= MAX_MAILBOX_ROWS:
             of_all = executor.decode.chosen.copy()
             ids = ExpertIds(of_all.used[:, :rows], of_all.guessed[:, :rows])
-        self._in_flight.append(_StepInFlight(ids, executor.decode.guesses(rows)))
+        stamps = self._shares.launched(rows) if self._shares is not None else None
+        self._in_flight.append(_StepInFlight(ids, executor.decode.guesses(rows), stamps))
         self._is_due = True
         if len(self._in_flight) == 1:
             self._prepare()
@@ -333,6 +365,8 @@ class PartialExperts:
     def _note(self, step: _StepInFlight) -> None:
         """Takes note that a step has ended."""
         self._ended.append(step)
+        if step.stamps is not None and self._shares is not None:
+            self._shares.ended(step.stamps)
         if self._residency is not None:
             num_layers = self._residency.num_layers
             self._residency.ended(None if step.ids is None else step.ids.used[:num_layers])

@@ -56,7 +56,7 @@ def load_runner(
     # Imported here because its kernels need packages that a machine without a GPU does not have.
     from coldstream.models.cuda.runner import CudaRunner
 
-    return CudaRunner.load(
+    runner = CudaRunner.load(
         file,
         spec,
         plan,
@@ -69,3 +69,5 @@ def load_runner(
         is_early=is_early,
         first_rows=first_rows,
     )
+    runner.move_shares()
+    return runner

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import host_type
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 
-Array = np.ndarray[Any, np.dtype[np.int32]]
+Array = np.ndarray[Any, Any]
 
 
 class StagedMemory:
@@ -62,7 +63,7 @@ class StagedRing:
 
 
 class ReadBack:
-    """`values`, int32 [n] on the device, and NUM_COPIES page-locked copies on the host, used in turn.
+    """`values` on the device, and NUM_COPIES page-locked copies on the host, used in turn.
 
     So the host may read what one step left while the next one writes over it on the device.
     """
@@ -86,4 +87,5 @@ class ReadBack:
 
 def _page_locked(values: DeviceArray) -> Array:
     """Host memory for all values; none for those of a `MemoryPlan`."""
-    return np.empty(0, np.int32) if values.is_meta else allocations.page_locked((len(values),), "int32")
+    dtype = host_type(values.dtype)
+    return np.empty(0, dtype) if values.is_meta else allocations.page_locked(tuple(values.shape), dtype)

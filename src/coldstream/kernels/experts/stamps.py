@@ -34,5 +34,10 @@ def read_stamps(words: "DeviceArray") -> tuple[Array, Array]:
     """
     from coldstream.kernels.cuda.contents import read  # statistics name what is here without a GPU's packages
 
-    stamps = read(words).view(LAYER_STAMPS)[:, 0]
+    return parse_stamps(read(words))
+
+
+def parse_stamps(words: Array) -> tuple[Array, Array]:
+    """`read_stamps` of a copy on the host, int64 [layers, WORDS], in views of it."""
+    stamps = words.view(LAYER_STAMPS)[:, 0]
     return stamps["sums"], stamps["bus_pairs"]

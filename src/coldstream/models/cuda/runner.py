@@ -286,6 +286,11 @@ class CudaRunner(ModelRunner):
         with device_errors():
             return self._partial_experts.statistics() if self._partial_experts else None
 
+    def move_shares(self) -> None:
+        """Has experts that the GPU lacks divided by what steps took. The plan's times are a beginning."""
+        if self._partial_experts:
+            self._partial_experts.move_shares()
+
     @property
     def expert_uses(self) -> tuple[int, int] | None:
         return None if self.expert_cache is None else self.expert_cache.counters.totals

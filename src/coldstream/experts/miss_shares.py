@@ -1,0 +1,151 @@
+"""How the missing experts of a token are divided between the CPU and the bus, by what the last tokens took.
+
+A plan's times are where a run begins. Every few steps of one row, what the CPU and the GPU have stamped says
+how long an expert really took each of them, and the tables that routers read are written anew. Any division
+gives the same bits. Pure; `StampedShares` does the same on a device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from coldstream.experts.decode import DecodeExperts
+from coldstream.experts.gpu_statistics import MissShareStatistics, StepTimes
+from coldstream.kernels.cuda.staged import ReadBack, StagedRing
+from coldstream.kernels.experts.shapes import MAX_RANKS
+from coldstream.kernels.experts.split import MAX_NS, MissTimes
+from coldstream.kernels.experts.stamps import parse_stamps
+from coldstream.placement.control import Balance, Work
+
+Array = np.ndarray[Any, Any]
+CpuWork = Sequence[tuple[int, int, float]]  # requests, pairs and seconds, by layer
+
+STEPS_OF_AN_UPDATE: Final = 4
+
+
+class Seen(NamedTuple):
+    """What was stamped since the model was opened. sums, bus_pairs: see `StepTimes.of`."""
+
+    cpu: CpuWork
+    sums: Array
+    bus_pairs: Array
+
+
+class MissShares:
+    """Times of a missing expert, moved by what steps of one row took."""
+
+    def __init__(self, times: MissTimes) -> None:
+        """times: forecast."""
+        self._forecast = times
+        self._bus_ns = times.row_bus or times.bus
+        self._balance = Balance(times.cpu[0], self._bus_ns)
+        self._before: Seen | None = None
+        self._num_updates = 0
+
+    def begin(self, seen: Seen) -> None:
+        """What comes after `seen` is of steps of one row."""
+        self._before = seen
+
+    def learn(self, seen: Seen) -> bool:
+        """Learns from STEPS_OF_AN_UPDATE steps of one row since `begin`, or since the last call.
+
+        Returns whether it did: stamps that are not of so many steps, as after one that failed, are left out.
+        """
+        before, self._before = self._before, seen
+        if before is None:
+            return False
+        times = StepTimes.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
+        if times.steps != STEPS_OF_AN_UPDATE:
+            return False
+        pairs = sum(now[1] - then[1] for now, then in zip(seen.cpu, before.cpu, strict=True))
+        seconds = sum(now[2] - then[2] for now, then in zip(seen.cpu, before.cpu, strict=True))
+        self._balance.learn(Work(pairs, 1e9 * seconds), Work(sum(times.bus_pairs), 1e9 * sum(times.bus)))
+        self._num_updates += 1
+        return True
+
+    @property
+    def times(self) -> MissTimes:
+        """As the last steps were."""
+        cpu, bus = self._balance.factors
+        forecast = self._forecast
+        return replace(
+            forecast,
+            cpu=tuple(_scaled(each, cpu) for each in forecast.cpu),
+            bus=_scaled(forecast.bus, bus),
+            row_bus=_scaled(self._bus_ns, bus),
+        )
+
+    def words(self) -> tuple[Array, Array]:
+        """`MissTimes.words` for all layers, and for the one that tries what the others may never do."""
+        words = np.array(self.times.words(), np.int32)
+        tried, by_bus = words.copy(), np.arange(MAX_RANKS + 1, dtype=np.int32)
+        by_cpu, by_the_bus = self._balance.probes
+        most = np.maximum(by_bus - 1, 0) if by_cpu else by_bus
+        least = np.minimum(by_bus, 1) if by_the_bus else np.zeros_like(by_bus)
+        tried[-(MAX_RANKS + 1) :] = np.clip(tried[-(MAX_RANKS + 1) :], np.minimum(least, most), most)
+        return words, tried
+
+    def statistics(self, num_ranks: int) -> MissShareStatistics:
+        """num_ranks: experts of a token."""
+        cpu, bus = self._balance.factors
+        return MissShareStatistics(self._num_updates, cpu, bus, self.times.by_misses(num_ranks)[1:])
+
+
+def _scaled(nanoseconds: int, factor: float) -> int:
+    return max(1, min(MAX_NS, round(nanoseconds * factor)))
+
+
+class StampsOfAStep(NamedTuple):
+    """A copy of `DecodeExperts.stamps`. is_first: whether the step before had other rows."""
+
+    stamps: Array
+    is_first: bool
+
+
+class StampedShares:
+    """Moves the times that routers of `decode` read. work: what the CPU did, see `ExpertServer.work`.
+
+    num_layers: that may miss an expert. `launched` and `ended` are called for each step.
+    """
+
+    def __init__(
+        self, decode: DecodeExperts, times: MissTimes, work: Callable[[], CpuWork], num_layers: int
+    ) -> None:
+        self._work, self._num_layers = work, num_layers
+        self._shares = MissShares(times)
+        self._stamps = ReadBack(decode.stamps)
+        self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
+        self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
+        self._write()
+
+    def launched(self, rows: int) -> StampsOfAStep | None:
+        """Right behind the launch of a step. What `ended` is to be given when it has ended, if anything."""
+        if rows != 1:
+            self._num_steps = None
+            return None
+        is_first = self._num_steps is None
+        self._num_steps = 0 if self._num_steps is None else self._num_steps + 1
+        if not is_first and self._num_steps < STEPS_OF_AN_UPDATE:
+            return None
+        self._num_steps = 0
+        return StampsOfAStep(self._stamps.copy(), is_first)
+
+    def ended(self, step: StampsOfAStep) -> None:
+        """The step has ended, and the copy of its stamps with it."""
+        sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
+        seen = Seen(self._work(), sums.copy(), bus_pairs.copy())
+        if step.is_first:
+            self._shares.begin(seen)
+        elif self._shares.learn(seen):
+            self._write()
+
+    def statistics(self, num_ranks: int) -> MissShareStatistics:
+        return self._shares.statistics(num_ranks)
+
+    def _write(self) -> None:
+        """Queues the tables. A running step may read some of both: any division is right."""
+        for ring, words in zip(self._tables, self._shares.words(), strict=True):
+            ring.next_on_host()[:] = words
+            ring.copy(len(words))

@@ -1,0 +1,141 @@
+"""Missing experts are divided by what the last tokens took, whatever a plan's times say."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
+from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
+from coldstream.kernels.experts.stamps import SUMS
+
+LAYERS, RANKS = 6, 8
+TRUE = MissTimes(bus=60_000, cpu=tuple(30_000 + 500 * rows for rows in range(MAX_MAILBOX_ROWS)), answer=9_000)
+UPDATES = 100 // STEPS_OF_AN_UPDATE
+
+
+class Steps:
+    """Steps of one row, whose layers miss so many experts, stamped as a GPU and the CPU do."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._cpu = [[0, 0, 0.0] for _ in range(LAYERS)]
+        self._sums = np.zeros((LAYERS, 2, len(SUMS)), np.uint64)
+        self._sums += np.uint64(2**64 - 10**6)  # they overflow, as sums of a clock do
+        self._sums[:, :, 0] = 0
+        self._bus_pairs = np.zeros(LAYERS, np.uint64)
+        self._now = 2**63
+
+    def seen(self) -> Seen:
+        return Seen([tuple(each) for each in self._cpu], self._sums.copy(), self._bus_pairs.copy())  # type: ignore[misc]
+
+    def run(self, shares: MissShares, times: MissTimes, count: int = STEPS_OF_AN_UPDATE) -> float:
+        """Seconds that missing experts take, in an update divided by `shares`. times: true."""
+        words, tried = shares.words()
+        elapsed = 0
+        for _ in range(count):
+            for layer in range(LAYERS):
+                table = (tried if layer == 0 else words)[-(MAX_RANKS + 1) :]
+                elapsed += self._layer(layer, table, times)
+        return elapsed / 1e9
+
+    def _layer(self, layer: int, table: np.ndarray, times: MissTimes) -> int:
+        misses = int(self._rng.integers(1, RANKS + 1))
+        on_bus = int(table[misses])
+        assert 0 <= on_bus <= misses
+        on_cpu = misses - on_bus
+        cpu_ns, bus_ns = on_cpu * times.cpu[0], on_bus * (times.row_bus or times.bus)
+        answered = times.answer + cpu_ns if on_cpu else 0
+        if on_cpu:
+            self._cpu[layer][0] += 1
+            self._cpu[layer][1] += on_cpu
+            self._cpu[layer][2] += cpu_ns / 1e9
+        ends = max(bus_ns, 15_000)
+        stamps = (0, 5_000, 5_000 + ends, 5_000 + max(ends, answered), 9_000 + max(ends, answered))
+        sums = self._sums[layer, int(on_bus > 0)]
+        sums += np.array([1, *(np.uint64(self._now + each) for each in stamps)], np.uint64)
+        self._bus_pairs[layer] += np.uint64(on_bus)
+        self._now += stamps[-1]
+        return max(bus_ns, answered)
+
+
+def scaled(times: MissTimes, cpu: float, bus: float) -> MissTimes:
+    return replace(
+        times,
+        cpu=tuple(max(1, round(cpu * each)) for each in times.cpu),
+        bus=max(1, round(bus * times.bus)),
+        row_bus=max(1, round(bus * (times.row_bus or times.bus))),
+    )
+
+
+def learnt(shares: MissShares, steps: Steps, times: MissTimes, updates: int) -> float:
+    """Seconds of the last of so many updates together, from the middle on."""
+    elapsed = []
+    for _ in range(updates):
+        elapsed.append(steps.run(shares, times))
+        shares.learn(steps.seen())
+    return sum(elapsed[updates // 2 :])
+
+
+@pytest.mark.parametrize("cpu", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("bus", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(
+    "true", [TRUE, scaled(TRUE, 8, 1), scaled(TRUE, 1, 8)], ids=["even", "slow CPU", "slow bus"]
+)
+def test_times_that_are_ten_times_wrong_are_right_after_some_tens_of_tokens(
+    true: MissTimes, cpu: float, bus: float
+) -> None:
+    shares, steps = MissShares(scaled(true, cpu, bus)), Steps()
+    shares.begin(steps.seen())
+    learnt(shares, steps, true, UPDATES)
+    assert shares.times.by_misses(RANKS) == pytest.approx(true.by_misses(RANKS), abs=1)
+    found = learnt(shares, steps, true, 4 * UPDATES)
+    best, fixed = MissShares(true), Steps()
+    best_s = sum(fixed.run(best, true) for _ in range(4 * UPDATES)) / 2
+    assert found <= 1.1 * best_s
+    assert shares.statistics(RANKS).updates == 5 * UPDATES
+    assert shares.statistics(RANKS).by_bus == shares.times.by_misses(RANKS)[1:]
+
+
+def test_a_cpu_that_others_take_gets_less_and_later_as_much_again() -> None:
+    shares, steps = MissShares(TRUE), Steps()
+    shares.begin(steps.seen())
+    for times in (TRUE, scaled(TRUE, 4, 1), TRUE):
+        learnt(shares, steps, times, UPDATES)
+        assert shares.times.by_misses(RANKS) == pytest.approx(times.by_misses(RANKS), abs=1)
+
+
+def test_stamps_of_other_steps_are_left_out() -> None:
+    """Of another number of steps, and those of a device whose sums were cleared."""
+    shares, steps = MissShares(TRUE), Steps()
+    assert not shares.learn(steps.seen()), "nothing is known of what came before"
+    slow = scaled(TRUE, 50, 1)
+    for count in (0, 1, STEPS_OF_AN_UPDATE + 1):
+        steps.run(shares, slow, count)
+        assert not shares.learn(steps.seen())
+    steps.run(shares, slow)
+    cleared = Steps().seen()
+    assert not shares.learn(cleared._replace(sums=0 * cleared.sums))
+    assert shares.times == replace(TRUE, row_bus=TRUE.bus)
+    assert shares.statistics(RANKS).updates == 0
+
+
+def test_absurd_stamps_make_no_absurd_table() -> None:
+    shares, rng = MissShares(TRUE), np.random.default_rng(0)
+    for _ in range(200):
+        sums = rng.integers(0, 2**64, (LAYERS, 2, len(SUMS)), np.uint64)
+        sums[:, 0, 0], sums[:, 1, 0] = 0, STEPS_OF_AN_UPDATE * (1 + rng.integers(0, 2))
+        work = [
+            (1, int(rng.integers(0, 9)), float(rng.choice([math.inf, math.nan, -1, 0, 1e300])))
+            for _ in range(LAYERS)
+        ]
+        shares.begin(Steps().seen()._replace(sums=0 * sums))
+        shares.learn(Seen(work, sums, rng.integers(0, 2**64, LAYERS, np.uint64)))
+        for words in shares.words():
+            assert words.shape == (NUM_WORDS,)
+            table = words[-(MAX_RANKS + 1) :]
+            assert ((table >= 0) & (table <= np.arange(MAX_RANKS + 1))).all()
