@@ -21,10 +21,9 @@ from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
 from coldstream.placement.plan import PlacementPlan, Tier
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.prompt_cost import (
-    expected_rows,
-    expected_touched,
     prefill_seconds,
     prefill_seconds_on_cpu,
+    prompt_steps,
 )
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes
@@ -185,10 +184,9 @@ def prefill_ceiling(
     ops_rate = rates.product_ops_per_s + rates.cpu_ops_per_s if tier == "vram" else rates.cpu_ops_per_s
     sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
     seconds = 0.0
-    for start in range(0, num_tokens, chunk_size):
-        count = min(chunk_size, num_tokens - start)
-        touched = expected_touched(expected_rows(model, uses, count), count) * sizes
-        ops = 2 * count * model.token_parameters
+    for step in prompt_steps(model, uses, num_tokens, chunk_size):
+        touched = step.touched * sizes
+        ops = 2 * step.count * model.token_parameters
         read = 0.0 if on_disk is None else float(touched[on_disk].sum())
         seconds += max(
             float(touched[~resident].sum()) / cold_rate, ops / ops_rate, read / rates.disk_bytes_per_s

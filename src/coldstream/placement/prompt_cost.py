@@ -8,6 +8,7 @@ slowest of four: bus, GPU, CPU, and the thread that launches its kernels.
 The constants are from docs/results/gpu on H200s; docs/notes/startup.md says how they were found.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,30 +68,57 @@ def prefill_seconds(
     which experts are copied; None: it is large.
     """
     seconds = 0.0
-    for start in range(0, num_tokens, chunk_size):
-        count = min(chunk_size, num_tokens - start)
-        rows = expected_rows(model, uses, count)
-        touched = expected_touched(rows, count)
-        compute = _gpu_seconds(model, rates, start, count, rows, touched)
-        spread = np.ones_like(rows) if uses is not None else _spread(resident)
+    for step in prompt_steps(model, uses, num_tokens, chunk_size):
+        compute = _gpu_seconds(model, rates, step)
+        spread = np.ones_like(step.rows) if uses is not None else _spread(resident)
         ring = _ring_of(model, ring_bytes)
-        step = _step_seconds(model, rates, count, compute, rows * spread, touched, ~resident, ring)
+        step_s = _step_seconds(model, rates, step, compute, spread, ~resident, ring)
         if on_disk is not None:
-            read_s = float((touched * _sizes(model))[on_disk].sum()) / rates.disk_bytes_per_s
-            step = max(step, read_s * (1 + 1 / model.num_layers))  # the first layer's overlap with nothing
-        seconds += step
+            read_s = float((step.touched * _sizes(model))[on_disk].sum()) / rates.disk_bytes_per_s
+            step_s = max(
+                step_s, read_s * (1 + 1 / model.num_layers)
+            )  # the first layer's overlap with nothing
+        seconds += step_s
     return seconds
 
 
-def _gpu_seconds(
-    model: ModelSizes, rates: Rates, start: int, count: int, rows: Array, touched: Array
-) -> float:
-    """Seconds of a step of `count` rows behind `start` positions, if all experts are resident."""
+@dataclass(frozen=True)
+class PromptStep:
+    """`count` rows of a prompt behind `start` positions, which are computed together.
+
+    rows: what each expert gets, float64 [layers, experts]. touched: the odds that it gets any, likewise.
+    """
+
+    start: int
+    count: int
+    rows: Array
+    touched: Array
+
+    @property
+    def pairs(self) -> float:
+        """How many pairs of a row and a position that it sees."""
+        return self.count * (self.start + self.count / 2)
+
+
+def prompt_steps(
+    model: ModelSizes, uses: Array | None, num_tokens: int, chunk_size: int
+) -> Iterator[PromptStep]:
+    """The steps of a prompt, of at most `chunk_size` rows. uses: as in `plan_placement`."""
+    for start in range(0, num_tokens, chunk_size):
+        count = min(chunk_size, num_tokens - start)
+        rows = expected_rows(model, uses, count)
+        yield PromptStep(start, count, rows, expected_touched(rows, count))
+
+
+def _gpu_seconds(model: ModelSizes, rates: Rates, step: PromptStep) -> float:
+    """Seconds of a step, if all experts are resident."""
+    rows, touched = step.rows, step.touched
     moved = float((touched * _sizes(model)).sum()) + model.dense_token_bytes
     tiles = touched * np.maximum(1.0, rows / np.maximum(touched, 1e-9) / TILE_ROWS + 0.5)
     multiplied = UNPACK_SHARE * TILE_ROWS * tiles + (1 - UNPACK_SHARE) * rows
-    weights = count * _dense_weights(model) + float((multiplied.sum(axis=1) * _expert_weights(model)).sum())
-    pairs = count * (start + count / 2) * model.attention_width
+    of_experts = float((multiplied.sum(axis=1) * _expert_weights(model)).sum())
+    weights = step.count * _dense_weights(model) + of_experts
+    pairs = step.pairs * model.attention_width
     return (
         model.num_layers * PROMPT_LAUNCHES * LAUNCH_S
         + moved / (VRAM_SHARE * rates.vram_bytes_per_s)
@@ -152,19 +180,20 @@ def _ring_of(model: ModelSizes, ring_bytes: int | None) -> _Ring:
 def _step_seconds(
     model: ModelSizes,
     rates: Rates,
-    count: int,
+    step: PromptStep,
     compute: float,
-    rows: Array,
-    touched: Array,
+    spread: Array,
     missing: Array,
     ring: _Ring,
 ) -> float:
     """Seconds of a step whose `missing` experts, bool [layers, experts], are copied or computed by the CPU.
 
-    compute: of the step with all experts. The fastest split of the missing experts is the run's.
+    compute: of the step with all experts. spread: see `_spread`. The fastest split of the missing experts is
+    the run's.
     """
     if not missing.any():
         return compute
+    count, touched = step.count, step.touched
     num_bytes = (touched * _sizes(model))[missing]
     num_experts = float(touched[missing].sum())
     copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
@@ -173,7 +202,7 @@ def _step_seconds(
     without_cpu = max(copied, compute, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
         return without_cpu
-    by_cpu = (touched * _cpu_seconds(model, rates, rows / np.maximum(touched, 1e-9)))[missing]
+    by_cpu = (touched * _cpu_seconds(model, rates, step.rows * spread / np.maximum(touched, 1e-9)))[missing]
     order = np.argsort(by_cpu / num_bytes, kind="stable")
     seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
     read = np.concatenate([[0.0], np.cumsum(num_bytes[order])])
@@ -213,14 +242,12 @@ def prefill_seconds_on_cpu(
 ) -> float:
     """`prefill_seconds` if RAM is the fast memory and other experts are read from the disk."""
     seconds = 0.0
-    for start in range(0, num_tokens, chunk_size):
-        count = min(chunk_size, num_tokens - start)
-        odds = expected_touched(expected_rows(model, uses, count), count)
-        touched = odds * _sizes(model)
-        pairs = count * (start + count / 2) * model.attention_width
-        products = _prompt_product_seconds(model, rates, count, odds.sum(axis=1))
+    for step in prompt_steps(model, uses, num_tokens, chunk_size):
+        touched = step.touched * _sizes(model)
+        pairs = step.pairs * model.attention_width
+        products = _prompt_product_seconds(model, rates, step.count, step.touched.sum(axis=1))
         read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
-        rows = count * model.num_layers * CPU_ROW_S / rates.num_cores
+        rows = step.count * model.num_layers * CPU_ROW_S / rates.num_cores
         compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
         seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
     return seconds
