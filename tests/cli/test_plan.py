@@ -150,8 +150,9 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
     assert re.search(r"saved by prefetching, µs a token +(none|\d+) ", shown)
     assert "link 24 GB/s" in error
     assert re.search(
-        r"of 1, 2, … experts that a token misses \d, \d come over the bus, \d+ CPU threads compute the "
-        r"others, and some of prompts in steps of up to 256 tokens; up to 64\.00 MiB of experts are copied",
+        r"of 1, 2, … experts that a token misses \d, \d come over the bus at first, \d+ CPU threads compute "
+        r"the others, and some of prompts in steps of up to 256 tokens; "
+        r"up to 64\.00 MiB of experts are copied",
         error,
     ), error
     assert "fetched ahead" not in run("plan", str(model), *arguments, half, "--prefetch", "0")[1]

@@ -131,6 +131,9 @@ def test_a_start_for_one_answer_measures_nothing_before_it(
                 late = llm.opened.late_rates
                 assert (late is not None and late.are_assumed) == (prompt is not None)
                 answers.append(llm.generate([7, 300, 5], greedy)[0].token_ids)
+                experts = llm.opened.runner.gpu_experts
+                assert experts is not None
+                assert experts.shares is not None, "the times of a plan are a beginning"
     assert answers[0] == answers[1]
 
 

@@ -281,7 +281,8 @@ def _described_misses(run: RunPlan) -> str:
     threads = f"{run.threads} CPU threads compute"
     if run.miss_times is not None:
         by_bus = ", ".join(map(str, run.miss_times.by_misses(run.placement.model.num_experts_per_tok)[1:]))
-        first = f"of 1, 2, … experts that a token misses {by_bus} come over the bus, {threads} the others"
+        missed = f"of 1, 2, … experts that a token misses {by_bus} come over the bus"
+        first = f"{missed} at first, {threads} the others"
     else:
         first = f"{threads} all experts that a token misses, in RAM"
     return (
