@@ -7,6 +7,7 @@ braces around it; a member's name has its class before it, as in `ExpertPool::en
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tools.planted_faults.changes import Change, Edit
 
@@ -33,11 +34,12 @@ class Token:
     end: int
 
 
-def tokens_of(text: str) -> list[Token]:
+@lru_cache(maxsize=8)  # faults of a file stand beside each other
+def tokens_of(text: str) -> tuple[Token, ...]:
     """Places count characters."""
-    return [
+    return tuple(
         Token(found[0], found.start(), found.end()) for found in TOKEN.finditer(text) if not found["skip"]
-    ]
+    )
 
 
 def find_edit(text: str, function: str, change: Change) -> Edit:
