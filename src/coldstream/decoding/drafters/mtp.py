@@ -31,7 +31,7 @@ State = Any  # a row's hidden state, as the block keeps it
 
 
 class DraftBlock(Protocol):
-    """The block's rows of one sequence; see `models.cpu.mtp.MtpSequence` and `models.cuda_mtp`."""
+    """The block's rows of one sequence; see `models.mtp.model.MtpRows`."""
 
     @property
     def length(self) -> int:

@@ -19,7 +19,7 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.footprint import nextn_bytes
-from coldstream.models.mtp.model import MtpModel, check_rows
+from coldstream.models.mtp.model import MtpModel, MtpRows
 
 Array = np.ndarray[Any, Any]
 BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are right 1 % of the time
@@ -113,28 +113,18 @@ class CpuMtp:
         return token_ids[0].tolist(), log_probs[0].tolist()
 
     def truncate(self, sequence: kvcache.Sequence, length: int) -> None:
-        """See `MtpSequence.truncate`."""
+        """See `MtpRows.truncate`."""
         self._sequences.truncate(sequence, length)
         if length == 0:
             self._sequences.clear(sequence)
 
 
-class MtpSequence:
-    """Rows of one sequence. It frees its memory when it is truncated to none."""
+class MtpSequence(MtpRows[CpuMtp]):
+    """Rows of one sequence of `CpuMtp`."""
 
     def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
-        self._block, self._sequence = block, sequence
+        super().__init__(block, sequence)
         self.output: Array | None = None  # the block's, after the last row that was appended, float32 [E]
-
-    @property
-    def length(self) -> int:
-        """Rows so far."""
-        return self._sequence.length
-
-    @property
-    def room(self) -> int:
-        """Rows that may follow."""
-        return self._block.context_length - self.length
 
     def keep(self, hidden: Array) -> list[Array]:
         """Copies of hidden states [rows, E], one for each row."""
@@ -146,7 +136,7 @@ class MtpSequence:
         Raises GenerationFault for states that are not finite, OutOfMemoryError and ModelChangedError, each
         with no row appended.
         """
-        check_rows(token_ids, states, self.room)
+        self.check(token_ids, states)
         hidden = np.stack(states)
         if not np.isfinite(hidden).all():
             raise GenerationFault("hidden states that a draft is to follow are not finite")
@@ -175,7 +165,3 @@ class MtpSequence:
 
     def begin_fused(self, sequence: kvcache.Sequence, text: FusedText) -> None:
         """None, see `has_fused_steps`."""
-
-    def truncate(self, length: int) -> None:
-        """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
-        self._block.truncate(self._sequence, length)

@@ -22,7 +22,7 @@ from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.mtp_block import BRANCHING, MAX_MTP_ROWS, LoadedMtp, run_shape
-from coldstream.models.mtp.model import check_rows
+from coldstream.models.mtp.model import MtpRows
 
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 MAX_CHAIN = 64  # steps of a chain, whose candidates reach the host together
@@ -97,7 +97,7 @@ class CudaMtp:
         return MtpFusedRows(self._loaded.sequences, sequence)
 
     def truncate(self, sequence: kvcache.Sequence, length: int) -> None:
-        """See `CudaMtpSequence.truncate`."""
+        """See `MtpRows.truncate`."""
         self._loaded.sequences.truncate(sequence, length)
         if length == 0:
             self._loaded.sequences.clear(sequence)
@@ -126,21 +126,8 @@ class CudaMtp:
         self._steps.run((kind, shape), step, lambda nothing: nothing, self._make_room)
 
 
-class CudaMtpSequence:
-    """Rows of one sequence. It frees its memory when it is truncated to none."""
-
-    def __init__(self, block: CudaMtp, sequence: kvcache.Sequence) -> None:
-        self._block, self._sequence = block, sequence
-
-    @property
-    def length(self) -> int:
-        """Rows so far."""
-        return self._sequence.length
-
-    @property
-    def room(self) -> int:
-        """Rows that may follow."""
-        return self._block.context_length - self.length
+class CudaMtpSequence(MtpRows[CudaMtp]):
+    """Rows of one sequence of `CudaMtp`."""
 
     def keep(self, hidden: Any) -> list[Any]:
         """Copies of hidden states [rows, E], one for each row, on the device."""
@@ -152,7 +139,7 @@ class CudaMtpSequence:
         Raises DeviceError and OutOfMemoryError, with no row appended. States that are not finite show in the
         candidates.
         """
-        check_rows(token_ids, states, self.room)
+        self.check(token_ids, states)
         self._block.append(self._sequence, token_ids, states)
 
     def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
@@ -175,10 +162,6 @@ class CudaMtpSequence:
         """
         fused = self._block.fused
         return None if fused is None else fused.start(sequence, self._block.rows_of(self._sequence), text)
-
-    def truncate(self, length: int) -> None:
-        """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
-        self._block.truncate(self._sequence, length)
 
 
 class MtpFusedDrafter:

@@ -10,12 +10,13 @@ The unit of work is a row (token x_{p+1}, hidden state h_p). It is written over 
 
 from collections.abc import Sized
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Array, Ops, Rows, Weight
+from coldstream.kvcache import Sequence
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.loader import Loader
@@ -78,13 +79,43 @@ class MtpModel:
         return self.layer.logits(outputs)
 
 
-def check_rows(token_ids: Sized, states: Sized, room: int) -> None:
-    """What is appended to a sequence of the block: a state for each token, and at most `room` rows.
+class BlockOnDevice(Protocol):
+    """The block on a device, with the rows of some sequences."""
 
-    Raises OutOfMemoryError for more.
-    """
-    assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
-    if len(token_ids) > room:
-        raise OutOfMemoryError(
-            f"{len(token_ids)} rows of a draft, but {room} fit into the context: try a larger --ctx-size"
-        )
+    context_length: int  # rows of a sequence at most
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forgets all rows of a sequence but the first `length`; with none left it frees its memory."""
+
+
+Block = TypeVar("Block", bound=BlockOnDevice)
+
+
+class MtpRows(Generic[Block]):
+    """Rows of one sequence of a block. They free their memory when they are truncated to none."""
+
+    def __init__(self, block: Block, sequence: Sequence) -> None:
+        self._block, self._sequence = block, sequence
+
+    @property
+    def length(self) -> int:
+        """Rows so far."""
+        return self._sequence.length
+
+    @property
+    def room(self) -> int:
+        """Rows that may follow."""
+        return self._block.context_length - self.length
+
+    def check(self, token_ids: Sized, states: Sized) -> None:
+        """What is appended: a state for each token. Raises OutOfMemoryError for more than `room`."""
+        assert 0 < len(token_ids) == len(states), "a row is a token and a hidden state"
+        if len(token_ids) > self.room:
+            raise OutOfMemoryError(
+                f"{len(token_ids)} rows of a draft, but {self.room} fit into the context: "
+                "try a larger --ctx-size"
+            )
+
+    def truncate(self, length: int) -> None:
+        """Forgets all rows but the first `length`. Raises InvalidRequestError if there are fewer."""
+        self._block.truncate(self._sequence, length)
