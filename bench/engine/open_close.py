@@ -49,6 +49,7 @@ from coldstream.models.read_spec import read_spec
 MIB: Final = 2**20
 # Of fragments of the host's allocator, and of what the driver keeps there: less than any weights.
 RSS_BYTES_PER_CYCLE: Final = 2**18
+MOST_QUARTERS: Final = 64  # of the experts' bytes, for steps of a small model and some experts
 SETTLING_S: Final = 5.0  # within which the system takes a thread that has ended off its list
 HOST_STEP: Final = 10  # cycles between two figures of the host's memory, which garbage is taken from before
 
@@ -344,16 +345,30 @@ class Records:
 
 
 def with_partial_budgets(kinds: Mapping[str, EngineConfig]) -> dict[str, EngineConfig]:
-    """The partial ones with the least budget that is advised, and room for a quarter of the experts."""
+    """The partial ones with a budget for some of the experts. Raises RuntimeError if none is found."""
     opened = open_model(kinds["resident"])
     expert_bytes = opened.plan.placement.resident_bytes
     opened.close()
     return {
-        name: replace(config, vram=_least_budget(config) + expert_bytes // 4)
-        if name.startswith("partial")
-        else config
+        name: _with_some_experts(name, config, expert_bytes) if name.startswith("partial") else config
         for name, config in kinds.items()
     }
+
+
+def _with_some_experts(name: str, config: EngineConfig, expert_bytes: int) -> EngineConfig:
+    """The least budget that is advised, and quarters of the experts' bytes until some of them fit.
+
+    What is beyond the least goes to longer steps first.
+    """
+    least = _least_budget(config)
+    for quarters in range(1, MOST_QUARTERS + 1):
+        config = replace(config, vram=least + quarters * expert_bytes // 4)
+        opened = open_model(config)
+        placement = opened.plan.placement
+        opened.close()
+        if placement.num_resident:
+            return config
+    raise RuntimeError(f"{name}: no experts fit into {config.vram} bytes")
 
 
 def _least_budget(config: EngineConfig) -> int:

@@ -225,15 +225,15 @@ def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None
     assert not fits(16, 17408, QuantType.F16)
 
 
-def test_beyond_16_rows_large_matrices_of_floats_alone_are_for_gemm() -> None:
+def test_beyond_a_slice_large_matrices_of_floats_alone_are_for_gemm() -> None:
     def fits(rows: int, *weights: tuple[QuantType, int]) -> bool:
         placed = [on_gpu(random_weight(kind, (count, 64), 1), device="cpu") for kind, count in weights]
         return fits_skinny(placed, torch.zeros(rows, 64))
 
     large, small, integers = (QuantType.BF16, 2048), (QuantType.F32, 2047), (QuantType.Q8_0, 4096)
-    assert fits(16, large)
-    assert not fits(17, large)
-    assert not fits(17, small, large)
+    assert fits(8, large)
+    assert not fits(9, large)
+    assert not fits(9, small, large)
     assert fits(64, small)
     assert fits(64, integers, large), "which shares a launch with them"
 

@@ -43,11 +43,10 @@ FLOAT_TILE_ROWS = {1: 32, 2: 4, 4: 16, 8: 16}  # rows of weights, by slices
 FLOAT_BLOCKS = 2  # on a processor, of tiles of one slice, as in skinny.cu
 # With fewer rows of weights in all matrices, the tiles of one slice are too few blocks.
 MIN_TILED_FLOAT_ROWS = 2048
-# Beyond so many rows large matrices of floats alone are for GEMM. It takes 59 µs for 64 rows of 8192 × 2048
-# in BF16 on an H200, and these kernels take 178. In proportion to their tiles of 16 rows, 16 would take less
-# than GEMM takes for 64, and 32 more. Numbers of rows between were not timed, nor smaller matrices, nor
-# floats that share a launch with integers.
-MAX_LARGE_FLOAT_ROWS = 16
+# Beyond so many rows, which are one slice, large matrices of floats alone are for GEMM. Here 16 rows of
+# 8192 × 2048 in F32 take 85 µs on an H200, and GEMM takes 31 for 17. Less than 16 rows were not timed, nor
+# smaller matrices, nor floats that share a launch with integers.
+MAX_LARGE_FLOAT_ROWS = SLICE_ROWS
 FLOAT_ROW_BYTES = 16  # to which rows of floats in tiles are aligned
 TILE_BLOCKS = {
     1: 3,
