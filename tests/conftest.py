@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from host_device import HostDevice
+from coldstream.kernels.cuda import compiler
+from host_device import EVERY_LANE_ARRIVES, HostDevice
 from short_rates import SHORT
 
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
@@ -58,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leave torch.empty unwritten, for tools that see reads of it",
     )
     parser.addoption(
+        "--every-lane-arrives",
+        action="store_true",
+        help="compile kernels so that racecheck can follow them, see gemm_copies.cuh",
+    )
+    parser.addoption(
         "--shard",
         type=lambda word: int(word, 16),
         help="a hash, which chooses one of the shards of tests marked `sharded`; half of random examples",
@@ -93,6 +99,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shard") is not None:
         settings.load_profile("shard")
         halve_given_numbers(config)
+    if config.getoption("--every-lane-arrives"):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, EVERY_LANE_ARRIVES))
+        config.add_cleanup(patch.undo)
     if config.getoption("--gpu-on-host"):
         from host_gpu import gpu_on  # only here, as it imports the runner of a GPU
 

@@ -42,6 +42,8 @@ LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, an
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 # Of these files, those for one type of weights: tests launch most of them, and parsing takes longer than one.
 BY_TYPE = {"skinny.cu", "parts.cu", "grouped.cu", "gemv.cu"}
+# Of kernels of the form that racecheck can follow, see gemm_copies.cuh; for the GPU's compiler as well.
+EVERY_LANE_ARRIVES = "-DCOLDSTREAM_EVERY_LANE_ARRIVES"
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
 
 
@@ -84,10 +86,13 @@ def _aligned_memory(num_bytes: int) -> tuple[int, np.ndarray]:
 
 
 class HostDevice:
-    """Kernels are compiled into `directory` when they are first launched, by content."""
+    """Kernels are compiled into `directory` when they are first launched, by content.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    defined: further options of the compiler.
+    """
+
+    def __init__(self, directory: Path, defined: Sequence[str] = ()) -> None:
+        self.directory, self._defined = directory, defined
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.driver = HostDriver()  # while installed
         self.launches = 0  # each has its own order of threads
@@ -107,7 +112,13 @@ class HostDevice:
         key = source, tuple(kernels)
         if key not in self._libraries:
             instances = ", ".join(f"&run_thread_of<&{name}>" for name in kernels)
-            options = [f'-DSOURCE="{source}"', f"-DKERNELS={instances}", "-shared", HOST / "kernels.cpp"]
+            options = [
+                *self._defined,
+                f'-DSOURCE="{source}"',
+                f"-DKERNELS={instances}",
+                "-shared",
+                HOST / "kernels.cpp",
+            ]
             options += LINKER
             has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm")
             options += [f"-DSHARED_KIB={HOPPER_KIB if has_more else LEAST_KIB}"]
@@ -124,14 +135,14 @@ class HostDevice:
         digest = hashlib.sha256(repr((OPTIONS, options)).encode())
         for path in (*sources, *HEADERS):
             digest.update(path.read_bytes())
-        file = self._directory / f"{digest.hexdigest()[:16]}-{name}"
+        file = self.directory / f"{digest.hexdigest()[:16]}-{name}"
         if file.exists():
             return file
         with FileLock(file.with_suffix(".lock")):  # another process of this run may be compiling it
             if not file.exists():
                 part = file.with_suffix(".part")
                 # Hidden, so that libraries do not share variables of inline functions.
-                headers = generated_headers(self._directory)
+                headers = generated_headers(self.directory)
                 command = ["c++", *OPTIONS, headers, "-fvisibility=hidden", *options, "-o", part]
                 subprocess.run(command, check=True)
                 part.rename(file)

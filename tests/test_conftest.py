@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+from coldstream.kernels.cuda import compiler
+from coldstream.kernels.linear.cuda_gemm import PROGRAM
+from host_device import EVERY_LANE_ARRIVES
 
 ROOT = Path(__file__).parent.parent
 TEST_THAT_HANGS = """
@@ -56,6 +62,21 @@ def test_a_test_that_hangs_in_compiled_code_is_named_and_ended(loader: str, tmp_
     assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_that_hangs_in_c" in done.stderr
     assert "passed" not in done.stdout
+
+
+def test_kernels_for_racecheck_are_compiled_and_kept_apart(request: pytest.FixtureRequest) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    ends: list[Callable[[], None]] = []
+    given = {"--shard": None, "--every-lane-arrives": True, "--gpu-on-host": False}
+    entry = partial(compiler._entry, PROGRAM.source, PROGRAM.instances[:1], "sm_90a")
+    product = entry(), compiler.OPTIONS
+    own.pytest_configure(SimpleNamespace(getoption=given.get, add_cleanup=ends.append))
+    try:
+        assert (*product[1], EVERY_LANE_ARRIVES) == compiler.OPTIONS
+        assert entry() != product[0]
+    finally:
+        ends[0]()
+    assert (entry(), compiler.OPTIONS) == product
 
 
 def test_a_shard_halves_large_numbers_of_examples_that_a_test_gives(request: pytest.FixtureRequest) -> None:

@@ -38,6 +38,12 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "initcheck": (),
     "synccheck": (),
 }
+# How the tests themselves run under a tool: memory that nobody wrote stays so, and kernels have the form that
+# the tool can follow, see gemm_copies.cuh.
+TESTED_WITH: dict[str, tuple[str, ...]] = {
+    "initcheck": ("--unpoisoned",),
+    "racecheck": ("--every-lane-arrives",),
+}
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # Long ones, whose accesses shorter ones make too, captures, in which PyTorch cannot take uncached memory, and
 # measurements.
@@ -93,13 +99,17 @@ def kinds_of_reports(log: str) -> list[str]:
     return [f"{len(all_of_kind)} x {all_of_kind[0]}" for all_of_kind in found.values()]
 
 
+def command_of(sanitizer: str, tool: str, log: Path) -> list[str]:
+    """pytest under a tool, which writes `log`."""
+    under = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
+    return [*under, *PYTEST, *TESTED_WITH.get(tool, ())]
+
+
 def run(sanitizer: str, tool: str, gpu: int, test_ids: Sequence[str]) -> Counter[str]:
     """Outcomes of the tests under one tool on a GPU, and the `errors` that it reported, which are shown."""
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
-        unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
-        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "1", "--log-file", str(log)]
-        command += [*PYTEST, *unpoisoned, "--durations=5", f"--junit-xml={report}", *test_ids]
+        command = [*command_of(sanitizer, tool, log), "--durations=5", f"--junit-xml={report}", *test_ids]
         environment = os.environ | ONE_THREAD | UNCACHED | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
@@ -125,6 +135,7 @@ def run_all(
     return {
         tool: {
             "options": " ".join(TOOLS[tool]),
+            "tested_with": " ".join(TESTED_WITH.get(tool, ())),
             "tests": {name: total[name] for name in OUTCOMES},
             "errors": total["errors"],
         }

@@ -1,8 +1,11 @@
 """Which tests run under the sanitizer, and what its log says."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.audits.gpu_sanitizer import choose, count_errors, kinds_of_reports
+from tests.audits.gpu_sanitizer import TOOLS, choose, command_of, count_errors, kinds_of_reports
 
 
 def test_a_few_parameter_sets_of_every_test_and_no_captures() -> None:
@@ -23,6 +26,15 @@ def test_errors_of_all_processes_are_added_up() -> None:
     with pytest.raises(ValueError, match="no summary: killed"):
         count_errors("killed")
     assert count_errors("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n") == 2
+
+
+def test_only_racecheck_and_initcheck_change_what_is_tested() -> None:
+    plain, *_ = own = [
+        re.sub(r"--tool \w+ .*--error-exitcode", "", " ".join(command_of("sanitizer", tool, Path("log"))))
+        for tool in ("memcheck", "synccheck", "racecheck", "initcheck")
+    ]
+    assert {*TOOLS} == {"memcheck", "synccheck", "racecheck", "initcheck"}
+    assert own == [plain, plain, f"{plain} --every-lane-arrives", f"{plain} --unpoisoned"]
 
 
 def report(*lines: str) -> str:

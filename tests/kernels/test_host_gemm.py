@@ -4,6 +4,7 @@ The host's device has no products of four warps, so that its choice of tiles is 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
+from host_device import EVERY_LANE_ARRIVES, HOST, HostDevice
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -73,6 +76,44 @@ def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
         out = Guarded(9, len(weight.blocks), device=CPU)
         launch_linear(PROGRAM, tiling, codes, placed, out.tensor)
         assert_same(out.checked(), linear_exact(x, weight))
+
+
+def every_lane_arrives(host: HostDevice) -> AbstractContextManager[HostDevice]:
+    """A context in which kernels have the form that racecheck can follow."""
+    return HostDevice(host.directory, (EVERY_LANE_ARRIVES,)).installed()
+
+
+def test_one_lane_of_a_warp_arrives_but_for_racecheck(host: HostDevice) -> None:
+    def arrivals() -> list[int]:
+        """Those there are, and those a barrier waits for."""
+        counts = torch.zeros(2, dtype=torch.int32)
+        program = CudaProgram(HOST / "arrivals.cu", ("count_arrivals",))
+        program.kernel("count_arrivals").launch((1, 1, 1), 32, (counts,), shared_bytes=16)
+        return counts.tolist()
+
+    assert arrivals() == [1, 1]
+    with every_lane_arrives(host):
+        assert arrivals() == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "tiling"),
+    [
+        (QuantType.Q4_K, least_tiling(QuantType.Q4_K)),
+        *(
+            (quant_type, each)
+            for quant_type in (QuantType.Q4_K, QuantType.Q8_0)
+            for each in TILINGS[quant_type]
+        ),
+    ],
+    ids=lambda each: each.name,
+)
+def test_the_form_for_racecheck_has_the_same_bits(
+    host: HostDevice, quant_type: QuantType, tiling: Tiling
+) -> None:
+    """Stages are used again, and there are tiles for every block and more."""
+    with every_lane_arrives(host):
+        compare(tiling, quant_type, [(2304, 70)])
 
 
 def test_scales_of_the_other_kind_are_refused() -> None:

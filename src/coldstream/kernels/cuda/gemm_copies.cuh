@@ -15,6 +15,20 @@ constexpr int copy_bytes = 16;
 constexpr int chunks = group_size / copy_bytes;  // of a row of codes
 constexpr int copying_threads = 4 * warp_size;
 
+// Threads of a warp that say that it has read. One speaks for all, as they meet before. compute-sanitizer's
+// racecheck does not see that and reports what is written next as a race, so that for it each lane arrives.
+#ifdef COLDSTREAM_EVERY_LANE_ARRIVES
+constexpr int warp_arrivals = warp_size;
+#else
+constexpr int warp_arrivals = 1;
+#endif
+
+// At a barrier of `warp_arrivals` threads of each warp, when all lanes of this one have read.
+__device__ __forceinline__ void arrive_after_reads(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (warp_arrivals == warp_size || lane == 0) arrive_barrier(barrier);
+}
+
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Of stages of blocks of 32 or 64: products of 32 inputs in one, and the bytes of the aligned windows that

@@ -321,8 +321,7 @@ __device__ __forceinline__ void end_shares(const Job& job, const Header& head, c
         job.store(job.out_row(head.first + token), head.row, at.row + at.g, y[i], y[2 + i]);
     }
   }
-  __syncwarp();
-  if (at.lane == 0) arrive_barrier(read);
+  arrive_after_reads(read, at.lane);
 }
 
 // The warps that multiply.
@@ -351,8 +350,7 @@ __device__ __forceinline__ void multiply_shares(const Job& job, uint8_t* shared)
         own.template add<4, 1>(at, stage, count);
       else
         own.template add<4, 2>(at, stage, count);
-      __syncwarp();
-      if (lane == 0) arrive_barrier(shared_address(stage) + T::empty_at);
+      arrive_after_reads(shared_address(stage) + T::empty_at, lane);
       offset += T::stage_bytes;
       if (offset == T::stages * T::stage_bytes) {
         offset = 0;

@@ -73,8 +73,7 @@ __device__ __forceinline__ void multiply(const Job& job, uint8_t* shared) {
       add_group_of_by_warpgroups<T>(head.count, at, stage, shared + T::lookups_at, sums.p[0][0]);
     else
       add_group_of<T>(head.count, at, stage, unpacked, sums);
-    __syncwarp();
-    if (lane == 0) arrive_barrier(shared_address(stage) + T::empty_at);
+    arrive_after_reads(shared_address(stage) + T::empty_at, lane);
     if constexpr (!T::gathers) {
       end_group<T>(job, head, at, sums);
     } else if (position.leaf == 8) {
@@ -94,10 +93,10 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
   if (threadIdx.x < T::stages) {
     const uint32_t stage = address + threadIdx.x * T::stage_bytes;
     init_barrier(stage + T::full_at, 2 * copying_threads);  // what a thread stores itself, and what it copies
-    init_barrier(stage + T::empty_at, T::warps);
+    init_barrier(stage + T::empty_at, T::warps * warp_arrivals);
   }
   if constexpr (T::shares) {
-    if (threadIdx.x == T::stages) init_barrier(address + T::read_at, T::warps);
+    if (threadIdx.x == T::stages) init_barrier(address + T::read_at, T::warps * warp_arrivals);
   }
   __syncthreads();
   wait_for_previous_grid();
