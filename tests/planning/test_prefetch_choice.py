@@ -1,6 +1,7 @@
 """Prefetching is decided when a model is opened, and changes no token."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ PROMPT = list(range(300, 340))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+@cache
 def budget_for_a_part_of_the_experts(hardware: Hardware) -> int:
     """In bytes. A smaller one is also planned with a smaller workspace."""
     config = EngineConfig(str(demo_model_path()), device="cuda", vram="64G", ctx_size=256)
