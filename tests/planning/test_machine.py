@@ -313,6 +313,8 @@ def test_what_was_measured_under_load_is_a_start_and_measured_again_when_the_mac
     measured.windows = [1e9] * 3
     first = measured_hardware(gpu, path=path)
     assert first.is_disturbed
+    assert first.has_doubtful_rates
+    assert hardware_of(gpu).has_doubtful_rates, "they are not measured"
     measured_hardware(gpu, path=path)
     assert measured.num_measured == (gpu is not None), "others are still busy"
     assert not is_time_to_measure_again(hardware_of(gpu), path)
@@ -321,6 +323,7 @@ def test_what_was_measured_under_load_is_a_start_and_measured_again_when_the_mac
     assert is_time_to_measure_again(hardware_of(gpu), path)
     second = measured_hardware(gpu, path=path)
     assert (second.read_bytes_per_s, second.is_disturbed) == (9e8, False), "a slower one counts as well"
+    assert not second.has_doubtful_rates
     measured.windows = [7e8] * 3
     assert measured_hardware(gpu, path=path).read_bytes_per_s == 9e8, "which stays"
 
@@ -338,6 +341,7 @@ def test_a_machine_where_something_disturbs_all_measurements_is_measured_a_few_t
         found.append(measured_hardware(gpu, path=path))
     assert [each.read_bytes_per_s for each in found] == [1e9, 3e9, 3e9, 3e9, 3e9, 3e9]
     assert not found[-1].is_disturbed
+    assert found[-1].has_doubtful_rates
     assert found[-1].conditions is not None
     assert found[-1].conditions.problems, "it is known why the rates are what they are"
     (entry, *_) = describe_rates(found[-1], path).entries

@@ -229,8 +229,8 @@ def open_model(
             begin("loading")
             parts = (config.tier, own.policy, own.executor, progress, draft.aux_layers(planned.run), lock)
             rows = prompt.num_tokens(reading, file.metadata) if prompt else None
-            runner = load_runner(file, spec, planned.run, *parts, is_early=is_early, first_rows=rows)
-            cleanup.callback(runner.close)
+            load = partial(load_runner, is_early=is_early, moves_shares=planned.hardware.has_doubtful_rates)
+            runner = cleanup.enter_context(closing(load(file, spec, planned.run, *parts, first_rows=rows)))
             if lock is not None:
                 lock.close()  # what the runner did not take
             begin("waiting for the vocabulary")

@@ -38,14 +38,16 @@ def load_runner(
     *,
     is_early: bool = False,
     first_rows: int | None = None,
+    moves_shares: bool = False,
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
     tier: of a CPU's kernels. policy, executor: the caller's; None: the defaults. progress: called with the
     name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
     drafter reads. lock: of `lock_file`, if it was begun; the caller closes it in the end. is_early:
-    whether the first steps may be slow. first_rows: of the first prompt, about, if one is known. Raises as
-    the runners' `load`; the file stays open then.
+    whether the first steps may be slow. first_rows: of the first prompt, about, if one is known.
+    moves_shares: whether experts that a GPU lacks are divided by what steps took, and not as planned. Raises
+    as the runners' `load`; the file stays open then.
     """
     loading = partial(progress, "loading") if progress else None
     checked = CheckedPolicy(policy) if policy else None
@@ -69,5 +71,6 @@ def load_runner(
         is_early=is_early,
         first_rows=first_rows,
     )
-    runner.move_shares()
+    if moves_shares:
+        runner.move_shares()
     return runner

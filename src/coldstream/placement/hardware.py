@@ -92,8 +92,19 @@ class Hardware:
     @property
     def is_disturbed(self) -> bool:
         """Whether something disturbed a measurement of its rates, which are to be measured again."""
-        of_each = (self.conditions, self.gpu.conditions if self.gpu else None)
-        return any(conditions is not None and conditions.is_due for conditions in of_each)
+        return any(part.conditions is not None and part.conditions.is_due for part in self._measured_parts)
+
+    @property
+    def has_doubtful_rates(self) -> bool:
+        """Whether something disturbed a measurement of its rates, or they were not measured at all."""
+        return any(
+            part.measured_at is None or (part.conditions is not None and bool(part.conditions.problems))
+            for part in self._measured_parts
+        )
+
+    @property
+    def _measured_parts(self) -> "tuple[Hardware | GpuHardware, ...]":
+        return (self, self.gpu) if self.gpu else (self,)
 
     @property
     def reader_bytes(self) -> int:
