@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from coldstream.kernels.cuda import compiler
+from coldstream.placement import hardware_file
 from host_device import EVERY_LANE_ARRIVES, HostDevice
 from short_rates import SHORT
 
@@ -120,6 +122,26 @@ def short_measurements() -> Iterator[None]:
         if not torch.cuda.is_available():
             for owner, name, value in SHORT:
                 patch.setattr(owner, name, value)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rates_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rates of this process go to a folder that all test processes share, and not to the developer's own.
+
+    A test that sets HOME has a file there.
+    """
+    own, folder = Path.home(), tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    class OtherHome(Path):
+        @classmethod
+        def home(cls) -> Path:
+            found = Path.home()
+            return shared if found == own else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware_file, "Path", OtherHome)
         yield
 
 

@@ -13,6 +13,7 @@ from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import (
     age_days,
+    default_path,
     describe_rates,
     fastest_run,
     store_rates,
@@ -213,3 +214,11 @@ def test_an_age_is_of_whole_days_and_none_where_the_clock_was_set_back() -> None
     now = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
     assert age_days("2026-01-02 03:04 UTC", now) == 61
     assert age_days("2027-01-02 03:04 UTC", now) == 0
+
+
+def test_tests_leave_the_rates_of_the_developer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert default_path() != Path.home() / ".cache" / "coldstream" / "hardware.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_path() == tmp_path / ".cache" / "coldstream" / "hardware.json"
