@@ -144,8 +144,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until `add`."""
-        return not self._served
+        """Whether there is nothing to do until `add`.
+
+        A step that is in flight when the last answer ends is still to be ended: until then threads of the CPU
+        look for what the device may ask them.
+        """
+        return not self._served and self._in_flight is None
 
     def statistics(self) -> EngineStatistics:
         """Counts up to now."""

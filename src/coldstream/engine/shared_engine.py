@@ -7,7 +7,7 @@ own requests go, whoever takes the step that gives them.
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 
 from coldstream.engine.answer import Request
@@ -195,6 +195,21 @@ class SharedEngine:
             for request_id in request_ids:
                 self._queues.pop(request_id, None)
             self._cancelled += unfinished
+            if not self._queues and self._stepping is None and self._engine is not None:
+                self._rest()
+
+    def _rest(self) -> None:
+        """Ends what the device does ahead, as nobody may take a step for long. The lock is free meanwhile."""
+        self._stepping = threading.get_ident()
+        refused: Sequence[Event] = ()
+        try:
+            self._lock.release()
+            engine, refused = self._with_news()
+            with suppress(ColdstreamError):  # of requests that nobody waits for
+                engine.settle()
+        finally:
+            self._lock.acquire()
+            self._step_ended(refused)
 
 
 class CallerRequests:
