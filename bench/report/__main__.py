@@ -216,6 +216,28 @@ def startup() -> str:
     return table(["starting", ""], rows)
 
 
+def at_rest() -> str:
+    """CPU time of programs that nobody asks anything."""
+    r = load("at_rest")
+    names = {
+        "serve": "`coldstream serve`",
+        "chat": "`coldstream run`, a chat",
+        "library": "a program with `LLM`",
+    }
+    rows = [
+        [
+            names[name],
+            str(each["threads"]),
+            f"{100 * each['share_of_core']:.2f} %",
+            f"{each['wakes_per_s']:.1f}",
+        ]
+        for name, each in r["programs"].items()
+    ]
+    header = ["after an answer, nobody asks", "threads", "CPU time, of one core", "wakes a second"]
+    where = f"{r['cpu']}, at a load of {r['load_average']:.0f}, commit {r['commit']}: `{r['command']}`"
+    return f"{table(header, rows)}\n{where}\n"
+
+
 def install() -> str:
     """Downloads and disk space of each kind of installation."""
     r = load("install")
@@ -374,6 +396,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "activation_scales": activation_scales,
     "side_by_side": side_by_side,
     "startup": startup,
+    "at_rest": at_rest,
     "templates": templates,
     "text": text,
     "cpu_attention": cpu_attention,
