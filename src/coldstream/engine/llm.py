@@ -55,32 +55,32 @@ class LLM(Closing):
 
     The settings are the command line's flags, but for the last two:
 
-    model: a path, or org/repo[:QUANT] on the hub.
-    ctx_size: tokens of context, prompt and answer together; None: all that the model was trained for if
-        half of the memory beside its weights holds them, otherwise what that holds, or up to 32768.
-    vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
-    ram: the same for weights in RAM; auto: what is available.
-    plan: a file of `coldstream plan --out`, instead of budgets, context, cache types and window.
-    threads: of the CPU; auto: one per physical core.
-    device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
-    cache_type_k, cache_type_v: types of cached keys and values, the same for both; one that is given
-        alone holds for the other one, too. auto: i16.
-    attention_window: positions that a token attends to at most, its own included; None: all. Other than
-        the other settings it changes what the model says.
-    tier: kernels of the CPU; auto: the fastest that it has.
-    prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
-    spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
-        that is named, mtp on a GPU that holds all of the model, or none. No token depends on it.
-    model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json, which is
-        converted at its first use.
-    tree_budget: tokens of a draft; auto: as many as pay in each step.
-    parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of
-        the memory holds. Prompts of a list share it, however many they are.
-    seed: for requests that name none; None: a fresh one for each.
-    chat_template: a file with a Jinja template to be used instead of the model's own.
-    offline: never ask the hub.
-    policy: decides which experts stay in fast memory, for this model alone; None: the product's.
-    executor: makes the object that computes routed experts on a GPU, from the product's own; None: that.
+    - model: a path, or org/repo[:QUANT] on the hub.
+    - ctx_size: tokens of context, prompt and answer together; None: all that the model was trained for if
+      half of the memory beside its weights holds them, otherwise what that holds, or up to 32768.
+    - vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
+    - ram: the same for weights in RAM; auto: what is available.
+    - plan: a file of `coldstream plan --out`, instead of budgets, context, cache types and window.
+    - threads: of the CPU; auto: one per physical core.
+    - device: cpu, cuda, or auto: a GPU that can be used, or the CPU.
+    - cache_type_k, cache_type_v: types of cached keys and values, the same for both; one that is given alone
+      holds for the other one, too. auto: i16.
+    - attention_window: positions that a token attends to at most, its own included; None: all. Other than
+      the other settings it changes what the model says.
+    - tier: kernels of the CPU; auto: the fastest that it has.
+    - prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
+    - spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
+      that is named, mtp on a GPU that holds all of the model, or none. No token depends on it.
+    - model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json, which is
+      converted at its first use.
+    - tree_budget: tokens of a draft; auto: as many as pay in each step.
+    - parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of the
+      memory holds. Prompts of a list share it, however many they are.
+    - seed: for requests that name none; None: a fresh one for each.
+    - chat_template: a file with a Jinja template to be used instead of the model's own.
+    - offline: never ask the hub.
+    - policy: decides which experts stay in fast memory, for this model alone; None: the product's.
+    - executor: makes the object that computes routed experts on a GPU, from the product's own; None: that.
     """
 
     def __init__(
