@@ -163,7 +163,7 @@ def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
             accepted = accepted | os.PathLike[str]
         assert (field.name, hints[field.name]) == (field.name, accepted)
         assert field.name == "model" or parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert re.search(rf"^ *(\w+, )*{field.name}(, \w+)*: ", LLM.__doc__ or "", re.MULTILINE)
+        assert re.search(rf"^ *- (\w+, )*{field.name}(, \w+)*: ", LLM.__doc__ or "", re.MULTILINE)
 
 
 def test_the_settings_of_llm_are_flags_of_the_command_line() -> None:
