@@ -85,14 +85,16 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
         return plan_with_workers(RunPlan(plan_placement(machine.sizes, fixed, high), 0), config, sources)
 
 
-def budget_with(path: Path, hardware: Hardware, ctx_size: int, parallel: int, expert_bytes: int) -> int:
-    """The least budget, to 16 MiB, whose plan has so many bytes of experts resident, or all experts."""
+def budget_with(
+    path: Path, hardware: Hardware, ctx_size: int, parallel: int, expert_bytes: int, step: int = 2**24
+) -> int:
+    """The least budget, to `step` bytes, whose plan has so many bytes of experts resident, or all experts."""
     most = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size, parallel=parallel)
     with GGUFFile.open(path) as file:
         sources = Sources(file, read_spec(file.metadata, file.tensors), hardware)
         wanted = min(expert_bytes, plan_model(most, sources).plan.resident_bytes)
         low, high = 0, 100 * GIB
-        while high - low > 2**24:
+        while high - low > step:
             middle = (low + high) // 2
             try:
                 is_enough = plan_model(replace(most, vram=middle), sources).plan.resident_bytes >= wanted

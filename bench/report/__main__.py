@@ -1,9 +1,10 @@
 """Writes the figures of README.md and of the pages in docs/ from the JSON files in docs/results.
 
     python -m bench.report           rewrite the blocks
-    python -m bench.report --check   exit 1 if a block does not say what the JSON files say
+    python -m bench.report --check   exit 1 if a block or a picture does not show what the JSON files say
 
 A block stands between `<!-- figures: NAME -->` and `<!-- /figures -->`; nothing in it is typed by hand.
+Pictures are files below docs/.
 """
 
 import argparse
@@ -75,6 +76,7 @@ from bench.report.tests import (
     planted_faults,
 )
 from bench.report.weight_types import weight_types
+from bench.report.wrong_rates import pictures, wrong_rates
 from bench.results import ROOT
 
 PAGES = (
@@ -386,6 +388,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "programs": programs,
     "mixes": mixes,
     "weight_types": weight_types,
+    "wrong_rates": wrong_rates,
     "gpu_mixes": gpu_mixes,
     "gpu_types": gpu_types,
     "desktop_mix": desktop_mix,
@@ -464,9 +467,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     stale = 0
-    for page in PAGES:
-        text = page.read_text()
-        fresh = rewrite(text)
+    written = {page: rewrite(page.read_text()) for page in PAGES}
+    drawn = {ROOT / "docs" / name: text for name, text in pictures().items()}
+    for page, fresh in {**written, **drawn}.items():
+        text = page.read_text() if page.exists() else ""
         if fresh != text:
             stale += 1
             print(f"{page.relative_to(ROOT)}: {'out of date' if options.check else 'rewritten'}")

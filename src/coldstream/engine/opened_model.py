@@ -37,6 +37,7 @@ from coldstream.models.load_runner import load_runner, lock_file
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.controls import Controls
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
@@ -71,6 +72,7 @@ class OwnParts:
 
     policy: Policy | None = None  # for one model at a time, as it has state
     executor: ExecutorFactory | None = None
+    controls: Controls | None = None  # by how the machine's rates were measured
 
     def __post_init__(self) -> None:
         if self.policy is not None and not isinstance(self.policy, Policy):
@@ -229,7 +231,9 @@ def open_model(
             begin("loading")
             parts = (config.tier, own.policy, own.executor, progress, draft.aux_layers(planned.run), lock)
             rows = prompt.num_tokens(reading, file.metadata) if prompt else None
-            load = partial(load_runner, is_early=is_early, moves_shares=planned.hardware.has_doubtful_rates)
+            load = partial(
+                load_runner, is_early=is_early, controls=own.controls or Controls.of(planned.hardware)
+            )
             runner = cleanup.enter_context(closing(load(file, spec, planned.run, *parts, first_rows=rows)))
             if lock is not None:
                 lock.close()  # what the runner did not take

@@ -98,7 +98,7 @@ class PartialExperts:
         self._reserved: tuple[ExpertCache, SlotSegments] | None = None  # until they are filled
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
-        self._moves_shares = False
+        self._first_times: MissTimes | None = None  # from which shares move; None: they do not
         self._shares: StampedShares | None = None
         self._rows = 0  # of the step that began last
         self._in_flight: deque[_StepInFlight] = deque()
@@ -177,14 +177,16 @@ class PartialExperts:
             clear(executor.prefetch.tallies)
         self._begin_shares()
 
-    def move_shares(self) -> None:
-        """From now on missing experts are divided by what steps took; the plan's times are a beginning."""
-        self._moves_shares = True
+    def move_shares(self, times: MissTimes | None = None) -> None:
+        """From now on missing experts are divided by what steps took. The beginning is `times`; None: the
+        plan's. No step may be running.
+        """
+        self._first_times = times or self._plan.miss_times
         self._begin_shares()
 
     def _begin_shares(self) -> None:
-        executor, times = self._executor, self._plan.miss_times
-        if not self._moves_shares or executor is None or times is None or self._residency is None:
+        executor, times = self._executor, self._first_times
+        if executor is None or times is None or self._residency is None:
             return
         if executor.tables.is_readable:
             num_layers = len(executor.tables.layers)
@@ -193,7 +195,7 @@ class PartialExperts:
     def set_shares(self, times: MissTimes) -> None:
         """Divides missing experts by these times, whatever steps take. No step may be running."""
         assert self._executor is not None, "shares are those of an executor"
-        self._shares, self._moves_shares = None, False
+        self._shares = self._first_times = None
         self._executor.decode.set_times(times)
 
     @property
@@ -237,10 +239,12 @@ class PartialExperts:
             stream.on_cpu,
             self._step_times(executor),
             self._prefetch_statistics(executor),
-            self._share_statistics(),
+            self.shares,
         )
 
-    def _share_statistics(self) -> MissShareStatistics | None:
+    @property
+    def shares(self) -> MissShareStatistics | None:
+        """How missing experts are divided now, without a look at the device; None if that does not move."""
         if self._shares is None:
             return None
         return self._shares.statistics(self._plan.placement.model.num_experts_per_tok)

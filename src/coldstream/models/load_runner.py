@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.executor import ExecutorFactory
@@ -11,11 +11,14 @@ from coldstream.models.expert_stacks import shards_of_experts
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.checked_policy import CheckedPolicy
+from coldstream.placement.controls import Controls
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from coldstream.experts.file_lock import FileLock
+
+NOTHING_MOVES: Final = Controls()
 
 
 def lock_file(file: GGUFFile, spec: ModelSpec) -> "FileLock":
@@ -38,16 +41,15 @@ def load_runner(
     *,
     is_early: bool = False,
     first_rows: int | None = None,
-    moves_shares: bool = False,
+    controls: Controls = NOTHING_MOVES,
 ) -> ModelRunner:
     """The model of an open file on the device of `plan`, which then owns the file.
 
     tier: of a CPU's kernels. policy, executor: the caller's; None: the defaults. progress: called with the
     name of the task, the amount done and the whole amount. aux_layers: layers whose residual streams a
     drafter reads. lock: of `lock_file`, if it was begun; the caller closes it in the end. is_early:
-    whether the first steps may be slow. first_rows: of the first prompt, about, if one is known.
-    moves_shares: whether experts that a GPU lacks are divided by what steps took, and not as planned. Raises
-    as the runners' `load`; the file stays open then.
+    whether the first steps may be slow. first_rows: of the first prompt, about, if one is known. controls:
+    what moves on a GPU. Raises as the runners' `load`; the file stays open then.
     """
     loading = partial(progress, "loading") if progress else None
     checked = CheckedPolicy(policy) if policy else None
@@ -71,6 +73,5 @@ def load_runner(
         is_early=is_early,
         first_rows=first_rows,
     )
-    if moves_shares:
-        runner.move_shares()
+    runner.control(controls)
     return runner

@@ -11,6 +11,7 @@ from runner_cases import token_ids, write_mixed_layers
 from coldstream.experts import miss_shares
 from coldstream.experts.miss_shares import MissShares
 from coldstream.kernels.experts.shapes import MAX_RANKS
+from coldstream.placement.controls import Controls
 
 TOKENS = 24
 
@@ -44,7 +45,7 @@ def test_shares_that_change_at_random_at_every_step_change_no_bit(
     monkeypatch.setattr(miss_shares, "STEPS_OF_AN_UPDATE", 1)
     monkeypatch.setattr(MissShares, "words", at_random)
     with open_cpu(path, threads=1) as plain, open_partly(path, share, streamed=0.5) as runner:
-        runner.runner.move_shares()
+        runner.runner.control(Controls(shares=True))
         check_tokens(runner, plain)
         statistics = runner.gpu_experts
         assert statistics is not None
@@ -61,7 +62,7 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
             runner.decode(token)
         assert runner.gpu_experts is not None
         assert runner.gpu_experts.shares is None
-        runner.runner.move_shares()
+        runner.runner.control(Controls(shares=True))
         for token in token_ids(TOKENS):
             runner.decode(token)
         shares = runner.gpu_experts.shares

@@ -50,6 +50,7 @@ from coldstream.models.dflash.file import DflashFile
 from coldstream.models.expert_stacks import expert_stacks, shards_of_experts
 from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.placement.controls import Controls
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 
@@ -286,9 +287,9 @@ class CudaRunner(ModelRunner):
         with device_errors():
             return self._partial_experts.statistics() if self._partial_experts else None
 
-    def move_shares(self) -> None:
-        """Has experts that the GPU lacks divided by what steps took. The plan's times are a beginning."""
-        if self._partial_experts:
+    def control(self, controls: Controls) -> None:
+        """From now on what `controls` says moves by what steps took. The plan is a beginning."""
+        if self._partial_experts and controls.shares:
             self._partial_experts.move_shares()
 
     @property
