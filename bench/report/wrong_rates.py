@@ -238,7 +238,7 @@ def _legend(panel: Panel, names: Sequence[tuple[str, str]]) -> Iterable[str]:
 
 
 def _most_rate(runs: Sequence[dict[str, Any]]) -> float:
-    """A round number that is not below any rate."""
+    """A number of few digits that is not below any rate."""
     most = max(each["tok_s"] for run in runs for each in run["windows"])
     scale = next((step for step, larger in pairwise(_STEPS) if most <= 10 * larger), _STEPS[-1])
     return float(scale * -(-most // scale))
