@@ -58,6 +58,8 @@ __device__ __forceinline__ float store_codes(const LaneNumbers<head_dim>& x, int
       if (bits == 16) to[head_dim + at] = uint8_t(low_plane(code));
     }
   } else {
+    // `codes` may take the place of numbers that other lanes have read.
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < head_dim / lanes_per_head; i++)
       codes[i * lanes_per_head + lane] = packed_code<bits>(x[i], by);
