@@ -114,12 +114,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_model(
-    path: Path, layers: int, vocab: int, chat_template: str | None = None, mix: Mix = PLAIN
+    path: Path,
+    layers: int,
+    vocab: int,
+    chat_template: str | None = None,
+    mix: Mix = PLAIN,
+    popular_share: float = 0.0,
 ) -> None:
-    """The model file, if it isn't there."""
+    """The model file, if it isn't there. See `FullSizeWriter`."""
     if not path.exists():
-        shape = replace(FULL_SHAPE, layers=layers, vocab=vocab)
-        seconds = FullSizeWriter(path, shape, 0, len(os.sched_getaffinity(0)), chat_template, mix).write()
+        shape, threads = replace(FULL_SHAPE, layers=layers, vocab=vocab), len(os.sched_getaffinity(0))
+        seconds = FullSizeWriter(path, shape, 0, threads, chat_template, mix, popular_share).write()
         print(f"wrote {path.stat().st_size / 1e9:.1f} GB in {seconds:.1f} s", flush=True)
 
 

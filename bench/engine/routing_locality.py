@@ -7,6 +7,7 @@ MODEL is made by full_size_model.py; a few layers are enough, since no layer's r
 others:
 
     python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768
+    python -m bench.full_size_model popular.gguf --layers 4 --vocab 32768 --shared-popularity
 
 The CPU engine generates greedily from several prompts; then the tokens go through the same kernels again,
 and what their routers choose is kept. Each layer has a cache of its own, empty at the start, and every
@@ -39,6 +40,9 @@ PROMPT_TOKENS = 8
 # Qwen3-30B-A3B, Q4_K_M, 256 tokens from an empty cache: share of the experts in the cache → hit rate.
 PUBLISHED = {0.06: 0.366, 0.19: 0.741, 0.38: 0.894, 0.73: 0.962}
 PUBLISHED_SOURCE = "https://github.com/kekzl/imp/pull/1374"
+# What users of FreeToken report of eight texts side by side: share of the experts in the cache, and misses.
+INTERLEAVED, INTERLEAVED_SHARE, PUBLISHED_MISSES = 8, 0.37, (0.06, 0.08)
+PUBLISHED_MISSES_SOURCE = "https://github.com/FlashML-org/FreeToken/issues/231"
 
 
 def generate(runner: CpuRunner, prompt: Sequence[int], count: int) -> list[int]:
@@ -84,6 +88,11 @@ def lru_hit_rate(topk_ids: np.ndarray, num_slots: int) -> float:
     return hits / topk_ids.size
 
 
+def interleaved(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """The choices [texts * T, K] of texts [T, K] that get a token each, one after the other."""
+    return np.stack(texts, axis=1).reshape(-1, texts[0].shape[1])
+
+
 def next_token_reuse(topk_ids: np.ndarray) -> float:
     """Share of a token's experts that the token before used too."""
     pairs = zip(topk_ids[:-1].tolist(), topk_ids[1:].tolist(), strict=True)
@@ -97,7 +106,7 @@ def measure(path: Path, threads: int) -> dict[str, object]:
         spec = read_spec(file.metadata, file.tensors)
         ops = RoutingCpuOps(threads)
         reader = RoutingReader(spec, ops, CausalLM.load(file, spec, ops))
-    layers: list[np.ndarray] = []
+    layers: list[np.ndarray] = []  # of all layers of a text, then of the next one
     walks = 0
     with open_cpu_runner(path, threads=threads, context_length=1024) as runner:
         for number in range(NUM_PROMPTS):
@@ -106,6 +115,10 @@ def measure(path: Path, threads: int) -> dict[str, object]:
             tokens = generate(runner, prompt, NUM_TOKENS)
             walks += tokens == list(range(prompt[-1] + 1, prompt[-1] + 1 + NUM_TOKENS))
             layers += reader.topk_ids(tokens)
+    slots = round(INTERLEAVED_SHARE * spec.num_experts)
+    interleaved_ids = [
+        interleaved(layers[i :: spec.num_layers][:INTERLEAVED]) for i in range(spec.num_layers)
+    ]
     uses = np.bincount(np.concatenate(layers).ravel(), minlength=spec.num_experts)
     return {
         "model": str(path.name),
@@ -122,6 +135,11 @@ def measure(path: Path, threads: int) -> dict[str, object]:
         },
         "published_lru_hit_rate": {str(share): rate for share, rate in PUBLISHED.items()},
         "published_source": PUBLISHED_SOURCE,
+        "texts_interleaved": INTERLEAVED,
+        "interleaved_share": INTERLEAVED_SHARE,
+        "interleaved_misses": 1 - float(np.mean([lru_hit_rate(ids, slots) for ids in interleaved_ids])),
+        "published_interleaved_misses": PUBLISHED_MISSES,
+        "published_misses_source": PUBLISHED_MISSES_SOURCE,
         "next_token_reuse": float(np.mean([next_token_reuse(ids) for ids in layers])),
         "experts_touched": float(np.mean([len(np.unique(ids)) for ids in layers])),
         "largest_share_of_one_expert": float(uses.max() / uses.sum()),
@@ -139,6 +157,8 @@ def main() -> int:
     print("experts in the cache   hit rate   published")
     for share, rate in dict(result["lru_hit_rate"]).items():
         print(f"{float(share):20.0%} {rate:10.1%} {PUBLISHED[float(share)]:11.1%}")
+    misses = result["interleaved_misses"]
+    print(f"{INTERLEAVED} texts, interleaved, miss {misses:.1%} with {INTERLEAVED_SHARE:.0%} in the cache")
     write_result(result, options.out)
     return 0
 

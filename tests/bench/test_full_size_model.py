@@ -12,9 +12,17 @@ import torch
 
 import gguf
 from bench.engine.gpu import WALK_TOKENS, check_walk
-from bench.engine.routing_locality import RoutingReader, lru_hit_rate, next_token_reuse
+from bench.engine.routing_locality import RoutingReader, interleaved, lru_hit_rate, next_token_reuse
 from bench.full_size_mixes import MIXES, PLAIN, Mix, Rule, UnknownTypeError, mix_named
-from bench.full_size_model import CODE, DENSE_SHAPE, FULL_SHAPE, PROTECTED, FullSizeWriter, token_levels
+from bench.full_size_model import (
+    CODE,
+    DENSE_SHAPE,
+    FULL_SHAPE,
+    POPULAR_SHARE,
+    PROTECTED,
+    FullSizeWriter,
+    token_levels,
+)
 from bench.level_blocks import level_blocks
 from bench.random_model import Shape
 from coldstream.engine import LLM
@@ -246,6 +254,26 @@ def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match=r"needs 0\.0 GB, 0\.0 are free"):
         writer.write()
     assert not list(tmp_path.iterdir())
+
+
+def test_popular_experts_are_those_of_all_texts() -> None:
+    """So interleaved texts need few others, as published of a server's."""
+    vocab, directions = 4096, np.random.default_rng(5).standard_normal((256, CODE))
+
+    def interleaved_misses(popular_share: float) -> float:
+        levels = token_levels(np.random.default_rng(3), vocab, popular_share=popular_share)
+        codes = levels[:, :CODE].astype(float) - 7.5
+        ids = np.argsort(-(codes @ directions.T), axis=1)[:, :8]
+        return 1 - lru_hit_rate(interleaved([ids[first : first + 256] for first in range(0, vocab, 512)]), 95)
+
+    assert interleaved_misses(0) > 0.3
+    assert interleaved_misses(POPULAR_SHARE) < 0.12
+
+
+def test_texts_interleaved_get_a_token_each() -> None:
+    assert interleaved([np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])]).tolist() == [
+        [0, 1], [4, 5], [2, 3], [6, 7],
+    ]  # fmt: skip
 
 
 def test_hit_rates_of_a_hand_counted_trace() -> None:
