@@ -244,7 +244,7 @@ static void delta_step(const DeltaBlock& block) {
 
 // The value and the output of a token. Rows lie too far apart for the hardware to read ahead, and a store
 // that waits for its line holds up all later ones.
-static inline void prefetch_columns(const DeltaBlock& block, int64_t row) {
+static inline __attribute__((always_inline)) void prefetch_columns(const DeltaBlock& block, int64_t row) {
   for (int64_t i = 0; i < block.num_columns; i += 16) {
     __builtin_prefetch(block.v + row * block.row_stride + i);
     __builtin_prefetch(block.out + row * block.out_stride + i, 1);

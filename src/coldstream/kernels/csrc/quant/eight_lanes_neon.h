@@ -14,7 +14,9 @@ struct FloatLanes {
 };
 
 // To the second-level cache.
-static inline void prefetch_line(const char* p) { __builtin_prefetch(p, 0, 2); }
+static inline __attribute__((always_inline)) void prefetch_line(const char* p) {
+  __builtin_prefetch(p, 0, 2);
+}
 
 static inline FloatLanes zero_lanes() { return {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)}; }
 static inline FloatLanes splat_lanes(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }

@@ -23,7 +23,7 @@ struct Accumulators {
   float lane[8][panel_rows][tile_rows];
 };
 
-static inline void prefetch_bytes(const uint8_t* from, size_t count) {
+static inline __attribute__((always_inline)) void prefetch_bytes(const uint8_t* from, size_t count) {
   for (size_t i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 

@@ -30,8 +30,9 @@ enum class Eight { of_a_row, of_rows };
 template <int rows>
 inline constexpr int capacity_of = rows != 0 ? rows : gemv_max_rows;
 
-// The hardware does not prefetch across page boundaries.
-static inline void prefetch_weights(const void* block, size_t bytes) {
+// The hardware does not prefetch across page boundaries. Always inline, as every function of prefetches: GCC
+// leaves out calls of functions that do nothing else, because they have no result.
+static inline __attribute__((always_inline)) void prefetch_weights(const void* block, size_t bytes) {
   constexpr int distance = 8192;
   const auto* p = static_cast<const char*>(block) + distance;
   for (size_t i = 0; i < bytes; i += 64) prefetch_line(p + i);
