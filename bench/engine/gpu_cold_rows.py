@@ -39,6 +39,7 @@ from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.models.read_spec import read_spec
+from coldstream.placement.controls import Controls
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.rates import Rates
 from coldstream.planning.gather import Sources, plan_model
@@ -112,7 +113,8 @@ class Steps:
 def share_by(runner: Any, times: Any, scale: float) -> None:
     """Has experts shared out as if the CPU took `scale` times as long as the plan's `times` say."""
     cpu = tuple(max(1, round(scale * time)) for time in times.cpu)
-    runner._partial.set_shares(replace(times, cpu=cpu))
+    runner.control(Controls())
+    runner._partial.set_times(replace(times, cpu=cpu))
 
 
 def measure(

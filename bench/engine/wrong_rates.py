@@ -34,7 +34,7 @@ from coldstream.engine.opened_model import OwnParts
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
-from coldstream.placement.controls import Controls
+from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.hardware import Hardware
 from coldstream.planning.config import parse_size
 from coldstream.planning.machine import measured_hardware
@@ -60,13 +60,21 @@ class Case:
     """How missing experts are divided.
 
     share: of the bus, whatever times say; None: by the plan's times, of which the CPU's and the bus's are
-    multiplied by `cpu` and `bus`. moves: whether that is where moving shares begin.
+    multiplied by `cpu` and `bus`. moves: whether that is where moving shares begin. with_threads: whether
+    the number of the CPU's threads moves as well.
     """
 
     cpu: float = 1.0
     bus: float = 1.0
     share: float | None = None
     moves: bool = False
+    with_threads: bool = True
+
+    @property
+    def controls(self) -> Controls:
+        if not self.moves:
+            return Controls()
+        return Controls(Moves.ALWAYS, Moves.ALWAYS if self.with_threads else Moves.NEVER)
 
     @property
     def name(self) -> str:
@@ -115,8 +123,8 @@ class Machine:
     """A model that is open on a GPU. Its experts are divided as a `Case` says.
 
     A window of tokens has `at`: when it ended, in seconds; `tok_s`; `by_bus`: of 1, 2, … missing experts
-    those of the bus at its end; and `factors`: what was learnt of the CPU's and the bus's times, None where
-    nothing moves.
+    those of the bus at its end; `factors`: what was learnt of the CPU's and the bus's times, None where
+    nothing moves; and `threads` of the CPU.
     """
 
     def __init__(self, llm: LLM, lengths: Lengths, expected: tuple[int, ...] = ()) -> None:
@@ -142,10 +150,8 @@ class Machine:
     def divide(self, case: Case) -> None:
         """From the next text on."""
         self._fixed = case.times(self._planned)
-        partial = self._runner._partial
-        partial.set_shares(self._fixed)
-        if case.moves:
-            partial.move_shares(self._fixed)
+        self._runner.control(case.controls)
+        self._runner._partial.set_times(self._fixed)
 
     def text(self, begun: float, count: int) -> Iterator[dict[str, Any]]:
         """Decodes `count` tokens of the text, window by window; `at` counts from `begun` on. Raises
@@ -173,8 +179,9 @@ class Machine:
     def _shares(self) -> dict[str, Any]:
         now = self._runner._partial.shares
         if now is None:
-            return {"by_bus": self._by_bus(self._fixed), "factors": None}
-        return {"by_bus": now.by_bus, "factors": (now.cpu_factor, now.bus_factor)}
+            return {"by_bus": self._by_bus(self._fixed), "factors": None, "threads": self._runner.threads - 1}
+        factors = (now.cpu_factor, now.bus_factor)
+        return {"by_bus": now.by_bus, "factors": factors, "threads": now.threads}
 
     def measure(self, case: Case, count: int | None = None) -> dict[str, Any]:
         """The text, or the first `count` tokens of it."""
@@ -244,7 +251,12 @@ class Foreign:
 
 
 def described(case: Case) -> dict[str, Any]:
-    return {"case": case.name, "moves": case.moves, "share": case.share}
+    return {
+        "case": case.name,
+        "moves": case.moves,
+        "moves_threads": case.controls.threads is Moves.ALWAYS,
+        "share": case.share,
+    }
 
 
 def mean_rate(windows: Sequence[dict[str, Any]]) -> float:
@@ -273,11 +285,13 @@ def wrong_rates(machine: Machine) -> dict[str, Any]:
 
 
 def foreign_load(machine: Machine, count: int) -> dict[str, Any]:
-    """Moving and planned shares with a foreign load in the middle, and fixed ones beside it all the time."""
+    """A foreign load in the middle of all that moves, of shares that move, and of what was planned; and fixed
+    shares beside it all the time.
+    """
     runs = []
-    for moves in (True, False):
+    for case in (Case(moves=True), Case(moves=True, with_threads=False), Case()):
         with Foreign(count) as foreign:
-            runs.append(machine.beside(Case(moves=moves), foreign))
+            runs.append(machine.beside(case, foreign))
     with Foreign(count) as foreign:
         foreign.begin()
         fixed = machine.swept()
@@ -296,7 +310,7 @@ def ctx_size(lengths: Lengths) -> int:
 
 def opened(path: Path, vram: int, lengths: Lengths) -> LLM:
     """The model, whose missing experts are divided as planned. For one text at a time."""
-    size, own = ctx_size(lengths), OwnParts(controls=Controls(shares=False))
+    size, own = ctx_size(lengths), OwnParts(controls=Controls())
     config = EngineConfig(str(path), device="cuda", vram=vram, ctx_size=size, parallel=1, spec_type="none")
     return LLM.from_opened(open_model(config, own=own))
 

@@ -66,7 +66,7 @@ def _beside(r: dict[str, Any]) -> str:
             later = _rate(beside[count:])
             rows.append(
                 [
-                    "shares move" if run["moves"] else "shares stay",
+                    moving_parts(run),
                     _shown(_rate(before)),
                     _shown(_rate(beside[:count])),
                     _shown(later),
@@ -75,6 +75,12 @@ def _beside(r: dict[str, Any]) -> str:
                 ]
             )
     return table(header, rows)
+
+
+def moving_parts(run: dict[str, Any]) -> str:
+    if not run["moves"]:
+        return "as planned"
+    return "shares and threads move" if run.get("moves_threads") else "shares move"
 
 
 def phases(run: dict[str, Any]) -> tuple[Windows, Windows, Windows]:
@@ -220,8 +226,8 @@ def _loaded(row: dict[str, Any], column: int) -> Iterable[str]:
     span: Points = [(at, best["tok_s"]) for at in runs[0]["load_s"]]
     yield rates.line(Line(f"best fixed share: {best['case']}", span, _GREY), "5 4")
     names = []
-    for run, colour in zip(runs, (_COLOURS[0], _COLOURS[2]), strict=True):
-        name = "moves" if run["moves"] else "as planned"
+    for run, colour in zip(runs, _COLOURS, strict=False):
+        name = moving_parts(run)
         for panel, value in ((rates, lambda each: each["tok_s"]), (shares, bus_share)):
             yield panel.line(Line(name, [(each["at"], value(each)) for each in run["windows"]], colour))
         names.append((name, colour))

@@ -155,6 +155,7 @@ def test_a_plan_for_a_gpu_that_is_not_there_names_what_it_assumes(run: Run, mode
         r"up to 64\.00 MiB of experts are copied",
         error,
     ), error
+    assert "both shares and the number of threads " in error
     assert "fetched ahead" not in run("plan", str(model), *arguments, half, "--prefetch", "0")[1]
     code, shown, error = run("plan", str(model), *arguments, half, "--prefetch", "2")
     assert code == 0

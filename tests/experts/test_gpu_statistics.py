@@ -59,8 +59,8 @@ def test_without_a_decoded_token_nothing_was_hit() -> None:
 
 
 def test_shares_are_described_in_a_line() -> None:
-    line = describe_shares(MissShareStatistics(12, 1.5, 0.25, (1, 1, 2)))
-    assert "misses 1, 1, 2 come over the bus now: in 12 updates" in line
+    line = describe_shares(MissShareStatistics(12, 1.5, 0.25, (1, 1, 2), 6))
+    assert "misses 1, 1, 2 come over the bus now, and 6 CPU threads compute the others: in 12 updates" in line
     assert "took the CPU 1.50 times as long as planned and the bus 0.25 times" in line
 
 

@@ -12,6 +12,7 @@ from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import SUMS
+from coldstream.placement.controls import Controls, Moves
 
 LAYERS, RANKS = 6, 8
 TRUE = MissTimes(bus=60_000, cpu=tuple(30_000 + 500 * rows for rows in range(MAX_MAILBOX_ROWS)), answer=9_000)
@@ -63,6 +64,10 @@ class Steps:
         return max(bus_ns, answered)
 
 
+def moving(times: MissTimes, controls: Controls | None = None) -> MissShares:
+    return MissShares(times, 8, controls or Controls(Moves.ALWAYS))
+
+
 def scaled(times: MissTimes, cpu: float, bus: float) -> MissTimes:
     return replace(
         times,
@@ -89,20 +94,23 @@ def learnt(shares: MissShares, steps: Steps, times: MissTimes, updates: int) -> 
 def test_times_that_are_ten_times_wrong_are_right_after_some_tens_of_tokens(
     true: MissTimes, cpu: float, bus: float
 ) -> None:
-    shares, steps = MissShares(scaled(true, cpu, bus)), Steps()
+    shares, steps = moving(scaled(true, cpu, bus)), Steps()
     shares.begin(steps.seen())
     learnt(shares, steps, true, UPDATES)
     assert shares.times.by_misses(RANKS) == pytest.approx(true.by_misses(RANKS), abs=1)
     found = learnt(shares, steps, true, 4 * UPDATES)
-    best, fixed = MissShares(true), Steps()
+    best, fixed = moving(true), Steps()
     best_s = sum(fixed.run(best, true) for _ in range(4 * UPDATES)) / 2
     assert found <= 1.1 * best_s
-    assert shares.statistics(RANKS).updates == 5 * UPDATES
-    assert shares.statistics(RANKS).by_bus == shares.times.by_misses(RANKS)[1:]
+    statistics = shares.statistics(RANKS)
+    assert statistics is not None
+    assert statistics.updates == 5 * UPDATES
+    assert statistics.by_bus == shares.times.by_misses(RANKS)[1:]
+    assert statistics.threads == 8
 
 
 def test_a_cpu_that_others_take_gets_less_and_later_as_much_again() -> None:
-    shares, steps = MissShares(TRUE), Steps()
+    shares, steps = moving(TRUE), Steps()
     shares.begin(steps.seen())
     for times in (TRUE, scaled(TRUE, 4, 1), TRUE):
         learnt(shares, steps, times, UPDATES)
@@ -111,7 +119,7 @@ def test_a_cpu_that_others_take_gets_less_and_later_as_much_again() -> None:
 
 def test_stamps_of_other_steps_are_left_out() -> None:
     """Of another number of steps, and those of a device whose sums were cleared."""
-    shares, steps = MissShares(TRUE), Steps()
+    shares, steps = moving(TRUE), Steps()
     assert not shares.learn(steps.seen()), "nothing is known of what came before"
     slow = scaled(TRUE, 50, 1)
     for count in (0, 1, STEPS_OF_AN_UPDATE + 1):
@@ -121,11 +129,11 @@ def test_stamps_of_other_steps_are_left_out() -> None:
     cleared = Steps().seen()
     assert not shares.learn(cleared._replace(sums=0 * cleared.sums))
     assert shares.times == replace(TRUE, row_bus=TRUE.bus)
-    assert shares.statistics(RANKS).updates == 0
+    assert shares.statistics(RANKS).updates == 0  # type: ignore[union-attr]
 
 
 def test_absurd_stamps_make_no_absurd_table() -> None:
-    shares, rng = MissShares(TRUE), np.random.default_rng(0)
+    shares, rng = moving(TRUE), np.random.default_rng(0)
     for _ in range(200):
         sums = rng.integers(0, 2**64, (LAYERS, 2, len(SUMS)), np.uint64)
         sums[:, 0, 0], sums[:, 1, 0] = 0, STEPS_OF_AN_UPDATE * (1 + rng.integers(0, 2))
@@ -139,3 +147,29 @@ def test_absurd_stamps_make_no_absurd_table() -> None:
             assert words.shape == (NUM_WORDS,)
             table = words[-(MAX_RANKS + 1) :]
             assert ((table >= 0) & (table <= np.arange(MAX_RANKS + 1))).all()
+
+
+def test_what_was_planned_by_sound_rates_stays_until_it_is_contradicted() -> None:
+    """By a place that takes longer than it did at first, not by rates that are not the forecast's."""
+    shares, steps = moving(scaled(TRUE, 0.5, 2), Controls(Moves.IF_CONTRADICTED, Moves.NEVER)), Steps()
+    shares.begin(steps.seen())
+    learnt(shares, steps, TRUE, 4 * UPDATES)
+    assert shares.statistics(RANKS) is None
+    assert shares.times.by_misses(RANKS) == scaled(TRUE, 0.5, 2).by_misses(RANKS)
+    slow = scaled(TRUE, 4, 1)
+    learnt(shares, steps, slow, UPDATES)
+    assert shares.times.by_misses(RANKS) == pytest.approx(slow.by_misses(RANKS), abs=1)
+    assert shares.statistics(RANKS) is not None
+
+
+@pytest.mark.parametrize("moves", Moves)
+def test_threads_are_tried_only_where_they_may_move(moves: Moves) -> None:
+    shares, steps = moving(TRUE, Controls(Moves.NEVER, moves)), Steps()
+    shares.begin(steps.seen())
+    counts = set()
+    for _ in range(UPDATES):
+        steps.run(shares, TRUE)
+        assert not shares.learn(steps.seen()), "the division stays"
+        counts.add(shares.num_threads)
+    assert (len(counts) > 1) == (moves is Moves.ALWAYS)
+    assert (shares.statistics(RANKS) is None) == (moves is not Moves.ALWAYS)

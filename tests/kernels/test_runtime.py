@@ -78,6 +78,57 @@ def test_runtime_refuses_unknown_tier_and_thread_counts() -> None:
             _csrc.Runtime(threads)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_may_be_active_at_any_time(threads: int) -> None:
+    """Also between two runs that follow each other at once."""
+    runtime = _csrc.Runtime(threads)
+    graph, _x, out = capture_sum(runtime, capacity=4000, num_ops=3)
+    assert runtime.active_threads == threads
+    for number in range(300):
+        runtime.active_threads = 1 + number * 5 % threads
+        assert runtime.active_threads == 1 + number * 5 % threads
+        out.zero_()
+        graph.run(4000)
+        assert torch.equal(out, torch.full((4000, 3), 3.0))
+    for count in (0, -1, threads + 1):
+        with pytest.raises(ValueError, match=f"{count} active threads of {threads}"):
+            runtime.active_threads = count
+    runtime.active_threads = 1
+    del runtime, graph  # which wakes those that sleep
+
+
+def seconds_of(threads: set[str]) -> list[str]:
+    """Each one's time on a CPU, and what it waits for."""
+    tasks = [Path("/proc/self/task", number) for number in sorted(threads)]
+    return [f"{task.joinpath('schedstat').read_text().split()[0]} {_state(task)}" for task in tasks]
+
+
+def _state(task: Path) -> str:
+    return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_threads_that_are_not_active_sleep_while_others_work() -> None:
+    before = set(os.listdir("/proc/self/task"))
+    runtime = _csrc.Runtime(4)
+    helpers = set(os.listdir("/proc/self/task")) - before
+    assert len(helpers) == 3
+    graph, _x, _out = capture_sum(runtime, capacity=4000, num_ops=9)
+    runtime.active_threads = 1
+    graph.run(4000)
+    until = time.monotonic() + 60
+    while any(not each.endswith("S") for each in seconds_of(helpers)) and time.monotonic() < until:
+        os.sched_yield()
+    asleep = seconds_of(helpers)
+    for _ in range(20):
+        graph.run(4000)
+    assert seconds_of(helpers) == asleep
+    runtime.active_threads = 4
+    until = time.monotonic() + 60
+    while seconds_of(helpers) == asleep and time.monotonic() < until:
+        graph.run(4000)
+    assert seconds_of(helpers) != asleep
+
+
 def test_graph_runs_its_ops_in_order_on_the_given_rows(runtime: _csrc.Runtime) -> None:
     graph, x, out = capture_sum(runtime, capacity=5, num_ops=4)
     assert graph.num_ops == 4

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from coldstream.placement.control import MOST_TIMES, Balance, Climb, Pace, Work
+from coldstream.placement.control import MOST_TIMES, NUM_FIRST, Balance, Climb, Contradiction, Pace, Work
 
 UNITS = 320  # experts of an update, over all layers
 STEPS_OF_AN_UPDATE = 4
@@ -227,3 +227,34 @@ def test_one_setting_is_kept() -> None:
     for _ in range(100):
         climb.learn(1.0)
         assert climb.setting == climb.best == 3
+
+
+@pytest.mark.parametrize("times", [2.0, 0.5])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_place_that_has_changed_contradicts(times: float, place: int) -> None:
+    generator = random.Random(1)
+    contradiction = Contradiction()
+
+    def learn(seconds: list[float]) -> None:
+        works = [Work(9, 9 * each * math.exp(generator.gauss(0, 0.1))) for each in seconds]
+        contradiction.learn(*works)
+
+    for _ in range(200):
+        learn([1e-5, 2e-5])
+    assert not contradiction.is_there
+    changed = [1e-5, 2e-5]
+    changed[place] *= times
+    for _ in range(4):
+        learn(changed)
+    assert contradiction.is_there
+
+
+def test_updates_that_are_held_up_do_not_contradict() -> None:
+    contradiction = Contradiction()
+    for number in range(300):
+        held_up = 20.0 if number % 9 == 0 else 1.0
+        contradiction.learn(Work(9, 9e-5 * held_up), Work(0, 0.0))
+    assert not contradiction.is_there
+    for _ in range(NUM_FIRST):
+        contradiction.learn(Work(0, 1e-5), Work(9, math.nan))
+    assert not contradiction.is_there

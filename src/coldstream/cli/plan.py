@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -25,6 +25,8 @@ from coldstream.cli.tables import print_table
 from coldstream.cli.terminal import ProgressLine, described_age, format_bytes, note
 from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.placement.control import CONTRADICTED
+from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.forecast import Forecast, forecast, rates_used
 from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
@@ -45,6 +47,11 @@ _PART_NAMES = {
     "reserve": "the driver's reserve",
 }
 _FAST_NAMES = {"vram": "GPU memory", "ram": "RAM"}
+_MOVES: Final = {
+    Moves.ALWAYS: "both shares and the number of threads follow what steps of one token take",
+    Moves.IF_CONTRADICTED: "both shares and the number of threads stay, until steps of one token take "
+    f"{CONTRADICTED:g} times as long for an expert as at first, or as short: then they follow that",
+}
 WORTHWHILE = 1.2  # times as fast are prompts with what is worth a line
 _SLOW_NAMES = {"vram": "RAM", "ram": "disk"}
 
@@ -148,6 +155,8 @@ def command(
     if planned.run.threads and not plan.is_all_resident and plan.tier == "vram":
         describe = _described_layers if known.model.is_dense else _described_misses
         note(describe(planned.run))
+        if planned.run.miss_times is not None and not known.model.is_dense:
+            note(_MOVES[Controls.of(planned.hardware).shares])
     if plan.layer_weights:
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:

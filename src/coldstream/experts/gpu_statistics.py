@@ -88,13 +88,15 @@ class MissShareStatistics:
     """How the missing experts of a token are divided now, by what the steps before took.
 
     updates: of the division. cpu_factor, bus_factor: how many times as long as the plan's times an expert
-    takes. by_bus: of 1, 2, … missing experts of a token, those that come over the bus.
+    takes. by_bus: of 1, 2, … missing experts of a token, those that come over the bus. threads: of the CPU,
+    which compute the others.
     """
 
     updates: int
     cpu_factor: float
     bus_factor: float
     by_bus: tuple[int, ...]
+    threads: int
 
 
 def describe_parts(parts: dict[str, float]) -> str:
@@ -109,9 +111,9 @@ def describe_shares(shares: MissShareStatistics) -> str:
     """How the missing experts of a token are divided, as text."""
     by_bus = ", ".join(map(str, shares.by_bus))
     return (
-        f"of 1, 2, … experts that a token misses {by_bus} come over the bus now: in {shares.updates} updates "
-        f"an expert took the CPU {shares.cpu_factor:.2f} times as long as planned and the bus "
-        f"{shares.bus_factor:.2f} times"
+        f"of 1, 2, … experts that a token misses {by_bus} come over the bus now, and {shares.threads} CPU "
+        f"threads compute the others: in {shares.updates} updates an expert took the CPU "
+        f"{shares.cpu_factor:.2f} times as long as planned and the bus {shares.bus_factor:.2f} times"
     )
 
 

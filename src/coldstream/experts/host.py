@@ -34,6 +34,7 @@ class HostExperts:
     ) -> None:
         self.ops = CpuOps(threads)
         self.mailbox, self.bulk, self.pool = mailbox, bulk, pool
+        self._num_active = threads
         self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays())
         self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays(), is_prefill=True)
         self.bulk_request, self.bulk_done = bulk.arrays()[:2]
@@ -44,6 +45,13 @@ class HostExperts:
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._lock: FileLock | None = None  # of what is in `_begun`
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
+
+    def use_threads(self, count: int | None) -> None:
+        """How many threads compute from now on, while the others sleep; None: all."""
+        wanted = count or self.ops.threads
+        if self._num_active != wanted:
+            self._num_active = wanted
+            self.ops.runtime.active_threads = wanted
 
     def use_lock(self, file: GGUFFile, shards: Collection[int], lock: FileLock) -> None:
         """Takes these parts of a file over from their lock, on which `device_address` waits."""

@@ -1,8 +1,9 @@
 """How the missing experts of a token are divided between the CPU and the bus, by what the last tokens took.
 
 A plan's times are where a run begins. Every few steps of one row, what the CPU and the GPU have stamped says
-how long an expert really took each of them, and the tables that routers read are written anew. Any division
-gives the same bits. Pure; `StampedShares` does the same on a device.
+how long an expert really took each of them, and the tables that routers read are written anew. The number of
+the CPU's threads follows the same stamps. Any division and number gives the same bits. Pure; `StampedShares`
+does the same on a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,13 +12,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepTimes
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
-from coldstream.placement.control import Balance, Work
+from coldstream.placement.control import Balance, Contradiction, Work
+from coldstream.placement.controls import Controls, Moves
 
 Array = np.ndarray[Any, Any]
 CpuWork = Sequence[tuple[int, int, float]]  # requests, pairs and seconds, by layer
@@ -34,11 +37,12 @@ class Seen(NamedTuple):
 
 
 class MissShares:
-    """Times of a missing expert, moved by what steps of one row took."""
+    """Times of a missing expert, and a number of threads, moved by what steps of one row took."""
 
-    def __init__(self, times: MissTimes) -> None:
-        """times: forecast."""
-        self._forecast = times
+    def __init__(self, times: MissTimes, most_threads: int, controls: Controls) -> None:
+        """times: forecast. most_threads: of the CPU, with which it begins."""
+        self._forecast, self._controls = times, controls
+        self._threads, self._contradiction = CpuThreads(most_threads), Contradiction()
         self._bus_ns = times.row_bus or times.bus
         self._balance = Balance(times.cpu[0], self._bus_ns)
         self._before: Seen | None = None
@@ -51,7 +55,8 @@ class MissShares:
     def learn(self, seen: Seen) -> bool:
         """Learns from STEPS_OF_AN_UPDATE steps of one row since `begin`, or since the last call.
 
-        Returns whether it did: stamps that are not of so many steps, as after one that failed, are left out.
+        Returns whether the times have moved. Stamps that are not of so many steps, as after one that failed,
+        are left out.
         """
         before, self._before = self._before, seen
         if before is None:
@@ -61,9 +66,23 @@ class MissShares:
             return False
         pairs = sum(now[1] - then[1] for now, then in zip(seen.cpu, before.cpu, strict=True))
         seconds = sum(now[2] - then[2] for now, then in zip(seen.cpu, before.cpu, strict=True))
-        self._balance.learn(Work(pairs, 1e9 * seconds), Work(sum(times.bus_pairs), 1e9 * sum(times.bus)))
+        works = Work(pairs, 1e9 * seconds), Work(sum(times.bus_pairs), 1e9 * sum(times.bus))
+        self._contradiction.learn(*works)
+        if self._is_moving(self._controls.threads):
+            self._threads.learn(*works)
+        if not self._is_moving(self._controls.shares):
+            return False
+        self._balance.learn(*works)
         self._num_updates += 1
         return True
+
+    def _is_moving(self, moves: Moves) -> bool:
+        return moves is Moves.ALWAYS or (moves is Moves.IF_CONTRADICTED and self._contradiction.is_there)
+
+    @property
+    def num_threads(self) -> int:
+        """Of the CPU, for the next steps of one row."""
+        return self._threads.count
 
     @property
     def times(self) -> MissTimes:
@@ -87,10 +106,13 @@ class MissShares:
         tried[-(MAX_RANKS + 1) :] = np.clip(tried[-(MAX_RANKS + 1) :], np.minimum(least, most), most)
         return words, tried
 
-    def statistics(self, num_ranks: int) -> MissShareStatistics:
-        """num_ranks: experts of a token."""
+    def statistics(self, num_ranks: int) -> MissShareStatistics | None:
+        """num_ranks: experts of a token. None as long as nothing moves."""
+        if not any(map(self._is_moving, (self._controls.shares, self._controls.threads))):
+            return None
         cpu, bus = self._balance.factors
-        return MissShareStatistics(self._num_updates, cpu, bus, self.times.by_misses(num_ranks)[1:])
+        by_bus = self.times.by_misses(num_ranks)[1:]
+        return MissShareStatistics(self._num_updates, cpu, bus, by_bus, self._threads.count)
 
 
 def _scaled(nanoseconds: int, factor: float) -> int:
@@ -111,14 +133,12 @@ class StampedShares:
     """
 
     def __init__(
-        self, decode: DecodeExperts, times: MissTimes, work: Callable[[], CpuWork], num_layers: int
+        self, decode: DecodeExperts, shares: MissShares, work: Callable[[], CpuWork], num_layers: int
     ) -> None:
-        self._work, self._num_layers = work, num_layers
-        self._shares = MissShares(times)
+        self._work, self._num_layers, self._shares = work, num_layers, shares
         self._stamps = ReadBack(decode.stamps)
         self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
         self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
-        self._write()
 
     def launched(self, rows: int) -> StampsOfAStep | None:
         """Right behind the launch of a step. What `ended` is to be given when it has ended, if anything."""
@@ -141,7 +161,13 @@ class StampedShares:
         elif self._shares.learn(seen):
             self._write()
 
-    def statistics(self, num_ranks: int) -> MissShareStatistics:
+    @property
+    def num_threads(self) -> int:
+        """See `MissShares`."""
+        return self._shares.num_threads
+
+    def statistics(self, num_ranks: int) -> MissShareStatistics | None:
+        """See `MissShares`."""
         return self._shares.statistics(num_ranks)
 
     def _write(self) -> None:

@@ -14,7 +14,7 @@ from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import GpuExpertStatistics, MissShareStatistics, StepTimes
 from coldstream.experts.host import HostExperts
-from coldstream.experts.miss_shares import StampedShares, StampsOfAStep
+from coldstream.experts.miss_shares import MissShares, StampedShares, StampsOfAStep
 from coldstream.experts.prefetch import GuessCounter, PrefetchStatistics
 from coldstream.experts.prefill import ExpertStream, StreamCounters
 from coldstream.experts.ram_pool import RamPool
@@ -28,6 +28,7 @@ from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
+from coldstream.placement.controls import Controls
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_plan import RunPlan
 
@@ -98,7 +99,7 @@ class PartialExperts:
         self._reserved: tuple[ExpertCache, SlotSegments] | None = None  # until they are filled
         self._residency: ExpertResidency | None = None
         self._guesses: GuessCounter | None = None
-        self._first_times: MissTimes | None = None  # from which shares move; None: they do not
+        self._controls, self._times = Controls(), plan.miss_times
         self._shares: StampedShares | None = None
         self._rows = 0  # of the step that began last
         self._in_flight: deque[_StepInFlight] = deque()
@@ -159,8 +160,8 @@ class PartialExperts:
         executor, plan = self._executor, self._plan
         assert executor is not None, "slots are for the layers of an executor"
         assert self._reserved is not None, "slots are filled once they are reserved"
-        if plan.miss_times is not None:
-            executor.decode.set_times(plan.miss_times)
+        if self._times is not None:
+            executor.decode.set_times(self._times)
         pool = self.host.pool
         if pool is not None:
             pool.empty()  # of experts that the warm-up steps used
@@ -177,26 +178,28 @@ class PartialExperts:
             clear(executor.prefetch.tallies)
         self._begin_shares()
 
-    def move_shares(self, times: MissTimes | None = None) -> None:
-        """From now on missing experts are divided by what steps took. The beginning is `times`; None: the
-        plan's. No step may be running.
-        """
-        self._first_times = times or self._plan.miss_times
+    def control(self, controls: Controls) -> None:
+        """From now on what `controls` says moves by what steps took. No step may be running."""
+        self._controls = controls
         self._begin_shares()
 
     def _begin_shares(self) -> None:
-        executor, times = self._executor, self._first_times
-        if executor is None or times is None or self._residency is None:
-            return
-        if executor.tables.is_readable:
+        executor, times = self._executor, self._times
+        if self._controls == Controls() or executor is None or times is None or self._residency is None:
+            self._shares = None
+        elif executor.tables.is_readable:
+            shares = MissShares(times, self.host.ops.threads, self._controls)
             num_layers = len(executor.tables.layers)
-            self._shares = StampedShares(executor.decode, times, self.host.server.work, num_layers)
+            self._shares = StampedShares(executor.decode, shares, self.host.server.work, num_layers)
 
-    def set_shares(self, times: MissTimes) -> None:
-        """Divides missing experts by these times, whatever steps take. No step may be running."""
-        assert self._executor is not None, "shares are those of an executor"
-        self._shares = self._first_times = None
+    def set_times(self, times: MissTimes) -> None:
+        """Has missing experts divided by these times, and no longer by the plan's or what steps took. If
+        shares move, they begin there. No step may be running.
+        """
+        assert self._executor is not None, "times are read by an executor"
+        self._times = times
         self._executor.decode.set_times(times)
+        self._begin_shares()
 
     @property
     def disk(self) -> DiskStatistics | None:
@@ -282,6 +285,7 @@ class PartialExperts:
         self._rows = rows
         if self._residency is not None:
             self._residency.start_step()
+        self.host.use_threads(self._shares.num_threads if self._shares and rows == 1 else None)
         if rows <= self.shared_rows:
             if self._has_streamed and self._stream is not None:
                 self._stream.settle()  # experts of a decode step are copied into the same ring

@@ -70,6 +70,15 @@ class Runtime:
     def threads(self) -> int: ...
 
     @property
+    def active_threads(self) -> int:
+        """
+        How many threads take part in the runs that begin from now on; the others sleep.
+        """
+
+    @active_threads.setter
+    def active_threads(self, arg: int, /) -> None: ...
+
+    @property
     def capturing(self) -> bool: ...
 
     def begin_capture(self, capacity: int) -> None:

@@ -21,7 +21,9 @@ LITTLE: Final = 1 / 40  # of the work, about: a layer
 MOST_COST: Final = 0.05  # of the time, for giving a little to a place that is slow
 WORTHWHILE: Final = 0.98  # of a setting's time: another one that takes more does not replace it
 HOPELESS: Final = 1.1  # of a setting's time: what takes so much is not tried for longer
-FIRST_PAUSE, MOST_PAUSE = 4, 64  # updates between two tries of others; twice as many after each that fails
+NUM_FIRST: Final = 8  # updates that say what is usual
+CONTRADICTED: Final = 1.5  # times as long as usual, or as short
+FIRST_PAUSE, MOST_PAUSE = 2, 64  # updates between two tries of others; twice as many after each that fails
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,28 @@ class Balance:
                 continue
             looks_again = self._paces[number].learn(ratio)
             self._silent[number] = MOST_PATIENCE if looks_again else 0
+
+
+class Contradiction:
+    """Whether a place takes another time for an expert than it did at first."""
+
+    def __init__(self) -> None:
+        self._first: tuple[list[float], list[float]] = [], []
+        self._last = tuple(deque[float](maxlen=NUM_COMPARED) for _ in range(2))
+        self.is_there = False  # for good, once it is
+
+    def learn(self, cpu: Work, bus: Work) -> None:
+        """Takes note of what both places did in an update."""
+        for first, last, work in zip(self._first, self._last, (cpu, bus), strict=True):
+            if not work.is_usable:
+                continue
+            logarithm = math.log(work.seconds) - math.log(work.units)
+            if len(first) < NUM_FIRST:
+                first.append(logarithm)
+                continue
+            last.append(logarithm)
+            if len(last) == NUM_COMPARED and abs(median(last) - median(first)) > math.log(CONTRADICTED):
+                self.is_there = True
 
 
 class Climb:

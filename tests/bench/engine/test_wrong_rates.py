@@ -46,9 +46,13 @@ def test_all_cases_decode_the_same_text_and_shares_move_only_where_they_are_to(
     assert not any(window["factors"] for each in row["fixed"] for window in each["windows"])
     best = [each["tok_s"] for each in row["fixed"] if each["case"] == row["best"]["case"]]
     assert row["best"]["tok_s"] == max(best)
-    moved, stayed = row["load"]["runs"]
-    assert (moved["moves"], stayed["moves"]) == (True, False)
-    for run in (moved, stayed):
+    runs = row["load"]["runs"]
+    assert [(run["moves"], run["moves_threads"]) for run in runs] == [
+        (True, True),
+        (True, False),
+        (False, False),
+    ]
+    for run in runs:
         begun, ended = run["load_s"]
         assert LENGTHS.quiet_s <= begun < ended <= run["windows"][-1]["at"]
     assert row["load"]["processes"] == MACHINE.num_physical_cores // 2

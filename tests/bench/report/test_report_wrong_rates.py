@@ -23,7 +23,7 @@ def case(name: str, rates: list[float], *, moves: bool, on_bus: tuple[float, flo
 
 def loaded(*, moves: bool) -> dict[str, Any]:
     run = case("as planned", [90.0, 90.0, 30.0, 60.0, 80.0, 100.0], moves=moves, on_bus=(0.0, 0.5))
-    return {**run, "load_s": [2.0, 4.0]}
+    return {**run, "moves_threads": moves, "load_s": [2.0, 4.0]}
 
 
 def result() -> dict[str, Any]:
@@ -61,7 +61,14 @@ def test_moving_shares_stand_beside_those_that_stay(monkeypatch: pytest.MonkeyPa
     text = report.wrong_rates()
     assert cells(text, "| 3.00 GiB")[:5] == ["3.00 GiB, 10% of experts", "as planned", "25", "99", "0.90"]
     assert cells(text, "| 3.00 GiB")[5] == "100%"
-    assert cells(text, "| shares move") == ["shares move", "90", "30", "60", "0.94", "100"]
+    assert cells(text, "| shares and threads move") == [
+        "shares and threads move",
+        "90",
+        "30",
+        "60",
+        "0.94",
+        "100",
+    ]
     assert "bus 25.0% with 110 tok/s" in text
 
 
@@ -70,7 +77,7 @@ def test_a_load_that_ended_at_once_has_no_figures(monkeypatch: pytest.MonkeyPatc
     for run in found["rows"][0]["load"]["runs"]:
         run["load_s"] = [2.0, 2.5]
     monkeypatch.setattr(report, "load", lambda _: found)
-    assert cells(report.wrong_rates(), "| shares stay")[2:5] == ["", "", ""]
+    assert cells(report.wrong_rates(), "| as planned")[2:5] == ["", "", ""]
 
 
 def test_every_line_of_the_picture_lies_in_its_panel() -> None:

@@ -7,7 +7,7 @@ from cuda_runner_cases import open_partly
 from runner_cases import token_ids, write_mixed_layers
 
 from coldstream.experts import miss_shares
-from coldstream.placement.controls import Controls
+from coldstream.placement.controls import Controls, Moves
 
 TOKENS = 24
 
@@ -24,7 +24,7 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
             runner.decode(token)
         assert runner.gpu_experts is not None
         assert runner.gpu_experts.shares is None
-        runner.runner.control(Controls(shares=True))
+        runner.runner.control(Controls(Moves.ALWAYS))
         for token in token_ids(TOKENS):
             runner.decode(token)
         shares = runner.gpu_experts.shares

@@ -17,9 +17,9 @@ from coldstream.experts.miss_shares import MissShares
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import WHOLE, MissTimes
-from coldstream.placement.controls import Controls
+from coldstream.placement.controls import Controls, Moves
 
-CONTEXT, MIB = 512, 2**20
+CONTEXT, MIB, THREADS = 512, 2**20, 4
 STEPS = (1, 1, 3, 1, 1, 70, 1, 1, 17, 1, 1, 130, 1, 1)
 
 
@@ -64,6 +64,8 @@ def random_controls(rng: np.random.Generator) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(miss_shares, "STEPS_OF_AN_UPDATE", 1)
         patch.setattr(MissShares, "words", words)
+        threads = property(lambda shares: int(rng.integers(1, THREADS + 1)))
+        patch.setattr(MissShares, "num_threads", threads)
         patch.setattr(CpuShare, "split", split)
         patch.setattr(CpuPart, "choose", lambda part, rows: bool(rng.integers(0, 2)))
         patch.setattr(Lookahead, "learn", lambda ahead, *_: setattr(ahead, "count", int(rng.integers(1, 9))))
@@ -84,10 +86,10 @@ def test_no_bit_depends_on_what_moves(
     path: Path, expected: list[np.ndarray], share: float, ring: str
 ) -> None:
     rng = np.random.default_rng(int(10 * share))
-    sizes: dict[str, Any] = {"context_length": CONTEXT, "prefetching": Prefetching(1, 2)}
+    sizes: dict[str, Any] = {"context_length": CONTEXT, "prefetching": Prefetching(1, 2), "threads": THREADS}
     sizes["ring_bytes"] = 8 * MIB if ring == "for all steps" else MIB // 2
     with random_controls(rng), open_partly(path, share, streamed=0.5, **sizes) as runner:
-        runner.runner.control(Controls(shares=True))
+        runner.runner.control(Controls(Moves.ALWAYS, Moves.ALWAYS))
         longest = MAX_SHARED_ROWS if ring == "for all steps" else MAX_MAILBOX_ROWS
         assert runner.runner.limits.shared_rows == longest
         for tokens, logits in zip(steps(), expected, strict=True):
@@ -102,5 +104,6 @@ def check_both_places(runner: OneSequence, num_steps: int) -> None:
     assert found is not None
     assert found.shares is not None
     assert found.shares.updates > num_steps // 4
+    assert 1 <= found.shares.threads <= THREADS
     assert sum(found.cpu_pairs) > 0
     assert sum(found.step_times.bus_pairs) > 0

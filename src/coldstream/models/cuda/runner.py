@@ -289,8 +289,8 @@ class CudaRunner(ModelRunner):
 
     def control(self, controls: Controls) -> None:
         """From now on what `controls` says moves by what steps took. The plan is a beginning."""
-        if self._partial_experts and controls.shares:
-            self._partial_experts.move_shares()
+        if self._partial_experts:
+            self._partial_experts.control(controls)
 
     @property
     def expert_uses(self) -> tuple[int, int] | None:

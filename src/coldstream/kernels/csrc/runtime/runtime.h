@@ -49,6 +49,9 @@ class Runtime {
   ~Runtime();
   Tier active_tier() const { return tier_; }
   int threads() const { return pool_->size(); }
+  // See ThreadPool::activate.
+  int active_threads() const { return pool_->active(); }
+  void activate_threads(int count) { pool_->activate(count); }
   const std::shared_ptr<ThreadPool>& pool() const { return pool_; }
 
   // Between these two calls `submit` records instead of running. Nested or unmatched calls are

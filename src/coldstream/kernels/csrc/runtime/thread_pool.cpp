@@ -52,7 +52,8 @@ ThreadPool::ThreadPool(int threads)
     : size_(checked_size(threads)),
       owner_(getpid()),
       memory_(new Scratch[threads]),
-      threads_(std::make_unique<std::vector<std::thread>>()) {
+      threads_(std::make_unique<std::vector<std::thread>>()),
+      active_(threads) {
   try {
     start_workers();
   } catch (...) {
@@ -86,9 +87,17 @@ void ThreadPool::start_workers() {
 
 void ThreadPool::stop_workers() {
   stopping_.store(true, std::memory_order_relaxed);
+  activate(size_);
   calls_.fetch_add(1, std::memory_order_release);
   calls_.notify_all();
   for (std::thread& t : *threads_) t.join();
+}
+
+void ThreadPool::activate(int count) {
+  if (count < 1 || count > size_) {
+    throw std::invalid_argument(std::to_string(count) + " active threads of " + std::to_string(size_));
+  }
+  if (active_.exchange(count, std::memory_order_release) != count) active_.notify_all();
 }
 
 void ThreadPool::reserve_memory(const std::vector<std::unique_ptr<Op>>& ops) {
@@ -128,7 +137,8 @@ bool ThreadPool::failed() const {
 }
 
 void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds) {
-  if (size_ > 1) {
+  const int count = active();
+  if (count > 1) {
     state_.fetch_add(running, std::memory_order_relaxed);
     calls_.fetch_add(1, std::memory_order_release);
     calls_.notify_all();
@@ -139,7 +149,7 @@ void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, dou
     const int num_stages = ops[i]->num_stages();
     do {
       for (int stage = 0; stage < num_stages && going; stage++)
-        going = run_stage({ops[i].get(), stage, rows});
+        going = run_stage({ops[i].get(), stage, rows, count});
     } while (going && ops[i]->repeats());
     if (seconds != nullptr) {
       const auto now = Clock::now();
@@ -147,14 +157,14 @@ void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, dou
       start = now;
     }
   }
-  if (size_ > 1) state_.fetch_sub(running, std::memory_order_relaxed);
+  if (count > 1) state_.fetch_sub(running, std::memory_order_relaxed);
 }
 
 // Returns whether the run may go on.
 bool ThreadPool::run_stage(const StageWork& work) {
   work_ = work;
   next_task_.store(0, std::memory_order_relaxed);
-  if (size_ == 1 || work.next->runs_alone(work.stage, work.rows)) {
+  if (work.count == 1 || work.next->runs_alone(work.stage, work.rows)) {
     run_share(0);
     return !failed();
   }
@@ -166,7 +176,7 @@ bool ThreadPool::run_stage(const StageWork& work) {
 }
 
 void ThreadPool::run_share(int index) {
-  Worker w = {index, size_, &next_task_, &memory_[index], &shared_, &failure_};
+  Worker w = {index, work_.count, &next_task_, &memory_[index], &shared_, &failure_};
   if (const void* address = run_guarded(*work_.next, work_.stage, work_.rows, w)) {
     fault_.store(address, std::memory_order_relaxed);
   }
@@ -181,7 +191,7 @@ bool ThreadPool::join_stage(int index, uint64_t* last_serial) {
   const bool in_time = (state & open) != 0;
   if (in_time) {
     *last_serial = state >> serial_shift;
-    run_share(index);
+    if (index < work_.count) run_share(index);  // otherwise it is about to sleep
   }
   state_.fetch_sub(1, std::memory_order_release);
   return in_time;
@@ -191,6 +201,11 @@ void ThreadPool::help(int index) {
   uint64_t last_serial = 0;
   uint32_t seen_calls = 0;
   for (;;) {
+    const int active = active_.load(std::memory_order_acquire);
+    if (index >= active) {
+      active_.wait(active, std::memory_order_acquire);
+      continue;
+    }
     if (spin([&] { return join_stage(index, &last_serial); }, idle_spin)) continue;
     if (stopping_.load(std::memory_order_relaxed)) return;
     if ((state_.load(std::memory_order_relaxed) & running) != 0 ||

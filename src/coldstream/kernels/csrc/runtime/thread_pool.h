@@ -37,6 +37,11 @@ class ThreadPool {
 
   int size() const { return size_; }
 
+  // How many workers take part in the runs that begin from now on, of 1 … size, otherwise
+  // std::invalid_argument. The others sleep, so that they take no core from anybody.
+  void activate(int count);
+  int active() const { return active_.load(std::memory_order_relaxed); }
+
   // While one of these exists the threads do not sleep between runs.
   class Awake {
    public:
@@ -61,6 +66,7 @@ class ThreadPool {
     Op* next = nullptr;
     int stage = 0;
     int rows = 0;
+    int count = 1;  // workers that may take part
   };
 
   void start_workers();
@@ -87,6 +93,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> calls_{
       0};  // number of runs, plus one at the end; idle workers sleep on it
   std::atomic<int> sleepless_{0};
+  std::atomic<int> active_;  // workers from here on sleep on it
   std::atomic<bool> stopping_{false};
   std::atomic<const void*> fault_{nullptr};
   std::atomic<const char*> failure_{nullptr};
