@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
-from coldstream.cli.serve import limits_of, parse_parallel, prompt_cache
+from coldstream.cli.serve import limits_of, parse_minutes, parse_parallel, prompt_cache
 from coldstream.errors import ConfigError
 from coldstream.server.messages import PromptCache
 
@@ -64,6 +64,12 @@ def serving(*arguments: str, **options: Any) -> Iterator[tuple[Server, httpx2.Cl
                 yield server, client
         finally:
             process.kill()
+
+
+def engines_of(server: Server) -> list[psutil.Process]:
+    """Its engine processes; another child renders chat templates."""
+    children = psutil.Process(server.process.pid).children()
+    return [each for each in children if "coldstream.server.engine_process" in each.cmdline()]
 
 
 def wait_until_refused(url: str) -> None:
@@ -144,6 +150,29 @@ def test_a_lost_engine_is_in_the_log_and_comes_back() -> None:
         assert answer.status_code == 200
 
 
+@pytest.mark.sharded(of="processes")
+def test_a_model_that_was_unloaded_gives_the_same_tokens_again(tmp_path: Path) -> None:
+    """With prefixes in files, which outlive the process that kept them."""
+    asked = {**SHORT, "prompt": "import os\n" * 150, "max_tokens": 12, "temperature": 1.5, "seed": 7}
+    with serving("--idle-unload", "0.02", "--prompt-cache", str(tmp_path)) as (server, client):
+        answers, found = [], []
+        for _ in range(3):
+            answer = client.post("/v1/completions", json=asked).json()
+            answers.append(answer["choices"][0]["text"])
+            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            while not client.get("/props").json()["is_sleeping"]:
+                continue
+            assert not engines_of(server)
+        assert len(set(answers)) == 1
+        assert found[0] == 0
+        assert found[1] > 0
+        server.process.terminate()
+        assert server.finish() == 0
+        events = [line["event"] for line in server.lines]
+        assert events.count("unloaded") >= len(answers)
+        assert "loaded_again" in events
+
+
 @pytest.mark.sharded(6, of="processes")
 def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "examples" / "clients.md").read_text()
@@ -179,6 +208,7 @@ def test_pr08_a_port_that_is_taken_is_named(run: Run) -> None:
         (("--host", "no.such.name.invalid", "--api-key", "k"), "--host no.such.name.invalid is no address"),
         (("--port", "65536"), "port must be a number from 0 to 65535"),
         (("--parallel", "0"), "is not a number from 1 to 64"),
+        (("--idle-unload", "soon"), "'soon' is neither 0, for never, nor a number from 0.001 to 525600"),
         (("--api-key-file", "/nonexistent"), "--api-key-file /nonexistent: No such file"),
         (("--api-key", "two words"), "api key"),
         (("--ctx-size", "8q"), "is not a size"),
@@ -222,6 +252,13 @@ def test_numbers_of_answers_side_by_side() -> None:
     for text in ("0", "65", "-1", "x", "9" * 99, "²"):
         with pytest.raises(click.BadParameter):
             parse_parallel(text)
+
+
+def test_minutes_without_a_request() -> None:
+    assert [parse_minutes(text) for text in ("0", "-0", "0.5", "10", "1e3")] == [0, 0, 0.5, 10, 1000]
+    for text in ("-1", "", "x", "nan", "inf", "1e-9", "5m", "1e9"):
+        with pytest.raises(click.BadParameter, match="is neither 0, for never, nor a number from"):
+            parse_minutes(text)
 
 
 def test_places_of_kept_prefixes() -> None:

@@ -10,13 +10,17 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Event, Started
 from coldstream.engine.request import Piece, Statistics
 from coldstream.engine.submission import Submission
 from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.server import engine_process
 from coldstream.server.messages import Open
 from coldstream.server.served_model import EngineFacts
@@ -54,6 +58,13 @@ class ScriptedEngine:
 
     def rest(self) -> bool:
         return False
+
+    def live(self) -> LiveState:
+        """Counts that stay at 0."""
+        none = CacheSize(0, 0)
+        counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
+        statistics = {"memory": none, "free_memory": none, "prefixes": PrefixStatistics()}
+        return LiveState(EngineStatistics(**(counts | statistics)), None)
 
     def step(self) -> list[Event]:
         return [event for submission in list(self._running.values()) for event in self._advance(submission)]
@@ -103,12 +114,15 @@ def open_scripted(
         os.kill(os.getpid(), signal.SIGKILL)
     if lines[0] == "hang":
         signal.pause()
+    if lines[0] == "wait":  # until a file beside the script is there
+        while not script.with_name("go").exists():
+            os.sched_yield()
     with GGUFFile.open(message.config.model) as file:
         facts = EngineFacts(
             path=str(file.paths[0]),
             fingerprint="0" * 32 if lines[0] == "other" else file.fingerprint,
             architecture="qwen35moe",
-            ctx_size=CTX_SIZE,
+            ctx_size=message.config.ctx_size or (64 if lines[0] == "small" else CTX_SIZE),
             tier="none",
             threads=1,
             device="cpu",

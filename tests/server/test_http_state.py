@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
-from coldstream.server.client import Health, ServiceUnavailable
+from coldstream.server.client import Health, ServiceUnavailable, State
 from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.local_client import LocalClient
 from coldstream.server.served_model import ServedModel
@@ -32,6 +32,10 @@ class InState:
         if self._model is None:
             raise ServiceUnavailable("the model is loading", 3)
         return self._model
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._health.is_sleeping
 
     async def health(self) -> Health:
         return self._health
@@ -75,6 +79,35 @@ async def test_an_engine_that_works_is_healthy_also_after_a_pause(
     async with connect() as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
         assert (await http.head("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("state", ["sleeping", "waking"])
+async def test_a_model_that_sleeps_is_healthy_and_every_route_says_that_it_does(
+    connect: Connect, local_client: LocalClient, state: State
+) -> None:
+    """Whoever asks for health only sends requests afterwards; a reason is that of the last failure."""
+    is_sleeping = state == "sleeping"
+    health = Health(state, reason="needs 9 GiB" if is_sleeping else "", unloads=2)
+    async with connect(InState(health, local_client.model)) as http:
+        response = await http.get("/health")
+        assert response.status_code == 200
+        assert response.json() == {"status": "ok"} | ({"is_sleeping": True} if is_sleeping else {})
+        assert (await http.head("/health")).status_code == 200
+        (listed,) = (await http.get("/v1/models")).json()["data"]
+        assert listed["meta"]["is_sleeping"] is is_sleeping
+        anthropic = (await http.get("/v1/models/demo", headers={"anthropic-version": "1"})).json()
+        assert anthropic["is_sleeping"] is is_sleeping
+        props = (await http.get("/props")).json()
+        assert (props["state"], props["is_sleeping"], props["unloads"]) == (state, is_sleeping, 2)
+        live = (await http.get("/live")).json()
+        assert (live["state"], live["reason"], live["unloads"]) == (state, health.reason, 2)
+        metrics = samples((await http.get("/metrics")).text)
+        assert metrics["coldstream_sleeping"] == is_sleeping
+        counted = await http.post("/tokenize", json={"content": "import os"})
+        assert counted.status_code == 200
+    stalled = Health("waking", last_progress_age_s=61)
+    async with connect(InState(stalled, local_client.model)) as http:
+        assert (await http.get("/health")).status_code == 503
 
 
 async def test_before_the_model_is_known_every_route_says_when_to_come_back(connect: Connect) -> None:

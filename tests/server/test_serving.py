@@ -151,6 +151,31 @@ async def test_a_server_that_drops_lines_says_which_at_its_start(begin: Begin) -
 
 
 @pytest.mark.sharded(of="processes")
+async def test_a_model_that_sleeps_has_a_line_for_each_change_and_a_failure_is_an_answer(
+    begin: Begin,
+) -> None:
+    async with begin("serve\nfail\nserve", idle_unload_s=1e-3) as served:
+        await served.until("unloaded")
+        short = {"model": "demo", "prompt": [5, 6], "max_tokens": 3}
+        while (refused := await served.client.post("/v1/completions", json=short)).status_code == 200:
+            continue  # it came before the model was unloaded
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
+        assert "retry-after" in refused.headers
+        assert (await served.client.get("/health")).json()["status"] == "ok"
+        assert (await served.client.get("/v1/models")).status_code == 200
+        answered = await served.client.post("/v1/completions", json=short)
+        assert answered.json()["choices"][0]["text"] == "5 6 5 "
+        await served.until("loaded_again")
+        signal.raise_signal(signal.SIGTERM)
+        assert await served.task is None
+        said = [event for event in served.events() if event in ("unloaded", "not_loaded", "loaded_again")]
+        assert said[:3] == ["unloaded", "not_loaded", "loaded_again"]
+        lines = os.pread(served.log, 1 << 20, 0).decode()
+        assert "could not be loaded again: needs 9 GiB" in lines
+        assert "engine_lost" not in served.events()
+
+
+@pytest.mark.sharded(of="processes")
 async def test_a_server_whose_model_has_changed_calls_itself_unhealthy_and_says_why(
     begin: Begin, tmp_path: Path
 ) -> None:

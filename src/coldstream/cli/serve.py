@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
     from coldstream.server.log import LogFormat
     from coldstream.server.messages import PromptCache
 
+MIN_IDLE_MINUTES: Final = 0.001
+MAX_IDLE_MINUTES: Final = 525_600  # of a year
 _STDERR: Final = 2
-_SELDOM: Final = ("tier", "attention_window", "prefetch", "tree_budget", "cache_type_v")
+_SELDOM: Final = frozenset(
+    ("tier", "attention_window", "prefetch", "tree_budget", "cache_type_v", "chat_template_kwargs")
+)
 
 
 class _Serve(click.Command):
@@ -51,6 +56,19 @@ def parse_parallel(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_RUNNING):
         raise click.BadParameter(f"{text!r} is not a number from 1 to {MAX_RUNNING}")
     return int(text)
+
+
+def parse_minutes(text: str) -> float:
+    """Minutes without a request until the model is unloaded; 0: never. Raises click.BadParameter."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if minutes != 0 and not MIN_IDLE_MINUTES <= minutes <= MAX_IDLE_MINUTES:
+        raise click.BadParameter(
+            f"{text!r} is neither 0, for never, nor a number from {MIN_IDLE_MINUTES} to {MAX_IDLE_MINUTES}"
+        )
+    return minutes
 
 
 @click.command("serve", cls=_Serve, short_help="Serve a model over HTTP.")
@@ -107,6 +125,15 @@ def parse_parallel(text: str) -> int:
     "Without this, all requests are refused from then on.",
 )
 @click.option(
+    "--idle-unload",
+    "idle_minutes",
+    type=parse_minutes,
+    metavar="MINUTES",
+    help="Unload the model after so many minutes without a request, such as 0.5 or 10, and load it again for "
+    "the next one. Its memory is free meanwhile; prefixes of prompts are lost, but those in a FOLDER of "
+    "--prompt-cache [default: 0, never].",
+)
+@click.option(
     "--log-format",
     type=click.Choice(("text", "json")),
     default="text",
@@ -130,6 +157,7 @@ def command(
     kept: tuple[str, ...],
     drop_volatile: bool,
     restart_on_change: bool,
+    idle_minutes: float | None,
     log_format: "LogFormat",
     chat_template_kwargs: Mapping[str, Any] | None,
     **options: Any,
@@ -156,17 +184,26 @@ def command(
         restart_on_change=restart_on_change,
     )
     check_exposure(settings)
-    return _serve(session, settings, model, alias, parallel, kept, log_format, options)
+    how = _How(alias, parallel, kept, idle_minutes or 0.0, log_format)
+    return _serve(session, settings, model, how, options)
+
+
+@dataclass(frozen=True)
+class _How:
+    """Options of this command that are neither the engine's nor of HTTP."""
+
+    alias: str | None
+    parallel: int | None
+    kept: Sequence[str]
+    idle_minutes: float
+    log_format: "LogFormat"
 
 
 def _serve(
     session: Session,
     settings: "ServerSettings",
     model: str | None,
-    alias: str | None,
-    parallel: int | None,
-    kept: Sequence[str],
-    log_format: "LogFormat",
+    how: _How,
     options: Mapping[str, Any],
 ) -> int:
     from coldstream.server.log import Log, LogHandler
@@ -176,16 +213,17 @@ def _serve(
 
     path = model_or_bundled(model)
     service = Service(
-        name=alias or name_of(path),
-        config=engine_config(path, {**options, **_contexts(parallel, options)}),
-        limits=limits_of(parallel, len(settings.api_keys)),
+        name=how.alias or name_of(path),
+        config=engine_config(path, {**options, **_contexts(how.parallel, options)}),
+        limits=limits_of(how.parallel, len(settings.api_keys)),
         settings=settings,
-        cache=prompt_cache(kept),
+        cache=prompt_cache(how.kept),
+        idle_unload_s=60 * how.idle_minutes or None,
     )
     if session.verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(service.config).items()))
     interrupts = session.interrupts
-    with bind(settings.host, settings.port) as listener, Log(_STDERR, log_format) as log:
+    with bind(settings.host, settings.port) as listener, Log(_STDERR, how.log_format) as log:
         logging.basicConfig(handlers=[LogHandler(log)], force=True)
         with ProgressLine() as line, interrupts.lent() if interrupts else nullcontext():
             stopped_by = asyncio.run(serve(service, listener, log, line.update))

@@ -1,10 +1,11 @@
 """How much an engine takes on at once."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coldstream.errors import ConfigError, shown
+from coldstream.errors import ConfigError, QueueFullError, shown
 
 MAX_RUNNING: Final = 64
 MAX_WAITING: Final = 65536
@@ -31,6 +32,18 @@ class EngineLimits:
         is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
         if not is_number or math.isnan(target) or target <= 0:
             raise ConfigError(f"target_step_ms must be a number above 0, not {shown(target)}")
+
+    def check_room(self, owner: str, owners: Sequence[str]) -> None:
+        """Raises QueueFullError if another request of this owner has no room beside those of `owners`."""
+        own = self.max_waiting_of_owner
+        if len(owners) >= self.max_waiting + self.max_running:
+            raise QueueFullError(
+                f"{self.max_waiting} requests wait already, which is the limit: try again later"
+            )
+        if own is not None and owners.count(owner) >= own + self.max_running:
+            raise QueueFullError(
+                f"{own} requests with this API key wait already, the limit of one: try again later"
+            )
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -25,7 +25,6 @@ from coldstream.errors import (
     DeadlineError,
     InvalidRequestError,
     NotFiniteError,
-    QueueFullError,
 )
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache import Demand, PrefixCache, PrefixTier, Sequence
@@ -210,7 +209,8 @@ class ServedRequests:
         if submission.request_id in self._requests:
             raise InvalidRequestError(f"request {submission.request_id} is being served: give each a new id")
         submission.check(self._opened.runner.spec.vocab_size, self._opened.ctx_size)
-        self._check_room(submission.owner)
+        owners = [each.submission.owner for each in self._requests.values()]
+        self._limits.check_room(submission.owner, owners)
         request = ServedRequest(submission, self._next_key, now)
         self._next_key += len(request.jobs)
         self._requests[submission.request_id] = request
@@ -218,20 +218,6 @@ class ServedRequests:
             self._jobs[job.key] = job
             self.scheduler.add(job.key, priority=submission.priority, owner=submission.owner)
         self._can_admit = True
-
-    def _check_room(self, owner: str) -> None:
-        """Raises QueueFullError if another request of this owner has no room."""
-        limits, own = self._limits, self._limits.max_waiting_of_owner
-        if len(self._requests) >= limits.max_waiting + limits.max_running:
-            raise QueueFullError(
-                f"{limits.max_waiting} requests wait already, which is the limit: try again later"
-            )
-        if own is not None:
-            count = sum(each.submission.owner == owner for each in self._requests.values())
-            if count >= own + limits.max_running:
-                raise QueueFullError(
-                    f"{own} requests with this API key wait already, the limit of one: try again later"
-                )
 
     def cancel(self, request_id: int) -> None:
         """Marks a request; unknown ones are ignored."""

@@ -85,6 +85,11 @@ class ReplicasClient:
             raise ServiceUnavailable("no replica has loaded the model yet: try again later", LOAD_S)
         return self._model
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Never: Ray decides how many replicas there are."""
+        return False
+
     async def submit(self, submission: Submission) -> EventStream:
         """Begin a request, see `EngineClient`; the reader closes the stream in every case."""
         request_id, model = submission.request_id, self.model

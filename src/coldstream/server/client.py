@@ -9,9 +9,10 @@ from coldstream.errors import ColdstreamError
 from coldstream.server.event_stream import EventStream
 from coldstream.server.served_model import ServedModel
 
-State = Literal["loading", "ready", "restarting", "stopping", "failed"]
-"""loading: for the first time; restarting: after it died; stopping: requests under way end, none begins;
-failed: it died too often in a row, and is tried again later.
+State = Literal["loading", "ready", "sleeping", "waking", "restarting", "stopping", "failed"]
+"""loading: for the first time; sleeping: unloaded until the next request; waking: loaded again for one, while
+requests wait; restarting: after it died; stopping: requests under way end, none begins; failed: it died too
+often in a row, and is tried again later.
 """
 
 
@@ -36,6 +37,12 @@ class Health:
     total: int = 0
     reason: str = ""  # why it is not ready
     restarts: int = 0  # since the start
+    unloads: int = 0  # since the start, as nobody asked for long enough
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the model is unloaded until the next request."""
+        return self.state == "sleeping"
 
 
 class EngineClient(Protocol):
@@ -45,12 +52,18 @@ class EngineClient(Protocol):
     def model(self) -> ServedModel:
         """The model. Raises ServiceUnavailable before it was ready for the first time."""
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the model is unloaded until the next request."""
+
     async def submit(self, submission: Submission) -> EventStream:
-        """Begin a request; the stream ends after its last event. Closing it earlier cancels the request.
+        """Begin a request, after waiting for a model that sleeps to be loaded; the stream ends after its last
+        event. Closing it earlier cancels the request.
 
         A reader that falls too far behind, and an engine that dies, give a last `Failed`. Raises
         ServiceUnavailable, QueueFullError, InvalidRequestError, and ModelChangedError once the model's file
-        has changed; nothing was begun then.
+        has changed. A model that could not be loaded again gives OutOfMemoryError or ServiceUnavailable, and
+        one that was not by the request's deadline DeadlineError. Nothing was begun then.
         """
 
     async def cancel(self, request_id: int) -> None:

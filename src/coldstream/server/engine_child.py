@@ -87,6 +87,10 @@ class EngineChild:
                     await asyncio.sleep(0)
                 yield message
 
+    def leave(self) -> None:
+        """Let the process leave by itself, with nothing more to do; `messages` ends then."""
+        self._writer.close()
+
     def kill(self) -> None:
         """End the process, whatever it does; `messages` ends then."""
         with suppress(ProcessLookupError):

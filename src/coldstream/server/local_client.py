@@ -64,6 +64,11 @@ class LocalClient(Closing):
         """The model."""
         return self._model
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Never: the model is the caller's, who closes it."""
+        return False
+
     async def submit(self, submission: Submission) -> EventStream:
         """See `EngineClient.submit`."""
         request_id = submission.request_id

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -36,6 +37,7 @@ class Service:
     limits: EngineLimits
     settings: ServerSettings
     cache: PromptCache = NO_CACHE
+    idle_unload_s: float | None = None  # without a request until the model is unloaded; None: never
     drain_s: float = DRAIN_S
     close_s: float = CLOSE_S
     command: Sequence[str] = field(default=ENGINE_COMMAND)  # command of the engine process
@@ -80,9 +82,10 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
             name=service.name,
             cache=service.cache,
             policy=RestartPolicy(on_change=service.settings.restart_on_change),
+            idle_unload_s=service.idle_unload_s,
             command=service.command,
             on_progress=on_progress,
-            on_state=_StateLog(log),
+            on_state=_StateLog(log, service.idle_unload_s),
         )
         async with supervisor as engine:
             web = WebServer(
@@ -163,11 +166,13 @@ def _say_ready(log: Log, service: Service, model: ServedModel, url: str) -> None
 
 
 class _StateLog:
-    """Says when the engine is lost and when it is back."""
+    """Says when the engine is lost and when it is back, and the same of a model that is unloaded."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, idle_unload_s: float | None) -> None:
         self._log = log
+        self._idle_unload_s = idle_unload_s
         self._was_down = False
+        self._woken_at: float | None = None
 
     def __call__(self, health: Health) -> None:
         if health.state in ("restarting", "failed") and health.restarts:
@@ -176,6 +181,28 @@ class _StateLog:
             back = f"; back in about {health.retry_after_s:.1f} s" if health.retry_after_s else ""
             text = f"the engine is lost: {health.reason}{back}"
             self._log.write(level, "engine_lost", text, restarts=health.restarts, state=health.state)
+        elif health.state == "sleeping":
+            self._say_sleeping(health)
+        elif health.state == "waking":
+            self._woken_at = time.monotonic()
+        elif health.state == "ready" and self._woken_at is not None:
+            took = time.monotonic() - self._woken_at
+            self._woken_at = None
+            text = f"the model is loaded again, for the next request, after {took:.1f} s"
+            self._log.write("info", "loaded_again", text)
         elif health.state == "ready" and self._was_down:
             self._was_down = False
             self._log.write("info", "engine_back", "the engine is back", restarts=health.restarts)
+
+    def _say_sleeping(self, health: Health) -> None:
+        if health.reason:
+            self._woken_at = None
+            text = f"the model could not be loaded again: {health.reason}; the next request tries it"
+            self._log.write("error", "not_loaded", text)
+            return
+        assert self._idle_unload_s is not None
+        text = (
+            f"the model is unloaded after {self._idle_unload_s / 60:g} minutes without a request; the next "
+            "one loads it again"
+        )
+        self._log.write("info", "unloaded", text, unloads=health.unloads)

@@ -2,13 +2,17 @@
 
 Each process has its own table of streams. When it ends, each stream ends with one error. Nothing of an older
 process reaches a later one's requests. Requests are taken only between `Ready` and the end of a process.
+
+An engine that nobody asks for long enough is unloaded, if that is wanted: its process ends, which gives back
+all that it had. The next request waits for a new one, whose first failure is that request's error and no
+reason to start another by itself.
 """
 
 import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -22,6 +26,7 @@ from coldstream.errors import (
     GenerationFault,
     InvalidRequestError,
     ModelChangedError,
+    OutOfMemoryError,
     QueueFullError,
     out_of_resources,
 )
@@ -31,6 +36,7 @@ from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
 from coldstream.server.event_stream import EventStream
 from coldstream.server.hang_watch import Work, until_hung, work_of
+from coldstream.server.idle_unload import REAL_CLOCK, Clock, WakeQueue, until_idle
 from coldstream.server.messages import (
     Accepted,
     Alive,
@@ -52,6 +58,7 @@ from coldstream.server.served_model import EngineFacts, ServedModel
 FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
 NO_CACHE: Final = PromptCache()
 COUNT_S: Final = 1.0  # for the engine to report its statistics between two steps
+UNLOAD_S: Final = 10.0  # for an engine that is unloaded to give back what it has, until it is ended
 
 OnProgress = Callable[[str, int, int], None]
 OnState = Callable[[Health], None]
@@ -65,14 +72,11 @@ class _Running:
     streams: dict[int, EventStream] = field(default_factory=dict)
     taken: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # submissions not answered yet
     counts: dict[int, asyncio.Future[LiveState]] = field(default_factory=dict)
-    last_progress: float = 0.0
+    last_progress: float = field(default_factory=time.monotonic)
     last_counts: LiveState | None = None
     hang: GenerationFault | None = None  # why the process was ended
     is_ready: bool = False
-
-    def silence_s(self) -> float:
-        """Seconds since its last sign of life while requests wait for it; 0 if none waits."""
-        return time.monotonic() - self.last_progress if self.streams else 0.0
+    is_unloaded: bool = False  # it ends, as nobody asked for long enough
 
     def work(self) -> Work | None:
         """What the process has done. Unknown while it loads, which may wait for a network."""
@@ -82,6 +86,7 @@ class _Running:
 class Supervisor:
     """An engine process that is started again when it dies. An async context manager for one event loop.
 
+    idle_unload_s: without a request until the engine is unloaded; None: never. clock: by which that is.
     on_progress: called with the progress of loading. on_state: called with each change of state, for logs.
     """
 
@@ -93,6 +98,8 @@ class Supervisor:
         name: str,
         cache: PromptCache = NO_CACHE,
         policy: RestartPolicy | None = None,
+        idle_unload_s: float | None = None,
+        clock: Clock = REAL_CLOCK,
         command: Sequence[str] = ENGINE_COMMAND,
         on_progress: OnProgress | None = None,
         on_state: OnState | None = None,
@@ -104,6 +111,11 @@ class Supervisor:
         self._command = command
         self._policy = policy or RestartPolicy()
         self._restarts = Restarts(self._policy)
+        self._idle_unload_s = idle_unload_s
+        self._clock = clock
+        self._used_at = clock.now()  # when the last request ended
+        self._wake_queue = WakeQueue(limits)
+        self._unloads = 0
         self._on_progress = on_progress
         self._on_state = on_state
         self._state: State = "loading"
@@ -138,6 +150,11 @@ class Supervisor:
         return self._model
 
     @property
+    def is_sleeping(self) -> bool:
+        """Whether the model is unloaded until the next request."""
+        return self._state == "sleeping"
+
+    @property
     def pid(self) -> int | None:
         """The running process's id."""
         return self._running.child.pid if self._running else None
@@ -149,6 +166,8 @@ class Supervisor:
 
     async def submit(self, submission: Submission) -> EventStream:
         """Begin a request, see `EngineClient`; the reader closes the stream in every case."""
+        while self._is_away():
+            await self._wake_queue.wait(submission)
         running = self._ready()
         request_id = submission.request_id
         if len(running.streams) >= self._limits.max_waiting + self._limits.max_running:
@@ -169,7 +188,7 @@ class Supervisor:
         try:
             await taken
         except ColdstreamError:
-            running.streams.pop(request_id, None)
+            self._forget(running, request_id)
             raise
         except asyncio.CancelledError:
             await stream.aclose()
@@ -186,16 +205,17 @@ class Supervisor:
     async def health(self) -> Health:
         """The engine's state, at once."""
         running, now = self._running, time.monotonic()
-        loading = self._loading if self._state in ("loading", "restarting") else Loading("", 0, 0)
+        loading = self._loading if self._state in _LOADING else Loading("", 0, 0)
         return Health(
             state=self._state,
-            last_progress_age_s=running.silence_s() if running is not None else 0.0,
-            retry_after_s=0.0 if self._state in ("ready", "stopping") else max(1.0, self._back_at - now),
+            last_progress_age_s=self._silence_s(running) if running is not None else 0.0,
+            retry_after_s=max(1.0, self._back_at - now) if self._state in _BACK_LATER else 0.0,
             what=loading.what,
             done=loading.done,
             total=loading.total,
             reason=self._reason,
             restarts=self._restarts.total,
+            unloads=self._unloads,
         )
 
     async def statistics(self) -> EngineStatistics:
@@ -226,8 +246,12 @@ class Supervisor:
         return running.last_counts
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests and wait for those under way; after `grace_s` they end with an error."""
+        """Take no more requests and wait for those under way; after `grace_s` they end with an error.
+
+        Those that wait for a model that sleeps end at once.
+        """
         self._set_state("stopping", "the server stops")
+        self._wake_queue.fail(self._unavailable())
         deadline = time.monotonic() + grace_s
         while self._running is not None and self._running.streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -236,6 +260,7 @@ class Supervisor:
     def abort(self) -> None:
         """Take no more requests, and end those under way with an error now."""
         self._set_state("stopping", "the server stops")
+        self._wake_queue.fail(self._unavailable())
         if self._running is not None:
             for request_id in self._running.streams:
                 self._running.child.send(Cancel(request_id))
@@ -266,11 +291,24 @@ class Supervisor:
         what = {
             "loading": "the model is being loaded",
             "ready": "the engine has just ended",
+            "sleeping": "the model is unloaded until the next request",
+            "waking": "the model is being loaded again",
             "restarting": f"the engine ended ({self._reason}) and is being started again",
             "failed": f"the engine cannot be kept running ({self._reason})",
             "stopping": "the server stops",
         }[self._state]
         return ServiceUnavailable(f"{what}: try again later", max(1.0, self._back_at - time.monotonic()))
+
+    def _is_away(self) -> bool:
+        """Whether requests wait for an engine that sleeps, is about to, or is being loaded again."""
+        if self._state == "ready" and self._running is not None:
+            return self._running.is_unloaded
+        return self._state in ("sleeping", "waking")
+
+    def _silence_s(self, running: _Running) -> float:
+        """Seconds since its last sign of life while requests wait for it; 0 if none waits."""
+        waits = running.streams or (self._state == "waking" and len(self._wake_queue))
+        return time.monotonic() - running.last_progress if waits else 0.0
 
     def _set_state(self, state: State, reason: str = "") -> None:
         if self._state == "stopping":
@@ -279,7 +317,15 @@ class Supervisor:
         if self._on_state is not None:
             is_down = state in ("restarting", "failed")
             after = max(0.0, self._back_at - time.monotonic()) if is_down else 0.0
-            self._on_state(Health(state, reason=reason, retry_after_s=after, restarts=self._restarts.total))
+            self._on_state(
+                Health(
+                    state,
+                    reason=reason,
+                    retry_after_s=after,
+                    restarts=self._restarts.total,
+                    unloads=self._unloads,
+                )
+            )
 
     def _without_folder(self, text: str) -> str:
         """A reason as clients may read it, who need not know where the model's file is."""
@@ -297,9 +343,13 @@ class Supervisor:
                 error = cause or GenerationFault(f"unexpected {type(unexpected).__name__}: {unexpected}")
             if self._model is None:
                 assert self._opened is not None
+                assert error is not None, "only a model that was ready is unloaded"
                 self._set_state("failed", str(error))
                 self._opened.set_exception(error)
                 return
+            if error is None or self._state == "waking":
+                await self._sleep(error)
+                continue
             restart = self._restarts.died()
             if self._changed is not None:
                 self._back_at = 0.0
@@ -313,8 +363,26 @@ class Supervisor:
             self._end_streams()
             await asyncio.sleep(restart.delay_s)
 
-    async def _run_once(self) -> ColdstreamError:
-        """Start a process and serve it to its end; why it ended."""
+    async def _sleep(self, error: ColdstreamError | None) -> None:
+        """Return when a request wants the engine that is unloaded now, or could not be loaded for `error`."""
+        self._running = None
+        if error is None:
+            self._unloads += 1
+        else:
+            self._wake_queue.fail(self._wake_error(error))
+        self._set_state("sleeping", "" if error is None else str(error))
+        await self._wake_queue.wanted()
+        self._set_state("waking")
+
+    def _wake_error(self, error: ColdstreamError) -> ColdstreamError:
+        """What requests get that wanted an engine which could not be loaded."""
+        if isinstance(error, OutOfMemoryError):
+            return error
+        reason = self._without_folder(str(error))
+        return ServiceUnavailable(f"the model could not be loaded again ({reason}): try again later")
+
+    async def _run_once(self) -> ColdstreamError | None:
+        """Start a process and serve it to its end; why it ended, None if it was unloaded."""
         started = time.monotonic()
         self._loading = Loading("starting", 0, 0)
         try:
@@ -322,11 +390,11 @@ class Supervisor:
         except ColdstreamError as error:
             return error
         self._running = running = _Running(child)
-        watch = asyncio.create_task(self._end_if_hung(running))
+        watches = [asyncio.create_task(self._end_if_hung(running))]
         last: ColdstreamError | None = None
         grace_s = 0.0  # a process that was never ready, or sends no messages, gets no time
         try:
-            child.send(Open(self._config, self._limits, self._cache))
+            child.send(Open(self._config_to_open(), self._limits, self._cache))
             async for message in child.messages():
                 match message:
                     case Died(error=last):
@@ -337,7 +405,11 @@ class Supervisor:
                         await self._take_model(facts)
                         self._load_s = time.monotonic() - started
                         self._is_ready = running.is_ready = True
+                        self._used_at = self._clock.now()
+                        if self._idle_unload_s is not None:
+                            watches.append(asyncio.create_task(self._unload_if_idle(running)))
                         self._set_state("ready")
+                        self._wake_queue.wake()
                     case _:
                         self._take(message, running)
             grace_s = 1.0
@@ -348,14 +420,37 @@ class Supervisor:
             last = error
         finally:
             self._is_ready = False
-            watch.cancel()
-        code = await child.end(grace_s)
+            for watch in watches:
+                watch.cancel()
+        code = await child.end(UNLOAD_S if running.is_unloaded else grace_s)
+        if running.is_unloaded and self._changed is None:
+            return None
         return running.hang or cause_of_death(code, last)
 
+    def _config_to_open(self) -> EngineConfig:
+        """The settings. The context of a model that clients know stays, where it was chosen and not given:
+        requests that wait were read for it.
+        """
+        if self._state != "waking" or self._config.plan is not None:
+            return self._config
+        return replace(self._config, ctx_size=self.model.ctx_size)
+
     async def _end_if_hung(self, running: _Running) -> None:
-        how = await until_hung(running.silence_s, running.work, self._policy)
+        how = await until_hung(lambda: self._silence_s(running), running.work, self._policy)
         running.hang = GenerationFault(how)
         running.child.kill()
+
+    async def _unload_if_idle(self, running: _Running) -> None:
+        await until_idle(lambda: self._idle_left_s(running), self._clock)
+        running.is_unloaded, self._is_ready = True, False
+        running.child.leave()
+
+    def _idle_left_s(self, running: _Running) -> float:
+        """Seconds until the engine has been idle for long enough."""
+        assert self._idle_unload_s is not None
+        if running.streams or len(self._wake_queue):
+            return self._idle_unload_s
+        return self._used_at + self._idle_unload_s - self._clock.now()
 
     def _end_streams(self) -> None:
         """The process is gone: all that waits for it ends with the error that says so."""
@@ -405,7 +500,7 @@ class Supervisor:
         if not stream.push(event):
             running.child.send(Cancel(event.request_id))
         if stream.has_ended:
-            del running.streams[event.request_id]
+            self._forget(running, event.request_id)
         if isinstance(event, Delta):
             self._restarts.moved()
 
@@ -413,8 +508,17 @@ class Supervisor:
         """The reader of a stream has closed it before its end."""
         running = self._running
         if running is not None and running.streams.get(stream.request_id) is stream:
-            del running.streams[stream.request_id]
+            self._forget(running, stream.request_id)
             running.child.send(Cancel(stream.request_id))
+
+    def _forget(self, running: _Running, request_id: int) -> None:
+        """The request has ended, or its reader has left."""
+        running.streams.pop(request_id, None)
+        self._used_at = self._clock.now()
+
+
+_LOADING: Final = ("loading", "restarting", "waking")
+_BACK_LATER: Final = ("loading", "restarting", "failed")  # states in which requests are refused for a while
 
 
 def _fail_all(running: _Running, error: ServiceUnavailable) -> None:

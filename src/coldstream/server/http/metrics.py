@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,6 +25,11 @@ class Metrics:
             "coldstream_http_requests",
             "Requests for answers that have ended, by how: ok, error or cancelled.",
             ["outcome"],
+            registry=self._registry,
+        )
+        self._sleeping = Gauge(
+            "coldstream_sleeping",
+            "Whether the model is unloaded until the next request.",
             registry=self._registry,
         )
         for outcome in ("ok", "error", "cancelled"):
@@ -54,9 +59,10 @@ class Metrics:
         """The time between two pieces of an answer."""
         self._gap.observe(seconds)
 
-    def render(self, statistics: EngineStatistics | None) -> bytes:
+    def render(self, statistics: EngineStatistics | None, is_sleeping: bool) -> bytes:
         """Prometheus' text. Without `statistics`, while no engine runs, its metrics are left out."""
         self._engine.statistics = statistics
+        self._sleeping.set(is_sleeping)
         return generate_latest(self._registry)
 
 

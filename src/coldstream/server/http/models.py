@@ -54,21 +54,22 @@ def models_router(client: EngineClient) -> APIRouter:
     @router.get("/v1/models", response_model=None, responses=documented(ModelList))
     async def models(request: Request) -> dict[str, Any]:
         """The models that are served: one. Clients of Anthropic's API get its fields."""
-        served = client.model
+        served, is_sleeping = client.model, client.is_sleeping
         if _is_anthropic(request):
             return {
-                "data": [_described_to_anthropic(served)],
+                "data": [_described_to_anthropic(served, is_sleeping)],
                 "first_id": served.name,
                 "last_id": served.name,
                 "has_more": False,
             }
-        return {"object": "list", "data": [_described(served)]}
+        return {"object": "list", "data": [_described(served, is_sleeping)]}
 
     @router.get("/v1/models/{name:path}", response_model=None, responses=documented(Model))
     async def model(name: str, request: Request) -> dict[str, Any]:
         """A model by its name."""
         served = served_model(client, name)
-        return _described_to_anthropic(served) if _is_anthropic(request) else _described(served)
+        described = _described_to_anthropic if _is_anthropic(request) else _described
+        return described(served, client.is_sleeping)
 
     return router
 
@@ -78,7 +79,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _described_to_anthropic(served: ServedModel) -> dict[str, Any]:
+def _described_to_anthropic(served: ServedModel, is_sleeping: bool) -> dict[str, Any]:
     return {
         "type": "model",
         "id": served.name,
@@ -87,10 +88,11 @@ def _described_to_anthropic(served: ServedModel) -> dict[str, Any]:
         "lifecycle": "active",
         "max_input_tokens": served.ctx_size - 1,
         "max_tokens": served.ctx_size,
+        "is_sleeping": is_sleeping,
     }
 
 
-def _described(served: ServedModel) -> dict[str, Any]:
+def _described(served: ServedModel, is_sleeping: bool) -> dict[str, Any]:
     return {
         "id": served.name,
         "object": "model",
@@ -101,5 +103,6 @@ def _described(served: ServedModel) -> dict[str, Any]:
             "n_ctx": served.ctx_size,
             "n_vocab": served.tokenizer.vocab_size,
             "architecture": served.facts.architecture,
+            "is_sleeping": is_sleeping,
         },
     }

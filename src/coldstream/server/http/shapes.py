@@ -122,6 +122,7 @@ class HealthBody(_Shape):
     """The engine makes progress."""
 
     status: Literal["ok"]
+    is_sleeping: bool | None = None  # true while the model is unloaded until the next request
 
 
 class Props(_Shape):
@@ -129,6 +130,7 @@ class Props(_Shape):
 
     model_alias: str
     state: str
+    is_sleeping: bool
     model: dict[str, Any]
     placement: dict[str, Any]
     cache: dict[str, Any]

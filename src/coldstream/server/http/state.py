@@ -19,6 +19,7 @@ from coldstream.server.http.volatile_lines import DROPPED
 from coldstream.server.served_model import ServedModel
 
 _STALLED_RETRY_S: Final = 5.0
+_TAKES_REQUESTS: Final = ("ready", "sleeping", "waking")
 _DEFAULT_FIELDS: Final = (
     "temperature",
     "top_k",
@@ -44,7 +45,8 @@ def state_router(client: EngineClient, settings: ServerSettings, metrics: Metric
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics_text() -> Response:
         """Counts and times, for Prometheus."""
-        return Response(metrics.render(await _statistics(client)), media_type=CONTENT_TYPE)
+        statistics = await _statistics(client)
+        return Response(metrics.render(statistics, client.is_sleeping), media_type=CONTENT_TYPE)
 
     @router.get("/props", response_model=None, responses=documented(Props))
     async def props() -> dict[str, Any]:
@@ -87,9 +89,9 @@ async def _statistics(client: EngineClient) -> EngineStatistics | None:
 
 def _health_response(health: Health, stall_s: float) -> Response:
     is_stalled = health.last_progress_age_s > stall_s
-    if health.state == "ready" and not is_stalled:
-        return JSONResponse({"status": "ok"})
-    status = "stalled" if health.state == "ready" else health.state
+    if health.state in _TAKES_REQUESTS and not is_stalled:
+        return JSONResponse({"status": "ok"} | ({"is_sleeping": True} if health.is_sleeping else {}))
+    status = "stalled" if health.state in _TAKES_REQUESTS else health.state
     reason = f"no progress for {health.last_progress_age_s:.0f} s" if is_stalled else health.reason
     problem = Problem(
         503,
@@ -110,6 +112,7 @@ def _live(health: Health, served: ServedModel | None, live: LiveState | None) ->
         "reason": health.reason,
         "progress": {"what": health.what, "done": health.done, "total": health.total},
         "restarts": health.restarts,
+        "unloads": health.unloads,
         "clock_s": time.monotonic(),
         "statistics": live and asdict(live.statistics),
         "experts": asdict(live.experts) if live and live.experts else None,
@@ -140,6 +143,8 @@ def _props(served: ServedModel, health: Health, statistics: EngineStatistics | N
         "model_alias": served.name,
         "state": health.state,
         "restarts": health.restarts,
+        "is_sleeping": health.is_sleeping,
+        "unloads": health.unloads,
         "default_generation_settings": {"n_ctx": served.ctx_size, "params": defaults},
         "chat_template": served.template_source,
         "model": {

@@ -49,7 +49,7 @@ export class Engine {
     if (now) this.figures(now, live);
     this.map.show(live.experts);
     this.before = now && { statistics: now, clock: live.clock_s };
-    const known = live.model_alias && `${live.model_alias} ${live.restarts}`;
+    const known = live.model_alias && `${live.model_alias} ${live.restarts} ${live.unloads}`;
     this.onSeen(live, known !== null && known !== this.known);
     this.known = known;
   }
