@@ -240,6 +240,21 @@ def at_rest() -> str:
     return f"{table(header, rows)}\n{where}\n"
 
 
+def idle_unload() -> str:
+    """A server with its model, and without it."""
+    r = load("idle_unload")
+    memory, first, rest = r["memory"], r["median_first_token_s"], r["rest"]
+    rows = [
+        ["RAM of the server's processes", *(f"{sum(memory[key].values()) / 1e6:.0f} MB" for key in first)],
+        ["… of these the engine's", *(f"{memory[key]['others'] / 1e6:.0f} MB" for key in first)],
+        ["first token of a short prompt", *(f"{seconds:.2f} s" for seconds in first.values())],
+        ["CPU time, of one core", "", f"{100 * rest['share_of_core']:.2f} %"],
+    ]
+    where = f"{r['cpu']}, at a load of {r['load_average']:.0f}, commit {r['commit']}: `{r['command']}`"
+    header = ["the bundled model on the CPU", "loaded", "unloaded"]
+    return f"{table(header, rows)}\n{where}\n"
+
+
 def install() -> str:
     """Downloads and disk space of each kind of installation."""
     r = load("install")
@@ -400,6 +415,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "side_by_side": side_by_side,
     "startup": startup,
     "at_rest": at_rest,
+    "idle_unload": idle_unload,
     "templates": templates,
     "text": text,
     "cpu_attention": cpu_attention,

@@ -1,7 +1,7 @@
 """What a server has while its model is loaded and while it is unloaded, and how soon the next token comes.
 
     python -m bench.serving.idle_unload --out docs/results/idle_unload.json
-    python -m bench.serving.idle_unload --device cuda --model MODEL.gguf --out docs/results/gpu/idle_unload.json
+    python -m bench.serving.idle_unload --device cuda --model MODEL.gguf
 
 A server with `--idle-unload` is asked, left alone until it has unloaded its model, and asked again, several
 times. Memory is that of all its processes: pages that are theirs in RAM, mapped files included.
@@ -27,7 +27,7 @@ from coldstream.assets import demo_model_path
 from coldstream.placement.hardware import Hardware
 
 WINDOW_S: Final = 20.0
-ROUNDS: Final = 5
+TIMES: Final = 5
 IDLE_MINUTES: Final = 0.1
 UNLOAD_S: Final = 120.0  # beyond the minutes, for a model to be unloaded
 PROMPT: Final = "def read_lines(path):"
@@ -69,11 +69,11 @@ def memory_of(api: psutil.Process, device: str) -> dict[str, int]:
 
 
 def measure(server: Served, device: str, seconds: float) -> dict[str, object]:
-    """Memory, time at rest, and times to first tokens. RuntimeError if an answer is another one afterwards."""
+    """Memory, time at rest, and times to first tokens. RuntimeError if an answer is another one later."""
     with httpx2.Client(base_url=server.url, timeout=600) as http:
         _, answer = ask(http)
         loaded_s, woken_s = [], []
-        for _ in range(ROUNDS):
+        for _ in range(TIMES):
             first, again = ask(http)
             loaded_s.append(first)
             if again != answer:
@@ -82,7 +82,7 @@ def measure(server: Served, device: str, seconds: float) -> dict[str, object]:
         engine_of(server.api)  # it is there, or ValueError
         until_sleeping(http)
         unloaded, rest = memory_of(server.api, device), at_rest(server.api.pid, seconds)
-        for _ in range(ROUNDS):
+        for _ in range(TIMES):
             first, again = ask(http)
             woken_s.append(first)
             if again != answer:
