@@ -23,6 +23,7 @@ from coldstream.cli.main import EXIT_BROKEN_PIPE, VERBS
 from coldstream.experts.gpu_statistics import GpuExpertStatistics, MissShareStatistics, StepTimes
 from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.placement.hardware import GpuHardware
+from coldstream.placement.run_file import LastRun
 from coldstream.planning.diagnosis import MachineFacts, find
 from dflash_trees import write_drafter
 from hub_server import HubServer
@@ -159,6 +160,7 @@ def test_every_field_of_json_is_documented_and_exists(
     actual["bench"] |= paths_on_a_gpu("experts_on_gpu", GpuExpertStatistics)
     actual["bench"] |= {"experts_on_gpu.prefetch", "experts_on_gpu.shares"}
     actual["plan"] |= paths_on_a_gpu("hardware.gpu", GpuHardware)
+    actual["plan"] |= paths_on_a_gpu("last_runs[]", LastRun)
     for verb, paths in documented.items():
         patterns = {path: re.compile(re.escape(path).replace(r"\*", ".+")) for path in paths}
         unknown = {path for path in actual[verb] if not any(one.fullmatch(path) for one in patterns.values())}

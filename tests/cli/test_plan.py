@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from builders import write_gguf
+from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.placement.hardware_file import default_path
+from coldstream.placement.run_file import LastRun, described, keep_run, runs_path
 from coldstream.planning.machine import measured_hardware
 
 Run = Callable[..., tuple[int, str, str]]
@@ -216,6 +219,25 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e3
     assert as_json(run, str(model), "--device", "cpu", "--measure")["rates"]["read_bytes_per_s"] > 1e6
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] > 1e6
+
+
+def test_the_last_runs_are_printed_beside_what_was_expected_of_them(
+    run: Run, model: Path, home: Path
+) -> None:
+    path = runs_path()
+    assert path is not None
+    with GGUFFile.open(model) as file:
+        fingerprint = file.fingerprint
+    last = LastRun("2026-01-02 03:04 UTC", 2**30, 99, 4e-3, 3e-3, 0.5, 0.6, 1.5, None)
+    keep_run(measured_hardware(None, path=default_path()), fingerprint, last, path)
+    _, _, error = run("plan", str(model), "--device", "cpu")
+    assert f"{described(last)}\n" in error
+    assert as_json(run, str(model), "--device", "cpu")["last_runs"] == [asdict(last)]
+    path.write_text("{")
+    _, _, error = run("plan", str(model), "--device", "cpu")
+    assert f"warning: the kept runs in {path} are damaged, and left out\n" in error
+    assert as_json(run, str(model), "--device", "cpu")["last_runs"] == []
+    path.unlink()
 
 
 def test_rates_that_were_measured_under_load_are_named_so(

@@ -32,6 +32,7 @@ from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
 from coldstream.placement.pool_plan import PoolPlan
+from coldstream.placement.run_file import described, last_runs, runs_path
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ def command(
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
+    for line_of_run in _described_runs(planned):
+        note(line_of_run)
     for measured in _described_rates(planned):
         note(measured)
     if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
@@ -187,6 +190,15 @@ def _described_rates(planned: "Planned") -> Iterator[str]:
                 )
 
 
+def _described_runs(planned: "Planned") -> Iterator[str]:
+    """What the last runs took with this file on this machine, beside what was expected."""
+    path = runs_path()
+    state, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path)
+    if state in ("damaged", "unreadable"):
+        yield f"warning: the kept runs in {path} are {state}, and left out"
+    yield from map(described, runs)
+
+
 def _document(
     planned: "Planned",
     expected: Forecast,
@@ -198,11 +210,13 @@ def _document(
     memory in which a GPU's steps are long.
     """
     longer = planned.longer_steps
+    _, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, runs_path())
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
         "rates": asdict(planned.known.rates),
         "hit_rates_from": planned.known.curve.source,
+        "last_runs": [asdict(run) for run in runs],
         "forecast": asdict(expected),
         "forecast_with_next_gib": asdict(richer) if richer else None,
         "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,

@@ -45,6 +45,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
+from coldstream.planning.last_runs import keep_observed
 from coldstream.planning.machine import (
     LateRates,
     compiling_for_rates,
@@ -179,8 +180,9 @@ class OpenedModel:
         return self.open_warnings + self.runner.warnings
 
     def close(self) -> None:
-        """Release the file, the memory and the process that renders templates."""
+        """Release the file, the memory and the process that renders templates. What steps took is kept."""
         self.chat_template.close()
+        keep_observed(self.planned, self.runner.observed, self.runner.expert_uses)
         self.runner.close()
 
 

@@ -7,7 +7,7 @@ does the same on a device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,11 +21,13 @@ from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
 from coldstream.placement.control import Balance, Contradiction, Work
 from coldstream.placement.controls import Controls, Moves
+from coldstream.placement.run_file import Observed
 
 Array = np.ndarray[Any, Any]
 CpuWork = Sequence[tuple[int, int, float]]  # requests, pairs and seconds, by layer
 
 STEPS_OF_AN_UPDATE: Final = 4
+NO_WORK: Final = Work(0, 0)
 
 
 class Seen(NamedTuple):
@@ -34,6 +36,26 @@ class Seen(NamedTuple):
     cpu: CpuWork
     sums: Array
     bus_pairs: Array
+
+
+@dataclass
+class _Totals:
+    """Of all updates. Work is in experts and nanoseconds."""
+
+    cpu: Work = NO_WORK
+    bus: Work = NO_WORK
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, cpu: Work, bus: Work, steps: int, seconds: float) -> None:
+        """What is absurd is left out."""
+        if cpu.is_usable:
+            self.cpu = Work(self.cpu.units + cpu.units, self.cpu.seconds + cpu.seconds)
+        if bus.is_usable:
+            self.bus = Work(self.bus.units + bus.units, self.bus.seconds + bus.seconds)
+        if seconds > 0:
+            self.steps += steps
+            self.seconds += seconds
 
 
 class MissShares:
@@ -46,6 +68,7 @@ class MissShares:
         self._bus_ns = times.row_bus or times.bus
         self._balance = Balance(times.cpu[0], self._bus_ns)
         self._before: Seen | None = None
+        self._totals = _Totals()
         self._num_updates = 0
 
     def begin(self, seen: Seen) -> None:
@@ -67,6 +90,7 @@ class MissShares:
         pairs = sum(now[1] - then[1] for now, then in zip(seen.cpu, before.cpu, strict=True))
         seconds = sum(now[2] - then[2] for now, then in zip(seen.cpu, before.cpu, strict=True))
         works = Work(pairs, 1e9 * seconds), Work(sum(times.bus_pairs), 1e9 * sum(times.bus))
+        self._totals.add(*works, times.steps, times.seconds)
         self._contradiction.learn(*works)
         if self._is_moving(self._controls.threads):
             self._threads.learn(*works)
@@ -78,6 +102,16 @@ class MissShares:
 
     def _is_moving(self, moves: Moves) -> bool:
         return moves is Moves.ALWAYS or (moves is Moves.IF_CONTRADICTED and self._contradiction.is_there)
+
+    @property
+    def observed(self) -> Observed:
+        """Of all updates so far."""
+        totals, forecast = self._totals, (self._forecast.cpu[0], self._bus_ns)
+        cpu, bus = (
+            work.seconds / work.units / ns if work.is_usable else None
+            for work, ns in zip((totals.cpu, totals.bus), forecast, strict=True)
+        )
+        return Observed(totals.steps, totals.seconds, cpu, bus)
 
     @property
     def num_threads(self) -> int:
@@ -160,6 +194,11 @@ class StampedShares:
             self._shares.begin(seen)
         elif self._shares.learn(seen):
             self._write()
+
+    @property
+    def observed(self) -> Observed:
+        """See `MissShares`."""
+        return self._shares.observed
 
     @property
     def num_threads(self) -> int:

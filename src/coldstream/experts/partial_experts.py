@@ -30,6 +30,7 @@ from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.placement.controls import Controls
 from coldstream.placement.policies import DecayedFrequency, Policy
+from coldstream.placement.run_file import Observed
 from coldstream.placement.run_plan import RunPlan
 
 Array = np.ndarray[Any, Any]
@@ -244,6 +245,11 @@ class PartialExperts:
             self._prefetch_statistics(executor),
             self.shares,
         )
+
+    @property
+    def observed(self) -> Observed | None:
+        """What steps of one row took so far, without a look at the device; None: nothing watches them."""
+        return None if self._shares is None else self._shares.observed
 
     @property
     def shares(self) -> MissShareStatistics | None:

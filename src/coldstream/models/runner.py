@@ -25,6 +25,7 @@ from coldstream.kvcache.sequence_cache import AcceptedPath, Demand, SequenceCach
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.models.spec.sanity import check_logits
+from coldstream.placement.run_file import Observed
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
@@ -122,6 +123,11 @@ class ModelRunner(Closing):
     @property
     def gpu_experts(self) -> GpuExpertStatistics | None:
         """Statistics of experts that the GPU does not hold; None if it holds all, or without a GPU."""
+        return None
+
+    @property
+    def observed(self) -> Observed | None:
+        """What steps of one token took so far on a GPU that lacks experts; None without one."""
         return None
 
     @property

@@ -115,7 +115,7 @@ def describe_rates(hardware: Hardware, path: Path | None) -> RatesFile:
             return RatesFile("incomplete")
         if not isinstance(document[name], dict):
             return RatesFile("damaged")
-        if document[name].get("machine") != _machine(name, hardware):
+        if document[name].get("machine") != machine_of(name, hardware):
             return RatesFile("of another machine")
     stored = with_stored_rates(hardware, path)
     return RatesFile("damaged") if stored is None else RatesFile("current", entries_of(stored))
@@ -152,7 +152,7 @@ def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0)
     document = _document(path) | {"version": _VERSION}
     for name, part in _parts(hardware).items():
         document[name] = {
-            "machine": _machine(name, hardware),
+            "machine": machine_of(name, hardware),
             "measured_at": part.measured_at,
             "conditions": asdict(part.conditions) if part.conditions else None,
             "rates": {rate: getattr(part, rate) for rate in _RATES[name]},
@@ -191,11 +191,11 @@ def _parts(hardware: Hardware) -> dict[str, Hardware | GpuHardware]:
 def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str, Any]:
     """The entry of this name; empty if it is damaged or of another machine."""
     entry = document.get(name)
-    if not isinstance(entry, dict) or entry.get("machine") != _machine(name, hardware):
+    if not isinstance(entry, dict) or entry.get("machine") != machine_of(name, hardware):
         return {}
     rates = entry.get("rates")
     is_whole = (
-        _is_date(entry.get("measured_at"))
+        is_date(entry.get("measured_at"))
         and (entry.get("conditions") is None or Conditions.parsed(entry["conditions"]) is not None)
         and isinstance(rates, dict)
         and rates.keys() == set(_RATES[name])
@@ -213,7 +213,8 @@ def _fields(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_date(value: object) -> bool:
+def is_date(value: object) -> bool:
+    """Whether it is a `DATE_FORMAT`."""
     try:
         return isinstance(value, str) and age_days(value, datetime.now(UTC)) >= 0
     except ValueError:
@@ -225,7 +226,7 @@ def _in_tuples(value: Any) -> Any:
     return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
-def _machine(name: str, hardware: Hardware) -> dict[str, Any]:
+def machine_of(name: str, hardware: Hardware) -> dict[str, Any]:
     """What the rates of an entry depend on. A GPU's rates depend on the CPU too."""
     machine: dict[str, Any] = {"cpu": hardware.cpu_name, "cores": hardware.num_physical_cores}
     if name == "gpu" and hardware.gpu:

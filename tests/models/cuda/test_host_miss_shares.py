@@ -7,6 +7,7 @@ from cuda_runner_cases import open_partly
 from runner_cases import token_ids, write_mixed_layers
 
 from coldstream.experts import miss_shares
+from coldstream.placement.control import MOST_TIMES
 from coldstream.placement.controls import Controls, Moves
 
 TOKENS = 24
@@ -24,6 +25,7 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
             runner.decode(token)
         assert runner.gpu_experts is not None
         assert runner.gpu_experts.shares is None
+        assert runner.runner.observed is None
         runner.runner.control(Controls(Moves.ALWAYS))
         for token in token_ids(TOKENS):
             runner.decode(token)
@@ -32,3 +34,9 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
         assert shares.updates == (TOKENS - 1) // miss_shares.STEPS_OF_AN_UPDATE
         assert len(shares.by_bus) == runner.spec.num_experts_per_tok
         assert (shares.cpu_factor, shares.bus_factor) != (1.0, 1.0)
+        observed = runner.runner.observed
+        assert observed is not None
+        assert observed.steps == shares.updates * miss_shares.STEPS_OF_AN_UPDATE
+        assert observed.seconds > 0
+        assert observed.cpu_factor is not None
+        assert 1 / MOST_TIMES <= shares.cpu_factor <= MOST_TIMES

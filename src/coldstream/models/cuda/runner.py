@@ -52,6 +52,7 @@ from coldstream.models.runner import Array, ModelRunner, MtpBlock, Progress
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.controls import Controls
 from coldstream.placement.policies import Policy
+from coldstream.placement.run_file import Observed
 from coldstream.placement.run_plan import RunPlan
 
 PartialModel = PartialExperts | PartialLayers  # the work around steps of a GPU that lacks a part
@@ -286,6 +287,10 @@ class CudaRunner(ModelRunner):
     def gpu_experts(self) -> GpuExpertStatistics | None:
         with device_errors():
             return self._partial_experts.statistics() if self._partial_experts else None
+
+    @property
+    def observed(self) -> Observed | None:
+        return self._partial_experts.observed if self._partial_experts else None
 
     def control(self, controls: Controls) -> None:
         """From now on what `controls` says moves by what steps took. The plan is a beginning."""
