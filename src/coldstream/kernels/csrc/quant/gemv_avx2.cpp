@@ -5,6 +5,7 @@
 #include "quant/blocks_avx2.h"
 #include "quant/dispatch.h"
 #include "quant/gemv_lanes.h"
+#include "quant/grid_avx2.h"
 #include "shuffles_avx2.h"
 
 namespace coldstream {
@@ -12,12 +13,12 @@ namespace coldstream {
 namespace {
 
 // A super-block's scales, spread over the int16 lanes that they multiply.
-template <QuantType Q>
-struct SpreadScales : WideScales<Q> {
+template <QuantType Q, int offset = added_to_codes<Q>>
+struct SpreadScales : WideScales<Q, offset> {
   __m256i part[8];
 
   inline __attribute__((always_inline)) explicit SpreadScales(const typename Traits<Q>::Block* b)
-      : WideScales<Q>(b) {
+      : WideScales<Q, offset>(b) {
     if constexpr (Traits<Q>::sub_block == 32) {
       for (int j = 0; j < 8; j++) {
         const auto index = static_cast<short>((2 * j + 1) << 8 | 2 * j);
@@ -41,6 +42,42 @@ struct KernelGemv {
   using T = Traits<Q>;
   // With more rows, or if their number is not known, a block's codes and scales go through memory.
   static constexpr int most_fixed_rows = 4;
+  // Whether one row takes codes as they are unpacked. IQ4_XS has too few registers for that.
+  static constexpr bool is_direct = !T::is_signed;
+
+  // A super-block with one row. If there are minimums, their sums go to `min_dot`.
+  inline __attribute__((always_inline)) static __m256i multiply_one(const typename T::Block* b,
+                                                                    const ActivationRow& x, int64_t group,
+                                                                    __m256i& min_dot) {
+    // Signs of a grid's entries are given to the inputs, so that nothing is added to the magnitudes.
+    using Scales = SpreadScales<Q, has_signs<Q> ? 0 : added_to_codes<Q>>;
+    const Scales scales(b);
+    const int8_t* q = x.q + group * group_elements;
+    __m256i dot = _mm256_setzero_si256();
+    if constexpr (Scales::has_factors) {
+      __m256i& of_sums = T::has_mins ? min_dot : dot;
+      of_sums = _mm256_madd_epi16(scales.factors, load_256(x.sums + group * 16));
+    }
+    const auto add = [&](int j, __m256i codes, __m256i inputs) __attribute__((always_inline)) {
+      const __m256i pairs = _mm256_maddubs_epi16(codes, inputs);
+      dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
+    };
+    if constexpr (has_grid<Q>) {
+      const GridCodes<Q> grid(*b);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) {
+        const __m256i inputs = load_256(q + 32 * j);
+        add(j, grid.codes(j), has_signs<Q> ? _mm256_sign_epi8(inputs, grid.signs(j)) : inputs);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        const UnpackAvx2::Bytes codes = T::template codes<UnpackAvx2>(b, k);
+        for (int h = 0; h < 2; h++) add(2 * k + h, codes.half[h], load_256(q + 64 * k + 32 * h));
+      }
+    }
+    return dot;
+  }
 
   template <int rows, bool full, Eight E>
   inline __attribute__((always_inline)) static void add_super_blocks(const uint8_t* data, int64_t stride,
@@ -53,6 +90,10 @@ struct KernelGemv {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
       prefetch_weights(b, sizeof *b);
+      if constexpr (rows == 1 && is_direct) {
+        dots[0][i] = multiply_one(b, x[0], group, min_dots[0][i]);
+        continue;
+      }
       const Codes256 codes = load_codes<Q>(b);
       const SpreadScales<Q> scales(b);
       for (int t = 0; t < num_rows; t++) {

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -71,11 +72,18 @@ struct UnpackAvx2 {
     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(has, bits), bits);
     return _mm256_add_epi8(codes, _mm256_and_si256(is_set, _mm256_set1_epi8(static_cast<char>(value))));
   }
+  // Bit `from` of each byte as bit `to`, alone.
+  static inline __attribute__((always_inline)) __m256i move_bit(__m256i bytes, int from, int to) {
+    const __m256i moved =
+        from > to ? _mm256_srli_epi16(bytes, from - to) : _mm256_slli_epi16(bytes, to - from);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(1 << to)));
+  }
   static inline __attribute__((always_inline)) Bytes add_bits(Bytes codes, const uint8_t* p, int bit,
                                                               int value) {
     const __m256i has = load_256(p);
-    return {add_if(codes.half[0], has, _mm256_set1_epi8(static_cast<char>(1 << bit)), value),
-            add_if(codes.half[1], has, _mm256_set1_epi8(static_cast<char>(2 << bit)), value)};
+    const int to = std::countr_zero(static_cast<unsigned>(value));
+    return {_mm256_or_si256(codes.half[0], move_bit(has, bit, to)),
+            _mm256_or_si256(codes.half[1], move_bit(has, bit + 1, to))};
   }
   // Each of 32 bits to a byte that is not 0 where it is set; `one` has the bits to compare with.
   static inline __attribute__((always_inline)) __m256i spread_bits(uint32_t bits, __m256i& one) {
