@@ -2,7 +2,8 @@
 
 Learned from the steps that were taken: as many rows as keep to a target, or more where short steps would make
 all wait longer. Rows are counted in ranges, each of which begins a third or a half later than the one before.
-An estimate is the median of the last times of steps of the range. A range that was not measured for
+An estimate is the median of the last times of steps of the range. The first one is left out once there is
+another, as it may have paid for what is made at the first use. A range that was not measured for
 `_FORGOTTEN` steps counts as never measured; ranges above the usual number of decoding rows age by steps of
 such size alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times are seconds.
 """
@@ -17,6 +18,7 @@ from coldstream.engine.scheduler import QUANTUM
 
 _FIRST_ROWS: Final = 16  # rows of prompts while nothing is known
 _RANGES_BEYOND: Final = 3  # ranges beyond the measured ones that are tried: up to twice the rows
+_RANGES_FAR: Final = 5  # the same where longer steps make all wait less: up to four times the rows
 _FORGOTTEN: Final = 1024  # steps
 _MAX_DECODE_ROWS: Final = 16  # larger steps usually have rows of prompts
 # How much longer a step may get that misses the target by decoding alone, so that prompts advance too.
@@ -26,6 +28,12 @@ _LAST: Final = 1 / 6  # aim for a step with a prompt's last row, as a share of t
 _MAX_EXTRA_COST: Final = 0.15  # allowed for a row of a short step, as a share of a row's cost in a whole one
 _MAX_EXTRA_COST_AT_TARGET: Final = 0.3  # the same for a step that takes the target; less for a shorter one
 _LONGEST: Final = 20.0  # upper bound of a step in targets, where that makes all requests wait less
+# Where experts are missing a short step reads others for each row, but a long one reads all of them once. So
+# steps of fewer rows do not tell what long ones cost, and one is tried if prompts wait for many steps.
+_SHORT_ROWS: Final = 256
+_TRIED_TIMES: Final = 4
+_CHEAPER: Final = 0.9  # cost of a row, from which on it may fall further with more of them
+_LONG_WAIT: Final = 8  # steps
 # Longer steps are taken if the total wait falls to this share of the wait with steps within the target.
 _LESS: Final = 2 / 3
 
@@ -37,6 +45,7 @@ class StepCost:
         """stale: steps after which what a range took is not added to any more, but measured anew."""
         self._rows, self._stale = _ranges(num_rows), stale
         self._medians = [RecentMedian() for _ in self._rows]
+        self._firsts: list[float | None] = [None] * len(self._rows)  # by range; None: there is none
         self._newest = [0] * len(self._rows)  # by range: `_now` at its last step
         self._num_steps = self._num_long_steps = 0
 
@@ -47,7 +56,9 @@ class StepCost:
         each = bisect_right(self._rows, num_rows) - 1
         now = self._now(self._rows[each])
         if now - self._newest[each] >= self._stale:
-            self._medians[each] = RecentMedian()
+            self._medians[each], self._firsts[each] = RecentMedian(), None
+        if self._firsts[each] is None:
+            self._firsts[each] = seconds
         self._medians[each].add(seconds, now)
         self._newest[each] = now
 
@@ -59,17 +70,18 @@ class StepCost:
         Beyond what was measured, up to twice as many rows are tried if they keep to the target at the same
         cost of a row. The rows are more, and a step takes up to `_LONGEST` targets, if all that wait then
         wait much less: where any number of rows reads all missing experts, many short steps would read them
-        again and again.
+        again and again. Whether it is so is tried where that would take many short steps.
         """
         known = self._known()
         if not known:
             return _FIRST_ROWS
         allowed_s = max(target_s, _SLOWDOWN * _seconds(known, num_decoding))
         tried = max(max(known), num_decoding + _FIRST_ROWS)
-        some = self._rows[: bisect_left(self._rows, tried) + _RANGES_BEYOND]
+        end = bisect_left(self._rows, tried)
+        some, more = self._rows[: end + _RANGES_BEYOND], self._rows[: end + _RANGES_FAR]
         fitting = [rows for rows in some if _seconds(known, rows) <= allowed_s]
         rows = max(1, max(fitting, default=0) - num_decoding)
-        most = min(sum(wanted), some[-1] - num_decoding)
+        most = min(sum(wanted), more[-1] - num_decoding)
         if most <= rows or len(known) < 2:
             return rows
 
@@ -79,11 +91,34 @@ class StepCost:
             beyond_s = step_s - _expected_s(known, num_decoding)
             return ceil(sum(wanted) / rows) * (num_decoding * beyond_s + len(wanted) * step_s)
 
-        longer = [each - num_decoding for each in some if rows < each - num_decoding < most] + [most]
+        longer = [each - num_decoding for each in more if rows < each - num_decoding < most] + [most]
         longest_s = _LONGEST * target_s
         longer = [each for each in longer if _expected_s(known, num_decoding + each) <= longest_s]
         best = min(longer, key=wait_s, default=rows)
-        return best if wait_s(best) <= _LESS * wait_s(rows) else rows
+        if wait_s(best) <= _LESS * wait_s(rows):
+            return best
+        is_growing = _seconds(known, self._next_range(num_decoding + rows)) <= allowed_s
+        return rows if is_growing else self._trial(known, num_decoding, rows, sum(wanted), longest_s)
+
+    def _trial(
+        self, known: Mapping[int, float], num_decoding: int, rows: int, wanted: int, longest_s: float
+    ) -> int:
+        """Rows of prompts in a step that shows what longer ones cost; `rows` if nothing is to be tried."""
+        num_rows = num_decoding + rows
+        if num_rows >= _SHORT_ROWS or wanted < _LONG_WAIT * rows:
+            return rows
+        # What was measured but once may have cost too much.
+        medians = dict(zip(self._rows, self._medians, strict=True))
+        most_known = max((each for each in known if medians[each].has_value), default=num_rows)
+        costs = (_seconds(known, each) / each for each in (most_known, num_rows))
+        base = most_known if next(costs) < _CHEAPER * next(costs) else num_rows
+        tried = [
+            each
+            for each in self._rows
+            if most_known < each <= min(_TRIED_TIMES * base, num_decoding + wanted)
+            and _expected_s(known, each) <= longest_s
+        ]
+        return max(tried, default=num_rows) - num_decoding
 
     def prompt_rows_together(self, num_last: int, wanted: Sequence[int], most: int, target_s: float) -> int:
         """How many rows several prompts have in a step while nothing decodes yet: `most`, or less or more.
@@ -125,14 +160,20 @@ class StepCost:
                 again = again or rows
         return again or best
 
+    def _next_range(self, num_rows: int) -> int:
+        """Where the range behind that of so many rows begins; that of all rows is the last."""
+        return self._rows[min(bisect_right(self._rows, num_rows), len(self._rows) - 1)]
+
     def _known(self) -> dict[int, float]:
-        """Medians by the first number of rows of their range, ascending."""
-        medians = zip(self._rows, self._medians, self._newest, strict=True)
-        return {
-            rows: median.value
-            for rows, median, newest in medians
-            if median.value is not None and self._now(rows) - newest < _FORGOTTEN
-        }
+        """Seconds by the first number of rows of their range, ascending."""
+        known: dict[int, float] = {}
+        for rows, median, first, newest in zip(
+            self._rows, self._medians, self._firsts, self._newest, strict=True
+        ):
+            seconds = first if median.value is None else median.value
+            if seconds is not None and self._now(rows) - newest < _FORGOTTEN:
+                known[rows] = seconds
+        return known
 
     def _age(self, rows: int) -> int:
         """Steps since the last one of the range that begins with so many rows."""
