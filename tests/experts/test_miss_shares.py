@@ -1,6 +1,7 @@
 """Missing experts are divided by what the last tokens took, whatever a plan's times say."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,10 +21,14 @@ UPDATES = 100 // STEPS_OF_AN_UPDATE
 
 
 class Steps:
-    """Steps of one row, whose layers miss so many experts, stamped as a GPU and the CPU do."""
+    """Steps of one row, whose layers miss so many experts, stamped as a GPU and the CPU do.
 
-    def __init__(self, seed: int = 0) -> None:
+    request_ns: the CPU's for any request, besides those of its experts. most: that the layers miss, by layer.
+    """
+
+    def __init__(self, seed: int = 0, request_ns: int = 0, most: Sequence[int] = (RANKS,) * LAYERS) -> None:
         self._rng = np.random.default_rng(seed)
+        self._request_ns, self.most = request_ns, most
         self._cpu = [[0, 0, 0.0] for _ in range(LAYERS)]
         self._sums = np.zeros((LAYERS, 2, len(SUMS)), np.uint64)
         self._sums += np.uint64(2**64 - 10**6)  # they overflow, as sums of a clock do
@@ -45,11 +50,11 @@ class Steps:
         return elapsed / 1e9
 
     def _layer(self, layer: int, table: np.ndarray, times: MissTimes) -> int:
-        misses = int(self._rng.integers(1, RANKS + 1))
+        misses = int(self._rng.integers(1, self.most[layer] + 1))
         on_bus = int(table[misses])
         assert 0 <= on_bus <= misses
         on_cpu = misses - on_bus
-        cpu_ns, bus_ns = on_cpu * times.cpu[0], on_bus * (times.row_bus or times.bus)
+        cpu_ns, bus_ns = self._request_ns + on_cpu * times.cpu[0], on_bus * (times.row_bus or times.bus)
         answered = times.answer + cpu_ns if on_cpu else 0
         if on_cpu:
             self._cpu[layer][0] += 1
@@ -160,6 +165,29 @@ def test_what_was_planned_by_sound_rates_stays_until_it_is_contradicted() -> Non
     learnt(shares, steps, slow, UPDATES)
     assert shares.times.by_misses(RANKS) == pytest.approx(slow.by_misses(RANKS), abs=1)
     assert shares.statistics(RANKS) is not None
+
+
+REQUEST_NS = 60_000  # about two experts' time
+WITH_REQUEST = replace(TRUE, answer=TRUE.answer + REQUEST_NS)
+
+
+def test_what_each_request_takes_the_cpu_is_told_from_its_experts() -> None:
+    """So that layers which miss few experts and those which miss many are both divided well."""
+    shares, steps = moving(scaled(TRUE, 10, 1)), Steps(0, REQUEST_NS, (1, 2, 3, 5, 8, 8))
+    shares.begin(steps.seen())
+    learnt(shares, steps, TRUE, 2 * UPDATES)
+    assert shares.times.answer == pytest.approx(WITH_REQUEST.answer, rel=0.4)
+    assert shares.times.by_misses(RANKS) == pytest.approx(WITH_REQUEST.by_misses(RANKS), abs=1)
+
+
+def test_a_text_that_misses_fewer_experts_than_at_first_contradicts_nothing() -> None:
+    """A request of one expert takes the CPU more time for it than a request of many."""
+    shares, steps = moving(TRUE, Controls(Moves.IF_CONTRADICTED, Moves.IF_CONTRADICTED)), Steps(0, REQUEST_NS)
+    shares.begin(steps.seen())
+    for most in (8, 2):
+        steps.most = tuple(max(1, most - layer % 2) for layer in range(LAYERS))
+        learnt(shares, steps, TRUE, UPDATES)
+        assert shares.statistics(RANKS) is None
 
 
 @pytest.mark.parametrize("moves", Moves)

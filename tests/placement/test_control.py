@@ -9,7 +9,17 @@ from statistics import mean
 
 import pytest
 
-from coldstream.placement.control import MOST_TIMES, NUM_FIRST, Balance, Climb, Contradiction, Pace, Work
+from coldstream.placement.control import (
+    MOST_OVERHEAD,
+    MOST_TIMES,
+    NUM_FIRST,
+    Balance,
+    Climb,
+    Contradiction,
+    Overhead,
+    Pace,
+    Work,
+)
 
 UNITS = 320  # experts of an update, over all layers
 STEPS_OF_AN_UPDATE = 4
@@ -258,3 +268,43 @@ def test_updates_that_are_held_up_do_not_contradict() -> None:
     for _ in range(NUM_FIRST):
         contradiction.learn(Work(0, 1e-5), Work(9, math.nan))
     assert not contradiction.is_there
+
+
+def parts(generator: random.Random, overhead: float, noise: float, most: int = 8) -> list[Work]:
+    """Of 40 layers, whose requests have 1 to `most` units, more in the later ones."""
+    found = []
+    for layer in range(40):
+        requests = 4
+        units = requests * (1 + layer * (most - 1) / 39)
+        seconds = 1e-5 * (units + overhead * requests) * math.exp(generator.gauss(0, noise))
+        found.append(Work(units, seconds, requests))
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("overhead", [0.0, 0.5, 2.0])
+def test_an_overhead_is_found_by_requests_of_different_sizes(overhead: float, noise: float) -> None:
+    found, generator = Overhead(), random.Random(1)
+    for number in range(25):
+        work = parts(generator, overhead, noise)
+        if number % 9 == 0:
+            held_up = work[number]
+            work[number] = Work(held_up.units, 20 * held_up.seconds, held_up.requests)
+        found.learn(work)
+    assert found.units == pytest.approx(overhead, abs=0.15)
+
+
+def test_requests_of_one_size_say_nothing_of_their_overhead() -> None:
+    found = Overhead()
+    for _ in range(25):
+        found.learn(parts(random.Random(1), 2.0, 0.1, most=1))
+        found.learn([])
+    assert found.units == 0
+
+
+def test_no_input_makes_an_overhead_that_is_none() -> None:
+    found = Overhead()
+    for values in itertools.product(ABSURD, repeat=3):
+        found.learn([Work(*values), Work(1.0, 1.0, 1.0)])
+        found.learn([Work(1.0, 1.0, 1.0), Work(*values), Work(3.0, 1.5, 1.0)])
+        assert 0 <= found.units <= MOST_OVERHEAD

@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
-from coldstream.placement.control import Balance, Contradiction, Work
+from coldstream.placement.control import Balance, Contradiction, Overhead, Work, together
 from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.run_file import Observed
 
@@ -68,7 +68,7 @@ class MissShares:
         self._bus_ns = times.row_bus or times.bus
         self._balance = Balance(times.cpu[0], self._bus_ns)
         self._before: Seen | None = None
-        self._totals = _Totals()
+        self._totals, self._overhead = _Totals(), Overhead()
         self._num_updates = 0
 
     def begin(self, seen: Seen) -> None:
@@ -87,11 +87,15 @@ class MissShares:
         times = StepTimes.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
         if times.steps != STEPS_OF_AN_UPDATE:
             return False
-        pairs = sum(now[1] - then[1] for now, then in zip(seen.cpu, before.cpu, strict=True))
-        seconds = sum(now[2] - then[2] for now, then in zip(seen.cpu, before.cpu, strict=True))
-        works = Work(pairs, 1e9 * seconds), Work(sum(times.bus_pairs), 1e9 * sum(times.bus))
-        self._totals.add(*works, times.steps, times.seconds)
-        self._contradiction.learn(*works)
+        layers = [
+            Work(now[1] - then[1], 1e9 * (now[2] - then[2]), now[0] - then[0])
+            for now, then in zip(seen.cpu, before.cpu, strict=True)
+        ]
+        cpu, bus = together(layers), Work(sum(times.bus_pairs), 1e9 * sum(times.bus))
+        self._totals.add(cpu, bus, times.steps, times.seconds)
+        self._overhead.learn(layers)
+        self._contradiction.learn(cpu, bus, self._overhead.units)
+        works = cpu.whole(self._overhead.units), bus
         if self._is_moving(self._controls.threads):
             self._threads.learn(*works)
         if not self._is_moving(self._controls.shares):
@@ -123,8 +127,10 @@ class MissShares:
         """As the last steps were."""
         cpu, bus = self._balance.factors
         forecast = self._forecast
+        request = self._overhead.units * forecast.cpu[0] * cpu if self._num_updates else 0
         return replace(
             forecast,
+            answer=min(MAX_NS, round(forecast.answer + request)),
             cpu=tuple(_scaled(each, cpu) for each in forecast.cpu),
             bus=_scaled(forecast.bus, bus),
             row_bus=_scaled(self._bus_ns, bus),

@@ -7,7 +7,7 @@ depends on it. Unit of work: an update, of a few steps.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -23,15 +23,25 @@ WORTHWHILE: Final = 0.98  # of a setting's time: another one that takes more doe
 HOPELESS: Final = 1.1  # of a setting's time: what takes so much is not tried for longer
 NUM_FIRST: Final = 8  # updates that say what is usual
 CONTRADICTED: Final = 1.5  # times as long as usual, or as short
+MOST_OVERHEAD: Final = 16.0  # units' time, of a request
+NUM_OVERHEADS, MOST_OVERHEADS = 4, 32  # observations of which the median counts
+UNLIKE: Final = 1.2  # times as many units in a request
 FIRST_PAUSE, MOST_PAUSE = 2, 64  # updates between two tries of others; twice as many after each that fails
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one place did: a number of units, and the seconds that it was at work."""
+    """What one place did: a number of units, and the seconds that it was at work. requests: in which the
+    units came to it, if each of them takes time besides.
+    """
 
     units: float
     seconds: float
+    requests: float = 0.0
+
+    def whole(self, overhead: float) -> "Work":
+        """The same with requests counted as units, of which each takes the time of `overhead`."""
+        return Work(self.units + overhead * self.requests, self.seconds)
 
     @property
     def is_usable(self) -> bool:
@@ -64,6 +74,44 @@ class Pace:
         self._num_observed += 1
         self._log += max(GAIN, 1 / self._num_observed) * (median(self._last) - self._log)
         return is_surprise
+
+
+class Overhead:
+    """How many units' time a request takes besides its units: by small requests beside large ones.
+
+    Until it is known it is 0, as a forecast has it.
+    """
+
+    def __init__(self) -> None:
+        self._found: deque[float] = deque(maxlen=MOST_OVERHEADS)
+
+    @property
+    def units(self) -> float:
+        """From 0 to MOST_OVERHEAD."""
+        return median(self._found) if len(self._found) >= NUM_OVERHEADS else 0.0
+
+    def learn(self, parts: Sequence[Work]) -> None:
+        """Takes note of parts of an update's work, of which some had larger requests than others."""
+        usable = [part for part in parts if part.is_usable and part.requests > 0]
+        ordered = sorted(usable, key=lambda part: part.units / part.requests)
+        half = len(ordered) // 2
+        small, large = (together(each) for each in (ordered[:half], ordered[half:]))
+        if not (small.requests and large.units * small.requests >= UNLIKE * small.units * large.requests):
+            return
+        # seconds = (overhead · requests + units) · seconds of a unit, of both
+        of_units = small.requests * large.seconds - large.requests * small.seconds
+        of_requests = small.seconds * large.units - large.seconds * small.units
+        found = of_requests / of_units if of_units > 0 else MOST_OVERHEAD
+        self._found.append(max(0.0, min(MOST_OVERHEAD, found)))
+
+
+def together(works: Sequence[Work]) -> Work:
+    """All of it."""
+    return Work(
+        sum(each.units for each in works),
+        sum(each.seconds for each in works),
+        sum(each.requests for each in works),
+    )
 
 
 class Balance:
@@ -120,25 +168,31 @@ class Balance:
 
 
 class Contradiction:
-    """Whether a place takes another time for an expert than it did at first."""
+    """Whether a place takes another time for a unit than it did at first."""
 
     def __init__(self) -> None:
-        self._first: tuple[list[float], list[float]] = [], []
-        self._last = tuple(deque[float](maxlen=NUM_COMPARED) for _ in range(2))
+        self._first: tuple[list[Work], list[Work]] = [], []
+        self._last = tuple(deque[Work](maxlen=NUM_COMPARED) for _ in range(2))
         self.is_there = False  # for good, once it is
 
-    def learn(self, cpu: Work, bus: Work) -> None:
-        """Takes note of what both places did in an update."""
-        for first, last, work in zip(self._first, self._last, (cpu, bus), strict=True):
+    def learn(self, first: Work, second: Work, overhead: float = 0.0) -> None:
+        """Takes note of what both places did in an update. overhead: see `Overhead`, as it is known now."""
+        for before, last, work in zip(self._first, self._last, (first, second), strict=True):
             if not work.is_usable:
                 continue
-            logarithm = math.log(work.seconds) - math.log(work.units)
-            if len(first) < NUM_FIRST:
-                first.append(logarithm)
+            if len(before) < NUM_FIRST:
+                before.append(work)
                 continue
-            last.append(logarithm)
-            if len(last) == NUM_COMPARED and abs(median(last) - median(first)) > math.log(CONTRADICTED):
+            last.append(work)
+            difference = _usual(last, overhead) - _usual(before, overhead)
+            if len(last) == NUM_COMPARED and abs(difference) > math.log(CONTRADICTED):
                 self.is_there = True
+
+
+def _usual(works: Collection[Work], overhead: float) -> float:
+    """The logarithm of the seconds of a unit."""
+    wholes = [work.whole(overhead) for work in works]
+    return median(math.log(whole.seconds) - math.log(whole.units) for whole in wholes)
 
 
 class Climb:
