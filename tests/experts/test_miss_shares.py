@@ -171,7 +171,7 @@ REQUEST_NS = 60_000  # about two experts' time
 WITH_REQUEST = replace(TRUE, answer=TRUE.answer + REQUEST_NS)
 
 
-def test_what_each_request_takes_the_cpu_is_told_from_its_experts() -> None:
+def test_what_each_request_takes_the_cpu_besides_its_experts_is_found() -> None:
     """So that layers which miss few experts and those which miss many are both divided well."""
     shares, steps = moving(scaled(TRUE, 10, 1)), Steps(0, REQUEST_NS, (1, 2, 3, 5, 8, 8))
     shares.begin(steps.seen())
