@@ -38,6 +38,93 @@ inline __attribute__((always_inline)) Codes256 load_codes(const typename Traits<
   return c;
 }
 
+// Sixteen bytes of one block, and of another.
+inline __attribute__((always_inline)) __m256i load_two(const uint8_t* first, const uint8_t* second) {
+  return _mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(first))),
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(second)), 1);
+}
+
+// Nibbles of four blocks to registers `half` and following, every second one.
+template <typename Block>
+inline __attribute__((always_inline)) void load_nibbles_by_block(const Block* b, int half, Codes256& codes) {
+  const __m256i even = load_two(b[0].qs, b[2].qs), odd = load_two(b[1].qs, b[3].qs);
+  const __m256i first = _mm256_unpacklo_epi64(even, odd), second = _mm256_unpackhi_epi64(even, odd);
+  const __m256i nibble = _mm256_set1_epi8(15);
+  codes.part[half] = _mm256_and_si256(first, nibble);
+  codes.part[2 + half] = _mm256_and_si256(second, nibble);
+  codes.part[4 + half] = _mm256_and_si256(_mm256_srli_epi16(first, 4), nibble);
+  codes.part[6 + half] = _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble);
+}
+
+// Adds 16 to codes of four blocks whose bit in `qh` is set.
+template <typename Block>
+inline __attribute__((always_inline)) void add_fifth_bits(const Block* b, int half, Codes256& codes) {
+  const auto word = [&](int i) __attribute__((always_inline)) { return static_cast<int>(load_u32(b[i].qh)); };
+  const __m256i words = _mm256_broadcastsi128_si256(_mm_setr_epi32(word(0), word(1), word(2), word(3)));
+  const __m256i one = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+  // The first byte of each word, eight times.
+  const __m256i spread = _mm256_setr_epi64x(0, 0x0404040404040404, 0x0808080808080808, 0x0c0c0c0c0c0c0c0c);
+  for (int j = 0; j < 4; j++) {
+    const __m256i at = _mm256_add_epi8(spread, _mm256_set1_epi8(static_cast<char>(j)));
+    __m256i& part = codes.part[2 * j + half];
+    part = UnpackAvx2::add_if(part, _mm256_shuffle_epi8(words, at), one, 16);
+  }
+}
+
+// Codes of two bits of two blocks of 64.
+inline __attribute__((always_inline)) void load_crumbs_by_block(const BlockQ2_0* b, int half,
+                                                                Codes256& codes) {
+  const __m256i packed = load_two(b[0].qs, b[1].qs), nibble = _mm256_set1_epi8(15);
+  const __m256i low = _mm256_and_si256(packed, nibble),
+                high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble);
+  const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+  const __m256i pairs[2] = {_mm256_unpacklo_epi32(first, second), _mm256_unpackhi_epi32(first, second)};
+  const __m256i zero = _mm256_setzero_si256(), three = _mm256_set1_epi8(3);
+  for (int j = 0; j < 4; j++) {
+    const __m256i words =
+        j % 2 == 0 ? _mm256_unpacklo_epi8(pairs[j / 2], zero) : _mm256_unpackhi_epi8(pairs[j / 2], zero);
+    // The upper two bits of a nibble go to the next byte.
+    codes.part[2 * j + half] = _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 6)), three);
+  }
+}
+
+// Codes that are bytes, of four blocks.
+template <typename Block>
+inline __attribute__((always_inline)) void load_bytes_by_block(const Block* b, int half, Codes256& codes) {
+  for (int h = 0; h < 2; h++) {
+    const __m256i even = load_two(b[0].qs + 16 * h, b[2].qs + 16 * h),
+                  odd = load_two(b[1].qs + 16 * h, b[3].qs + 16 * h);
+    codes.part[4 * h + half] = _mm256_unpacklo_epi64(even, odd);
+    codes.part[4 * h + 2 + half] = _mm256_unpackhi_epi64(even, odd);
+  }
+}
+
+// The codes of small blocks of 256 inputs in the order that activations have by block: eight of each of four
+// blocks, and of the other four, then the next eight.
+template <QuantType Q>
+inline __attribute__((always_inline)) Codes256 load_codes_by_block(const typename Traits<Q>::Block* b) {
+  using T = Traits<Q>;
+  Codes256 c;
+  for (int half = 0; half < 2; half++) {
+    const auto* from = b + half * (128 / T::block_inputs);
+    if constexpr (Q == QuantType::q2_0) {
+      load_crumbs_by_block(from, half, c);
+    } else if constexpr (T::has_nibbles) {
+      load_nibbles_by_block(from, half, c);
+      if constexpr (T::has_fifth_bits) add_fifth_bits(from, half, c);
+    } else {
+      load_bytes_by_block(from, half, c);
+    }
+  }
+  if constexpr (requires { T::values; }) {
+    const __m256i values =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(T::values)));
+    for (__m256i& part : c.part) part = _mm256_shuffle_epi8(values, part);
+  }
+  return c;
+}
+
 // What is added to each code of a type, as load_codes has them.
 template <QuantType Q>
 inline constexpr int added_to_codes = Traits<Q>::is_signed ? 0 : Traits<Q>::offset;

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "quant/grid_avx2.h"
 #include "quant/grid_avx512.h"
 #include "quant/traits.h"
 #include "quant/transpose_avx512.h"
@@ -24,6 +25,12 @@ inline __attribute__((always_inline)) Codes512 load_codes(const typename Traits<
     load_fours<Q>(b, c.part);
   } else if constexpr (Traits<Q>::has_eights) {
     load_eights<Q>(b, c.part);
+  } else if constexpr (has_grid<Q>) {
+    const GridCodes<Q> grid(*b);
+    for (int k = 0; k < 4; k++) {
+      const __m512i low = _mm512_castsi256_si512(grid.codes(2 * k));
+      c.part[k] = _mm512_inserti64x4(low, grid.codes(2 * k + 1), 1);
+    }
   } else {
     for (int k = 0; k < 4; k++) c.part[k] = Traits<Q>::template codes<UnpackAvx512>(b, k);
   }

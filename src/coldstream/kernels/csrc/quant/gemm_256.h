@@ -214,6 +214,7 @@ template <template <QuantType> class Form>
 constexpr QuantKernels kernels_256(int gemm_min_rows) {
   return {
       .quantize_row = quantize_row_avx2,
+      .interleaves_blocks = true,
       .gemv = gemv_avx2,
       .gemm = gemm_256<Form>,
       .gemm_bytes = panel_memory<Panel256>(),

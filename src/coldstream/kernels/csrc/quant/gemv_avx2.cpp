@@ -126,10 +126,36 @@ struct KernelGemv {
     }
   }
 
+  // The products of each of eight small blocks.
+  inline __attribute__((always_inline)) static __m256i multiply_by_block(const Codes256& codes,
+                                                                         const int8_t* q) {
+    // Products of a lane that are added as int16.
+    constexpr int num_added = 2 * T::greatest * 127 * 4 < 0x8000 ? 4 : 1;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i halves[2];
+    for (int half = 0; half < 2; half++) {
+      __m256i pairs[4];
+      for (int j = 0; j < 4; j++) {
+        const __m256i inputs = load_256(q + 64 * j + 32 * half);
+        pairs[j] = multiply_pairs<T::is_signed>(codes.part[2 * j + half], inputs);
+        if constexpr (num_added == 1) pairs[j] = _mm256_madd_epi16(pairs[j], ones);
+      }
+      if constexpr (num_added == 1) {
+        halves[half] =
+            _mm256_add_epi32(_mm256_add_epi32(pairs[0], pairs[1]), _mm256_add_epi32(pairs[2], pairs[3]));
+      } else {
+        halves[half] = _mm256_madd_epi16(
+            _mm256_add_epi16(_mm256_add_epi16(pairs[0], pairs[1]), _mm256_add_epi16(pairs[2], pairs[3])),
+            ones);
+      }
+    }
+    return _mm256_permute4x64_epi64(_mm256_hadd_epi32(halves[0], halves[1]), 0xd8);
+  }
+
   inline __attribute__((always_inline)) static void add_small_blocks(const typename T::Block* b, int count,
                                                                      const ActivationRow* x, int64_t g,
                                                                      int num_rows, __m256* p) {
-    const Codes256 codes = load_codes<Q>(b);
+    const Codes256 codes = load_codes_by_block<Q>(b);
     const __m256i ones = _mm256_set1_epi16(1);
     const __m256 present = _mm256_castsi256_ps(first_lanes(count));
     const __m256 d = _mm256_and_ps(load_small_scales<Q>(b), present);
@@ -137,12 +163,7 @@ struct KernelGemv {
     if constexpr (T::has_mins) m = _mm256_and_ps(load_small_mins<Q>(b), present);
     for (int t = 0; t < num_rows; t++) {
       const int8_t* q = x[t].q + g * group_elements;
-      __m256i dots[8];
-      for (int j = 0; j < 8; j++) {
-        const __m256i pairs = multiply_pairs<T::is_signed>(codes.part[j], load_256(q + 32 * j));
-        dots[j] = _mm256_madd_epi16(pairs, ones);
-      }
-      __m256i dot = sum_each(dots), sums = _mm256_setzero_si256();
+      __m256i dot = multiply_by_block(codes, q), sums = _mm256_setzero_si256();
       if constexpr (T::offset != 0 || T::has_mins)
         sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
       if constexpr (T::offset != 0)

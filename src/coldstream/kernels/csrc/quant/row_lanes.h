@@ -5,6 +5,7 @@
 // - greatest(bits): the greatest lane;
 // - round_16(x, r, q): writes the products of 16 inputs with r, rounded to even, to q; returns their sum;
 // - transpose(v): `width` registers as rows of a square;
+// - interleaves_blocks: whether activations by block have the order of such tiers (`ActivationRow::q`);
 // - add_pairs(even, odd): the sums of the two int16 of each lane, that of `even` in the low half.
 #pragma once
 
@@ -32,6 +33,14 @@ void quantize_span(const float* x, int8_t* q, int16_t* sums, float* scale) {
   for (int i = 0; i < span / 16; i++) sums[i] = L::round_16(x + 16 * i, found.inverse, q + 16 * i);
 }
 
+// A group whose inputs lie in their order, eight inputs of each block and then the next eight.
+inline void interleave_blocks(const int8_t* in_order, int8_t* q) {
+  for (int i = 0; i < block_elements; i += 8) {
+    for (int b = 0; b < blocks_per_group; b++)
+      std::memcpy(q + i * blocks_per_group + 8 * b, in_order + b * block_elements + i, 8);
+  }
+}
+
 template <class L>
 void quantize_row(const float* x, int64_t cols, ActivationRow out) {
   for (int64_t g = 0; g < num_groups(cols); g++) {
@@ -48,11 +57,20 @@ void quantize_row(const float* x, int64_t cols, ActivationRow out) {
       quantize_span<L, group_elements>(from, q, sums, out.scales + g);
       continue;
     }
+    int8_t in_order[group_elements];
+    int8_t* to = L::interleaves_blocks ? in_order : q;
     for (int b = 0; b < blocks_per_group; b++) {
-      quantize_span<L, block_elements>(from + b * block_elements, q + b * block_elements, sums + 2 * b,
+      quantize_span<L, block_elements>(from + b * block_elements, to + b * block_elements, sums + 2 * b,
                                        out.scales + g * blocks_per_group + b);
     }
+    if (L::interleaves_blocks) interleave_blocks(in_order, q);
   }
+}
+
+// Where four inputs are that lie i-th in a group of interleaved blocks.
+inline int place_in_order(int i) {
+  const int eight = i / 2 / blocks_per_group, block = i / 2 % blocks_per_group;
+  return (block * block_elements + eight * 8) / 4 + i % 2;
 }
 
 // Up to `width` rows to as many rows of a tile, from `first` on; missing ones become zeros.
@@ -66,7 +84,10 @@ void pack_unit(const ActivationRow* x, int num_rows, ActivationForm form, int64_
       v[t] =
           t < num_rows ? L::load_words(x[t].q + g * group_elements + 4 * width * part) : typename L::Words{};
     L::transpose(v);
-    for (int i = 0; i < width; i++) L::store_words(tile.q[width * part + i][first], v[i]);
+    for (int i = 0; i < width; i++) {
+      const bool by_block = L::interleaves_blocks && form == ActivationForm::by_block;
+      L::store_words(tile.q[by_block ? place_in_order(width * part + i) : width * part + i][first], v[i]);
+    }
   }
   for (int part = 0; part < 8 / width; part++) {
     for (int t = 0; t < width; t++)

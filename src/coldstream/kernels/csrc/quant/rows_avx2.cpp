@@ -14,6 +14,7 @@ struct LanesAvx2 {
   using Floats = __m256;
   using Words = __m256i;
   static constexpr int width = 8;
+  static constexpr bool interleaves_blocks = true;
 
   static Floats load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }

@@ -15,6 +15,7 @@ struct LanesNeon {
   using Floats = float32x4_t;
   using Words = int32x4_t;
   static constexpr int width = 4;
+  static constexpr bool interleaves_blocks = false;
 
   static Floats load(const float* from) { return vld1q_f32(from); }
   static void store(float* to, Floats v) { vst1q_f32(to, v); }
