@@ -112,6 +112,7 @@ class HostDriver:
         self.recording: list[Callable[[], object]] | None = None
         self.taken_bytes, self.total_bytes, self._kept_bytes = 0, TOTAL_BYTES, 0
         self.registered: dict[int, int] = {}
+        self.most_registered = 2**62  # bytes
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._elsewhere: dict[int, Place] = {}  # those that are no blocks of the device
 
@@ -289,6 +290,8 @@ class HostDriver:
         return (DONE,)
 
     def cuMemHostRegister(self, address: int, size: int, _: object) -> tuple[object]:
+        if sum(self.registered.values()) + size > self.most_registered:
+            return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
         self.registered[address] = size
         return (DONE,)
 

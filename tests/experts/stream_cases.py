@@ -54,7 +54,7 @@ def open_host(
         for name in ("gate", "up", "down"):
             info = file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
             weight, source = host.map_weight(file, info)
-            mapped = host.device_address(source)
+            mapped = host.device_address(source, 1)
             num_experts, rows, cols = info.shape
             table = torch.zeros(num_experts, dtype=torch.int64)
             step = info.num_bytes // num_experts

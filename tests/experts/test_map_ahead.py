@@ -63,7 +63,7 @@ def test_the_first_experts_wait_for_what_was_begun(
         experts.use_lock(file, {0}, FileLock(file, {0}))
     for name in (EXPERTS, "blk.1.ffn_down_exps.weight"):
         _, address = experts.map_weight(file, file.tensors[name])
-        assert experts.device_address(address) == address + 64
+        assert experts.device_address(address, 1) == address + 64
     assert calls == [not is_ahead]
     assert experts.is_readable
     experts.close()
@@ -138,7 +138,7 @@ def test_a_late_lock_begins_once_it_is_asked_for(
         if begins:
             lock.begin()
             lock.begin()
-        assert host.device_address(address) == address + 64
+        assert host.device_address(address, 1) == address + 64
         assert host.is_locked
         assert threads == [False]
         host.close()
@@ -156,7 +156,7 @@ def test_an_error_is_that_of_the_first_experts(
     experts.use_lock(file, {0}, FileLock(file, {0}))
     _, address = experts.map_weight(file, file.tensors[EXPERTS])
     with pytest.raises(RuntimeError, match="no driver"):
-        experts.device_address(address)
+        experts.device_address(address, 1)
     experts.use_lock(file, {0}, FileLock(file, {0}))
     experts.close()
 

@@ -132,7 +132,7 @@ def test_layers_have_their_numbers_before_any_has_run(path: Path) -> None:
         downs = [runner.weights[i].down for i in partial]
         assert [each.source for each in found] == [down.source for down in downs]
         assert all(each.addresses is down.addresses for each, down in zip(found, downs, strict=True))
-        addresses = [runner.partial.host.device_address(each.source) for each in found]
+        addresses = [runner.partial.host.device_address(each.source, 1) for each in found]
         assert [each.mapped for each in found] == addresses
         assert all(addresses), "which the device reads from then on"
         assert len(runner.partial.host.server.work()) == len(partial)

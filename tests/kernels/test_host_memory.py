@@ -1,7 +1,6 @@
 """Host memory that is locked for the device: on which threads, and what counts as the system's refusal."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda import host_memory
-from coldstream.kernels.cuda.host_memory import PIECE_BYTES, RegisteredMemory, parts_of
+from coldstream.kernels.cuda.host_memory import PIECE_BYTES, SPARE_PIECES, RegisteredMemory, parts_of
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
@@ -53,13 +52,17 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(host_memory.calls, "attach", device.attach)
-    monkeypatch.setattr(driver, "cuMemHostRegister", device.register)
-    monkeypatch.setattr(driver, "cuMemHostUnregister", device.unregister)
-    monkeypatch.setattr(driver, "cuMemHostGetDevicePointer", device.pointer)
+    _replace(monkeypatch, device)
     return device
+
+
+def _replace(patch: pytest.MonkeyPatch, device: Device) -> None:
+    patch.setattr(host_memory.calls, "attach", device.attach)
+    patch.setattr(driver, "cuMemHostRegister", device.register)
+    patch.setattr(driver, "cuMemHostUnregister", device.unregister)
+    patch.setattr(driver, "cuMemHostGetDevicePointer", device.pointer)
 
 
 def test_a_thread_that_has_not_used_the_device_locks_memory(device: Device) -> None:
@@ -102,6 +105,34 @@ def test_a_refusal_half_way_leaves_nothing_locked(device: Device) -> None:
     device.refuses_after = 2
     assert RegisteredMemory.register(0, 3 * PIECE_BYTES) is None
     assert device.registered == []
+
+
+@given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 2 * PIECE_BYTES))
+def test_what_the_system_locks_before_it_refuses_is_kept_but_for_a_rest(
+    refuses_after: int, num_pieces: int, address: int
+) -> None:
+    """The rest is for what is locked later."""
+    device = Device()
+    device.refuses_after = refuses_after
+    num_bytes = num_pieces * PIECE_BYTES - 5
+    with pytest.MonkeyPatch.context() as patch:
+        _replace(patch, device)
+        memory = RegisteredMemory.register(address, num_bytes)
+        locked = dict(zip(device.registered, device.sizes, strict=True))
+        if refuses_after <= SPARE_PIECES and memory is not None:
+            assert memory.is_whole
+        if memory is None:
+            assert not locked
+            return
+        end = sum(max(locked.items()))
+        assert memory.is_whole == (end >= address + num_bytes)
+        assert memory.is_whole or len(locked) == refuses_after - SPARE_PIECES
+        assert memory.covers(address, num_bytes) == memory.is_whole
+        for offset in (0, 1, PIECE_BYTES - 5, num_bytes // 2, num_bytes - 1):
+            is_locked = any(start <= address + offset < start + size for start, size in locked.items())
+            assert memory.covers(address + offset, 1) == is_locked
+        memory.close()
+        assert not device.registered
 
 
 def test_what_is_given_up_half_way_is_unlocked(device: Device) -> None:

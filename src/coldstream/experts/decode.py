@@ -70,8 +70,8 @@ class DecodeExperts:
     def connect(self) -> None:
         """Call once, after `PartialTables.connect`.
 
-        If the device cannot read experts over the bus, the CPU computes all missing ones. Steps have no more
-        rows than a mailbox takes then.
+        The CPU computes all missing experts of a layer that the device cannot read over the bus. If there is
+        such a layer, steps have no more rows than a mailbox takes.
         """
         if not self._tables.is_readable:
             self.max_rows = min(self.max_rows, MAX_MAILBOX_ROWS)
@@ -83,7 +83,7 @@ class DecodeExperts:
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows guesses at later layers' experts."""
-        has_ring = self._ring is not None and self._tables.is_readable
+        has_ring = self._ring is not None and self._tables.reads_any
         shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
         return has_ring and num_rows <= MAX_GEMV_ROWS and len(shapes) == 1
 
@@ -105,14 +105,14 @@ class DecodeExperts:
         shared_out = partial(sharing_of, stacks, times, self._mailbox, layer, places, used, staging=staging)
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
         later = layer + (ring.distance if ring else 0)
-        is_guessing = ring is not None and later < len(self._tables.layers)
+        is_guessing = ring is not None and later < len(self._tables.layers) and self._tables.reads(later)
         ahead = self._ahead(later, tokens, ranks) if is_guessing else None
         if ring is None:
             sharing = shared_out()
         else:
             sharing = shared_out(ring.prefetched(layer, stacks), ring.notes(layer, is_guessing=is_guessing))
         routing = self._kernels.route(x, weights, sharing, ahead)
-        if staging is not None and self._tables.is_readable:
+        if staging is not None and self._tables.reads(layer):
             self._device.launch(stage_experts_cuda, stacks, staging)
         if ring is not None and is_guessing:
             self._fetch(ring, later, tokens)

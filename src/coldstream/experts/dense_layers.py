@@ -120,7 +120,7 @@ class LayerExecutor(ResidentExecutor):
 
     def _page_locked(self, host: HostExperts, stack: ExpertTable) -> int:
         """The address of page-locked bytes of a matrix: the mapping, or a copy."""
-        if host.device_address(stack.source):
+        if host.device_address(stack.source, stack.matrix_bytes):
             return stack.source
         self._pinned.append(allocations.page_locked((stack.matrix_bytes,), "uint8"))
         read_host(host, stack.source, self._pinned[-1])

@@ -73,9 +73,9 @@ class HostExperts:
             return self.pool.weight(info, weight.address), weight.address
         return weight, weight.address
 
-    def device_address(self, address: int) -> int:
-        """Where the device reads what is mapped at `address`; 0 if it cannot. Waits for the registration,
-        which it begins if nobody has.
+    def device_address(self, address: int, num_bytes: int) -> int:
+        """Where the device reads the bytes that are mapped from `address` on; 0 if it cannot read them all.
+        Waits for the registration, which it begins if nobody has.
 
         ValueError for an address of no model's file. Raises as `RegisteredMemory.register`.
         """
@@ -91,7 +91,25 @@ class HostExperts:
                 mapped = self.ops.mapped_file(file, shard)
                 self._registered[begin] = register(file.descriptor(shard), mapped)
         registered = self._registered[begin]
-        return 0 if registered is None else address + registered.offset
+        if registered is None or not registered.covers(address, num_bytes):
+            return 0
+        return address + registered.offset
+
+    def is_locked_at(self, address: int, num_bytes: int) -> bool:
+        """Whether the copy engine alone copies these mapped bytes; assumed until `device_address` was asked.
+
+        ValueError for an address of no model's file.
+        """
+        begin, _ = self._place_of(address)
+        registered = self._registered.get(begin)
+        if begin not in self._registered:
+            return True
+        return registered is not None and registered.covers(address, num_bytes)
+
+    @property
+    def could_lock_all(self) -> bool:
+        """Whether all that was to be locked so far is."""
+        return all(each is not None and each.is_whole for each in self._registered.values())
 
     @property
     def is_locked(self) -> bool:
@@ -101,7 +119,7 @@ class HostExperts:
     @property
     def is_readable(self) -> bool:
         """Whether the device can read all mapped experts."""
-        return self.pool is None and all(each is not None for each in self._registered.values())
+        return self.pool is None and self.could_lock_all
 
     def locate(self, address: int) -> tuple[GGUFFile, int, int]:
         """The file, shard and offset in it that are mapped at `address`. ValueError if none is."""

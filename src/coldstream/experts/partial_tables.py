@@ -70,13 +70,30 @@ class PartialTables:
         """The number of the layer with these experts. KeyError for a whole layer."""
         return self._numbers[id(weights.gate)]
 
+    def reads(self, number: int) -> bool:
+        """Whether the device can read the experts of a layer over the bus; assumed without a `host`."""
+        return self._host is None or all(stack.mapped for stack in self.layers[number])
+
     @property
     def is_readable(self) -> bool:
-        """Whether the device can read all experts over the bus; assumed without a `host`."""
-        return self._host is None or all(stack.mapped for stacks in self.layers for stack in stacks)
+        """Whether the device can read all experts over the bus."""
+        return all(map(self.reads, range(len(self.layers))))
+
+    @property
+    def reads_any(self) -> bool:
+        """Whether there is a layer whose experts the device can read over the bus."""
+        return any(map(self.reads, range(len(self.layers))))
 
 
 def _readable(host: HostExperts, stacks: Stacks) -> Stacks:
-    """The tables of a layer with the addresses at which the device reads its experts."""
-    gate, up, down = (replace(stack, mapped=host.device_address(stack.source)) for stack in stacks)
+    """The tables of a layer with the addresses at which the device reads its experts, if it can read all."""
+    addresses = [host.device_address(stack.source, mapped_bytes(stack)) for stack in stacks]
+    if not all(addresses):
+        addresses = [0] * len(stacks)
+    gate, up, down = (replace(stack, mapped=each) for stack, each in zip(stacks, addresses, strict=True))
     return gate, up, down
+
+
+def mapped_bytes(stack: ExpertTable) -> int:
+    """Bytes of a stack from `source` on to the end of its last expert."""
+    return (len(stack.addresses) - 1) * stack.step + stack.matrix_bytes

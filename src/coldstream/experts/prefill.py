@@ -100,7 +100,7 @@ class ExpertStream:
         self._shape = RingShape.of(ring.numel())
         self._ring = StagingRing(self._shape.count)
         self._read: list[streams.Event | None] = [None] * self._shape.count
-        self._copies: Copies | None = None
+        self._copies: dict[bool, Copies] = {}  # by whether experts are locked where they are mapped
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(), CpuPart()
@@ -169,9 +169,9 @@ class ExpertStream:
     def close(self) -> None:
         """Waits for all copies and ends their threads."""
         self.settle()
-        if self._copies is not None:
-            self._copies.close()
-            self._copies = None
+        for copies_of in self._copies.values():
+            copies_of.close()
+        self._copies.clear()
 
     def ask(self, x: DeviceArray, ids: DeviceArray) -> None:
         """Queues the copy of float32 rows x [T, E] and their expert ids, int32 [T, K], to the host."""
@@ -261,15 +261,24 @@ class ExpertStream:
 
     def _begin(self, layer: int, experts: Sequence[int]) -> None:
         """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
-        if self._copies is None:
-            readable = self._host.is_readable
-            self._copies = DirectCopies() if readable else FileCopies(self._host, self._shape.buffer_bytes)
         buffer = self._ring.take()
         held = self._host.hold(layer, experts)
         copies = list(self._layers[layer].copies(experts, held))
-        transfer = self._copies.begin(copies, self._address(buffer), self._read[buffer])
+        transfer = self._copies_of(layer).begin(copies, self._address(buffer), self._read[buffer])
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
+
+    def _copies_of(self, layer: int) -> Copies:
+        """What copies the experts of a layer: the copy engine alone if they are locked where they are mapped,
+        or threads through page-locked buffers.
+        """
+        is_locked = self._host.pool is None and all(
+            self._host.is_locked_at(*each) for each in self._layers[layer].ranges(self.resident.shape[1])
+        )
+        if is_locked not in self._copies:
+            by_file = partial(FileCopies, self._host, self._shape.buffer_bytes)
+            self._copies[is_locked] = DirectCopies() if is_locked else by_file()
+        return self._copies[is_locked]
 
     def _compute(
         self, layer: int, groups: Sequence[_BegunGroup], counts: Array, ends: Array, compute: Compute

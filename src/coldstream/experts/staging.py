@@ -40,6 +40,11 @@ class LayerShape:
     steps: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def ranges(self, num_experts: int) -> Iterator[tuple[int, int]]:
+        """Address and bytes of each matrix of all experts."""
+        for source, step, size in zip(self.sources, self.steps, self.sizes, strict=True):
+            yield source, (num_experts - 1) * step + size
+
     def capacity(self, buffer_bytes: int) -> int:
         """How many experts a buffer holds; 0 if not even one."""
         return min(MAX_GROUP, (buffer_bytes - MATRICES * ALIGNMENT) // sum(self.sizes))

@@ -20,6 +20,8 @@ _OWN_FAULTS = (
 
 
 PIECE_BYTES: Final = 64 * 2**20  # of addresses, from one multiple to the next
+# What is unlocked again behind a refusal, so that the rings and answers that are locked later find room.
+SPARE_PIECES: Final = 8
 
 
 def parts_of(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
@@ -45,18 +47,33 @@ def from_host(target: int, source: int, num_bytes: int, stream: streams.Stream) 
 
 
 class RegisteredMemory:
-    """A mapping of host memory that the device may read until `close`.
+    """A mapping of host memory that the device may read until `close`, or its beginning.
 
     It is registered piece by piece. While a piece is locked, the driver takes no other call, and the system
-    gives the process no memory: for 20 GB at once both waited a second and more.
+    gives the process no memory: for 20 GB at once both waited a second and more. The system may lock a part
+    only. The device reads that, and knows nothing of what lies behind it.
 
     offset: the device's address minus the host's.
     """
 
-    def __init__(self, address: int, device_address: int, pieces: Sequence[int] = ()) -> None:
-        """pieces: addresses of all registrations; by default there is one, at `address`."""
+    def __init__(
+        self, address: int, device_address: int, pieces: Sequence[int] = (), end: int | None = None
+    ) -> None:
+        """pieces: addresses of all registrations; by default there is one, at `address`. end: the address
+        from which on nothing is locked; None: all is.
+        """
         self._pieces = list(pieces) or [address]
+        self._end = end
         self.offset = device_address - address
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is locked."""
+        return self._end is None
+
+    def covers(self, address: int, num_bytes: int) -> bool:
+        """Whether these bytes of the mapping are locked."""
+        return self._end is None or address + num_bytes <= self._end
 
     @classmethod
     def register(
@@ -67,7 +84,8 @@ class RegisteredMemory:
         is_read_only: bool = True,
         is_given_up: Callable[[], bool] | None = None,
     ) -> Self | None:
-        """Locks the pages from `address` on and lets the device read them; None if the system refuses.
+        """Locks the pages from `address` on and lets the device read them; None if the system refuses, or
+        would lock little more than `SPARE_PIECES`. Otherwise what it locks is kept.
 
         is_read_only: whether the host cannot write them, as those of a mapped file. is_given_up: asked before
         each piece; once it says so, all is unlocked again, and the result is None. Reasons of a refusal are
@@ -79,13 +97,17 @@ class RegisteredMemory:
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         pieces = [(begin + offset, size) for offset, size in parts_of(begin, end - begin)]
-        found = _registered_all(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
-        if found and len({pointer - start for pointer, (start, _) in zip(found, pieces, strict=True)}) > 1:
+        found = _registered_first(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
+        if len({pointer - start for pointer, (start, _) in zip(found, pieces, strict=False)}) > 1:
             # The device sees the pieces apart from each other, and could not read across them.
-            _unregister(pieces)
+            _unregister(pieces[: len(found)])
             pieces = [(begin, end - begin)]
-            found = _registered_all(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
-        return cls(begin, found[0], [start for start, _ in pieces]) if found else None
+            found = _registered_first(pieces, is_read_only=is_read_only, is_given_up=is_given_up)
+        if not found:
+            return None
+        locked = pieces[: len(found)]
+        is_whole = len(locked) == len(pieces)
+        return cls(begin, found[0], [start for start, _ in locked], None if is_whole else sum(locked[-1]))
 
     def close(self) -> None:
         """Unlocks the pages, which the device must no longer read."""
@@ -93,26 +115,27 @@ class RegisteredMemory:
             driver.cuMemHostUnregister(start)
 
 
-def _registered_all(
+def _registered_first(
     pieces: Sequence[tuple[int, int]], *, is_read_only: bool, is_given_up: Callable[[], bool] | None
-) -> list[int] | None:
-    """The device's addresses of pieces that are locked now.
-
-    None, and none is, if the system refuses one, or if it is given up.
+) -> list[int]:
+    """The device's addresses of the first pieces, which are locked now: all, or as many as the system allows
+    without `SPARE_PIECES`. None is locked if it is given up, or a call fails.
     """
     found: list[int] = []
+    kept = 0
     try:
         for start, size in pieces:
             if is_given_up is not None and is_given_up():
-                break
+                return []
             pointer = _registered(start, size, is_read_only=is_read_only)
             if pointer is None:
-                break
+                kept = max(0, len(found) - SPARE_PIECES)
+                return found[:kept]
             found.append(pointer)
+        kept = len(found)
+        return found
     finally:
-        if len(found) < len(pieces):
-            _unregister(pieces[: len(found)])
-    return found if len(found) == len(pieces) else None
+        _unregister(pieces[kept : len(found)])
 
 
 def _registered(address: int, num_bytes: int, *, is_read_only: bool) -> int | None:
