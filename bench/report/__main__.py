@@ -57,6 +57,7 @@ from bench.report.residents import planned_residents
 from bench.report.serving import gpu_serving, serving
 from bench.report.streaming import (
     gpu_ahead,
+    gpu_answers,
     gpu_cold_rows,
     gpu_interleaved,
     gpu_pairs,
@@ -434,6 +435,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "cpu_rows": cpu_rows,
     "gpu": gpu,
     "gpu_ahead": gpu_ahead,
+    "gpu_answers": gpu_answers,
     "gpu_first_token": gpu_first_token,
     "gpu_hybrid": gpu_hybrid,
     "gpu_hybrid_ahead": lambda: gpu_hybrid("gpu/hybrid_ahead"),

@@ -1,6 +1,7 @@
 """The blocks on prompts with experts in host memory, and on commits measured one after the other."""
 
 from collections.abc import Sequence
+from statistics import mean
 
 from bench.report.peer_figures import nearest, peer_figures
 from bench.report.tables import RESULTS, Row, load, table
@@ -194,6 +195,41 @@ def gpu_streams() -> str:
             )
     where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
     return table(header, rows) + f"\n{where}; {peer['source']}\n"
+
+
+def gpu_answers() -> str:
+    """Whole answers side by side, of texts that have nothing in common and of those with popular experts."""
+    header = [
+        "texts",
+        "experts on the GPU",
+        "prompt",
+        "answers at once",
+        "tok/s of all",
+        "lowest",
+        "highest",
+        "× one",
+    ]
+    rows: list[Row] = []
+    notes = []
+    for kind, name in (("nothing in common", "gpu/answers"), ("popular experts", "gpu/answers_shared")):
+        r = load(name)
+        notes.append(f"`{r['command']}`, commit {r['commit']}")
+        for placement in r["placements"]:
+            one = {row["prompt"]: mean(row["runs_tok_s"]) for row in placement["rows"] if row["streams"] == 1}
+            rows += [
+                [
+                    kind,
+                    f"{placement['experts_share']:.0%}",
+                    str(row["prompt"]),
+                    str(row["streams"]),
+                    f"{mean(row['runs_tok_s']):.0f}",
+                    *(f"{end(row['runs_tok_s']):.0f}" for end in (min, max)),
+                    f"{mean(row['runs_tok_s']) / one[row['prompt']]:.2f}",
+                ]
+                for row in placement["rows"]
+            ]
+    where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, answers of {r['answer']} tokens"
+    return table(header, rows) + f"\n{where}: {'; '.join(notes)}\n"
 
 
 def _pairs(files: Sequence[tuple[str, str]]) -> str:

@@ -26,8 +26,8 @@ class ProductTime:
 
 
 GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
-    QuantType.F32: ProductTime(5.40, 5.40, 10.93, 10.93),
-    QuantType.F16: ProductTime(3.57, 3.57, 11.19, 11.19),
+    QuantType.F32: ProductTime(5.26, 5.26, 6.19, 6.19),
+    QuantType.F16: ProductTime(4.10, 4.10, 6.50, 6.50),
     QuantType.Q4_0: ProductTime(1.17, 1.17, 1.20, 1.25),
     QuantType.Q4_1: ProductTime(1.16, 1.20, 1.62, 1.57),
     QuantType.Q5_0: ProductTime(1.34, 1.33, 1.27, 1.32),
@@ -47,7 +47,7 @@ GPU_TIMES: Final[Mapping[QuantType, ProductTime]] = {
     QuantType.IQ2_S: ProductTime(1.11, 1.23, 1.23, 1.34),
     QuantType.IQ4_XS: ProductTime(1.20, 1.11, 1.13, 1.27),
     QuantType.IQ1_M: ProductTime(0.97, 1.11, 0.99, 1.13),
-    QuantType.BF16: ProductTime(4.45, 4.45, 11.44, 11.44),
+    QuantType.BF16: ProductTime(4.43, 4.43, 6.51, 6.51),
     QuantType.TQ2_0: ProductTime(0.92, 0.96, 0.66, 0.84),
     QuantType.MXFP4: ProductTime(1.22, 1.25, 1.30, 1.32),
     QuantType.Q2_0: ProductTime(1.02, 1.15, 1.24, 1.27),
