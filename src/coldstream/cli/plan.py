@@ -162,9 +162,7 @@ def command(
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
-    for line_of_run in _described_runs(planned):
-        note(line_of_run)
-    for measured in _described_rates(planned):
+    for measured in (*_described_runs(planned), *_described_rates(planned)):
         note(measured)
     if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
         note(f"not measured on this machine but assumed: {assumed}")

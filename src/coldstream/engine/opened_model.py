@@ -38,6 +38,7 @@ from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.controls import Controls
+from coldstream.placement.hardware import Hardware
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
@@ -82,6 +83,10 @@ class OwnParts:
             raise ConfigError(
                 f"executor must be a function or class that makes one, not {shown(self.executor)}"
             )
+
+    def controls_of(self, hardware: Hardware) -> Controls:
+        """The caller's, or those of a machine with these rates."""
+        return self.controls or Controls.of(hardware)
 
     def check(self, device: str, layer_weights: Sequence[float]) -> None:
         """Raises ConfigError for parts that a device, and a plan with these weights, would not use."""
@@ -233,9 +238,7 @@ def open_model(
             begin("loading")
             parts = (config.tier, own.policy, own.executor, progress, draft.aux_layers(planned.run), lock)
             rows = prompt.num_tokens(reading, file.metadata) if prompt else None
-            load = partial(
-                load_runner, is_early=is_early, controls=own.controls or Controls.of(planned.hardware)
-            )
+            load = partial(load_runner, is_early=is_early, controls=own.controls_of(planned.hardware))
             runner = cleanup.enter_context(closing(load(file, spec, planned.run, *parts, first_rows=rows)))
             if lock is not None:
                 lock.close()  # what the runner did not take
