@@ -58,22 +58,28 @@ struct KernelGemv {
       __m256i& of_sums = T::has_mins ? min_dot : dot;
       of_sums = _mm256_madd_epi16(scales.factors, load_256(x.sums + group * 16));
     }
-    const auto add = [&](int j, __m256i codes, __m256i inputs) __attribute__((always_inline)) {
+    const auto add = [&](__m256i codes, __m256i inputs, __m256i scale) __attribute__((always_inline)) {
       const __m256i pairs = _mm256_maddubs_epi16(codes, inputs);
-      dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scales.part[j]));
+      dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scale));
     };
     if constexpr (has_grid<Q>) {
       const GridCodes<Q> grid(*b);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
-        const __m256i inputs = load_256(q + 32 * j);
-        add(j, grid.codes(j), has_signs<Q> ? _mm256_sign_epi8(inputs, grid.signs(j)) : inputs);
+        __m256i inputs = load_256(q + 32 * j), scale;
+        if constexpr (has_signs<Q>) inputs = _mm256_sign_epi8(inputs, grid.signs(j));
+        if constexpr (GridCodes<Q>::in_place) {
+          scale = grid.scales(j);
+        } else {
+          scale = scales.part[j];
+        }
+        add(grid.codes(j), inputs, scale);
       }
     } else {
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++) {
         const UnpackAvx2::Bytes codes = T::template codes<UnpackAvx2>(b, k);
-        for (int h = 0; h < 2; h++) add(2 * k + h, codes.half[h], load_256(q + 64 * k + 32 * h));
+        for (int h = 0; h < 2; h++) add(codes.half[h], load_256(q + 64 * k + 32 * h), scales.part[2 * k + h]);
       }
     }
     return dot;

@@ -67,10 +67,11 @@ class GridCodes {
   using T = Traits<Q>;
   using Block = typename T::Block;
   static constexpr int num_entries = T::has_fours ? 64 : 32;
-  // Whether indices are bytes of the block.
-  static constexpr bool in_place = Q == QuantType::iq2_xxs || Q == QuantType::iq3_xxs;
 
  public:
+  // Whether indices are bytes of the block, and scales lie above the signs.
+  static constexpr bool in_place = Q == QuantType::iq2_xxs || Q == QuantType::iq3_xxs;
+
   inline __attribute__((always_inline)) explicit GridCodes(const Block& b) : b_(b) {
     unpack(b);
     asm("" : "+m"(*this));
@@ -90,6 +91,11 @@ class GridCodes {
     }
     if constexpr (!has_signs<Q>) found = _mm256_add_epi8(found, spread_eights(bytes_, j));
     return found;
+  }
+
+  // The scale of codes 32 j … 32 j + 31 in each lane of 16 bits, if the type has it beside the signs.
+  inline __attribute__((always_inline)) __m256i scales(int j) const {
+    return _mm256_set1_epi32(static_cast<int>(scale_pairs_[j]));
   }
 
   // 1 and -1 of codes 32 j … 32 j + 31.
@@ -148,11 +154,19 @@ class GridCodes {
     _mm256_store_si256(reinterpret_cast<__m256i*>(bytes_), v);
   }
 
+  // Words of four times seven signs, below a scale of four bits that stands for an odd number.
+  inline __attribute__((always_inline)) void unpack_sign_words(__m256i words) {
+    store_bytes(even_signs_32(spread_sevens(words)));
+    const __m256i odd =
+        _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(words, 28), 1), _mm256_set1_epi32(1));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scale_pairs_),
+                       _mm256_or_si256(odd, _mm256_slli_epi32(odd, 16)));
+  }
   inline __attribute__((always_inline)) void unpack(const BlockIQ2_XXS& b) {
-    store_bytes(even_signs_32(spread_sevens(load_sign_words<Q>(b))));
+    unpack_sign_words(load_sign_words<Q>(b));
   }
   inline __attribute__((always_inline)) void unpack(const BlockIQ3_XXS& b) {
-    store_bytes(even_signs_32(spread_sevens(load_sign_words<Q>(b))));
+    unpack_sign_words(load_sign_words<Q>(b));
   }
   inline __attribute__((always_inline)) void unpack(const BlockIQ2_XS& b) {
     const __m256i first = load_256(b.qs), second = load_256(b.qs + 32), mask = _mm256_set1_epi16(511);
@@ -213,6 +227,7 @@ class GridCodes {
 
   const Block& b_;
   alignas(32) uint16_t index_[in_place ? 1 : num_entries];
+  alignas(32) uint32_t scale_pairs_[in_place ? 8 : 1];  // each scale twice
   alignas(32) uint8_t bytes_[32];  // the signs of eight codes each, or what is added to them
 };
 
