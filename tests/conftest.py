@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from coldstream.kernels.cuda import compiler
 from coldstream.placement import hardware_file
-from host_device import EVERY_LANE_ARRIVES, HostDevice
+from host_device import EVERY_LANE_ARRIVES, HostDevice, turing_device
 from short_rates import SHORT
 
 # The definitions that kernels are compared with are many small operations of PyTorch, between which its
@@ -76,6 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         metavar="N",
         help="with --shard: of all cases that are left one in N, others from hash to hash",
+    )
+    parser.addoption(
+        "--turing",
+        action="store_true",
+        help="kernels on the host are those of Turing cards, with their shared memory",
     )
     parser.addoption(
         "--gpu-on-host",
@@ -270,12 +275,14 @@ def part_of_examples(request: pytest.FixtureRequest) -> slice:
 
 
 @pytest.fixture(scope="session")
-def compiled_for_the_host(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
+def compiled_for_the_host(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> HostDevice:
     """Kernels that processes of one run compile once for all of them."""
     root = tmp_path_factory.getbasetemp()
     directory = (root.parent if root.name.startswith("popen-") else root) / "host-kernels"
     directory.mkdir(exist_ok=True)
-    return HostDevice(directory)
+    return turing_device(directory) if request.config.getoption("--turing") else HostDevice(directory)
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ from cuda.bindings import driver
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from coldstream.kernels.cuda import limits
 from coldstream.kernels.cuda.array import HostArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, graphs, streams
 from coldstream.kernels.experts.mailbox import WORDS_PER_LINE
 from device_model import ModelDevice, ModelEvent, ModelStream, Operation
+from host_device import LIMITS
 
 # Without shrinking: no seed of a schedule is simpler than another.
 seeds = st.integers(0, 2**32 - 1)
@@ -46,6 +48,7 @@ def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
     patch.setattr(streams, "current_stream", lambda: device.current)
     patch.setattr(streams, "on_stream", device.on)
     patch.setattr(calls, "synchronize", device.synchronize)
+    patch.setattr(limits, "_limits_of", lambda index: LIMITS)
     patch.setattr(calls, "free_memory", lambda: (device.free_bytes, 2**41))
     patch.setattr(allocations, "block", device.allocate)
     patch.setattr(allocations, "page_locked", np.zeros)

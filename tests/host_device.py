@@ -24,11 +24,12 @@ from filelock import FileLock
 from coldstream.kernels.cuda import compiler, limits, program
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
 from coldstream.kernels.cuda.compiler import KERNELS
+from coldstream.kernels.cuda.features import TURING, Features
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.program import Argument, CudaProgram, Grid
 from device_arrays import SharedArray
-from host_driver import HostDriver
+from host_driver import CAPABILITY, HostDriver
 
 HOST = Path(__file__).with_name("host")
 OPTIONS = (
@@ -38,13 +39,20 @@ OPTIONS = (
 HEADERS = [*sorted(HOST.glob("*.h")), *sorted(HOST.glob("cuda/*.cuh"))]
 # It needs a third of the time of the usual linker, which takes as long as compiling most kernels does.
 LINKER = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
-LEAST_KIB, HOPPER_KIB = 99, 227  # shared memory of a block: on every device, and on Hopper
+HOPPER_KIB = 227  # shared memory of a block on Hopper
 MOST_AT_ONCE = 8  # instances that are compiled together; beyond, only launched ones are compiled
 # Of these files, those for one type of weights: tests launch most of them, and parsing takes longer than one.
 BY_TYPE = {"skinny.cu", "parts.cu", "grouped.cu", "gemv.cu"}
 # Of kernels of the form that racecheck can follow, see gemm_copies.cuh; for the GPU's compiler as well.
 EVERY_LANE_ARRIVES = "-DCOLDSTREAM_EVERY_LANE_ARRIVES"
 LIMITS = DeviceLimits(num_processors=3, shared_per_block=99 << 10, shared_per_processor=100 << 10)
+FEATURES = Features.of(CAPABILITY)
+TURING_LIMITS = DeviceLimits(3, 64 << 10, 64 << 10, reserved_per_block=0)
+
+
+def turing_device(directory: Path) -> "HostDevice":
+    """One without what came with Ampere, and with its shared memory."""
+    return HostDevice(directory, limits=TURING_LIMITS, features=Features.of(TURING))
 
 
 def generated_headers(directory: Path) -> str:
@@ -88,11 +96,19 @@ def _aligned_memory(num_bytes: int) -> tuple[int, np.ndarray]:
 class HostDevice:
     """Kernels are compiled into `directory` when they are first launched, by content.
 
-    defined: further options of the compiler.
+    defined: further options of the compiler. limits, features: of the device.
     """
 
-    def __init__(self, directory: Path, defined: Sequence[str] = ()) -> None:
-        self.directory, self._defined = directory, defined
+    def __init__(
+        self,
+        directory: Path,
+        defined: Sequence[str] = (),
+        *,
+        limits: DeviceLimits = LIMITS,
+        features: Features = FEATURES,
+    ) -> None:
+        self.directory, self.limits = directory, limits
+        self._defined = (*defined, *features.options)
         self._libraries: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL] = {}
         self.driver = HostDriver()  # while installed
         self.launches = 0  # each has its own order of threads
@@ -101,9 +117,9 @@ class HostDevice:
 
     @contextmanager
     def installed(self) -> Iterator["HostDevice"]:
-        """A context in which every `CudaProgram` is launched here, with LIMITS."""
+        """A context in which every `CudaProgram` is launched here, with the device's limits."""
         with HostDriver().installed() as self.driver, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(limits, "_limits_of", lambda index: LIMITS)
+            patch.setattr(limits, "_limits_of", lambda index: self.limits)
             patch.setattr(CudaProgram, "kernel", lambda own, instance: HostKernel(self, own, instance))
             yield self
 
@@ -120,8 +136,7 @@ class HostDevice:
                 HOST / "kernels.cpp",
             ]
             options += LINKER
-            has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm")
-            options += [f"-DSHARED_KIB={HOPPER_KIB if has_more else LEAST_KIB}"]
+            options += [f"-DSHARED_KIB={self._shared_kib(source)}"]
             sources = [HOST / "kernels.cpp", *sorted(compiler._closure(source))]
             grid = HOST / "grid.cpp"
             grid = self._compiled("grid.o", [grid], ["-O2", "-U_FORTIFY_SOURCE", "-c", grid])
@@ -129,6 +144,11 @@ class HostDevice:
             library.launch.restype = ctypes.c_char_p
             self._libraries[key] = library
         return self._libraries[key]
+
+    def _shared_kib(self, source: Path) -> int:
+        """What a block may take: of some kernels tests launch what is for Hopper."""
+        has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm")
+        return HOPPER_KIB if has_more and self.limits is LIMITS else self.limits.shared_per_block >> 10
 
     def _compiled(self, name: str, sources: Sequence[Path], options: Sequence[str | Path]) -> Path:
         """A file that depends on these sources and options."""

@@ -10,6 +10,6 @@ __global__ void count_arrivals(int* counts) {
   gemm::arrive_after_reads(barrier, threadIdx.x);
   __syncthreads();
   if (threadIdx.x > 0) return;
-  counts[0] = 1 + warp_size - barrier_at(barrier).missing;
+  counts[0] = 1 + warp_size - *reinterpret_cast<const int*>(shared_at(barrier));  // those missing
   counts[1] = gemm::warp_arrivals;
 }

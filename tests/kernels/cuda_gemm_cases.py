@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from machine_code import stack_bytes
 
+from bench.kernels.machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, SUM_SIZE, QuantActivations
 from coldstream.kernels.arithmetic.reference import quantize_activations

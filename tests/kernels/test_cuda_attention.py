@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machine_code import stack_bytes
 
+from bench.kernels.machine_code import stack_bytes
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_types import CACHE_TYPES

@@ -10,10 +10,10 @@ from guarded import Guarded
 from host_code import HostCode
 from hypothesis import given
 from hypothesis import strategies as st
-from machine_code import stack_bytes
 from random_blocks import float16_places, random_weight
 from same_bits import assert_same_bits
 
+from bench.kernels.machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.dequantize import reference

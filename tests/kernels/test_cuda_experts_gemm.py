@@ -13,7 +13,7 @@ from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
+from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tilings
 from coldstream.kernels.experts.cuda_gemm import (
     GROUP_PROGRAM,
     LARGE_TILINGS,
@@ -47,7 +47,7 @@ def test_grouping_compiles(arch: str) -> None:
 def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
     """Every instance of each type, for one of two architectures, alternately."""
     for number, quant_type in enumerate(sorted(SMALL_TILINGS)):
-        tilings = (SMALL_TILINGS[quant_type], *LARGE_TILINGS[quant_type], least_tiling(quant_type))
+        tilings = (SMALL_TILINGS[quant_type], *LARGE_TILINGS[quant_type], *least_tilings(quant_type))
         for place, (tiling, gated) in enumerate(product(dict.fromkeys(tilings), (True, False))):
             yield quant_type, instance(tiling, gated), arch_of(tiling, number + place)
 
@@ -196,8 +196,13 @@ def test_every_type(gate: QuantType, up: QuantType, down: QuantType, num_tokens:
 @pytest.mark.parametrize("quant_type", list(SMALL_TILINGS))
 @pytest.mark.parametrize(
     "choose",
-    [SMALL_TILINGS.__getitem__, lambda quant_type: LARGE_TILINGS[quant_type][-1], least_tiling],
-    ids=["small groups", "large groups", "little shared memory"],
+    [
+        SMALL_TILINGS.__getitem__,
+        lambda quant_type: LARGE_TILINGS[quant_type][-1],
+        lambda quant_type: least_tilings(quant_type)[0],
+        lambda quant_type: least_tilings(quant_type)[-1],
+    ],
+    ids=["small groups", "large groups", "little shared memory", "the least shared memory"],
 )
 def test_tilings_of_every_device(quant_type: QuantType, choose: Callable[[QuantType], Tiling]) -> None:
     experts = Experts(6, (512, 256), (quant_type, quant_type))

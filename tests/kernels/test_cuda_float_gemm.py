@@ -6,10 +6,10 @@ import pytest
 import torch
 from cuda_gemm_cases import device_weight
 from guarded import Guarded
-from machine_code import stack_bytes
 from quant_cases import same_numbers
 from random_blocks import activations, random_weight
 
+from bench.kernels.machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.linear.cuda_float_gemm import NAMES, PROGRAM, float_linear_gemm

@@ -6,9 +6,9 @@ import pytest
 import torch
 from delta_cases import DeltaCase, check_results, one_state, weights_on
 from guarded import Guarded
-from machine_code import code_bytes, stack_bytes
 
 from all_pairs import all_pairs
+from bench.kernels.machine_code import code_bytes, stack_bytes
 from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
 from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.cuda.program import CudaProgram

@@ -13,7 +13,7 @@ from random_blocks import activations, float16_places, random_weight
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import quantize_activations
-from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
+from coldstream.kernels.cuda.gemm_tiles import LEAST_SHARED_BYTES, Tiling, least_tilings
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, instance, launch_linear, linear_gemm
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -25,7 +25,7 @@ TYPES = tuple(TILINGS)
 def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
     """Every instance of each type, for one of two architectures, alternately."""
     for number, quant_type in enumerate(TYPES):
-        for place, tiling in enumerate(dict.fromkeys((*TILINGS[quant_type], least_tiling(quant_type)))):
+        for place, tiling in enumerate(dict.fromkeys((*TILINGS[quant_type], *least_tilings(quant_type)))):
             yield quant_type, instance(tiling), arch_of(tiling, number + place)
 
 
@@ -114,7 +114,7 @@ def test_extreme_codes(quant_type: QuantType) -> None:
 
 
 def assert_refused(x: torch.Tensor, weight: QuantTensor, reason: str) -> None:
-    tiling, out = least_tiling(weight.quant_type), torch.zeros(len(x), weight.shape[0])
+    (tiling, *_), out = least_tilings(weight.quant_type), torch.zeros(len(x), weight.shape[0])
     with pytest.raises(ValueError, match=reason):
         launch_linear(PROGRAM, tiling, quantize_activations(x), weight, out)
 
@@ -133,15 +133,21 @@ def test_refuses_what_does_not_fit(quant_type: QuantType) -> None:
 
 @pytest.mark.parametrize("quant_type", TYPES)
 def test_least_tilings_fit_every_device(quant_type: QuantType) -> None:
-    assert least_tiling(quant_type).shared_bytes <= 99 * 1024
+    tilings = least_tilings(quant_type)
+    assert tilings[0].shared_bytes <= 99 * 1024
+    assert tilings[-1].shared_bytes <= LEAST_SHARED_BYTES == 64 * 1024
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("quant_type", TYPES)
 @pytest.mark.parametrize(
     "choose",
-    [lambda quant_type: TILINGS[quant_type][-1], least_tiling],
-    ids=["no warpgroups", "little shared memory"],
+    [
+        lambda quant_type: TILINGS[quant_type][-1],
+        lambda quant_type: least_tilings(quant_type)[0],
+        lambda quant_type: least_tilings(quant_type)[-1],
+    ],
+    ids=["no warpgroups", "little shared memory", "the least shared memory"],
 )
 def test_tilings_of_other_devices(quant_type: QuantType, choose: Callable[[QuantType], Tiling]) -> None:
     x = activations(6, 90, 768)

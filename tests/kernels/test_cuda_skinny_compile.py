@@ -6,8 +6,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from machine_code import stack_bytes
 
+from bench.kernels.machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.skinny_shapes import (

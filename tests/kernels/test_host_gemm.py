@@ -14,7 +14,7 @@ from guarded import Guarded
 from random_blocks import activations, extreme_weight, random_weight
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tiling
+from coldstream.kernels.cuda.gemm_tiles import Tiling, least_tilings
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.linear.cuda_gemm import PROGRAM, TILINGS, launch_linear, linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
@@ -72,7 +72,7 @@ def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
     weight, x = extreme_weight(quant_type, 512), activations(1, 9, 512)
     x[5:7] = torch.tensor([[1.0], [-1.0]])
     placed, codes = on_gpu(weight, device="cpu"), device_activations(x, quant_type, "cpu")
-    for tiling in dict.fromkeys((TILINGS[quant_type][0], least_tiling(quant_type))):
+    for tiling in dict.fromkeys((TILINGS[quant_type][0], *least_tilings(quant_type))):
         out = Guarded(9, len(weight.blocks), device=CPU)
         launch_linear(PROGRAM, tiling, codes, placed, out.tensor)
         assert_same(out.checked(), linear_exact(x, weight))
@@ -99,7 +99,7 @@ def test_one_lane_of_a_warp_arrives_but_for_racecheck(host: HostDevice) -> None:
 @pytest.mark.parametrize(
     ("quant_type", "tiling"),
     [
-        (QuantType.Q4_K, least_tiling(QuantType.Q4_K)),
+        (QuantType.Q4_K, least_tilings(QuantType.Q4_K)[0]),
         *(
             (quant_type, each)
             for quant_type in (QuantType.Q4_K, QuantType.Q8_0)

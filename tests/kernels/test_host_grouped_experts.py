@@ -10,7 +10,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.experts.cuda import gate_up_of
 from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, MAX_ITEM_ROWS, ChosenIds, plan_groups
-from host_device import LIMITS
+from host_device import LIMITS, TURING_LIMITS
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -89,7 +89,9 @@ def test_more_tokens_and_floats_are_for_other_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [LIMITS, DeviceLimits(132, 227 << 10, 228 << 10)], ids=["99 KiB", "Hopper"]
+    "limits",
+    [TURING_LIMITS, LIMITS, DeviceLimits(132, 227 << 10, 228 << 10)],
+    ids=["Turing", "99 KiB", "Hopper"],
 )
 def test_a_block_s_memory_holds_what_is_planned_for_it(limits: DeviceLimits) -> None:
     layer = Layer.random((Q4K, Q4K, Q8), (3, 32, 256), None)

@@ -16,7 +16,7 @@ from coldstream.kernels.attention.reference import finish, split_gate
 from coldstream.kernels.ops import AttentionHeads, Rows
 
 MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
-SHARED_PER_BLOCK = (99 << 10, 227 << 10)  # of consumers' devices, and of Hopper
+SHARED_PER_BLOCK = (64 << 10, 99 << 10, 227 << 10)  # of Turing, of later consumers' devices, of Hopper
 
 
 def check(

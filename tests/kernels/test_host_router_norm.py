@@ -48,6 +48,7 @@ def test_a_norm_in_the_routers_launch_has_the_bits_of_its_own(experts: int, cols
         assert_same_bits(together, apart)
 
 
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(("tokens", "cols"), [(9, 256), (1, 100), (8, 8192), (0, 256)])
 def test_rows_that_no_router_norms(tokens: int, cols: int) -> None:
     assert not NormBefore.is_supported(tokens, cols)

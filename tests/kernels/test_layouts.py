@@ -7,6 +7,7 @@ import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from coldstream.kernels.attention.chunks import BLOCK_SIZE as BLOCK_POSITIONS_OF
 from coldstream.kernels.attention.levels import LARGEST_LEVEL, LEVELS
 from coldstream.kernels.attention.planes import LARGEST_TWO_PLANE_CODE, LOW_UNIT
 from coldstream.kernels.cuda import gemm_tiles, skinny_shapes
-from coldstream.kernels.cuda.compiler import KERNELS, CompileError, _compile
+from coldstream.kernels.cuda.compiler import KERNELS, CompileError, compile_uncached
 from coldstream.kernels.cuda.structs import declared_structs
 from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 from coldstream.kernels.draft_block import cuda as draft_block
@@ -60,6 +61,10 @@ for path in KERNELS.rglob("*.py"):
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
 TILING = "coldstream::gemm::{}"
+
+
+def bits_of(cache_name: str) -> int:
+    return CACHE_LAYOUTS[cache_name].value_bits
 
 
 def attention_shape(cache_name: str, head_dim: int) -> AttentionShape:
@@ -97,7 +102,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(IntegerAttention<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, 4, true>::Block::row_bytes)": (
+            f"(IntegerAttention<{bits_of(name)}, {head_dim}, 4, true, 2>::Block::row_bytes)": (
                 integers._tile_row_bytes(attention_shape(name, head_dim))
             )
             for name in INTEGER_CACHE_TYPES
@@ -107,13 +112,11 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "attention/integers_decode.cu": {
         "decode_warps": integers.DECODE_WARPS,
         **{
-            f"(DecodeMemory<{CACHE_LAYOUTS[name].value_bits}, {head_dim}, {blocks}>::bytes)": (
-                form.shared_bytes
-            )
+            f"(DecodeMemory<{bits_of(name)}, {head_dim}, {blocks}, {places}>::bytes)": (form.shared_bytes)
             for name in INTEGER_CACHE_TYPES
             for head_dim in (32, 96, 256)
-            for blocks, form in zip(
-                integers.DECODE_BLOCKS,
+            for (places, blocks), form in zip(
+                product(integers.PLACES, integers.DECODE_BLOCKS),
                 integers.decode_forms(attention_shape(name, head_dim), False, 2),
                 strict=True,
             )
@@ -154,10 +157,13 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "max_candidates": MAX_CANDIDATES,
     },
     "draft_block/attend.cu": {
-        "block_threads": draft_block.THREADS,
-        "block_queries": draft_block.BLOCK_QUERIES,
+        "warp_queries": draft_block.WARP_QUERIES,
         **{f"part_positions<{dim}>": draft_block._part_positions(dim) for dim in HEAD_SIZES},
-        **{f"sizeof(PartMemory<{dim}>)": draft_block._part_bytes(dim) for dim in HEAD_SIZES},
+        **{
+            f"sizeof(PartMemory<{dim}, {warps}>)": draft_block.part_bytes(dim, warps)
+            for dim in HEAD_SIZES
+            for warps in draft_block.WARPS
+        },
     },
     "experts/stage.cu": {"warp_size": stage.THREADS},
     "experts/partition.cu": {
@@ -333,7 +339,7 @@ def compile_with(file: str, lines: Sequence[str], directory: Path) -> None:
     source.write_text(
         "\n".join([f'#include "{file}"', *namespaces, *lines, "template <int> __global__ void none() {}"])
     )
-    _compile(source, ("none<0>",), "compute_90")
+    compile_uncached(source, ("none<0>",), "compute_90")
 
 
 @pytest.mark.parametrize("file", sorted({source for source, _ in (*declared_structs(), *OTHERS)}))

@@ -1,6 +1,6 @@
 // Stands for the package's cuda/instructions.cuh where its kernels are compiled for the host. Threads take
 // turns, so that memory is in order by itself; copies arrive at once or when they are waited for, and each
-// look at the clock advances it.
+// look at the clock advances it. What devices without asynchronous copies have instead is the package's.
 #pragma once
 
 #include "cuda/arithmetic.cuh"
@@ -80,8 +80,6 @@ inline uint8_t* shared_at(uint32_t address) {
   return reinterpret_cast<uint8_t*>(dynamic_shared) + int32_t(address);
 }
 
-inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global, 16); }
-inline void copy_async_8(void* shared, const void* global) { begin_copy(shared, global, 8); }
 inline void load_shared_1(uint32_t from, float& a) { a = reinterpret_cast<const float*>(shared_at(from))[0]; }
 inline void load_shared_2(uint32_t from, float& a, float& b) {
   load_shared_1(from, a);
@@ -92,6 +90,11 @@ inline void load_shared_4(uint32_t from, float& a, float& b, float& c, float& d)
   load_shared_2(from + 8, c, d);
 }
 inline void store_shared_1(uint32_t to, float a) { *reinterpret_cast<float*>(shared_at(to)) = a; }
+inline void end_of_copies() {}
+
+#if COLDSTREAM_ASYNC_COPIES
+inline void copy_async_16(void* shared, const void* global) { begin_copy(shared, global, 16); }
+inline void copy_async_8(void* shared, const void* global) { begin_copy(shared, global, 8); }
 inline void copy_if_below(int limit, int index, uint32_t to, const void* from) {
   if (index < limit) begin_copy(shared_at(to), from, 16);
 }
@@ -103,5 +106,10 @@ template <int pending>
 void wait_for_copies() {
   wait_for_groups(pending);
 }
+#endif
 
 }  // namespace coldstream
+
+#if !COLDSTREAM_ASYNC_COPIES
+#include "cuda/plain_copies.cuh"
+#endif

@@ -92,6 +92,8 @@ struct ProductOfWarp {
   }
 };
 
+#if COLDSTREAM_WIDE_PRODUCTS
+
 struct ProductOperands {
   const uint32_t (&a)[4];
   uint32_t b[2];
@@ -139,12 +141,60 @@ inline void add_product_of_unsigned(int (&d)[4], const uint32_t (&a)[4], uint32_
   add_product_of_bytes<uint8_t>(d, a, b0, b1);
 }
 
+#else
+
+// Of 8 x 16 by 16 x 8 bytes.
+struct NarrowOperands {
+  uint32_t a, b;
+  int (&d)[2];
+};
+
+template <class B>
+bool multiply_narrow_for_warp(NarrowOperands* const* lanes) {
+  ProductOfWarp product = {};
+  for (int lane = 0; lane < 32; lane++) {
+    product.set_row<int8_t>(lane / 4, lane % 4, lanes[lane]->a);
+    product.set_column<B>(lane / 4, lane % 4, lanes[lane]->b);
+  }
+  product.multiply();
+  for (int lane = 0; lane < 32; lane++) {
+    int own[4] = {lanes[lane]->d[0], lanes[lane]->d[1], 0, 0};
+    product.add_to(own, lane);
+    lanes[lane]->d[0] = own[0];
+    lanes[lane]->d[1] = own[1];
+  }
+  return true;
+}
+
+template <class B>
+void add_narrow_product_of_bytes(int& d0, int& d1, uint32_t a, uint32_t b) {
+  int d[2] = {d0, d1};
+  NarrowOperands own = {a, b, d};
+  compute_for_warp<NarrowOperands, multiply_narrow_for_warp<B>>(own);
+  d0 = d[0];
+  d1 = d[1];
+}
+
+inline void add_narrow_product(int& d0, int& d1, uint32_t a, uint32_t b) {
+  add_narrow_product_of_bytes<int8_t>(d0, d1, a, b);
+}
+
+inline void add_narrow_product_of_unsigned(int& d0, int& d1, uint32_t a, uint32_t b) {
+  add_narrow_product_of_bytes<uint8_t>(d0, d1, a, b);
+}
+
+#endif
+
 inline void store_shared_16(uint32_t address, int a, int b, int c, int d) {
   *reinterpret_cast<int4*>(shared_at(address)) = {a, b, c, d};
 }
 inline void store_shared_4(uint32_t address, int value) {
   *reinterpret_cast<int*>(shared_at(address)) = value;
 }
+
+#if COLDSTREAM_ASYNC_COPIES
+
+constexpr int arrivals_of_copier() { return 2; }
 
 // A barrier in shared memory: how many have yet to arrive in this phase, of how many, and the phase.
 struct SharedBarrier {
@@ -169,4 +219,28 @@ inline void wait_barrier(uint32_t barrier, int phase) {
   while (barrier_at(barrier).phase == phase) wait_for_change();
 }
 
+#else
+
+inline uint32_t& shared_word(uint32_t address) { return *reinterpret_cast<uint32_t*>(shared_at(address)); }
+inline uint32_t load_acquire_shared(uint32_t from) { return shared_word(from); }
+inline void store_release_shared(uint32_t to, uint32_t value) {
+  shared_word(to) = value;
+  note_change();
+}
+inline uint32_t add_to_shared(uint32_t to, uint32_t value) {
+  const uint32_t before = shared_word(to);
+  shared_word(to) = before + value;
+  return before;
+}
+inline void look_again() { wait_for_change(); }
+
+#endif
+
 }  // namespace coldstream
+
+#if !COLDSTREAM_WIDE_PRODUCTS
+#include "cuda/narrow_products.cuh"
+#endif
+#if !COLDSTREAM_ASYNC_COPIES
+#include "cuda/counted_barriers.cuh"
+#endif

@@ -14,9 +14,10 @@ values a head.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from coldstream.errors import UnsupportedError
@@ -43,11 +44,11 @@ WARPGROUPS = "integers_warpgroups.cu"
 PREPARE_THREADS, PREPARE_HEADS = 128, 8  # a block
 TILE_SCALE_BYTES = 16  # of a row in shared memory, behind the planes
 PAIRS = 16  # of a row and a query head, which a warp takes
+PLACES = (2, 1)  # of tiles: one for keys and one for values, or one that has them in turn
 PREFILL_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 DECODE_WARPS, DECODE_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
 GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
 GROUP_STAGES, NOTE_BYTES = 2, 28
-RESERVED_SHARED_BYTES = 1024  # by the driver, of each block
 HEAD_MULTIPLE = 32
 LARGEST_HEAD = 256
 
@@ -106,6 +107,11 @@ class IntegerKernels:
         merging = MergeKernels(shape, device.shared_per_block)
         self.programs |= merging.programs
         self.merge = merging.merge
+
+    @property
+    def forms(self) -> "Sequence[KernelForm]":
+        """The forms of attention itself that the device runs."""
+        return tuple(dict.fromkeys(self._forms.values()))
 
     def _is_needed(self, kind: str, trees: bool) -> bool:
         if kind == "decode_half":
@@ -205,7 +211,8 @@ class IntegerKernels:
         kind = kind_of(shape, num_rows, is_branching, is_deep, self._by_warpgroups)
         form = self._forms[kind, trees and kind not in CHAINS]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
-        at_once = max(1, self.device.shared_per_processor // (form.shared_bytes + RESERVED_SHARED_BYTES))
+        block_bytes = form.shared_bytes + self.device.reserved_per_block
+        at_once = max(1, self.device.shared_per_processor // block_bytes)
         self.programs[form.file].kernel(form.instance).launch(
             (min(num_items, at_once * self.device.num_processors), 1, 1),
             32 * form.warps,
@@ -256,23 +263,23 @@ def _tile_row_bytes(shape: AttentionShape) -> int:
 def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[KernelForm]:
     """Of integers.cu, the best first."""
     row_bytes = _tile_row_bytes(shape)
-    for warps in PREFILL_WARPS[PREFILL_WARPS.index(most_warps) :]:
+    for places, warps in product(PLACES, PREFILL_WARPS[PREFILL_WARPS.index(most_warps) :]):
         num_pairs = PAIRS * warps
-        # Two tiles; queries; weights and positions of draft trees.
-        shared = 2 * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
+        # Tiles; queries; weights and positions of draft trees.
+        shared = places * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
         shared += num_pairs * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        instance = _instance("attention_integers", shape, warps, trees)
+        instance = _instance("attention_integers", shape, warps, trees, places)
         yield KernelForm("integers.cu", instance, warps, num_pairs, shared)
 
 
 def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[KernelForm]:
     """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
-    for blocks in () if trees else DECODE_BLOCKS:
+    for places, blocks in () if trees else product(PLACES, DECODE_BLOCKS):
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
-        shared = 2 * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
+        shared = places * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
-        instance = _instance("attention_integers_decode", shape, blocks, halves)
+        instance = _instance("attention_integers_decode", shape, blocks, halves, places)
         yield KernelForm("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
 
 

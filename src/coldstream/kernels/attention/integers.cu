@@ -14,7 +14,8 @@ extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-template <int bits, int head_dim, int warps, bool has_trees>
+// places: 1 if keys and values have the same place in turn.
+template <int bits, int head_dim, int warps, bool has_trees, int places>
 struct IntegerAttention : BlockItems<warps * pairs> {
   using Items = BlockItems<warps * pairs>;
   using Items::a;
@@ -24,7 +25,7 @@ struct IntegerAttention : BlockItems<warps * pairs> {
   static constexpr int threads = warp_size * warps;
   static constexpr int most_tiles = has_trees ? 2 : 1;  // of indices in which a tile of positions has keys
 
-  uint8_t *const tiles, *const queries;  // two tiles; [warps · pairs, query_bytes]
+  uint8_t *const tiles, *const queries;  // [places, tile_bytes]; [warps · pairs, query_bytes]
   float* const by_position;              // [warps · pairs, 64], weights of a draft tree's rows
   int32_t* const drafts;                 // positions of the rows of a tree
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
@@ -38,7 +39,7 @@ struct IntegerAttention : BlockItems<warps * pairs> {
   __device__ IntegerAttention(const IntegersArguments& arguments, uint8_t* shared)
       : Items(arguments),
         tiles(shared),
-        queries(shared + 2 * Block::tile_bytes),
+        queries(shared + places * Block::tile_bytes),
         by_position(reinterpret_cast<float*>(queries + warps * pairs * Block::query_bytes)),
         drafts(reinterpret_cast<int32_t*>(by_position + warps * pairs * block_positions)) {}
 
@@ -96,8 +97,8 @@ struct IntegerAttention : BlockItems<warps * pairs> {
   __device__ void order_by_position(const RowRun& run, int tile, const PairFloats (&weights)[most_tiles],
                                     const uint32_t (&visible)[most_tiles], ForBoth<float>& total) const {
     PairFloats ordered;
-    float* const places = by_position + warp * pairs * block_positions;
-    for (int i = lane; i < pairs * block_positions; i += warp_size) places[i] = 0.0f;
+    float* const ordered_at = by_position + warp * pairs * block_positions;
+    for (int i = lane; i < pairs * block_positions; i += warp_size) ordered_at[i] = 0.0f;
     __syncwarp();
 #pragma unroll
     for (int s = 0; s < most_tiles; s++) {
@@ -108,7 +109,7 @@ struct IntegerAttention : BlockItems<warps * pairs> {
           if (!is_seen(visible[s], n, i)) continue;
           const int index = (tile + s) * block_positions + 8 * n + 2 * t + i % 2;
           const int position = own.view[i / 2].position_in(tile, index, run, drafts);
-          places[(8 * (i / 2) + g) * block_positions + position % block_positions] = weights[s][n][i];
+          ordered_at[(8 * (i / 2) + g) * block_positions + position % block_positions] = weights[s][n][i];
         }
       }
     }
@@ -117,10 +118,39 @@ struct IntegerAttention : BlockItems<warps * pairs> {
     for (int n = 0; n < columns; n++) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        ordered[n][i] = places[(8 * (i / 2) + g) * block_positions + 8 * n + 2 * t + i % 2];
+        ordered[n][i] = ordered_at[(8 * (i / 2) + g) * block_positions + 8 * n + 2 * t + i % 2];
     }
     __syncwarp();
     sum_in_order(ordered, total);
+  }
+
+  // Rounds weights that have been multiplied by the values' scales. greatest: of the lane's.
+  __device__ void round(int num_tiles, const PairFloats (&weights)[most_tiles],
+                        const ForBoth<uint32_t>& greatest, WeightCodes (&codes)[most_tiles],
+                        ForBoth<float>& scale) const {
+    ForBoth<PlaneScale> by;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
+      scale[i] = by[i].scale * (1.0f / low_unit);
+    }
+#pragma unroll
+    for (int s = 0; s < most_tiles; s++) {
+      if (s < num_tiles) round_weights(weights[s], by, codes[s]);
+    }
+  }
+
+  __device__ void add_sums(int tile, int strip, const ValueSums& sums, const ForBoth<float>& scale,
+                           const ForBoth<float>& correction) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        float& numerator = numerators[strip][i][c];
+        const float before = numerator * correction[i];
+        if (own.view[i].meets(tile)) numerator = __fmaf_rn(scale[i], sums.sum(i, c), before);
+      }
+    }
   }
 
   // values: of the tiles with keys of the tile of positions, in order.
@@ -133,18 +163,9 @@ struct IntegerAttention : BlockItems<warps * pairs> {
       if (s < num_tiles)
         Block::scale_weights(values + s * Block::tile_bytes, visible[s], weights[s], greatest);
     }
-    ForBoth<PlaneScale> by;
-    ForBoth<float> scale;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      by[i] = scale_of_codes<16>(greatest_of_pair(greatest[i]));
-      scale[i] = by[i].scale * (1.0f / low_unit);
-    }
     WeightCodes codes[most_tiles];
-#pragma unroll
-    for (int s = 0; s < most_tiles; s++) {
-      if (s < num_tiles) round_weights(weights[s], by, codes[s]);
-    }
+    ForBoth<float> scale;
+    round(num_tiles, weights, greatest, codes, scale);
 #pragma unroll
     for (int strip = 0; strip < Block::strips; strip++) {
       ValueSums sums;
@@ -152,47 +173,87 @@ struct IntegerAttention : BlockItems<warps * pairs> {
       for (int s = 0; s < most_tiles; s++) {
         if (s < num_tiles) Block::add_values(values + s * Block::tile_bytes, strip, codes[s], sums);
       }
+      add_sums(tile, strip, sums, scale, correction);
+    }
+  }
+
+  // The same for tiles that have one place in turn: two come once for their scales, and once for every few
+  // columns, as the sums of both are one number before it is rounded.
+  __device__ void add_values_in_turn(const RowRun& run, int tile, int num_tiles,
+                                     PairFloats (&weights)[most_tiles], const uint32_t (&visible)[most_tiles],
+                                     const ForBoth<float>& correction) {
+    constexpr int at_once = Block::strips % 4 ? 2 : 4;
+    ForBoth<uint32_t> greatest = {};
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+    for (int s = 0; s < most_tiles; s++) {
+      if (s >= num_tiles) continue;
+      bring(a.v_cache, run, tile + s);
+      Block::scale_weights(tiles, visible[s], weights[s], greatest);
+    }
+    WeightCodes codes[most_tiles];
+    ForBoth<float> scale;
+    round(num_tiles, weights, greatest, codes, scale);
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-          float& numerator = numerators[strip][i][c];
-          const float before = numerator * correction[i];
-          if (own.view[i].meets(tile)) numerator = __fmaf_rn(scale[i], sums.sum(i, c), before);
-        }
+    for (int begin = 0; begin < Block::strips; begin += at_once) {
+      ValueSums sums[at_once];
+#pragma unroll
+      for (int s = 0; s < most_tiles; s++) {
+        if (s >= num_tiles) continue;
+        if (num_tiles > 1) bring(a.v_cache, run, tile + s);
+#pragma unroll
+        for (int k = 0; k < at_once; k++) Block::add_values(tiles, begin + k, codes[s], sums[k]);
       }
+#pragma unroll
+      for (int k = 0; k < at_once; k++) add_sums(tile, begin + k, sums[k], scale, correction);
     }
   }
 
   __device__ const uint8_t* own_queries() const { return queries + warp * pairs * Block::query_bytes; }
 
+  // Copies a tile to the first place, in which nobody reads any more what was there.
+  __device__ void bring(const uint8_t* cache, const RowRun& run, int tile) {
+    __syncthreads();
+    load(tiles, cache, run, tile);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    unpack(tiles);
+  }
+
   // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while
-  // the values of the tile before are multiplied, and values while scores are computed.
+  // the values of the tile before are multiplied, and values while scores are computed. In one place each is
+  // copied when it is needed.
   __device__ void attend_in_order(const RowRun& run, int begin, int end, int last) {
-    uint8_t *const keys = tiles, *const values = tiles + Block::tile_bytes;
+    constexpr bool in_turn = places == 1;
+    uint8_t *const keys = tiles, *const values = tiles + (places - 1) * Block::tile_bytes;
     load(keys, a.k_cache, run, begin);
     commit_copies();
-    load(values, a.v_cache, run, begin);
-    commit_copies();
+    if constexpr (!in_turn) {
+      load(values, a.v_cache, run, begin);
+      commit_copies();
+    }
     for (int tile = begin; tile <= end; tile++) {
       PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
       ForBoth<float> correction;
-      wait_for_copies<1>();
+      wait_for_copies<places - 1>();
       __syncthreads();
       unpack(keys);
       Block::find_scores(keys, own_queries(), own.query_scale, scores[0]);
       __syncthreads();
-      if (tile < end) load(keys, a.k_cache, run, tile + 1);
+      if constexpr (in_turn)
+        load(values, a.v_cache, run, tile);
+      else if (tile < end)
+        load(keys, a.k_cache, run, tile + 1);
       commit_copies();
       visible[0] = own.visible_in(tile, tile, run, drafts);
       weigh(run, tile, 1, scores, visible, correction);
-      wait_for_copies<1>();
+      wait_for_copies<places - 1>();
       __syncthreads();
       unpack(values);
       add_values(values, tile, 1, scores, visible, correction);
       __syncthreads();
-      if (tile < end) load(values, a.v_cache, run, tile + 1);
+      if (tile < end) load(values, in_turn ? a.k_cache : a.v_cache, run, tile + 1);
       commit_copies();
       if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
@@ -209,23 +270,23 @@ struct IntegerAttention : BlockItems<warps * pairs> {
 #pragma unroll
       for (int s = 0; s < most_tiles; s++) {
         if (s >= num_tiles) continue;
-        __syncthreads();
-        load(tiles, a.k_cache, run, tile + s);
-        commit_copies();
-        wait_for_copies<0>();
-        __syncthreads();
-        unpack(tiles);
+        bring(a.k_cache, run, tile + s);
         Block::find_scores(tiles, own_queries(), own.query_scale, scores[s]);
         visible[s] = own.visible_in(tile, tile + s, run, drafts);
       }
-      __syncthreads();
-      for (int s = 0; s < num_tiles; s++) load(tiles + s * Block::tile_bytes, a.v_cache, run, tile + s);
-      commit_copies();
-      weigh(run, tile, num_tiles, scores, visible, correction);
-      wait_for_copies<0>();
-      __syncthreads();
-      for (int s = 0; s < num_tiles; s++) unpack(tiles + s * Block::tile_bytes);
-      add_values(tiles, tile, num_tiles, scores, visible, correction);
+      if constexpr (places == 1) {
+        weigh(run, tile, num_tiles, scores, visible, correction);
+        add_values_in_turn(run, tile, num_tiles, scores, visible, correction);
+      } else {
+        __syncthreads();
+        for (int s = 0; s < num_tiles; s++) load(tiles + s * Block::tile_bytes, a.v_cache, run, tile + s);
+        commit_copies();
+        weigh(run, tile, num_tiles, scores, visible, correction);
+        wait_for_copies<0>();
+        __syncthreads();
+        for (int s = 0; s < num_tiles; s++) unpack(tiles + s * Block::tile_bytes);
+        add_values(tiles, tile, num_tiles, scores, visible, correction);
+      }
       if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
     }
     __syncthreads();
@@ -322,12 +383,13 @@ struct IntegerAttention : BlockItems<warps * pairs> {
   }
 };
 
-// has_trees: whether there may be draft trees among the rows.
-template <int bits, int head_dim, int warps, bool has_trees>
+// has_trees: whether there may be draft trees among the rows. places: see PLACES in cuda.py.
+template <int bits, int head_dim, int warps, bool has_trees, int places>
 __global__ void __launch_bounds__((warp_size * warps)) attention_integers(const IntegersArguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  IntegerAttention<bits, head_dim, warps, has_trees>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).run();
+  IntegerAttention<bits, head_dim, warps, has_trees, places>(a, reinterpret_cast<uint8_t*>(dynamic_shared))
+      .run();
 }
 
 }  // namespace coldstream

@@ -4,8 +4,8 @@
 // A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one
 // or two blocks of 64 positions (integers_decode_steps.cuh). Each warp computes the scores of 16 positions,
 // and then the sums of values of some columns over all positions of the step, so that numerators stay in
-// registers. The keys and values of the next step are copied meanwhile. Maximum, denominator and numerators
-// of a chunk go to a workspace for the merge.
+// registers. The keys and values of the next step are copied meanwhile, if they have a tile each. Maximum,
+// denominator and numerators of a chunk go to a workspace for the merge.
 #include "attention/integers_block.cuh"
 #include "attention/integers_decode_steps.cuh"
 
@@ -34,12 +34,12 @@ struct PairProgress {
 };
 
 // blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a
-// second one.
-template <int bits, int head_dim, int blocks, int halves>
+// second one. places: 1 if keys and values have the same place in turn.
+template <int bits, int head_dim, int blocks, int halves, int places>
 struct DecodeAttention {
   using KeptRow = CacheRow<bits, head_dim>;
   using Block = PairBlock<KeptRow::planes, head_dim>;
-  using Memory = DecodeMemory<bits, head_dim, blocks>;
+  using Memory = DecodeMemory<bits, head_dim, blocks, places>;
   static constexpr int warps = Memory::warps,
                        parts = warps / blocks;         // warps that share the scores of a block
   static constexpr int own_columns = columns / parts;  // times eight positions, of a warp
@@ -262,6 +262,12 @@ struct DecodeAttention {
     }
   }
 
+  // And the queries of its item, with its first.
+  __device__ void load_keys(const DecodeSteps<blocks>& step) const {
+    if (step.begins_item) shared.load_queries(a, step);
+    shared.load_keys(a, step);
+  }
+
   // Each barrier separates writes to shared memory from reads by other warps: copied keys from scores, scores
   // from the copies of the next keys and from maxima, weights from codes, codes from sums of values, and
   // those from the next copies.
@@ -275,20 +281,21 @@ struct DecodeAttention {
       uint32_t visible = 0;
       if (has_now) {
         if (now.begins_run) begin_run(now);
-        wait_for_copies<1>();
+        wait_for_copies<places - 1>();
         __syncthreads();
         shared.unpack(shared.keys());
         find_scores(now, visible, scores);
+        if constexpr (places == 1) {
+          __syncthreads();
+          shared.load_values(a, now);
+        }
         wait_for_copies<0>();
         __syncthreads();
       } else {
         wait_for_previous_grid();
         release_next_grid();
       }
-      if (has_next) {
-        if (steps.begins_item) shared.load_queries(a, steps);
-        shared.load_keys(a, steps);
-      }
+      if (places == 2 && has_next) load_keys(steps);
       if (has_now) {
         shared.unpack(shared.values());
         ForBoth<float> corrections[blocks], maximum;
@@ -302,7 +309,10 @@ struct DecodeAttention {
         __syncthreads();
       }
       if (!has_next) return;
-      shared.load_values(a, steps);
+      if constexpr (places == 2)
+        shared.load_values(a, steps);
+      else
+        load_keys(steps);
       now = steps;
       has_now = true;
     }
@@ -311,10 +321,11 @@ struct DecodeAttention {
 
 // Rows of draft trees are not supported. Positions and tables were written before the previous launch began,
 // so that the first step may be found before that launch has ended.
-template <int bits, int head_dim, int blocks, int halves>
-__global__ void __launch_bounds__(DecodeMemory<bits, head_dim, blocks>::threads, 1)
+template <int bits, int head_dim, int blocks, int halves, int places>
+__global__ void __launch_bounds__(DecodeMemory<bits, head_dim, blocks, places>::threads, 1)
     attention_integers_decode(const IntegersArguments a) {
-  DecodeAttention<bits, head_dim, blocks, halves>(a, reinterpret_cast<uint8_t*>(dynamic_shared)).attend();
+  DecodeAttention<bits, head_dim, blocks, halves, places>(a, reinterpret_cast<uint8_t*>(dynamic_shared))
+      .attend();
 }
 
 }  // namespace coldstream

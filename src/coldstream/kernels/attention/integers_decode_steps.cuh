@@ -99,14 +99,15 @@ struct DecodeSteps : DecodeStep {
   }
 };
 
-// blocks: of 64 positions, in a step.
-template <int bits, int head_dim, int blocks>
+// blocks: of 64 positions, in a step. places: see PLACES in cuda.py.
+template <int bits, int head_dim, int blocks, int places>
 struct DecodeMemory {
   using KeptRow = CacheRow<bits, head_dim>;
   using Layout = TileLayout<KeptRow, head_dim>;
   static constexpr int warps = decode_warps * blocks, threads = warps * warp_size;
   static constexpr int rows = blocks * block_positions, query_bytes = 2 * head_dim + 16;
-  static constexpr int queries_at = 2 * blocks * Layout::bytes, weights_at = queries_at + pairs * query_bytes;
+  static constexpr int queries_at = places * blocks * Layout::bytes,
+                       weights_at = queries_at + pairs * query_bytes;
   static constexpr int codes_at = weights_at + rows / 8 * warp_size * 16;
   static constexpr int numbers_at = codes_at + blocks * 4 * warp_size * 16;
   static constexpr int bytes = numbers_at + 2 * (warps + blocks) * pairs * 4;
@@ -114,7 +115,7 @@ struct DecodeMemory {
   uint8_t* const shared;
 
   __device__ uint8_t* keys() const { return shared; }
-  __device__ uint8_t* values() const { return shared + blocks * Layout::bytes; }
+  __device__ uint8_t* values() const { return shared + (places - 1) * blocks * Layout::bytes; }
   __device__ const uint8_t* key(int b, int position) const {
     return keys() + b * Layout::bytes + position * Layout::row_bytes;
   }

@@ -25,17 +25,18 @@ class MergeArguments(ctypes.Structure): ...
 class MergeKernels:
     """The kernels for one shape, compiled when first used.
 
-    shared_per_block: bytes of the device's shared memory, at least for FEWEST_BATCHES.
+    shared_per_block: bytes of the device's shared memory, at least for a batch.
     """
 
     def __init__(self, shape: AttentionShape, shared_per_block: int) -> None:
         self.shape = shape
         parameters = f"{shape.head_dim}, {str(shape.output_gate).lower()}"
         self._most_batches = min(MOST_BATCHES, (shared_per_block - STATIC_BYTES) // BATCH_BYTES)
+        self._fewest_batches = min(FEWEST_BATCHES, self._most_batches)
         self._finishing = f"coldstream::attention_finish<{parameters}>"
         self._merging = {
             batches: f"coldstream::attention_merge<{parameters}, {batches}>"
-            for batches in {FEWEST_BATCHES, self._most_batches}
+            for batches in {self._fewest_batches, self._most_batches}
         }
         self.programs = {
             "merge.cu": CudaProgram(Path(__file__).with_name("merge.cu"), tuple(self._merging.values())),
@@ -85,7 +86,8 @@ class MergeKernels:
             )
             return
         # More batches hide the latency of a long row's chunks, in the room of a second block of threads.
-        batches = FEWEST_BATCHES if max_chunks <= FEWEST_BATCHES * MERGE_BATCH else self._most_batches
+        is_short = max_chunks <= self._fewest_batches * MERGE_BATCH
+        batches = self._fewest_batches if is_short else self._most_batches
         self.programs["merge.cu"].kernel(self._merging[batches]).launch(
             (groups, num_rows, 1),
             GROUP_SIZE,

@@ -19,6 +19,7 @@ from cuda.bindings import nvrtc
 from coldstream.gguf import quant_types
 from coldstream.kept_files import MACHINE_CODE, KeptFiles, directory_of
 from coldstream.kernels.cuda import grid_tables, type_numbers
+from coldstream.kernels.cuda.features import features_for
 from coldstream.kernels.dequantize import grids
 
 KERNELS = Path(__file__).resolve().parents[1]
@@ -77,7 +78,7 @@ def compile_together(
     """
     if (kept := kept_together(source, instances, arch, directory)) is not None:
         return kept
-    codes = _compile(source, instances, arch)
+    codes = compile_uncached(source, instances, arch)
     payload = " ".join(code.symbol for code in codes).encode() + b"\n" + codes[0].cubin
     _cache(directory).put(_entry(source, instances, arch), payload)
     return codes
@@ -105,10 +106,14 @@ def _entry(source: Path, instances: Sequence[str], arch: str) -> str:
 
 def _key(source: Path, instances: Sequence[str], arch: str) -> str:
     _, *version = nvrtc.nvrtcVersion()  # major and minor
-    digest = hashlib.sha256(repr((*instances, arch, OPTIONS, version)).encode())
+    digest = hashlib.sha256(repr((*instances, arch, _options(arch), version)).encode())
     for path in sorted(_closure(source)):
         digest.update(_contents(path, path.stat().st_mtime_ns)[0])
     return digest.hexdigest()[:32]
+
+
+def _options(arch: str) -> tuple[str, ...]:
+    return (*OPTIONS, *features_for(arch).options)
 
 
 def _closure(source: Path) -> set[Path]:
@@ -139,7 +144,8 @@ def generated_headers() -> Mapping[str, str]:
     }
 
 
-def _compile(source: Path, instances: Sequence[str], arch: str) -> tuple[MachineCode, ...]:
+def compile_uncached(source: Path, instances: Sequence[str], arch: str) -> tuple[MachineCode, ...]:
+    """As `compile_together`, without a cache."""
     headers = generated_headers()
     texts, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
     program = _checked(
@@ -148,7 +154,7 @@ def _compile(source: Path, instances: Sequence[str], arch: str) -> tuple[Machine
     try:
         for instance in instances:
             _checked(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
-        options = [*OPTIONS, f"--gpu-architecture={arch}", f"--include-path={KERNELS}"]
+        options = [*_options(arch), f"--gpu-architecture={arch}", f"--include-path={KERNELS}"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{source.name}, {', '.join(instances)}, {arch}:\n{_log(program)}")

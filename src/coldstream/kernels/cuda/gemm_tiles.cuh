@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_tiles(const Job& job) {
   const uint32_t address = shared_address(shared);
   if (threadIdx.x < T::stages) {
     const uint32_t stage = address + threadIdx.x * T::stage_bytes;
-    init_barrier(stage + T::full_at, 2 * copying_threads);  // what a thread stores itself, and what it copies
+    init_barrier(stage + T::full_at, arrivals_of_copier() * copying_threads);
     init_barrier(stage + T::empty_at, T::warps * warp_arrivals);
   }
   if constexpr (T::shares) {

@@ -44,6 +44,7 @@ STAGE_BLOCKS = 8  # of 32 inputs, in a stage of blocks of 32 or 64
 SHARERS, SHARED_BLOCKS = 4, 16  # warpgroups that share a tile's inputs, and blocks of 32 in a stage of it
 TILE_BYTES = 32  # a barrier with what aligns it, and a header
 SWIZZLE_BYTES = 1024
+LEAST_SHARED_BYTES = 64 << 10  # that every device gives a block
 
 
 @dataclass(frozen=True)
@@ -171,19 +172,26 @@ def dense_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:
     return Tiling(quant_type, 1, 8, 8, 1, 3, by_warpgroups=True), Tiling(quant_type, *numbers)
 
 
-def least_tiling(quant_type: QuantType) -> Tiling:
-    """A tiling that fits every device (sm_86, sm_89 and sm_120 give a block 99 KiB)."""
-    return Tiling(quant_type, 1, 2, 4, 2, stages=2)
+def least_tilings(quant_type: QuantType) -> tuple[Tiling, ...]:
+    """Tilings of which one fits every device: the first from Ampere on, the last also before.
+
+    sm_86, sm_89 and sm_120 give a block 99 KiB.
+    """
+    sizes = ((1, 2, 4, 2, 2), (1, 2, 4, 1, 2), (1, 2, 4, 2, 1))
+    tilings = tuple(Tiling(quant_type, *numbers) for numbers in sizes)
+    least = next(i for i, tiling in enumerate(tilings) if tiling.shared_bytes <= LEAST_SHARED_BYTES)
+    return tilings[:1] if least == 0 else (tilings[0], tilings[least])
 
 
 def fitting(tilings: Sequence[Tiling]) -> Tiling:
-    """The first of the tilings, of one type, that the current device can run, or `least_tiling`."""
+    """The first of the tilings, of one type, that the current device can run, or of `least_tilings`."""
     device = device_limits()
-    for tiling in tilings:
+    least = least_tilings(tilings[0].quant_type)
+    for tiling in (*tilings, *least):
         can_run = device.has_warpgroups or not tiling.by_warpgroups
         if can_run and tiling.shared_bytes <= device.shared_per_block:
             return tiling
-    return least_tiling(tilings[0].quant_type)
+    return least[-1]
 
 
 def round_up(n: int, multiple: int) -> int:

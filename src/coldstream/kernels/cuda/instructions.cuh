@@ -9,15 +9,15 @@ namespace coldstream {
 
 // Programmatic dependent launch: a kernel that was launched with `overlap` may run before the kernels before
 // it have ended, and must not touch what they read or write until it has waited. Without `overlap` both do
-// nothing, as on devices before sm_90.
+// nothing, as on devices without it.
 __device__ __forceinline__ void wait_for_previous_grid() {
-#if __CUDA_ARCH__ >= 900
+#if COLDSTREAM_OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void release_next_grid() {
-#if __CUDA_ARCH__ >= 900
+#if COLDSTREAM_OVERLAP
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
@@ -154,19 +154,13 @@ __device__ __forceinline__ float half_to_float(uint16_t h) {
   return f;
 }
 
-// Asynchronous copies from global to shared memory, 16 or 8 aligned bytes a thread.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+// The other way.
+__device__ __forceinline__ uint8_t* shared_at(uint32_t address) {
+  return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
 }
 
 // Loads from shared memory that stay where they are written, ahead of their use.
@@ -187,6 +181,22 @@ __device__ __forceinline__ void load_shared_4(uint32_t from, float& a, float& b,
 
 __device__ __forceinline__ void store_shared_1(uint32_t to, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(a) : "memory");
+}
+
+// What is copied before is not moved behind what follows.
+__device__ __forceinline__ void end_of_copies() { asm volatile("" ::: "memory"); }
+
+#if COLDSTREAM_ASYNC_COPIES
+
+// Asynchronous copies from global to shared memory, 16 or 8 aligned bytes a thread.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
 }
 
 // Copies of 16 bytes, or of 4, by address, if index < limit: as operands of the copy alone, addresses need no
@@ -212,4 +222,10 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+#endif
+
 }  // namespace coldstream
+
+#if !COLDSTREAM_ASYNC_COPIES
+#include "cuda/plain_copies.cuh"
+#endif

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
+from coldstream.kernels.cuda.features import Features
 from coldstream.kernels.cuda.runtime import calls
 
 MAX_OVERLAP_ROWS = 64
@@ -27,7 +28,8 @@ class DeviceLimits:
     num_processors: int
     shared_per_block: int
     shared_per_processor: int
-    has_warpgroups: bool = False  # products of four warps, which only sm_90 has
+    has_warpgroups: bool = False  # see `Features`
+    reserved_per_block: int = 1024  # shared memory that the system takes; none before Ampere
 
 
 def device_limits() -> DeviceLimits:
@@ -42,7 +44,8 @@ def _limits_of(index: int) -> DeviceLimits:
         _attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
         _attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, index),
-        calls.capability() == (9, 0),
+        Features.of(calls.capability()).has_warpgroups,
+        _attribute(names.CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK, index),
     )
 
 

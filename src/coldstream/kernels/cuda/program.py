@@ -22,6 +22,7 @@ from cuda.bindings import driver
 
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.compiler import MachineCode, compile_together, kept_together
+from coldstream.kernels.cuda.features import Features, architecture_of
 from coldstream.kernels.cuda.runtime import calls, streams
 
 Grid = tuple[int, int, int]
@@ -37,7 +38,7 @@ class Kernel:
         """module: the driver's, with a kernel of this name. It stays loaded."""
         self._function = calls.checked(driver.cuModuleGetFunction(module, symbol.encode()))
         self._shared_limit = DEFAULT_SHARED_BYTES
-        self._can_overlap = calls.capability() >= (9, 0)
+        self._can_overlap = Features.of(calls.capability()).has_overlap
         self._overlap = driver.CUlaunchAttribute()
         self._overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._overlap.value.programmaticStreamSerializationAllowed = 1
@@ -220,9 +221,8 @@ def _function(instance: str) -> str:
 
 
 def _architecture() -> str:
-    """The compiler's name of the current device's architecture, with all its instructions."""
-    major, minor = calls.capability()
-    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+    """The compiler's name of the current device's."""
+    return architecture_of(calls.capability())
 
 
 _SCALARS: dict[type[Any], type[Any]] = {int: ctypes.c_int32, bool: ctypes.c_int32, float: ctypes.c_float}

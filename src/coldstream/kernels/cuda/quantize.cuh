@@ -49,7 +49,7 @@ __device__ __forceinline__ GroupShare quantize_group(const float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) max_bits = max(max_bits, magnitude_bits(x[i]));
   if constexpr (scale_elements == group_elements) {
-    max_bits = __reduce_max_sync(all_lanes, max_bits);
+    max_bits = greatest_of_lanes(max_bits);
   } else {
 #pragma unroll
     for (int step = 1; step < scale_elements / 8; step *= 2)

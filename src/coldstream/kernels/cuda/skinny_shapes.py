@@ -50,7 +50,6 @@ GRID_ENTRIES = {
 REPEATED_GRIDS = {QuantType.IQ3_XXS, QuantType.IQ3_S}
 GRID_COPIES = (16, 8)  # of which the first that fits is taken
 SLACK_BYTES = 4  # after the scales, which the compiler loads in pairs, of which the last may be half
-RESERVED_BYTES = 1024  # shared memory per block that the system takes
 STATIC_BYTES = 1024  # most shared memory that a kernel declares statically
 
 
@@ -200,5 +199,5 @@ def plan_ring(
 def _plan_stages(limits: DeviceLimits, stages: int, shared_bytes: int, max_blocks: int) -> RingPlan | None:
     if shared_bytes + STATIC_BYTES > limits.shared_per_block:
         return None
-    fitting = limits.shared_per_processor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+    fitting = limits.shared_per_processor // (shared_bytes + STATIC_BYTES + limits.reserved_per_block)
     return RingPlan(stages, shared_bytes, min(max_blocks, fitting))

@@ -1,16 +1,13 @@
 // Attention of a draft block's rows to the committed rows before it and to the rows of the block.
 //
-// A block of threads takes the queries of one key head, 32 at a time, and every so manieth part of the
-// positions; each warp has four of the queries. The parts are merged by another launch.
+// A block of threads takes the queries of one key head, four for each of its warps at a time, and every so
+// manieth part of the positions. The parts are merged by another launch.
 #include "draft_block/values.cuh"
 
 using namespace coldstream;
 
-constexpr int block_threads = 256;
-constexpr int warps = block_threads / warp_size;
 constexpr int warp_queries = 4;
-constexpr int block_queries = warps * warp_queries;
-// Positions of a part, so that it fits into the 99 KB that every device has.
+// Positions of a part, so that it fits into shared memory with the queries of four warps, or of eight.
 template <int D>
 constexpr int part_positions = D > 128 ? 32 : 64;
 constexpr int eight = 8;  // values of 16 bytes
@@ -39,8 +36,9 @@ struct DraftAttention {
 };
 
 // Parts of keys and values of one key head in shared memory, as bfloat16.
-template <int D>
+template <int D, int warps>
 struct PartMemory {
+  static constexpr int block_queries = warps * warp_queries;
   static constexpr int key_stride =
       D + eight;  // so that lanes that read 16 bytes of neighbouring rows read other banks
   alignas(16) Bfloat16Bits keys[part_positions<D> * key_stride];
@@ -51,9 +49,10 @@ struct PartMemory {
 };
 
 // The block's queries, times the scale of attention.
-template <int D>
+template <int D, int warps>
 __device__ __forceinline__ void load_queries(const DraftAttention& a, int kv_head, int first,
-                                             PartMemory<D>& m) {
+                                             PartMemory<D, warps>& m) {
+  constexpr int block_threads = warps * warp_size, block_queries = warps * warp_queries;
   const int count = a.rows * a.group();
   const float scale = inverse_sqrt(float(D));
   for (int i = threadIdx.x; i < block_queries * D / 4; i += block_threads) {
@@ -89,10 +88,11 @@ __device__ __forceinline__ Place place_of(const DraftAttention& a, const DraftCo
 
 // The positions from `begin` on up to `end`, those from `length` on of the block itself. All loads of a
 // thread are under way before the first of them is stored.
-template <int D>
+template <int D, int warps>
 __device__ __forceinline__ void load_part(const DraftAttention& a, const DraftContext& context, int kv_head,
-                                          int begin, int length, int end, PartMemory<D>& m) {
-  constexpr int row_loads = D / eight, count = part_positions<D> * row_loads / block_threads;
+                                          int begin, int length, int end, PartMemory<D, warps>& m) {
+  constexpr int block_threads = warps * warp_size, row_loads = D / eight;
+  constexpr int count = part_positions<D> * row_loads / block_threads;
   static_assert(count * block_threads == part_positions<D> * row_loads, "each thread loads as much");
   const uint4 zeros = {0u, 0u, 0u, 0u};
   uint4 keys[count], values[count];
@@ -141,7 +141,8 @@ struct Running {
   float maxima[warp_queries] = {least, least, least, least};
   static constexpr float least = -1e30f;
 
-  __device__ __forceinline__ void add(const DraftAttention& a, const PartMemory<D>& m, float* weights,
+  template <int warps>
+  __device__ __forceinline__ void add(const DraftAttention& a, const PartMemory<D, warps>& m, float* weights,
                                       const int (&query_positions)[warp_queries]) {
     const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
     float scores[lane_positions][warp_queries] = {};
@@ -203,16 +204,18 @@ struct Running {
   }
 };
 
-// grid (splits, kv heads, ceil(rows · group / 32)).
-template <int D>
-__global__ void __launch_bounds__(block_threads) attend_draft(const __grid_constant__ DraftAttention a) {
-  PartMemory<D>& m = *reinterpret_cast<PartMemory<D>*>(dynamic_shared);
+// grid (splits, kv heads, ceil(rows · group / block_queries)).
+template <int D, int warps>
+__global__ void __launch_bounds__((warps * warp_size))
+    attend_draft(const __grid_constant__ DraftAttention a) {
+  using Memory = PartMemory<D, warps>;
+  Memory& m = *reinterpret_cast<Memory*>(dynamic_shared);
   wait_for_previous_grid();
   release_next_grid();
-  const int kv_head = blockIdx.y, first = blockIdx.z * block_queries, length = *a.length;
+  const int kv_head = blockIdx.y, first = blockIdx.z * Memory::block_queries, length = *a.length;
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   const DraftContext context = a.contexts[a.layer];
-  load_queries<D>(a, kv_head, first, m);
+  load_queries(a, kv_head, first, m);
   int query_positions[warp_queries];
 #pragma unroll
   for (int q = 0; q < warp_queries; q++)
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(block_threads) attend_draft(const __grid_const
   for (int begin = a.begin(length) + blockIdx.x * part_positions<D>; begin < end;
        begin += gridDim.x * part_positions<D>) {
     __syncthreads();  // all warps have used the part before
-    load_part<D>(a, context, kv_head, begin, length, end, m);
+    load_part(a, context, kv_head, begin, length, end, m);
     __syncthreads();
     running.add(a, m, m.weights + warp * warp_queries * part_positions<D>, query_positions);
   }

@@ -15,10 +15,14 @@ from typing import Final
 import numpy as np
 
 from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 
+WARPS = (8, 4)  # of a block of threads that attend: the first with which it has the shared memory
+WARP_QUERIES = 4
+THREADS, WARP_SIZE = 256, 32  # of a block of other threads
 ROWS = CudaProgram(
     Path(__file__).with_name("rows.cu"),
     (
@@ -26,13 +30,14 @@ ROWS = CudaProgram(
         *("score_draft_pairs", "choose_draft_chain", "forget_draft_rows"),
     ),
 )
-ATTEND, MERGE = "attend_draft<{}>", "merge_draft<{}>"
+ATTEND, MERGE = "attend_draft<{}, {}>", "merge_draft<{}>"
 ATTENTION = CudaProgram(
     Path(__file__).with_name("attend.cu"),
-    tuple(kernel.format(size) for kernel in (ATTEND, MERGE) for size in HEAD_SIZES),
+    (
+        *(ATTEND.format(size, warps) for size in HEAD_SIZES for warps in WARPS),
+        *(MERGE.format(size) for size in HEAD_SIZES),
+    ),
 )
-THREADS, WARP_SIZE = 256, 32
-BLOCK_QUERIES = 32  # of a block of threads
 NO_ROW: Final = 2**32 - 1  # bits of the int32 −1, a position that no row has
 MAX_SPLITS: Final = 64  # of the positions, for blocks of threads that work side by side
 
@@ -282,9 +287,10 @@ def attend_cuda(
         is_causal=view.is_causal,
     )
     queries = num_rows * (shape.num_heads // shape.num_kv_heads)
-    grid = (splits, shape.num_kv_heads, -(-queries // BLOCK_QUERIES))
-    ATTENTION.kernel(ATTEND.format(dim)).launch(
-        grid, THREADS, (attention,), shared_bytes=_part_bytes(dim), overlap=True
+    warps = attending_warps(dim, device_limits().shared_per_block)
+    grid = (splits, shape.num_kv_heads, -(-queries // (warps * WARP_QUERIES)))
+    ATTENTION.kernel(ATTEND.format(dim, warps)).launch(
+        grid, warps * WARP_SIZE, (attention,), shared_bytes=part_bytes(dim, warps), overlap=True
     )
     merged = (num_rows * shape.num_heads, 1, 1)
     ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, out), overlap=True)
@@ -330,11 +336,16 @@ def choose_chain_cuda(token_ids: DeviceArray, log_probs: DeviceArray, chain: Dev
     ROWS.kernel("choose_draft_chain").launch((1, 1, 1), WARP_SIZE, args, overlap=True)
 
 
-def _part_bytes(dim: int) -> int:
-    """Of `PartMemory` in attend.cu."""
+def attending_warps(dim: int, shared_per_block: int) -> int:
+    """Of a block of threads, for heads of `dim` values on a device with so much shared memory."""
+    return next(warps for warps in WARPS if part_bytes(dim, warps) <= shared_per_block)
+
+
+def part_bytes(dim: int, warps: int) -> int:
+    """Shared memory of such a block: `PartMemory` in attend.cu."""
     positions = _part_positions(dim)
     keys, values = positions * (dim + 8) * 2, positions * dim * 2
-    return keys + values + 4 * BLOCK_QUERIES * (dim + positions) + 4 * positions
+    return keys + values + 4 * warps * WARP_QUERIES * (dim + positions) + 4 * positions
 
 
 def _part_positions(dim: int) -> int:

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(warp_size)
     }
     const float greatest = max_of_warp(most);
     const uint32_t key = most == greatest ? uint32_t(best) : all_lanes;
-    before = int(__reduce_min_sync(all_lanes, key)) % ranks;
+    before = int(least_of_lanes(key)) % ranks;
     if (threadIdx.x == 0) chain[depth] = ids[depth * ranks + before];
   }
 }

@@ -14,7 +14,7 @@ from coldstream.kernels.cuda.gemm_tiles import (
     ActivationsArgument,
     Tiling,
     fitting,
-    least_tiling,
+    least_tilings,
 )
 from coldstream.kernels.cuda.limits import MAX_OVERLAP_ROWS
 from coldstream.kernels.cuda.program import CudaProgram
@@ -76,7 +76,7 @@ def instance(tiling: Tiling, gated: bool) -> str:
 ALL_TILINGS = tuple(
     tiling
     for quant_type, small in SMALL_TILINGS.items()
-    for tiling in dict.fromkeys((small, *LARGE_TILINGS[quant_type], least_tiling(quant_type)))
+    for tiling in dict.fromkeys((small, *LARGE_TILINGS[quant_type], *least_tilings(quant_type)))
 )
 PROGRAM = CudaProgram(
     Path(__file__).with_name("gemm.cu"),

@@ -16,8 +16,8 @@ __device__ void count_segment(const int* ids, int begin, int end, int expert, in
     before += id >= 0 && id < expert;
     equal += id == expert;
   }
-  before = __reduce_add_sync(all_lanes, before);
-  equal = __reduce_add_sync(all_lanes, equal);
+  before = sum_of_lanes(before);
+  equal = sum_of_lanes(equal);
 }
 
 extern "C" __global__ void __launch_bounds__(group_threads)

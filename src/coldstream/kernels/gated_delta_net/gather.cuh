@@ -1,9 +1,9 @@
 // How the blocks of a group of 256 output columns bring rows of a route together, each with 32 columns of
 // them: `put` the columns of a row, and after up to `gathered_rows()` of them, or at the end, `finish`.
 //
-// From sm_90 on the blocks of a group are a cluster and write into each other's shared memory: step i of the
-// route into that of block i modulo their number, whose warps take a row each. Before, they write to global
-// memory, and the last one to be done finishes all rows.
+// Where there are clusters, the blocks of a group are one and write into each other's shared memory: step i
+// of the route into that of block i modulo their number, whose warps take a row each. Elsewhere they write to
+// global memory, and the last one to be done finishes all rows.
 #pragma once
 
 #include "gated_delta_net/delta_rule.cuh"
@@ -17,10 +17,10 @@ constexpr int group_blocks = group_elements / block_columns;
 // Zero between launches.
 struct Arrivals {
   uint32_t* readers;   // [rows, NK]: blocks that have read the history of a key head
-  uint32_t* finished;  // [rows, groups]: blocks that have written their columns; unused from sm_90 on
+  uint32_t* finished;  // [rows, groups]: blocks that have written their columns; unused in clusters
 };
 
-#if __CUDA_ARCH__ >= 900
+#if COLDSTREAM_CLUSTERS
 
 #define GATHER_CLUSTER __cluster_dims__(8, 1, 1)
 

@@ -13,7 +13,7 @@ from coldstream.kernels.cuda.gemm_tiles import (
     Tiling,
     dense_tilings,
     fitting,
-    least_tiling,
+    least_tilings,
 )
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -38,7 +38,7 @@ PROGRAM = CudaProgram(
     tuple(
         instance(t)
         for tilings in TILINGS.values()
-        for t in dict.fromkeys((*tilings, least_tiling(tilings[0].quant_type)))
+        for t in dict.fromkeys((*tilings, *least_tilings(tilings[0].quant_type)))
     ),
     is_slow=True,
 )

@@ -194,7 +194,7 @@ def layout_for(
         layout = _layout(limits, weights, part_rows, walk)
         if layout is not None:
             return layout
-        if walk in (Walk.ROWS, Walk.FLOATS):
+        if walk in (Walk.ONE, Walk.ROWS, Walk.FLOATS):
             walk = Walk.TILES
         else:
             part_rows = part_rows // 2 if part_rows <= SLICE_ROWS else slices_of(part_rows) // 2 * SLICE_ROWS

@@ -18,7 +18,7 @@ struct Choice {
 // The largest x of a warp; a positive NaN counts as larger than every number.
 __device__ __forceinline__ float max_in_warp(float x) {
   const int bits = __float_as_int(x);
-  const int largest = __reduce_max_sync(all_lanes, bits ^ (bits >> 31 & 0x7fffffff));
+  const int largest = greatest_of_lanes(bits ^ (bits >> 31 & 0x7fffffff));
   return __int_as_float(largest ^ (largest >> 31 & 0x7fffffff));
 }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ float lower_bound(const float (&values)[per_lane], in
   // them.
   largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 16));
   if (count <= 8) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 8));
-  const float bound = __uint_as_float(__reduce_min_sync(all_lanes, __float_as_uint(largest)));
+  const float bound = __uint_as_float(least_of_lanes(__float_as_uint(largest)));
   return bound * (1.0f - 0x1p-21f) - 0x1p-138f;
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import overlaps
+from coldstream.kernels.cuda.limits import device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Sharing
@@ -26,7 +26,8 @@ CHOOSE_THREADS = 256
 TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # for the choice alone
 ROW_PADDING = 16  # floats after each row of the weight
 COLUMN_MULTIPLE = 128  # of the columns in a block's shared memory
-SHARED_BYTES = 97 * 1024  # available on every supported device
+MOST_SHARED_BYTES = 97 * 1024  # that a block takes of its device's
+STATIC_BYTES = 2048  # that it has beside them
 
 PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
@@ -115,6 +116,10 @@ class Ahead:
     logits: DeviceArray
     weights: DeviceArray
 
+    def alone(self, arrivals: DeviceArray) -> "RouterBuffers":
+        """What a launch for the later layer only writes."""
+        return RouterBuffers(self.ids, self.weights, None, self.logits, arrivals)
+
     def check(self, shape: tuple[int, ...], topk_ids: DeviceArray) -> None:
         """ValueError unless the shapes fit a router of `shape`."""
         outputs = (self.ids, self.weights)
@@ -170,11 +175,14 @@ def router_gemv_cuda(
         return
     if ahead is not None:
         ahead.check(weight.shape, buffers.topk_ids)
-    aligned = _is_aligned(x, weight, shared_weight, None if ahead is None else ahead.weight)
+    beside = ahead
+    if _scratch_bytes(2 * num_tokens, per_lane) > device_limits().shared_per_block:
+        beside = None  # it has a launch of its own
+    aligned = _is_aligned(x, weight, shared_weight, None if beside is None else beside.weight)
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
     shares, shared_bytes = _share_out(num_tokens, cols)
-    num_routers = 1 if ahead is None else 2
+    num_routers = 1 if beside is None else 2
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
     instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
     PROGRAM.kernel(instance).launch(
@@ -190,12 +198,14 @@ def router_gemv_cuda(
             buffers.argument(),
             buffers.arrivals,
             sharing or Sharing(),
-            _ahead_of(ahead),
+            _ahead_of(beside),
             _Norming() if norm is None else norm.argument(x),
         ),
         shared_bytes=max(shared_bytes, scratch_bytes),
         overlap=True,
     )
+    if ahead is not None and beside is None:
+        router_gemv_cuda(x, ahead.weight, None, ahead.alone(buffers.arrivals))
 
 
 def router_choose_cuda(
@@ -249,11 +259,11 @@ def _experts_per_lane(num_experts: int, topk_ids: DeviceArray, topk_weights: Dev
     is_contiguous = topk_ids.is_contiguous() and topk_weights.is_contiguous()
     if not 1 <= count <= min(MAX_CHOSEN, num_experts) or not is_contiguous:
         raise ValueError(f"cannot choose {count} of {num_experts} experts (at most {MAX_CHOSEN})")
-    fitting = [n for n in EXPERTS_PER_LANE if n * WARP_SIZE >= num_experts]
+    available = device_limits().shared_per_block
+    supported = [n for n in EXPERTS_PER_LANE if _scratch_bytes(MAX_TOKENS, n) <= available]
+    fitting = [n for n in supported if n * WARP_SIZE >= num_experts]
     if not fitting:
-        raise ValueError(
-            f"{num_experts} experts, but at most {EXPERTS_PER_LANE[-1] * WARP_SIZE} are supported"
-        )
+        raise ValueError(f"{num_experts} experts, but at most {supported[-1] * WARP_SIZE} are supported")
     return fitting[0]
 
 
@@ -262,7 +272,8 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
     # A warp takes one token and two rows.
     weight_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
     num_rows = weight_rows + num_tokens
-    most = (SHARED_BYTES // 4 - weight_rows * ROW_PADDING) // num_rows
+    available = min(MOST_SHARED_BYTES, device_limits().shared_per_block - STATIC_BYTES)
+    most = (available // 4 - weight_rows * ROW_PADDING) // num_rows
     chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
     return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
         num_rows * chunk + weight_rows * ROW_PADDING

@@ -30,7 +30,7 @@ __device__ __forceinline__ void add_to_argmax(ArgmaxRow& row, const float (&valu
   }
   best = greatest_in_block(best);
   if (threadIdx.x == 0) atomicMax(&row.best, best);
-  const uint32_t bad_in_warp = __reduce_add_sync(all_lanes, num_bad);
+  const uint32_t bad_in_warp = sum_of_lanes(num_bad);
   if (threadIdx.x % warp_size == 0 && bad_in_warp) atomicAdd(&row.num_bad, bad_in_warp);
 }
 
