@@ -24,8 +24,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -92,8 +92,13 @@ class Peer:
         """Median tokens a second of the repetitions. Raises RefusedError."""
         return float(statistics.median(self.run(model, threads, case, setting)["samples_ts"]))
 
-    def tuned(self, model: Path, threads: int) -> dict[str, Setting]:
-        """The fastest setting for each case. Raises RefusedError if the peer does not take the file."""
+    def tuned(self, model: Path, threads: int, before: Mapping[str, Mapping[str, str]]) -> dict[str, Setting]:
+        """The fastest setting for each case. Raises RefusedError if the peer does not take the file.
+
+        before: settings by peer and case that an earlier result has for the file, which are not tried again.
+        """
+        if self.name in before:
+            return {case.name: tuple(shlex.split(before[self.name][case.name])) for case in CASES}
         return {
             case.name: max(self.candidates, key=lambda setting: self.rate(model, threads, case, setting))
             for case in CASES
@@ -185,13 +190,18 @@ def measure_cases(
     return found
 
 
-def measure_file(path: Path, peers: Sequence[Peer], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one file."""
+def measure_file(
+    path: Path,
+    peers: Sequence[Peer],
+    options: argparse.Namespace,
+    before: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """Everything about one file. before: see `Peer.tuned`."""
     settings: dict[Peer, dict[str, Setting]] = {}
     refused: dict[str, str] = {}
     for peer in peers:
         try:
-            settings[peer] = peer.tuned(path, options.threads)
+            settings[peer] = peer.tuned(path, options.threads, before)
         except RefusedError as error:
             refused[peer.name] = str(error)
     runner = open_cpu_runner(path, threads=options.threads, tier=options.tier, context_length=CONTEXT)
@@ -240,8 +250,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         Peer("ik_llama.cpp", options.ik_llama_cpp.resolve(), IK_LLAMA_CPP),
     ]
     result, name = empty_result(options), options.commit or commit()
+    tuned = json.loads(options.tuned.read_text())["models"] if options.tuned else {}
     for model in options.models:
         for kind in options.types:
+            before = tuned.get(model, {}).get(kind.name, {}).get("settings", {})
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 path = Path(folder) / f"{model}-{kind.name}.gguf"
                 write_model(path, model, kind)
@@ -250,7 +262,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                         peer.name: about(peer, path, options.threads) | {"version": version}
                         for peer, version in zip(peers, options.versions, strict=True)
                     }
-                result["models"][model][kind.name] = found = measure_file(path, peers, options)
+                result["models"][model][kind.name] = found = measure_file(path, peers, options, before)
             print(line(model, kind.name, found), file=sys.stderr, flush=True)
             write_result(result, options.out, name)
     return result
@@ -290,7 +302,9 @@ def compare_beside(options: argparse.Namespace) -> dict[str, Any]:
 
     files = [(model, kind) for model in options.models for kind in options.types]
     with ThreadPoolExecutor(options.beside) as pool:
-        for (model, kind), found in zip(files, pool.map(measure, files), strict=True):
+        begun = {pool.submit(measure, file): file for file in files}
+        for done in as_completed(begun):
+            (model, kind), found = begun[done], done.result()
             result["peers"] = result["peers"] or found["peers"]
             result["models"][model][kind.name] = found["models"][model][kind.name]
             write_result(result, options.out, name)
@@ -316,6 +330,7 @@ def part(options: argparse.Namespace, model: str, kind: QuantType) -> dict[str, 
         words += ["--versions", *options.versions, "--models", model, "--types", kind.name]
         words += ["--threads", options.threads, "--tier", options.tier, "--samples", options.samples]
         words += ["--folder", folder, "--out", out, "--commit", options.commit or commit()]
+        words += ["--tuned", options.tuned.resolve()] if options.tuned else []
         command = [sys.executable, "-m", "bench.peers.weight_types", *map(str, words)]
         subprocess.run(command, cwd=ROOT, check=True)
         found: dict[str, Any] = json.loads(out.read_text())
@@ -335,6 +350,7 @@ def command(options: argparse.Namespace) -> str:
     words = ["python", "-m", "bench.peers.weight_types", "--threads", str(options.threads)]
     words += ["--tier", options.tier, "--samples", str(options.samples)]
     words += ["--beside", str(options.beside)] if options.beside > 1 else []
+    words += ["--tuned", options.tuned.name] if options.tuned else []
     words += ["--models", *options.models]
     return shlex.join([*words, "--types", *(kind.name for kind in options.types)])
 
@@ -363,6 +379,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tier", default="auto", help="of our kernels: avx2, avx512, …")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--beside", type=int, default=1, help="files that are measured at a time")
+    parser.add_argument(
+        "--tuned", type=Path, help="an earlier result, whose settings of peers are taken for its files"
+    )
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
     parser.add_argument("--out", type=Path)

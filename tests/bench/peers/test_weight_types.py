@@ -133,6 +133,19 @@ def test_a_refused_type_has_the_words_of_the_peer(result: dict[str, Any]) -> Non
         assert case["better_peer"] == "llama.cpp"
 
 
+def test_settings_of_an_earlier_result_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Of its own files; others are tried."""
+    program = stand_in(tmp_path, "again", 1.0)
+    peer, settings = Peer("again", program, LLAMA_CPP), {case.name: "-fa on --repack 0" for case in CASES}
+    known = peer.tuned(tmp_path / "model", 2, {"again": settings})
+    assert known == {case.name: ("-fa", "on", "--repack", "0") for case in CASES}
+    assert not program.with_name("again.log").exists()
+    assert peer.tuned(tmp_path / "model", 2, {"other": settings}) == {
+        case.name: LLAMA_CPP[0] for case in CASES
+    }
+    assert len(calls(program)) == len(LLAMA_CPP) * len(CASES)
+
+
 def test_programs_take_the_first_place_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
