@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.gpu_statistics import PARTS, StepTimes, describe_parts
+from coldstream.experts.gpu_statistics import PARTS, StepSums, StepTimes, describe_parts
 from coldstream.kernels.experts.stamps import SUMS
 
 MODULUS = 2**64
@@ -70,6 +70,20 @@ def test_sums_that_overflow_give_the_seconds_of_every_part_of_every_layer(
         }
         assert times.bus_steps[number] == len(with_pairs)
         assert times.bus_pairs[number] == sum(layer.pairs for layer in layers)
+
+
+@given(STEPS, st.integers(0, MODULUS - 1))
+def test_sums_of_all_layers_are_those_of_the_parts_by_layer(steps: list[list[Layer]], start: int) -> None:
+    stamps = summed(steps, start)
+    times, together = StepTimes.of(*stamps), StepSums.of(*stamps)
+    assert together.steps == times.steps
+    assert together.seconds == pytest.approx(times.seconds)
+    assert together.bus_s == pytest.approx(times.parts["bus"])
+    assert together.experts_s == pytest.approx(sum(times.parts[part] for part in ("resident", "bus", "wait")))
+    assert together.bus_pairs == sum(times.bus_pairs)
+    if len(steps[0]) > 1:
+        stamps[0][0, 0, 0] += 1
+        assert StepSums.of(*stamps).steps == StepTimes.of(*stamps).steps == 0, "a step failed half-way"
 
 
 @given(STEPS, st.integers(0, MODULUS - 1))

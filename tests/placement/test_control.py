@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from coldstream.placement.control import (
@@ -254,7 +255,7 @@ def test_a_place_that_has_changed_contradicts(times: float, place: int) -> None:
     assert not contradiction.is_there
     changed = [1e-5, 2e-5]
     changed[place] *= times
-    for _ in range(4):
+    for _ in range(6):
         learn(changed)
     assert contradiction.is_there
 
@@ -270,41 +271,38 @@ def test_updates_that_are_held_up_do_not_contradict() -> None:
     assert not contradiction.is_there
 
 
-def parts(generator: random.Random, overhead: float, noise: float, most: int = 8) -> list[Work]:
+def parts(
+    generator: np.random.Generator, overhead: float, noise: float, most: int = 8
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of 40 layers, whose requests have 1 to `most` units, more in the later ones."""
-    found = []
-    for layer in range(40):
-        requests = 4
-        units = requests * (1 + layer * (most - 1) / 39)
-        seconds = 1e-5 * (units + overhead * requests) * math.exp(generator.gauss(0, noise))
-        found.append(Work(units, seconds, requests))
-    return found
+    requests, units = np.full(40, 4.0), 4 * np.linspace(1, most, 40)
+    seconds = 1e-5 * (units + overhead * requests) * np.exp(noise * generator.normal(size=40))
+    return requests, units, seconds
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("overhead", [0.0, 0.5, 2.0])
 def test_an_overhead_is_found_by_requests_of_different_sizes(overhead: float, noise: float) -> None:
-    found, generator = Overhead(), random.Random(1)
+    found, generator = Overhead(), np.random.default_rng(1)
     for number in range(25):
-        work = parts(generator, overhead, noise)
+        requests, units, seconds = parts(generator, overhead, noise)
         if number % 9 == 0:
-            held_up = work[number]
-            work[number] = Work(held_up.units, 20 * held_up.seconds, held_up.requests)
-        found.learn(work)
+            seconds[number] *= 20  # held up
+        found.learn(requests, units, seconds)
     assert found.units == pytest.approx(overhead, abs=0.15)
 
 
 def test_requests_of_one_size_say_nothing_of_their_overhead() -> None:
     found = Overhead()
     for _ in range(25):
-        found.learn(parts(random.Random(1), 2.0, 0.1, most=1))
-        found.learn([])
+        found.learn(*parts(np.random.default_rng(1), 2.0, 0.1, most=1))
+        found.learn(*np.zeros((3, 0)))
     assert found.units == 0
 
 
 def test_no_input_makes_an_overhead_that_is_none() -> None:
     found = Overhead()
     for values in itertools.product(ABSURD, repeat=3):
-        found.learn([Work(*values), Work(1.0, 1.0, 1.0)])
-        found.learn([Work(1.0, 1.0, 1.0), Work(*values), Work(3.0, 1.5, 1.0)])
+        found.learn(*np.array([values, (1.0, 1.0, 1.0)]).T)
+        found.learn(*np.array([(1.0, 1.0, 1.0), values, (1.0, 3.0, 1.5)]).T)
         assert 0 <= found.units <= MOST_OVERHEAD

@@ -29,6 +29,11 @@ class CpuThreads:
         """For the next steps."""
         return self._climb.setting
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether this number is tried beside the best one so far."""
+        return self._climb.setting != self._climb.best
+
     def learn(self, cpu: Work, bus: Work) -> None:
         """Takes note of what both places did in an update, in experts."""
         if bus.is_usable:

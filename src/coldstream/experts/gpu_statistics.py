@@ -6,7 +6,7 @@ nanosecond: to the time from the first layer's router to the end of the last lay
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -81,6 +81,35 @@ class StepTimes:
     def seconds(self) -> float:
         """From the first layer's router to the end of the last layer, of all steps together."""
         return sum(self.parts.values())
+
+
+class StepSums(NamedTuple):
+    """What `StepTimes` has of all layers together. experts_s: until all pairs are computed, in the parts
+    resident, bus and wait.
+    """
+
+    steps: int
+    seconds: float
+    experts_s: float
+    bus_s: float
+    bus_pairs: int
+
+    @classmethod
+    def of(cls, sums: Array, bus_pairs: Array) -> Self:
+        """See `StepTimes.of`. Zero steps if layers have different numbers of them."""
+        steps = sums[:, :, STEPS].sum(axis=1)
+        if not len(steps) or (steps != steps[0]).any():
+            return cls(0, 0.0, 0.0, 0.0, 0)
+        whole = sums.sum(axis=1, dtype=np.uint64)
+        spans = np.stack(
+            (
+                whole[-1:, COMBINE_ENDS] - whole[:1, ROUTER_BEGINS],
+                (whole[:, ANSWERED] - whole[:, ROUTER_ENDS]).sum(keepdims=True),
+                (sums[:, 1, COMBINE_BEGINS] - sums[:, 1, ROUTER_ENDS]).sum(keepdims=True),
+            )
+        )
+        seconds, experts_s, bus_s = (spans.view(np.int64)[:, 0] / 1e9).tolist()
+        return cls(int(steps[0]), seconds, experts_s, bus_s, int(bus_pairs.sum()))
 
 
 @dataclass(frozen=True)

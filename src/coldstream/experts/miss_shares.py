@@ -12,14 +12,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from coldstream.experts.bus_tilt import BusTilt
 from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
-from coldstream.experts.gpu_statistics import MissShareStatistics, StepTimes
+from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
-from coldstream.placement.control import Balance, Contradiction, Overhead, Work, together
+from coldstream.placement.control import Balance, Contradiction, Overhead, Work
 from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.run_file import Observed
 
@@ -31,9 +32,12 @@ NO_WORK: Final = Work(0, 0)
 
 
 class Seen(NamedTuple):
-    """What was stamped since the model was opened. sums, bus_pairs: see `StepTimes.of`."""
+    """What was stamped since the model was opened.
 
-    cpu: CpuWork
+    cpu: float64 [3, layers], requests, pairs and seconds. sums, bus_pairs: see `StepTimes.of`.
+    """
+
+    cpu: Array
     sums: Array
     bus_pairs: Array
 
@@ -68,13 +72,14 @@ class MissShares:
         self._bus_ns = times.row_bus or times.bus
         self._balance = Balance(times.cpu[0], self._bus_ns)
         self._before: Seen | None = None
-        self._totals, self._overhead = _Totals(), Overhead()
+        self._totals, self._overhead, self._tilt = _Totals(), Overhead(), BusTilt()
         self._num_updates = 0
 
     def begin(self, seen: Seen) -> None:
         """What comes after `seen` is of steps of one row."""
         self._before = seen
 
+    @np.errstate(over="ignore", invalid="ignore")  # what is absurd is left out
     def learn(self, seen: Seen) -> bool:
         """Learns from STEPS_OF_AN_UPDATE steps of one row since `begin`, or since the last call.
 
@@ -84,23 +89,24 @@ class MissShares:
         before, self._before = self._before, seen
         if before is None:
             return False
-        times = StepTimes.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
-        if times.steps != STEPS_OF_AN_UPDATE:
+        steps = StepSums.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
+        if steps.steps != STEPS_OF_AN_UPDATE:
             return False
-        layers = [
-            Work(now[1] - then[1], 1e9 * (now[2] - then[2]), now[0] - then[0])
-            for now, then in zip(seen.cpu, before.cpu, strict=True)
-        ]
-        cpu, bus = together(layers), Work(sum(times.bus_pairs), 1e9 * sum(times.bus))
-        self._totals.add(cpu, bus, times.steps, times.seconds)
-        self._overhead.learn(layers)
+        requests, pairs, seconds = seen.cpu - before.cpu
+        cpu = Work(float(pairs.sum()), 1e9 * float(seconds.sum()), float(requests.sum()))
+        bus = Work(steps.bus_pairs, 1e9 * steps.bus_s)
+        self._totals.add(cpu, bus, steps.steps, steps.seconds)
+        self._overhead.learn(requests, pairs, seconds)
         self._contradiction.learn(cpu, bus, self._overhead.units)
-        works = cpu.whole(self._overhead.units), bus
-        if self._is_moving(self._controls.threads):
-            self._threads.learn(*works)
+        overhead = self._overhead.units
+        # Of several controllers that try something, only one does at a time.
+        if self._is_moving(self._controls.threads) and not self._tilt.is_trying:
+            self._threads.learn(cpu.whole(overhead), bus)
         if not self._is_moving(self._controls.shares):
             return False
-        self._balance.learn(*works)
+        self._balance.learn(_typical(pairs + overhead * requests, 1e9 * seconds), bus)
+        if not self._threads.is_trying and cpu.units + bus.units > 0:
+            self._tilt.learn(steps.experts_s / (cpu.units + bus.units))
         self._num_updates += 1
         return True
 
@@ -133,7 +139,7 @@ class MissShares:
             answer=min(MAX_NS, round(forecast.answer + request)),
             cpu=tuple(_scaled(each, cpu) for each in forecast.cpu),
             bus=_scaled(forecast.bus, bus),
-            row_bus=_scaled(self._bus_ns, bus),
+            row_bus=_scaled(self._bus_ns, bus * self._tilt.factor),
         )
 
     def words(self) -> tuple[Array, Array]:
@@ -153,6 +159,18 @@ class MissShares:
         cpu, bus = self._balance.factors
         by_bus = self.times.by_misses(num_ranks)[1:]
         return MissShareStatistics(self._num_updates, cpu, bus, by_bus, self._threads.count)
+
+
+def _typical(units: Array, seconds: Array) -> Work:
+    """All units, float64 [layers], and what they would have taken with each layer as fast as their median.
+
+    A thread that loses its core takes some layers a hundred times as long. What is balanced are the others.
+    """
+    usable = np.isfinite(seconds) & (seconds > 0) & (units > 0)
+    if not usable.any():
+        return NO_WORK
+    units = units[usable]
+    return Work(float(units.sum()), float(units.sum() * np.median(seconds[usable] / units)))
 
 
 def _scaled(nanoseconds: int, factor: float) -> int:
@@ -195,7 +213,7 @@ class StampedShares:
     def ended(self, step: StampsOfAStep) -> None:
         """The step has ended, and the copy of its stamps with it."""
         sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
-        seen = Seen(self._work(), sums.copy(), bus_pairs.copy())
+        seen = Seen(np.array(self._work(), np.float64).T, sums.copy(), bus_pairs.copy())
         if step.is_first:
             self._shares.begin(seen)
         elif self._shares.learn(seen):

@@ -10,7 +10,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
 
 MOST_TIMES: Final = 256.0  # as slow or as fast as the forecast, at most
 GAIN: Final = 1 / 4  # of a new observation in an average
@@ -90,28 +94,24 @@ class Overhead:
         """From 0 to MOST_OVERHEAD."""
         return median(self._found) if len(self._found) >= NUM_OVERHEADS else 0.0
 
-    def learn(self, parts: Sequence[Work]) -> None:
-        """Takes note of parts of an update's work, of which some had larger requests than others."""
-        usable = [part for part in parts if part.is_usable and part.requests > 0]
-        ordered = sorted(usable, key=lambda part: part.units / part.requests)
-        half = len(ordered) // 2
-        small, large = (together(each) for each in (ordered[:half], ordered[half:]))
-        if not (small.requests and large.units * small.requests >= UNLIKE * small.units * large.requests):
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # what is absurd is bounded
+    def learn(self, requests: Array, units: Array, seconds: Array) -> None:
+        """Takes note of parts of an update's work, of which some had larger requests than others.
+
+        Float64 [parts] each. What is absurd is left out.
+        """
+        usable = np.isfinite(seconds) & np.isfinite(units) & (requests > 0) & (units > 0) & (seconds > 0)
+        parts = np.stack((requests, units, seconds))[:, usable]
+        ordered = parts[:, np.argsort(parts[1] / parts[0], kind="stable")]
+        half = ordered.shape[1] // 2
+        small, large = ordered[:, :half].sum(axis=1), ordered[:, half:].sum(axis=1)
+        if not (small[0] and large[1] * small[0] >= UNLIKE * small[1] * large[0]):
             return
         # seconds = (overhead · requests + units) · seconds of a unit, of both
-        of_units = small.requests * large.seconds - large.requests * small.seconds
-        of_requests = small.seconds * large.units - large.seconds * small.units
+        of_units = small[0] * large[2] - large[0] * small[2]
+        of_requests = small[2] * large[1] - large[2] * small[1]
         found = of_requests / of_units if of_units > 0 else MOST_OVERHEAD
-        self._found.append(max(0.0, min(MOST_OVERHEAD, found)))
-
-
-def together(works: Sequence[Work]) -> Work:
-    """All of it."""
-    return Work(
-        sum(each.units for each in works),
-        sum(each.seconds for each in works),
-        sum(each.requests for each in works),
-    )
+        self._found.append(max(0.0, min(MOST_OVERHEAD, float(found))))
 
 
 class Balance:
@@ -172,7 +172,7 @@ class Contradiction:
 
     def __init__(self) -> None:
         self._first: tuple[list[Work], list[Work]] = [], []
-        self._last = tuple(deque[Work](maxlen=NUM_COMPARED) for _ in range(2))
+        self._last: tuple[list[Work], list[Work]] = [], []
         self.is_there = False  # for good, once it is
 
     def learn(self, first: Work, second: Work, overhead: float = 0.0) -> None:
@@ -184,9 +184,11 @@ class Contradiction:
                 before.append(work)
                 continue
             last.append(work)
+            if len(last) < NUM_COMPARED:
+                continue
             difference = _usual(last, overhead) - _usual(before, overhead)
-            if len(last) == NUM_COMPARED and abs(difference) > math.log(CONTRADICTED):
-                self.is_there = True
+            last.clear()
+            self.is_there |= abs(difference) > math.log(CONTRADICTED)
 
 
 def _usual(works: Collection[Work], overhead: float) -> float:
