@@ -94,10 +94,10 @@ def test_what_is_missing_in_lines() -> None:
 
 
 def test_a_finding_is_a_line_with_its_level() -> None:
-    small = replace(SOUND, limits=replace(SOUND.limits, locked_bytes=GIB, threads_left=1))
+    small = replace(SOUND, limits=replace(SOUND.limits, wsl=2, threads_left=1))
     error, advice = finding_lines(find(small), None)
     assert error.startswith("error: 1 further threads may be started")
-    assert advice.startswith("faster: 1.0 GiB of RAM may be locked")
+    assert advice.startswith("faster: Windows gives WSL 64.0 GiB of RAM")
     assert max(map(len, finding_lines(find(small), 60))) <= 60
 
 

@@ -4,11 +4,12 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from coldstream.placement.limits import Limits
+from coldstream.placement.limits import Limits, lock_advice, lock_warnings
 
 GIB = 2**30
 
@@ -143,6 +144,22 @@ def test_who_may_lock_all_memory_has_no_limit(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096, 4096))
     root = tree(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\nCapBnd:\t0\n"})
     assert Limits.read(root=root).locked_bytes == (4096 if is_limited else None)
+
+
+def test_what_helps_where_memory_could_not_be_locked_depends_on_where_that_is() -> None:
+    """The limit of the system does not bind NVIDIA's driver, so nothing is said of it beforehand."""
+    limits = replace(Limits.read(), locked_bytes=None, wsl=None, in_container=False)
+    assert lock_warnings(GIB, limits) == lock_warnings(GIB, replace(limits, locked_bytes=0)) == ()
+    assert "close programs" in lock_advice(limits)
+    assert "ulimit" not in lock_advice(limits)
+    assert "`ulimit -l unlimited`" in lock_advice(replace(limits, locked_bytes=0))
+    inside = replace(limits, locked_bytes=0, in_container=True)
+    assert "`docker run --ulimit memlock=-1`" in lock_advice(inside)
+    guest = replace(limits, wsl=2)
+    (said,) = lock_warnings(GIB, guest)
+    assert said.startswith("WSL may page-lock a part only of the 1.0 GiB")
+    assert said.endswith(".wslconfig`, then `wsl --shutdown`")
+    assert lock_warnings(0, guest) == ()
 
 
 def test_this_machine() -> None:

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def command(
     first = None if prompt is None else FirstPrompt(prompt, is_raw=raw)
     with _open(model_or_bundled(model), options, first, verbose=session.verbose) as llm:
         params = sampling_params(options, llm.opened.default_sampling)
-        opened = llm.opened
+        opened, warnings = llm.opened, llm.opened.warnings
         completes = is_bundled(opened.runner.file) and opened.config.chat_template is None
         raw = raw or not opened.has_chat_template or completes
         kept = _kept_chat(llm) if history and prompt is None else None
@@ -124,13 +124,17 @@ def command(
         if prompt is None:
             opened.runner.go_on_loading()  # while the first question is typed
             _note_context(llm)
-            return chat_in_terminal(chat, quiet)
+            try:
+                return chat_in_terminal(chat, quiet)
+            finally:
+                _note_late(opened, warnings)
         should_echo = raw and (sys.stdout.isatty() if echo is None else echo)
         with ProgressLine() as line:
             stream = chat.ask(prompt, partial(line.update, "reading the prompt"))
             before = prompt if should_echo else ""
             with cancelled_by_interrupt(stream) as interruption:
                 answer = show_answer(stream, line, quiet, chat.ctx_size, before)
+        _note_late(opened, warnings)
         if session.verbose:
             _note_shares(opened)
     missed = interruption.missed(answer)
@@ -158,6 +162,13 @@ def _note_context(llm: LLM) -> None:
     ctx_size, most = llm.opened.ctx_size, llm.opened.runner.spec.context_length
     if ctx_size < most:
         note(f"context: {ctx_size} of the model's {most} tokens; --ctx-size N changes it")
+
+
+def _note_late(opened: OpenedModel, known: Collection[str]) -> None:
+    """Say what came to light behind the first token, such as memory that could not be locked."""
+    for warning in opened.warnings:
+        if warning not in known:
+            note(f"warning: {warning}")
 
 
 def _note_shares(opened: OpenedModel) -> None:

@@ -19,6 +19,7 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.placement.limits import Limits, lock_advice
 
 
 class HostExperts:
@@ -115,6 +116,29 @@ class HostExperts:
     def is_locked(self) -> bool:
         """Whether `device_address` returns at once, with whatever has come of locking the file."""
         return all(begun.done() for begun in self._begun.values())
+
+    @property
+    def lock_problem(self) -> str | None:
+        """What could not be page-locked, what follows, and what helps; None if all that was tried could."""
+        if self.pool is not None:
+            if self.pool.is_locked:
+                return None
+            return (
+                f"{self.pool.num_bytes / 2**30:.1f} GiB of RAM for experts could not be page-locked, or only "
+                f"in part, so they come to the GPU more slowly: {lock_advice(Limits.read())}"
+            )
+        if self.could_lock_all:
+            return None
+        wanted = locked = 0
+        for begin, registered in self._registered.items():
+            size = self._places[begin][2]
+            wanted += size
+            if registered is not None:
+                locked += size if registered.is_whole else registered.part_bytes
+        return (
+            f"{locked / 2**30:.1f} of {wanted / 2**30:.1f} GiB of the file could be page-locked; the CPU "
+            f"computes the experts in the rest that the GPU lacks: {lock_advice(Limits.read())}"
+        )
 
     @property
     def is_readable(self) -> bool:

@@ -36,6 +36,7 @@ class RamPool:
         assert fewest > num_staging, "a plan has room for more than one expert"
         stacks.allocate(num_slots, num_staging)
         self._registered: RegisteredMemory | None = None
+        self._is_emptied = False  # whether it was tried to lock the memory
         self._before = DiskStatistics.of(stacks)  # before the first step that counts
         self._most_held = [count - num_staging for count in stacks.num_slots]
         self._sources: dict[str, int] = {}  # by tensor: where expert 0 is mapped
@@ -78,8 +79,19 @@ class RamPool:
         """Forgets all experts and locks the memory. Call once between steps, before the pool is filled."""
         self.stacks.pool.clear()
         self._before = DiskStatistics.of(self.stacks)
+        self._is_emptied = True
         # None: the system refuses. Copies from it are slower then, and nothing else changes.
         self._registered = RegisteredMemory.register(*self.stacks.pool.memory(), is_read_only=False)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether all of the memory is page-locked; assumed until `empty`."""
+        return not self._is_emptied or (self._registered is not None and self._registered.is_whole)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return int(self.stacks.pool.memory()[1])
 
     def brought(self, experts: Iterable[int]) -> Iterator[list[int]]:
         """Reads experts, by ascending number, into the empty pool, as many at a time as may be held.

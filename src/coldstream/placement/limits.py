@@ -22,6 +22,7 @@ from coldstream.placement.hardware import (
     system_ram,
 )
 
+WSL_MEMORY: Final = "in Windows: `memory=` below `[wsl2]` in `.wslconfig`, then `wsl --shutdown`"
 _NO_MEMORY_LIMIT: Final = 2**62  # cgroup v1 writes the largest number of whole pages
 _IPC_LOCK: Final = 1 << 14  # CAP_IPC_LOCK among the effective capabilities
 _CONTAINER_FILES: Final = (".dockerenv", "run/.containerenv")
@@ -62,6 +63,27 @@ class Limits:
             wsl=_wsl_version(read_text(root / "proc/sys/kernel/osrelease")),
             in_container=any((root / name).exists() for name in _CONTAINER_FILES),
         )
+
+
+def lock_warnings(num_bytes: int, limits: Limits) -> tuple[str, ...]:
+    """What may become of a plan that wants so many bytes page-locked. Only trying it says how many can be."""
+    if not num_bytes or limits.wsl is None:
+        return ()
+    return (
+        f"WSL may page-lock a part only of the {num_bytes / 2**30:.1f} GiB that this plan has the GPU read; "
+        f"`run` and `serve` say how much it was: {lock_advice(limits)}",
+    )
+
+
+def lock_advice(limits: Limits) -> str:
+    """What may help where memory could not be page-locked, for people."""
+    if limits.wsl is not None:
+        return WSL_MEMORY
+    others = "close programs that hold RAM, or give the GPU more with --vram"
+    if limits.locked_bytes is None:
+        return others
+    command = "docker run --ulimit memlock=-1" if limits.in_container else "ulimit -l unlimited"
+    return f"{others}; NVIDIA's driver does not need `{command}`, other systems may"
 
 
 def _soft(kind: int) -> int | None:

@@ -36,6 +36,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.limits import Limits, lock_warnings
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import load_plan
 from coldstream.placement.routing_trace import RoutingTrace
@@ -270,7 +271,19 @@ def _planned(run: RunPlan, config: EngineConfig, facts: Facts) -> Planned:
     spec, placement = facts.model.spec, run.placement
     sizes = with_kv_type(facts.model.sizes_for(placement), spec, placement.fixed.kv_type)
     concrete = concrete_config(config, run, facts.hardware.num_physical_cores)
-    return Planned(run, None, sizes, concrete, facts.hardware, facts.trace, warnings=_draft_warnings(facts))
+    locked = 0
+    if placement.tier == "vram" and not placement.is_all_resident:
+        locked = run.pool.slot_bytes if run.pool else facts.model.mapped_bytes(placement)
+    return Planned(
+        run,
+        None,
+        sizes,
+        concrete,
+        facts.hardware,
+        facts.trace,
+        warnings=_draft_warnings(facts),
+        locked_bytes=locked,
+    )
 
 
 def _draft_warnings(facts: Facts) -> tuple[str, ...]:
@@ -369,7 +382,8 @@ def plan_by_name(
                 prompt_cache_bytes=prompt_cache_bytes,
             )
             warnings += draft.warnings + file.metadata.warnings + spec.warnings
-    planned = replace(planned, warnings=warnings + planned.warnings)
+    warnings += planned.warnings + lock_warnings(planned.locked_bytes, Limits.read())
+    planned = replace(planned, warnings=warnings)
     if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3
         planned = replace(planned, disk_bytes_per_s=measure_disk(path, matrix_bytes))

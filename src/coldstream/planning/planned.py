@@ -31,6 +31,7 @@ class Planned:
     # than was asked about would be needed.
     longer_steps: PlacementPlan | None = None
     warnings: tuple[str, ...] = ()  # about the device and drafts, for people
+    locked_bytes: int = 0  # of RAM that are to be page-locked for a GPU, of the file or for a pool
 
     @property
     def plan(self) -> PlacementPlan:

@@ -63,6 +63,7 @@ def test_a_refusal_at_any_piece_gives_the_same_bits_and_leaves_nothing_locked(
     with open_with_bus(path) as runner:
         wanted, all_bytes = logits_of(runner, num_prompt), sum(driver.registered.values())
         assert layers_read(runner) == [True] * LAYERS
+        assert not any("page-locked" in each for each in runner.runner.warnings)
     assert not driver.registered
     counts = []
     for share in (0.0, 0.02, 0.4, 0.7, 0.999):
@@ -70,6 +71,8 @@ def test_a_refusal_at_any_piece_gives_the_same_bits_and_leaves_nothing_locked(
         with open_with_bus(path) as runner:
             assert most - 2 * PIECE_BYTES < sum(driver.registered.values()) <= max(0, most - PIECE_BYTES)
             found, read = logits_of(runner, num_prompt), layers_read(runner)
+            (said,) = [each for each in runner.runner.warnings if "page-locked" in each]
+            assert "the CPU computes the experts in the rest that the GPU lacks: close programs" in said
         assert read == sorted(read, reverse=True)  # the first layers of the file
         counts.append(sum(read))
         assert not driver.registered
@@ -94,3 +97,22 @@ def test_each_layer_of_a_prompt_is_copied_from_where_it_is_locked_or_through_a_r
     with open_with_bus(path) as runner:
         runner.prefill(token_ids(80))
     assert used == {DirectCopies, FileCopies}
+
+
+def test_a_pool_in_ram_that_is_locked_in_part_gives_the_same_bits_and_says_so(
+    path: Path, driver: HostDriver
+) -> None:
+    def found() -> tuple[list[np.ndarray], list[str], int]:
+        with open_partly(path, 0.4, in_ram=0.4) as runner:
+            locked, logits = sum(driver.registered.values()), logits_of(runner, 40)
+            return logits, [each for each in runner.runner.warnings if "page-locked" in each], locked
+
+    wanted, nothing, all_bytes = found()
+    assert nothing == []
+    for most in (0, all_bytes // 2, all_bytes - 1):
+        driver.most_registered = most
+        logits, (said,), locked = found()
+        assert locked <= most
+        assert "RAM for experts could not be page-locked, or only in part" in said
+        assert not driver.registered
+        assert all(np.array_equal(one, other) for one, other in zip(logits, wanted, strict=True))

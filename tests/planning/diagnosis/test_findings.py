@@ -92,9 +92,8 @@ CASES: list[tuple[Change, str, str, str]] = [
         "switched off.*transparent_hugepage/enabled",
     ),
     (part("limits", open_files=FILES_OF_A_SERVER - 1), "open-files", "warning", "255 files.*`ulimit -n"),
-    (part("limits", locked_bytes=8 << 20), "memlock", "advice", "8 MiB.*ulimit -l unlimited.*LimitMEMLOCK"),
     (part("limits", wsl=1), "wsl-1", "warning", "WSL 1.*wsl --set-version"),
-    (part("limits", wsl=2), "wsl-memory", "advice", "64.0 GiB.*`.wslconfig`.*wsl --shutdown"),
+    (part("limits", wsl=2), "wsl-memory", "advice", "64.0 GiB.*page-locked.*`.wslconfig`.*wsl --shutdown"),
     (gpu(driver=Driver()), "driver-missing", "warning", "no driver for it.*apt install nvidia-open"),
     (driver(cuda_version=(MIN_CUDA[0] - 1, 9)), "driver-old", "warning", "CUDA 12.9.*needs 13.0.*driver 580"),
     (driver(status=100, devices=()), "driver-shows-none", "warning", "status 100.*`nvidia-smi`"),
@@ -205,16 +204,13 @@ LIMITS: dict[str, Change] = {
     "a library without a bound": library("numpy", least=None),
     "all of the memory": part("limits", cgroup_memory_bytes=64 * GIB),
     "all of the time": part("limits", cgroup_cpus=16.0),
-    "memory that may all be locked": part("limits", locked_bytes=64 * GIB),
+    "a limit of locked memory, which binds no GPU": part("limits", locked_bytes=0),
     "rates of that age": rates("current", RATES_LAST_DAYS),
     "rates to come": rates("absent"),
     "rates of a GPU to come": rates("incomplete"),
     "lanes that are unknown": gpu(cards=(replace(CARD, lanes=None),)),
     "no GPU": lambda facts: replace(facts, gpu=NO_GPU),
     "a driver for no card": gpu(cards=(), driver=Driver((13, 0), 100, ())),
-    "no GPU and little locked memory": lambda facts: part("limits", locked_bytes=0)(
-        replace(facts, gpu=NO_GPU)
-    ),
     "no GPU and counts of another": lambda facts: folder("counts", damaged=("a",))(
         replace(facts, gpu=NO_GPU)
     ),
@@ -234,7 +230,6 @@ def test_what_mends_a_limit_depends_on_where_it_is() -> None:
     for change, said in (
         (part("limits", threads_left=0), "docker run --pids-limit -1"),
         (part("limits", open_files=8), "docker run --ulimit nofile="),
-        (part("limits", locked_bytes=0), "docker run --ulimit memlock=-1"),
         (part("limits", cgroup_memory_bytes=GIB), "docker run --memory 64g"),
         (part("limits", cgroup_cpus=1.0), "docker run --cpus 16"),
         (part("cpu", num_logical_cpus=1), "docker run --cpuset-cpus 0-15"),

@@ -71,6 +71,12 @@ class RegisteredMemory:
         """Whether all of it is locked."""
         return self._end is None
 
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that are locked of one that is not whole."""
+        assert self._end is not None, "all of it is locked"
+        return self._end - self._pieces[0]
+
     def covers(self, address: int, num_bytes: int) -> bool:
         """Whether these bytes of the mapping are locked."""
         return self._end is None or address + num_bytes <= self._end

@@ -316,7 +316,9 @@ class CudaRunner(ModelRunner):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return self._warnings
+        """With what could not be locked, which an early start learns behind its first token."""
+        problem = self._partial.host.lock_problem if self._partial else None
+        return (*self._warnings, problem) if problem else self._warnings
 
     def _typed_errors(self) -> AbstractContextManager[None]:
         return device_errors()

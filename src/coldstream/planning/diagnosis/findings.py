@@ -12,6 +12,7 @@ from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS
 from coldstream.kernels.cuda.device import INSTALL
 from coldstream.kernels.cuda.driver import old_card, old_driver
+from coldstream.placement.limits import WSL_MEMORY
 from coldstream.planning.diagnosis.machine_facts import Folder, FolderName, Gpu, MachineFacts
 
 # error: no model can run; warning: something is refused or left out; advice: what would make it faster.
@@ -208,7 +209,6 @@ def _gpu(facts: MachineFacts) -> Iterator[Finding]:
         yield problem
     elif gpu.driver.devices:
         yield from _packages(gpu)
-        yield from _locked_memory(facts)
     for card in gpu.cards:
         if card.lanes and card.max_lanes and card.lanes < card.max_lanes:
             yield Finding(
@@ -270,22 +270,6 @@ def _packages(gpu: Gpu) -> Iterator[Finding]:
             f"the compiler is of CUDA {gpu.nvrtc[0]}.{gpu.nvrtc[1]}, and the driver serves "
             f"{gpu.driver.cuda_version[0]}.{gpu.driver.cuda_version[1]} at most",
             f"`pip install 'nvidia-cuda-nvrtc<{gpu.driver.cuda_version[0] + 1}'`, or a newer driver",
-        )
-
-
-def _locked_memory(facts: MachineFacts) -> Iterator[Finding]:
-    limit = facts.limits.locked_bytes
-    if limit is not None and limit < facts.ram.total_bytes:
-        yield Finding(
-            "memlock",
-            "advice",
-            f"{_size(limit)} of RAM may be locked, so experts in RAM may come to the GPU more slowly",
-            _by_place(
-                facts,
-                "--ulimit memlock=-1",
-                "ulimit -l unlimited",
-                "with `LimitMEMLOCK=infinity` in a systemd unit",
-            ),
         )
 
 
@@ -352,8 +336,9 @@ def _wsl(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "wsl-memory",
             "advice",
-            f"Windows gives WSL {_size(facts.limits.machine_ram_bytes)} of RAM, half of it by default",
-            "in Windows: `memory=` below `[wsl2]` in `.wslconfig`, then `wsl --shutdown`",
+            f"Windows gives WSL {_size(facts.limits.machine_ram_bytes)} of RAM, half of it by default, and "
+            "may let a GPU have only a part of that page-locked",
+            WSL_MEMORY,
         )
 
 
