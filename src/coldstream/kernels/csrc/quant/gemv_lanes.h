@@ -39,27 +39,38 @@ static inline __attribute__((always_inline)) void prefetch_weights(const void* b
 }
 
 // Weight rows n … n + count - 1, at most eight, which are the lanes: for rows that do not fill eight lanes
-// with their own super-blocks.
-template <typename Kernel, int rows, bool full>
-inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows& w, int64_t n, int count,
+// with their own super-blocks. With several streams also those `distance` further on, and so on.
+template <typename Kernel, int rows, bool full, int streams>
+inline __attribute__((always_inline)) void multiply_eight_rows(const WeightRows& w, int64_t n,
+                                                               int64_t distance, int count,
                                                                const ActivationRow* x, int num_rows,
                                                                float* const* out) {
   using Block = typename Kernel::T::Block;
-  FloatLanes p[8][capacity_of<rows>];
-  for (int lane = 0; lane < 8; lane++) {
-    for (int t = 0; t < num_rows; t++) p[lane][t] = zero_lanes();
+  FloatLanes p[streams][8][capacity_of<rows>];
+  for (int s = 0; s < streams; s++) {
+    for (int lane = 0; lane < 8; lane++) {
+      for (int t = 0; t < num_rows; t++) p[s][lane][t] = zero_lanes();
+    }
   }
-  const uint8_t* data = w.data + n * w.row_bytes;
   for (int64_t g = 0; g < w.cols / group_elements; g++) {
-    Kernel::template add_super_blocks<rows, full, Eight::of_rows>(
-        data + g * static_cast<int64_t>(sizeof(Block)), w.row_bytes, count, x, g, num_rows, p[g % 8]);
+    for (int s = 0; s < streams; s++) {
+      const uint8_t* data =
+          w.data + (n + s * distance) * w.row_bytes + g * static_cast<int64_t>(sizeof(Block));
+      Kernel::template add_super_blocks<rows, full, Eight::of_rows>(data, w.row_bytes, count, x, g, num_rows,
+                                                                    p[s][g % 8]);
+    }
   }
-  for (int t = 0; t < num_rows; t++) {
-    const FloatLanes of_row[8] = {p[0][t], p[1][t], p[2][t], p[3][t], p[4][t], p[5][t], p[6][t], p[7][t]};
-    if constexpr (full) {
-      store_lanes(out[t] + n, sum_accumulators(of_row));
-    } else {
-      store_first_lanes(out[t] + n, count, sum_accumulators(of_row));
+  for (int s = 0; s < streams; s++) {
+    for (int t = 0; t < num_rows; t++) {
+      const auto& lanes = p[s];
+      const FloatLanes of_row[8] = {lanes[0][t], lanes[1][t], lanes[2][t], lanes[3][t],
+                                    lanes[4][t], lanes[5][t], lanes[6][t], lanes[7][t]};
+      float* to = out[t] + n + s * distance;
+      if constexpr (full) {
+        store_lanes(to, sum_accumulators(of_row));
+      } else {
+        store_first_lanes(to, count, sum_accumulators(of_row));
+      }
     }
   }
 }
@@ -90,18 +101,25 @@ inline __attribute__((always_inline)) void multiply_whole_rows(const WeightRows&
 template <typename Kernel, int rows>
 void gemv_of_super_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   if constexpr (rows != 0) num_rows = rows;
-  int64_t n = 0;
-  if (w.cols / group_elements % 8 != 0) {
-    for (; n + 8 <= w.count; n += 8) multiply_eight_rows<Kernel, rows, true>(w, n, 8, x, num_rows, out);
-    if (n < w.count)
-      multiply_eight_rows<Kernel, rows, false>(w, n, static_cast<int>(w.count - n), x, num_rows, out);
-    return;
-  }
   // One activation row waits for memory, which gives more bytes to two places that are read in turn. Four are
   // better still on some processors, and three times slower on others, where they meet in the same sets of a
   // cache.
-  constexpr int streams = 2;
-  if constexpr (rows == 1) {
+  constexpr int streams = rows == 1 ? 2 : 1;
+  int64_t n = 0;
+  if (w.cols / group_elements % 8 != 0) {
+    if constexpr (streams > 1) {
+      const int64_t distance = w.count / (8 * streams) * 8;
+      for (; n < distance; n += 8)
+        multiply_eight_rows<Kernel, rows, true, streams>(w, n, distance, 8, x, num_rows, out);
+      n *= streams;
+    }
+    for (; n + 8 <= w.count; n += 8) multiply_eight_rows<Kernel, rows, true, 1>(w, n, 0, 8, x, num_rows, out);
+    if (n < w.count) {
+      multiply_eight_rows<Kernel, rows, false, 1>(w, n, 0, static_cast<int>(w.count - n), x, num_rows, out);
+    }
+    return;
+  }
+  if constexpr (streams > 1) {
     const int64_t distance = w.count / streams;
     for (; n < distance; n++) multiply_whole_rows<Kernel, rows, streams>(w, n, distance, x, num_rows, out);
     n *= streams;
