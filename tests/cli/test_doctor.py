@@ -170,7 +170,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     ("values", "name"),
     [
         ({"CUDA_VERSION": 12080}, "driver-old"),
-        ({"MAJOR": 7}, "card-old"),
+        ({"MAJOR": 6}, "card-old"),
         ({"NUM_DEVICES": 0}, "driver-shows-none"),
     ],
 )

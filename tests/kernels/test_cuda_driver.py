@@ -88,7 +88,7 @@ def test_what_is_new_enough() -> None:
     assert not Driver((MIN_CUDA[0] - 1, 9), 0, (card,)).is_usable
     assert old_driver(None) is None
     assert old_driver((MIN_CUDA[0] + 1, 0)) is None
-    assert "compute capability 7.9, this version needs 8.0" in (old_card(old.name, old.capability) or "")
+    assert "compute capability 6.9, this version needs 7.5" in (old_card(old.name, old.capability) or "")
 
 
 def test_the_driver_has_a_version_or_is_unknown() -> None:

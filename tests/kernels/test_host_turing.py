@@ -22,6 +22,7 @@ from test_host_integers import check, check_whole
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
+from coldstream.kernels.cuda.gemm_tiles import least_tilings
 from coldstream.kernels.cuda.skinny_shapes import SKINNY_TYPES
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
@@ -49,6 +50,12 @@ def test_a_warp_multiplies_bytes() -> None:
     test_host_products.test_a_warp_multiplies_bytes()
 
 
+def test_stages_that_are_used_again() -> None:
+    """Their barriers have many phases; with a type whose blocks begin anywhere."""
+    for quant_type in (QuantType.Q4_K, QuantType.Q6_K):
+        test_host_gemm.compare(least_tilings(quant_type)[-1], quant_type, [(2304, 70)])
+
+
 @pytest.mark.sharded(9)
 @EVERY_INTEGER_TYPE
 def test_gemm(quant_type: QuantType) -> None:
@@ -74,11 +81,9 @@ def test_every_walk(monkeypatch: pytest.MonkeyPatch, quant_type: QuantType, walk
     test_host_linear.test_every_walk(monkeypatch, quant_type, walk)
 
 
-@pytest.mark.sharded
-@pytest.mark.parametrize("cols", [512, 2048, 2304])
-def test_grids_of_several_types_in_one_launch(cols: int) -> None:
+def test_grids_of_several_types_in_one_launch() -> None:
     """More than a block's shared memory has room for beside the rings of a row."""
-    test_host_linear.test_grids_and_orders_of_several_types_in_one_launch(cols)
+    test_host_linear.test_grids_and_orders_of_several_types_in_one_launch(512)
 
 
 @pytest.mark.sharded(9)
@@ -94,6 +99,10 @@ def test_experts_of_a_few_tokens(quant_type: QuantType) -> None:
 def test_routers(experts: int, cols: int, ranks: int, tokens: int) -> None:
     """Beside a later layer's, or in front of it where a block has no memory for both choices."""
     test_host_router.test_router_of_any_shape(experts, cols, ranks, tokens, 1)
+
+
+def test_a_guess_has_a_launch_of_its_own_where_a_choice_fills_the_memory() -> None:
+    test_host_router.test_router_of_any_shape(300, 33, 16, 8, 1)
 
 
 def test_experts_whose_choice_does_not_fit_are_refused() -> None:
@@ -115,12 +124,18 @@ def test_attention_of_a_draft_block(dim: int) -> None:
     test_draft_block.test_attention_sees_what_it_may(case, 3, "cpu")
 
 
+def test_keys_and_values_in_turn() -> None:
+    """In the kernels of decode, with one pair of a lane and with two."""
+    check([Part(200, 1)], "i16", (16, 2, 256), None, 0, TURING_LIMITS)
+    check([Part(200, 1), Part(300, 2)], "i16", (16, 2, 256), None, 0, TURING_LIMITS)
+
+
 @pytest.mark.sharded(6)
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 96), (16, 2, 256)])
 def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     """Rows of decode and of trees, whose keys are in tiles of their own or in turn with values."""
-    check([Part(200, 1), Part(300, 2)], cache_name, heads, None, 1, TURING_LIMITS)
+    check([Part(200, 1), Part(300, 2)], cache_name, heads, None, 0, TURING_LIMITS)
     check([Part(70, 2), Part(40, 6, (-1, 0, 0, 2, 1, 4))], cache_name, heads, 100, 2, TURING_LIMITS)
 
 

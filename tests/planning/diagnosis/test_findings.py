@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.kernels.cuda.driver import MIN_CAPABILITY, MIN_CUDA, Driver
+from coldstream.kernels.cuda.driver import MIN_CAPABILITY, MIN_CUDA, TRIED_CAPABILITY, Driver
 from coldstream.planning.diagnosis import findings
 from coldstream.planning.diagnosis.findings import (
     FILES_OF_A_SERVER,
@@ -98,10 +98,16 @@ CASES: list[tuple[Change, str, str, str]] = [
     (driver(cuda_version=(MIN_CUDA[0] - 1, 9)), "driver-old", "warning", "CUDA 12.9.*needs 13.0.*driver 580"),
     (driver(status=100, devices=()), "driver-shows-none", "warning", "status 100.*`nvidia-smi`"),
     (
-        driver(devices=(replace(DEVICE, capability=(MIN_CAPABILITY[0] - 1, 5)),)),
+        driver(devices=(replace(DEVICE, capability=(MIN_CAPABILITY[0], MIN_CAPABILITY[1] - 1)),)),
         "card-old",
         "warning",
-        "Example GPU has compute capability 7.5.*8.0.*--device cpu",
+        "Example GPU has compute capability 7.4.*7.5.*Turing.*--device cpu",
+    ),
+    (
+        driver(devices=(replace(DEVICE, capability=MIN_CAPABILITY),)),
+        "card-untried",
+        "advice",
+        "Example GPU has compute capability 7.5.*emulated.*coldstream verify.*--report",
     ),
     (
         gpu(missing_packages=("cuda-bindings",), nvrtc=None),
@@ -198,7 +204,9 @@ LIMITS: dict[str, Change] = {
     "a disk with just enough": folder("models", free_bytes=LEAST_FREE_BYTES),
     "a file system that does not say": folder("models", free_bytes=None),
     "the oldest CUDA": driver(cuda_version=MIN_CUDA),
-    "the oldest card": driver(devices=(replace(DEVICE, capability=MIN_CAPABILITY),)),
+    "the oldest card that kernels have run on": driver(
+        devices=(replace(DEVICE, capability=TRIED_CAPABILITY),)
+    ),
     "a newer library": library("numpy", version="2.10"),
     "a library with zeros less": library("numpy", version="2.4.1.0"),
     "a library without a bound": library("numpy", least=None),

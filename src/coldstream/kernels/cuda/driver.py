@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from coldstream.kernels.cuda.ahead import DRIVER
+from coldstream.kernels.cuda.features import AMPERE, TURING
 
 MANAGEMENT: Final = "libnvidia-ml.so.1"  # NVIDIA's library for management
 MODULE_VERSION: Final = Path("/sys/module/nvidia/version")  # as Linux shows it, where it loads the driver
 UNKNOWN: Final = "unknown"
-MIN_CAPABILITY: Final = (8, 0)  # integer matrix instructions and asynchronous copies
+MIN_CAPABILITY: Final = TURING  # the first with products of bytes on tensor cores
+TRIED_CAPABILITY: Final = AMPERE  # before it kernels have run on the host's model of a GPU alone
 MIN_CUDA: Final = (13, 0)  # whose bindings and compiler the extra `cuda` installs
 MIN_VERSION: Final = "580"  # the first driver that serves it
 _NAME_CHARS: Final = 256
@@ -102,7 +104,17 @@ def old_card(name: str, capability: tuple[int, int]) -> str | None:
         return None
     return (
         f"{name} has compute capability {_dotted(capability)}, this version needs "
-        f"{_dotted(MIN_CAPABILITY)} (Ampere) or later"
+        f"{_dotted(MIN_CAPABILITY)} (Turing) or later"
+    )
+
+
+def untried_card(name: str, capability: tuple[int, int]) -> str | None:
+    """What is not known of a card of this compute capability; None: nothing."""
+    if capability >= TRIED_CAPABILITY:
+        return None
+    return (
+        f"{name} has compute capability {_dotted(capability)}: the kernels for it are compiled and emulated "
+        "in tests, and have not run on a card yet"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS
 from coldstream.kernels.cuda.device import INSTALL
-from coldstream.kernels.cuda.driver import old_card, old_driver
+from coldstream.kernels.cuda.driver import old_card, old_driver, untried_card
 from coldstream.placement.limits import WSL_MEMORY
 from coldstream.planning.diagnosis.machine_facts import Folder, FolderName, Gpu, MachineFacts
 
@@ -209,6 +209,12 @@ def _gpu(facts: MachineFacts) -> Iterator[Finding]:
         yield problem
     elif gpu.driver.devices:
         yield from _packages(gpu)
+        if text := untried_card(gpu.driver.devices[0].name, gpu.driver.devices[0].capability):
+            mend = (
+                "`coldstream verify MODEL --report report.md` compares tokens with the CPU's; the issue form "
+                "for numbers from your rig takes the report"
+            )
+            yield Finding("card-untried", "advice", text, mend)
     for card in gpu.cards:
         if card.lanes and card.max_lanes and card.lanes < card.max_lanes:
             yield Finding(
