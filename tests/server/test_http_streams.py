@@ -24,6 +24,7 @@ from coldstream.errors import (
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.event_stream import EventStream
 from coldstream.server.http import ServerSettings, create_app
+from coldstream.server.http import answers as answers_module
 from coldstream.server.local_client import LocalClient
 from http_serving import Connect, Scripted, events_of, idle
 
@@ -225,6 +226,62 @@ async def test_sc07_comments_keep_a_connection_alive_that_has_nothing_to_say(
     call.gone.set()
     await serving
     assert len(client.cancelled) == 1
+
+
+class Waking(Scripted):
+    """A client whose model is loaded once `loaded` is set; what asks before waits."""
+
+    def __init__(self, client: LocalClient, *script: Any) -> None:
+        super().__init__(client, *script[1:])
+        self._error = script[0]
+        self.loaded, self.left = asyncio.Event(), asyncio.Event()
+
+    async def submit(self, submission: Submission) -> EventStream:
+        try:
+            await self.loaded.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        if self._error is not None:
+            raise self._error
+        return await super().submit(submission)
+
+
+@pytest.mark.parametrize("error", [None, OutOfMemoryError("needs 9 GiB")])
+@pytest.mark.parametrize("path", BODIES)
+async def test_comments_keep_a_stream_alive_that_waits_for_the_model_to_be_loaded(
+    local_client: LocalClient, monkeypatch: pytest.MonkeyPatch, path: str, error: Exception | None
+) -> None:
+    """Then it goes on as ever, or ends with the error that loading gave."""
+    monkeypatch.setattr(answers_module, "_FIRST_EVENT_S", 0.001)
+    call = Call(path, {**BODIES[path], "stream": True})
+    end = Piece("", finish_reason="stop", statistics=Statistics(5, 2, 9, 0.1, 0.1, "avx2", 1, 0))
+    client = Waking(local_client, error, Started(1, 0, 1), Delta(1, 0, Piece("xyz", (1,))), Delta(1, 0, end))
+    serving = asyncio.create_task(call(create_app(client, ServerSettings(keep_alive_s=0.001))))  # type: ignore[arg-type]
+    bodies: list[bytes] = []
+    while bodies.count(b": keep-alive\n\n") < 3:
+        bodies.append((await call.sent.get()).get("body", b""))
+    client.loaded.set()
+    await serving
+    while not call.sent.empty():
+        bodies.append(call.sent.get_nowait().get("body", b""))
+    text = b"".join(bodies)
+    assert (b"xyz" in text) == (error is None)
+    assert (b"needs 9 GiB" in text) == (error is not None)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_that_is_left_while_the_model_is_loaded_asks_nothing(
+    local_client: LocalClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(answers_module, "_FIRST_EVENT_S", 0.001)
+    call = Call(path, {**BODIES[path], "stream": True})
+    client = Waking(local_client, None)
+    serving = asyncio.create_task(call(create_app(client, ServerSettings(keep_alive_s=0.001))))  # type: ignore[arg-type]
+    await call.sent.get()
+    call.gone.set()
+    await serving
+    assert client.left.is_set()
 
 
 async def test_an_unexpected_error_is_a_500_without_details(

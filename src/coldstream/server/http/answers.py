@@ -68,6 +68,7 @@ class Answers:
         self._arrived = asyncio.Event()  # set when an event of any stream arrives
         self._streams: dict[int, EventStream] = {}  # by submission: streams that may have more events
         self._peeked: tuple[int, Event] | None = None
+        self._beginning: asyncio.Task[None] | None = None  # of a stream, until all submissions have begun
         self._began = time.monotonic()
         self._last_at: dict[tuple[int, int], float] = {}
         self._outcome = "cancelled"
@@ -76,25 +77,33 @@ class Answers:
     async def begin(self) -> None:
         """Give all submissions to the engine. Raises its refusal; nothing of them goes on then."""
         try:
-            for index, submission in enumerate(self._submissions):
-                self._streams[index] = await self._serving.client.submit(submission)
-                self._streams[index].watch(self._arrived)
+            await self._submit()
         except BaseException as error:
             self._outcome = "error" if isinstance(error, Exception) else "cancelled"
             await self.close()
             raise
 
     async def begin_stream(self) -> None:
-        """`begin`, and wait a moment for the first event, so that an error that comes at once is a status and
+        """Begin, and wait a moment for the first event, so that an error that comes at once is a status and
         no event of a stream. Raises that error.
+
+        A model that sleeps may take minutes to be loaded. The stream begins meanwhile, and `events` goes on.
         """
-        await self.begin()
+        self._beginning = asyncio.create_task(self._submit())
+        self._beginning.add_done_callback(lambda _: self._arrived.set())
         try:
             with anyio.move_on_after(_FIRST_EVENT_S):
+                await asyncio.shield(self._beginning)
                 self._peeked = await self._first()
-        except BaseException:
+        except BaseException as error:
+            self._outcome = "error" if isinstance(error, Exception) else "cancelled"
             await self.close()
             raise
+
+    async def _submit(self) -> None:
+        for index, submission in enumerate(self._submissions):
+            self._streams[index] = await self._serving.client.submit(submission)
+            self._streams[index].watch(self._arrived)
 
     async def __aenter__(self) -> Self:
         await self.begin()
@@ -115,17 +124,29 @@ class Answers:
             yield self._peeked
         silence = _Silence(keep_alive_s, self._arrived.set)
         try:
-            while self._streams:
+            while self._begins() or self._streams:
                 if (item := self._take()) is not None or silence.is_over:
                     silence.begin()
                     yield item
                     if not self._is_ended and is_complete():
                         await self._end()
-                elif self._streams:
+                elif self._begins() or self._streams:
                     await self._arrival()
         finally:
             silence.close()
         self._outcome = "ok"
+
+    def _begins(self) -> bool:
+        """Whether a submission is still to begin. Raises its refusal, once."""
+        if self._beginning is None or not self._beginning.done():
+            return self._beginning is not None
+        beginning, self._beginning = self._beginning, None
+        try:
+            beginning.result()
+        except Exception:
+            self._outcome = "error"
+            raise
+        return bool(self._streams)
 
     async def _end(self) -> None:
         self._is_ended = True
@@ -134,6 +155,10 @@ class Answers:
 
     async def close(self) -> None:
         """End what still runs, and count the request."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+            await asyncio.gather(self._beginning, return_exceptions=True)
+            self._beginning = None
         for stream in self._streams.values():
             await stream.aclose()
         self._serving.metrics.count_request(self._outcome)
