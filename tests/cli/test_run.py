@@ -392,3 +392,12 @@ def test_ctrl_c_while_the_machine_is_measured_leaves_nothing_half_done(
     assert rates_are_known(here, path) == (when == "written")
     late.measure()
     assert rates_are_known(here, path), "a later measurement is kept"
+
+
+def test_what_comes_to_light_behind_the_first_token_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as memory that could not be locked, which is tried then."""
+    opened: Any = SimpleNamespace(warnings=("known before", "1.0 of 20.1 GiB could be page-locked"))
+    cli_run._note_late(opened, ("known before",))
+    assert capsys.readouterr().err == "warning: 1.0 of 20.1 GiB could be page-locked\n"
+    cli_run._note_late(opened, opened.warnings)
+    assert capsys.readouterr().err == ""
