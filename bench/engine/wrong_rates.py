@@ -106,17 +106,17 @@ BEGINNINGS: Final = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """tokens: of the text. wrong: of it, with shares that stay wrong. settled, window: see SETTLED and
+    """tokens: of the text. short: of it, where shares need none to settle. settled, window: see SETTLED and
     WINDOW. The others are seconds: before another program, beside it, and after it.
     """
 
     tokens: int = 256
-    wrong: int = 160
+    short: int = 144
     settled: int = SETTLED
     window: int = WINDOW
-    quiet_s: float = 3.0
+    quiet_s: float = 2.0
     load_s: float = 8.0
-    after_s: float = 4.0
+    after_s: float = 3.0
 
 
 class Machine:
@@ -190,12 +190,12 @@ class Machine:
         settled = windows[-(-self.lengths.settled // self.lengths.window) :]
         return {**described(case), "tok_s": mean_rate(settled), "windows": windows}
 
-    def swept(self) -> list[dict[str, Any]]:
-        """Figures of fixed shares, the last two beside the best of the others."""
-        found = [self.measure(Case(share=share)) for share in COARSE]
+    def swept(self, count: int | None = None) -> list[dict[str, Any]]:
+        """Figures of fixed shares, the last two beside the best of the others. count: see `measure`."""
+        found = [self.measure(Case(share=share), count) for share in COARSE]
         best = fastest(found)["share"]
         near = (best - FINE, best + FINE)
-        return found + [self.measure(Case(share=share)) for share in near if 0 <= share <= 1]
+        return found + [self.measure(Case(share=share), count) for share in near if 0 <= share <= 1]
 
     def beside(self, case: Case, foreign: "Foreign") -> dict[str, Any]:
         """Texts one after the other, in the middle of which another program is at work."""
@@ -273,8 +273,7 @@ def wrong_rates(machine: Machine) -> dict[str, Any]:
     machine.measure(Case())  # the working set comes in
     fixed = [machine.measure(Case()), *machine.swept()]
     best = fastest(fixed)
-    # Shares that stay need no tokens to settle in.
-    wrong = [machine.measure(case, machine.lengths.wrong) for case in BEGINNINGS[1:]]
+    wrong = [machine.measure(case, machine.lengths.short) for case in BEGINNINGS[1:]]
     moving = [machine.measure(replace(case, moves=True)) for case in BEGINNINGS]
     again = machine.measure(Case(share=best["share"]))
     return {
@@ -294,7 +293,7 @@ def foreign_load(machine: Machine, count: int) -> dict[str, Any]:
             runs.append(machine.beside(case, foreign))
     with Foreign(count) as foreign:
         foreign.begin()
-        fixed = machine.swept()
+        fixed = machine.swept(machine.lengths.short)
     best = fastest(fixed)
     return {
         "processes": count,

@@ -16,7 +16,7 @@ from host_device import HostDevice
 from host_gpu import MACHINE, opened_on
 
 DIMS = Dims(layers=2, hidden=128, experts=64, experts_used=3, expert_ffn=128, shared_ffn=64)
-LENGTHS = Lengths(tokens=8, wrong=8, settled=4, window=4, quiet_s=0.1, load_s=0.1, after_s=0.1)
+LENGTHS = Lengths(tokens=8, short=8, settled=4, window=4, quiet_s=0.1, load_s=0.1, after_s=0.1)
 PARTLY = 456 << 20
 
 
