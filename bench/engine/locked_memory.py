@@ -58,6 +58,7 @@ def answered(opened: OpenedModel, prompt: Sequence[int], count: int) -> dict[str
     runner, tokens = opened.runner, list[int]()
     warm = runner.new_sequence()
     runner.extend(warm, prompt)  # captures what the timed prompt needs
+    runner.release(warm)
     sequence = runner.new_sequence()
     began = time.perf_counter()
     token = int(np.array(runner.extend(sequence, prompt)).argmax())
