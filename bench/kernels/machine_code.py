@@ -8,6 +8,7 @@ from coldstream.kernels.cuda.compiler import MachineCode
 # Attributes of `.nv.info`, whose values are a symbol's index and a number; those of a kernel's own section
 # have numbers alone.
 FRAME_SIZE, REGISTERS, MAX_THREADS = 0x11, 0x2F, 0x05
+SYSTEM_BYTES, RESERVED = 1024, ".nv.shared.reserved.0"
 WITH_VALUE = 0x04  # attributes of this format are followed by a size and so many bytes; others by two bytes
 
 
@@ -32,8 +33,10 @@ def most_threads(code: MachineCode) -> int:
 
 def static_shared_bytes(code: MachineCode) -> int:
     """Shared memory that the kernel declares itself."""
-    name = f".nv.shared.{code.symbol}"
-    return sum(size for section, (_, size, _) in _sections(code.cubin) if section == name)
+    sizes = {section: size for section, (_, size, _) in _sections(code.cubin)}
+    size = sizes.get(f".nv.shared.{code.symbol}", 0)
+    # From sm_90 on the compiler lays it out behind what the system takes.
+    return max(0, size - SYSTEM_BYTES) if RESERVED in sizes else size
 
 
 def code_bytes(code: MachineCode) -> int:

@@ -69,6 +69,7 @@ from bench.report.streaming import (
 )
 from bench.report.tables import Row, load, table
 from bench.report.tests import (
+    architectures,
     draft_trees,
     foreign_cases,
     gpu_sanitizer,
@@ -397,6 +398,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "demo_drafter": demo_drafter,
     "demo_model": demo_model,
     "disk_tier": disk_tier,
+    "architectures": architectures,
     "draft_trees": draft_trees,
     "install": install,
     "key_sweep": key_sweep,

@@ -1,5 +1,6 @@
-"""The blocks on tests: those that ran on a GPU, on which sources, faults planted for tests to find, how many
-rows of draft trees were compared with plain decoding, and another project's tests of its server.
+"""The blocks on tests: kernels by architecture, those that ran on a GPU, on which sources, faults planted for
+tests to find, how many rows of draft trees were compared with plain decoding, and another project's tests of
+its server.
 """
 
 from collections import Counter
@@ -14,6 +15,7 @@ from tools.planted_faults import Fault, load_faults, load_rows
 from tools.planted_faults import Row as FaultRow
 from tools.planted_faults.sources import Sources
 
+ASIDE_BYTES = 64  # of a thread's local memory: some registers set aside
 NOT_RUN = "No run is recorded yet: what is said of these sources on a GPU rests on older ones.\n"
 
 
@@ -100,6 +102,29 @@ def _counts(found: list[tuple[Fault, FaultRow | None]], valid: Mapping[str, Faul
     files = len({fault.file for fault, _ in found})
     counts = (files, len(found), caught, num_valid - caught, len(found) - num_valid - without, without)
     return [*map(str, counts)]
+
+
+def architectures() -> str:
+    """By architecture the kernels that compile, the most that one needs, and those with local memory."""
+    r = load("architectures")
+    rows, lines = [], []
+    for arch, each in r["architectures"].items():
+        stacks = each["stacks"].values()
+        small = [size for size in stacks if size <= ASIDE_BYTES]
+        counts = (each["sources"], each["kernels"], each["most_registers"], each["most_shared_bytes"])
+        stack = (len(small), len(stacks) - len(small), max(stacks, default=0))
+        rows.append([f"`{arch}`", *(f"{number:,}" for number in (*counts, *stack, each["cpu_s"]))])
+        lines += [f"- {problem}\n" for problem in each["problems"]]
+    header = ["", "sources", "kernels", "most registers of a thread", "most shared memory of a block, bytes"]
+    header += [
+        f"with up to {ASIDE_BYTES} bytes of local memory",
+        "with more",
+        "most, bytes",
+        "compiling, CPU s",
+    ]
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in r["architectures"].values()))
+    where = f"NVRTC {r['nvrtc']}, commit {commits}: `{r['command']}`\n"
+    return "\n".join([table(header, rows), *(["".join(lines)] if lines else []), where])
 
 
 def draft_trees() -> str:

@@ -61,6 +61,15 @@ def test_a_block_that_does_not_fit_is_a_problem() -> None:
         assert bool(problems(kernel, code, device)) == is_wrong
 
 
+@pytest.mark.sharded
+@pytest.mark.parametrize("arch", DEVICES)
+def test_shared_memory_of_a_kernel_is_what_it_declares(arch: str) -> None:
+    """Without what the system takes, which some architectures' machine code counts."""
+    (group,) = (each for each in every_kernel(arch) if each.instance == "group_pairs")
+    ((_, code),) = compiled((group,), arch)
+    assert static_shared_bytes(code) == 2 * 32 * 4
+
+
 def test_what_architectures_offer() -> None:
     features = {arch: features_for(arch) for arch in DEVICES}
     assert [arch for arch, each in features.items() if not each.has_wide_products] == ["sm_75"]
