@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import mean
 from typing import Any, Final
 
@@ -189,14 +189,19 @@ TYPE_RUNS: Final = {
 }
 
 
+TYPE_MODELS: Final = {"cut": "", "small": ", small model"}
+
+
 def aims_types() -> str:
     """Two cores by type of weights, beside the better of llama.cpp and ik_llama.cpp."""
     return _rows(_types())
 
 
 def _types() -> Iterator[Aim]:
-    for name, tier in TYPE_RUNS.items():
-        types = load(name)["models"]["cut"]
+    for (name, tier), (model, of_model) in product(TYPE_RUNS.items(), TYPE_MODELS.items()):
+        types = load(name)["models"].get(model)
+        if not types:
+            continue
         common = {kind: found for kind, found in types.items() if kind in COMMON_TYPES}
         for case, aim, among, why in (
             ("decode", 1.0, types, TYPES),
@@ -207,7 +212,7 @@ def _types() -> Iterator[Aim]:
             ratios = {kind: _over_the_better(found["cases"][case]) for kind, found in among.items()}
             least = min(ratios, key=ratios.__getitem__)
             reached = sum(ratio >= aim for ratio in ratios.values())
-            what = f"{tier}, {case}: least of {len(ratios)} types ({least}; {reached} reach it)"
+            what = f"{tier}{of_model}, {case}: least of {len(ratios)} types ({least}; {reached} reach it)"
             yield Aim(what, aim, ratios[least], f"{name}.json", 2, "×", why=why)
 
 
