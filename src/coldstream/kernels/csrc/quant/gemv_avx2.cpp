@@ -40,49 +40,66 @@ struct SpreadScales : WideScales<Q, offset> {
 template <QuantType Q>
 struct KernelGemv {
   using T = Traits<Q>;
-  // With more rows, or if their number is not known, a block's codes and scales go through memory.
+  // If the number is not known, a block's codes and scales go through memory.
   static constexpr int most_fixed_rows = 4;
-  // Whether one row takes codes as they are unpacked. IQ4_XS has too few registers for that.
+  // Whether rows of a fixed number take codes as they are unpacked. IQ4_XS has too few registers for that.
   static constexpr bool is_direct = !T::is_signed;
 
-  // A super-block with one row. If there are minimums, their sums go to `min_dot`.
-  inline __attribute__((always_inline)) static __m256i multiply_one(const typename T::Block* b,
-                                                                    const ActivationRow& x, int64_t group,
-                                                                    __m256i& min_dot) {
+  // Super-block i of eight with `rows` rows, which share its codes as they are unpacked. Sums of minimums go
+  // to `min_dots`.
+  template <int rows>
+  inline __attribute__((always_inline)) static void multiply_directly(const typename T::Block* b, int i,
+                                                                      const ActivationRow* x, int64_t group,
+                                                                      __m256i (*dots)[8],
+                                                                      __m256i (*min_dots)[8]) {
     // Signs of a grid's entries are given to the inputs, so that nothing is added to the magnitudes.
     using Scales = SpreadScales<Q, has_signs<Q> ? 0 : added_to_codes<Q>>;
     const Scales scales(b);
-    const int8_t* q = x.q + group * group_elements;
-    __m256i dot = _mm256_setzero_si256();
-    if constexpr (Scales::has_factors) {
-      __m256i& of_sums = T::has_mins ? min_dot : dot;
-      of_sums = _mm256_madd_epi16(scales.factors, load_256(x.sums + group * 16));
+    const int8_t* q[rows];
+    __m256i dot[rows];
+    for (int t = 0; t < rows; t++) {
+      q[t] = x[t].q + group * group_elements;
+      dot[t] = _mm256_setzero_si256();
+      if constexpr (Scales::has_factors) {
+        const __m256i of_sums = _mm256_madd_epi16(scales.factors, load_256(x[t].sums + group * 16));
+        if constexpr (T::has_mins) {
+          min_dots[t][i] = of_sums;
+        } else {
+          dot[t] = of_sums;
+        }
+      }
     }
-    const auto add = [&](__m256i codes, __m256i inputs, __m256i scale) __attribute__((always_inline)) {
-      const __m256i pairs = _mm256_maddubs_epi16(codes, inputs);
-      dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, scale));
+    const auto add = [&](__m256i codes, __m256i signs, int j, __m256i scale) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int t = 0; t < rows; t++) {
+        __m256i inputs = load_256(q[t] + 32 * j);
+        if constexpr (has_signs<Q>) inputs = _mm256_sign_epi8(inputs, signs);
+        const __m256i pairs = _mm256_maddubs_epi16(codes, inputs);
+        dot[t] = _mm256_add_epi32(dot[t], _mm256_madd_epi16(pairs, scale));
+      }
     };
     if constexpr (has_grid<Q>) {
       const GridCodes<Q> grid(*b);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
-        __m256i inputs = load_256(q + 32 * j), scale;
-        if constexpr (has_signs<Q>) inputs = _mm256_sign_epi8(inputs, grid.signs(j));
+        __m256i signs = _mm256_setzero_si256(), scale;
+        if constexpr (has_signs<Q>) signs = grid.signs(j);
         if constexpr (GridCodes<Q>::in_place) {
           scale = grid.scales(j);
         } else {
           scale = scales.part[j];
         }
-        add(grid.codes(j), inputs, scale);
+        add(grid.codes(j), signs, j, scale);
       }
     } else {
 #pragma GCC unroll 4
       for (int k = 0; k < 4; k++) {
         const UnpackAvx2::Bytes codes = T::template codes<UnpackAvx2>(b, k);
-        for (int h = 0; h < 2; h++) add(codes.half[h], load_256(q + 64 * k + 32 * h), scales.part[2 * k + h]);
+        for (int h = 0; h < 2; h++)
+          add(codes.half[h], _mm256_setzero_si256(), 2 * k + h, scales.part[2 * k + h]);
       }
     }
-    return dot;
+    for (int t = 0; t < rows; t++) dots[t][i] = dot[t];
   }
 
   template <int rows, bool full, Eight E>
@@ -96,8 +113,8 @@ struct KernelGemv {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
       prefetch_weights(b, sizeof *b);
-      if constexpr (rows == 1 && is_direct) {
-        dots[0][i] = multiply_one(b, x[0], group, min_dots[0][i]);
+      if constexpr (rows != 0 && is_direct) {
+        multiply_directly<rows>(b, i, x, group, dots, min_dots);
         continue;
       }
       const Codes256 codes = load_codes<Q>(b);
