@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "quant/grid_avx2.h"
 #include "quant/traits.h"
 #include "quant/unpack_avx2.h"
 
@@ -30,6 +31,10 @@ namespace {
 template <QuantType Q>
 inline __attribute__((always_inline)) Codes256 load_codes(const typename Traits<Q>::Block* b) {
   Codes256 c;
+  if constexpr (has_grid<Q>) {
+    load_grid_codes<Q>(*b, c.part);
+    return c;
+  }
   for (int k = 0; k < 4; k++) {
     const UnpackAvx2::Bytes bytes = Traits<Q>::template codes<UnpackAvx2>(b, k);
     c.part[2 * k] = bytes.half[0];

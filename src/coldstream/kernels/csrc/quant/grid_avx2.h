@@ -231,6 +231,20 @@ class GridCodes {
   alignas(32) uint8_t bytes_[32];  // the signs of eight codes each, or what is added to them
 };
 
+// The codes of a super-block, as Traits has them.
+template <QuantType Q>
+inline __attribute__((always_inline)) void load_grid_codes(const typename Traits<Q>::Block& b,
+                                                           __m256i (&part)[8]) {
+  const GridCodes<Q> grid(b);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) {
+    part[j] = grid.codes(j);
+    if constexpr (has_signs<Q>)
+      part[j] = _mm256_add_epi8(_mm256_sign_epi8(part[j], grid.signs(j)),
+                                _mm256_set1_epi8(static_cast<char>(Traits<Q>::offset)));
+  }
+}
+
 }  // namespace
 
 }  // namespace coldstream
