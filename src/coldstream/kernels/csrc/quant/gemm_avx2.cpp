@@ -19,7 +19,7 @@ struct PairForm {
   static constexpr int steps = most_steps < span_steps ? most_steps : span_steps;
   // Fewer where totals are touched often, so that these stay in registers.
   template <int units>
-  static constexpr int rows_at_a_time = steps >= 4 ? 4 : 2;
+  static constexpr int rows_at_a_time = steps >= 4 || units == 1 ? 4 : 2;
 
   static __m256i stored(__m256i codes) { return codes; }
   static __m256i spread_scales(__m128i eight) {  // each twice
@@ -37,21 +37,21 @@ struct PairForm {
         for (int r = 0; r < rows_at_a_time<units>; r++) {
           const __m256i codes =
               _mm256_set1_epi32(static_cast<int>(load_u32(w.codes[n + r] + 4 * (first + k))));
+          const __m256i scale = T::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
 #pragma GCC unroll 4
           for (int u = 0; u < units; u++) {
             const __m256i inputs = load_256(x.q[first + k][u * unit_rows]);
             const __m256i pairs = multiply_pairs<T::is_signed>(codes, inputs);
-            sums[r][u] = k == 0 ? pairs : _mm256_add_epi16(sums[r][u], pairs);
-            keep_order(sums[r][u]);
+            __m256i sum = k == 0 ? pairs : _mm256_add_epi16(sums[r][u], pairs);
+            keep_order(sum);
+            // At once: sums that are left to a loop of their own go through memory.
+            if (k + 1 < steps) {
+              sums[r][u] = sum;
+            } else {
+              total[r][u] = _mm256_add_epi32(total[r][u], _mm256_madd_epi16(sum, scale));
+            }
           }
         }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < rows_at_a_time<units>; r++) {
-        const __m256i scale = T::super_block ? _mm256_set1_epi32(w.scales[n + r][j]) : _mm256_set1_epi16(1);
-#pragma GCC unroll 4
-        for (int u = 0; u < units; u++)
-          total[r][u] = _mm256_add_epi32(total[r][u], _mm256_madd_epi16(sums[r][u], scale));
       }
     }
   }
