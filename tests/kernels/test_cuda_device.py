@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from cuda.bindings import driver
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from coldstream.errors import ColdstreamError, DeviceError, OutOfMemoryError
-from coldstream.kernels.cuda import ahead, device, program
+from coldstream.kernels.cuda import ahead, device, limits, program
 from coldstream.kernels.cuda.device import device_errors, find_gpu
 from coldstream.kernels.cuda.driver import Driver, DriverDevice
+from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.runtime import calls
 from host_driver import CAPABILITY
 
@@ -89,11 +91,26 @@ def test_a_driver_that_makes_no_context_is_found_out_later(monkeypatch: pytest.M
 
 
 def test_a_card_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = Driver((13, 0), 0, (DriverDevice("Old GPU", (7, 5), 2**33),))
+    old = Driver((13, 0), 0, (DriverDevice("Old GPU", (7, 0), 2**33),))
     monkeypatch.setattr(device, "missing_packages", lambda: ())
     monkeypatch.setattr(device, "find_driver", lambda: old)
-    with pytest.raises(DeviceError, match=r"Old GPU has compute capability 7\.5.*use device cpu"):
+    with pytest.raises(DeviceError, match=r"Old GPU has compute capability 7\.0.*use device cpu"):
         find_gpu()
+
+
+@pytest.mark.parametrize("error", [DeviceError("no device"), DynamicLibNotFoundError("no driver")])
+def test_without_a_gpu_a_block_has_the_shared_memory_that_is_assumed(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that memory is planned on a machine without a GPU."""
+
+    def refuse(index: int) -> DeviceLimits:
+        raise error
+
+    monkeypatch.setattr(limits, "_limits_of", refuse)
+    assert limits.shared_per_block(1000) == 1000
+    monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(1, 2000, 3000))
+    assert limits.shared_per_block(1000) == 2000
 
 
 @pytest.mark.usefixtures("gpu")

@@ -81,5 +81,5 @@ def test_all_kernels_are_known(drafter: DflashFile, monkeypatch: pytest.MonkeyPa
         steps_of(block)
     assert used <= known
     names = " ".join(instance for _, instance in known)
-    for part in ("linear_one", "add_rms_norm_rows", "attend_draft<32>", "place_committed_rows"):
+    for part in ("linear_one", "add_rms_norm_rows", "attend_draft<32, 8>", "place_committed_rows"):
         assert part in names

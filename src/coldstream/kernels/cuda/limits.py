@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from cuda.bindings import driver
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.features import Features
@@ -35,6 +36,17 @@ class DeviceLimits:
 def device_limits() -> DeviceLimits:
     """The limits of the device. Raises DeviceError if the driver does not report them."""
     return _limits_of(calls.DEVICE)
+
+
+def shared_per_block(without_gpu: int) -> int:
+    """Bytes of shared memory for a block of the device.
+
+    Memory is planned on machines without a GPU too: `without_gpu` is what a block is taken to have there.
+    """
+    try:
+        return device_limits().shared_per_block
+    except (DynamicLibNotFoundError, DeviceError):
+        return without_gpu
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import device_limits, overlaps
+from coldstream.kernels.cuda.limits import device_limits, overlaps, shared_per_block
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Sharing
@@ -272,7 +272,7 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
     # A warp takes one token and two rows.
     weight_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
     num_rows = weight_rows + num_tokens
-    available = min(MOST_SHARED_BYTES, device_limits().shared_per_block - STATIC_BYTES)
+    available = min(MOST_SHARED_BYTES, shared_per_block(MOST_SHARED_BYTES + STATIC_BYTES) - STATIC_BYTES)
     most = (available // 4 - weight_rows * ROW_PADDING) // num_rows
     chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
     return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
