@@ -237,6 +237,15 @@ def test_what_fewer_rows_cost_is_learned_from_steps_that_had_them() -> None:
     assert cost.prompt_rows_alone(0.05) == 384
 
 
+def test_a_first_step_that_pays_for_other_things_shortens_no_steps_of_prompts_alone() -> None:
+    cost = StepCost(NUM_ROWS)
+    cost.record(NUM_ROWS, 10.0)
+    cost.record(NUM_ROWS // 2, 1.0)
+    cost.record(NUM_ROWS // 2, 1.0)
+    assert cost.prompt_rows_alone(0.05) == NUM_ROWS
+    assert cost.prompt_rows_together(0, [300, 300], NUM_ROWS, 0.05) == NUM_ROWS
+
+
 def test_rows_that_were_expensive_in_a_bad_moment_do_not_keep_steps_long() -> None:
     cost = StepCost(NUM_ROWS)
     settled_alone(cost, lambda rows: 0.001 * rows, 0.05)

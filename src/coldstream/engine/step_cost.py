@@ -2,10 +2,12 @@
 
 Learned from the steps that were taken: as many rows as keep to a target, or more where short steps would make
 all wait longer. Rows are counted in ranges, each of which begins a third or a half later than the one before.
-An estimate is the median of the last times of steps of the range. The first one is left out once there is
-another, as it may have paid for what is made at the first use. A range that was not measured for
-`_FORGOTTEN` steps counts as never measured; ranges above the usual number of decoding rows age by steps of
-such size alone, so that what prompts cost outlasts many decoded tokens. It knows no clock; times are seconds.
+An estimate is the median of the last times of steps of the range. The first one is left out, as it may have
+paid for what is made at the first use. Beside answers that decode it counts until there is another.
+
+A range that was not measured for `_FORGOTTEN` steps counts as never measured. Ranges above the usual number
+of decoding rows age by steps of such size alone, so that what prompts cost outlasts many decoded tokens. It
+knows no clock; times are seconds.
 """
 
 from bisect import bisect_left, bisect_right
@@ -72,7 +74,7 @@ class StepCost:
         wait much less: where any number of rows reads all missing experts, many short steps would read them
         again and again. Whether it is so is tried where that would take many short steps.
         """
-        known = self._known()
+        known = self._known_or_once()
         if not known:
             return _FIRST_ROWS
         allowed_s = max(target_s, _SLOWDOWN * _seconds(known, num_decoding))
@@ -107,11 +109,10 @@ class StepCost:
         num_rows = num_decoding + rows
         if num_rows >= _SHORT_ROWS or wanted < _LONG_WAIT * rows:
             return rows
-        # What was measured but once may have cost too much.
-        medians = dict(zip(self._rows, self._medians, strict=True))
-        most_known = max((each for each in known if medians[each].has_value), default=num_rows)
-        costs = (_seconds(known, each) / each for each in (most_known, num_rows))
-        base = most_known if next(costs) < _CHEAPER * next(costs) else num_rows
+        # What was measured but once may have cost too much, and is tried again.
+        most_known = max(self._known(), default=num_rows)
+        row_s, row_of_most_s = (_seconds(known, each) / each for each in (num_rows, most_known))
+        base = most_known if row_of_most_s < _CHEAPER * row_s else num_rows
         tried = [
             each
             for each in self._rows
@@ -165,15 +166,21 @@ class StepCost:
         return self._rows[min(bisect_right(self._rows, num_rows), len(self._rows) - 1)]
 
     def _known(self) -> dict[int, float]:
-        """Seconds by the first number of rows of their range, ascending."""
-        known: dict[int, float] = {}
-        for rows, median, first, newest in zip(
-            self._rows, self._medians, self._firsts, self._newest, strict=True
-        ):
-            seconds = first if median.value is None else median.value
-            if seconds is not None and self._now(rows) - newest < _FORGOTTEN:
-                known[rows] = seconds
-        return known
+        """Medians by the first number of rows of their range, ascending."""
+        medians = zip(self._rows, self._medians, strict=True)
+        return {
+            rows: median.value
+            for rows, median in medians
+            if median.value is not None and self._age(rows) < _FORGOTTEN
+        }
+
+    def _known_or_once(self) -> dict[int, float]:
+        """The same, with the first time of a range that has no other."""
+        known = self._known()
+        for rows, first in zip(self._rows, self._firsts, strict=True):
+            if first is not None and self._age(rows) < _FORGOTTEN:
+                known.setdefault(rows, first)
+        return dict(sorted(known.items()))
 
     def _age(self, rows: int) -> int:
         """Steps since the last one of the range that begins with so many rows."""
