@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.results import ROOT
 from coldstream.gguf.quant_types import QuantType
-from coldstream.placement.gpu_types import MEASURED_TYPE
+from coldstream.kernels.experts.shapes import MEASURED_TYPE
 
 RESULTS = ("docs/results/gpu/types.json", "docs/results/gpu/float_types.json")
 TABLE = ROOT / "src" / "coldstream" / "placement" / "gpu_types.py"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_cost import H200
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.kernels.experts.shapes import EXPERT_ROWS
+from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.cost import (
     BUS_BESIDE_SHARE,
@@ -28,7 +28,7 @@ from coldstream.placement.cost import (
     miss_times_of,
     rates_of_experts,
 )
-from coldstream.placement.gpu_types import GPU_TIMES, MEASURED_TYPE
+from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.prompt_cost import prefill_seconds, prefill_seconds_on_cpu
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
-from coldstream.placement.gpu_types import GPU_TIMES, MEASURED_TYPE
+from coldstream.kernels.experts.shapes import MEASURED_TYPE
+from coldstream.placement.gpu_types import GPU_TIMES
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results/gpu"
 FLOATS = {kind for kind in QuantType if kind.block_elements == 1}

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.shapes import EXPERT_ROWS, MAX_MAILBOX_ROWS, MEASURED_TYPE
 from coldstream.kernels.experts.split import MAX_NS, WHOLE, MissTimes
-from coldstream.placement.gpu_types import GPU_TIMES, MEASURED_TYPE
+from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 

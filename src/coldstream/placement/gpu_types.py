@@ -12,8 +12,6 @@ from typing import Final
 
 from coldstream.gguf.quant_types import QuantType
 
-MEASURED_TYPE: Final = QuantType.Q4_K  # to which others are compared
-
 
 @dataclass(frozen=True)
 class ProductTime:

@@ -13,12 +13,11 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
-from coldstream.kernels.experts.shapes import EXPERT_ROWS
+from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 _HIDDEN, _FEED_FORWARD, _RANKS = 2048, 512, 8  # of Qwen3.5-35B-A3B
-_TYPE: Final = QuantType.Q4_K
 _EXPERTS, _FEWEST_EXPERTS = 128, 16
 _MOST_S: Final = 0.25  # of runs of experts with so many rows
 
@@ -72,10 +71,10 @@ def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     num_bytes: memory that may be taken for weights. Longer, with fewer experts, where each has more rows.
     """
     runtime = _csrc.Runtime(num_threads)
-    expert_bytes = 3 * _TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
+    expert_bytes = 3 * MEASURED_TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
     most = max(_FEWEST_EXPERTS, min(_EXPERTS, num_bytes // expert_bytes // _RANKS * _RANKS))
-    gate, up = (random_weight(_TYPE, _FEED_FORWARD, _HIDDEN, most) for _ in range(2))
-    down = random_weight(_TYPE, _HIDDEN, _FEED_FORWARD, most)
+    gate, up = (random_weight(MEASURED_TYPE, _FEED_FORWARD, _HIDDEN, most) for _ in range(2))
+    down = random_weight(MEASURED_TYPE, _HIDDEN, _FEED_FORWARD, most)
     rates = []
     for rows in EXPERT_ROWS:
         num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))

@@ -1,0 +1,320 @@
+"""How fast a GPU's kernels of one row are: what a launch takes, and experts in its memory and over the bus.
+
+The bus is also measured while the CPU computes experts, as both share the missing experts of a layer. All is
+measured with launches of a step, in a captured graph: a layer's experts, and the norm of what they add, each
+of which waits for the one before.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from coldstream.kernels import _csrc
+from coldstream.kernels.best_runs import best_seconds
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import CudaArray, clear, write
+from coldstream.kernels.cuda.device import device_errors
+from coldstream.kernels.cuda.memory import DeviceMemory, aligned
+from coldstream.kernels.cuda.runtime import allocations, calls, streams
+from coldstream.kernels.cuda.runtime.graphs import Graph
+from coldstream.kernels.cuda.skinny_shapes import instance_for
+from coldstream.kernels.cuda_ops import CudaOps
+from coldstream.kernels.experts import cuda as experts_gemv
+from coldstream.kernels.experts import stage
+from coldstream.kernels.experts.cpu_rates import experts_run, random_codes
+from coldstream.kernels.experts.partition import ExpertPlaces, Staging
+from coldstream.kernels.experts.shapes import MATRICES, MEASURED_TYPE
+from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.rms_norm import cuda as rms_norm
+
+Array = np.ndarray[Any, Any]
+
+LAUNCHES: Final = 3  # of a layer: gate and up, down, and the norm
+FEW, MANY = 2, 8  # experts of a token: what the further ones take is their bytes
+MISSING: Final = 4  # experts of a layer that are read over the bus, or that the CPU computes
+KERNELS: Final = (
+    (experts_gemv.PROGRAM, instance_for(experts_gemv.GATE_UP, {MEASURED_TYPE})),
+    (experts_gemv.PROGRAM, instance_for(experts_gemv.DOWN, {MEASURED_TYPE})),
+    (rms_norm.PROGRAM, rms_norm.COMBINE.format("true")),
+    (stage.PROGRAM, "stage_experts"),
+)
+
+_WORKSPACE_BYTES: Final = 4 << 20
+_SMALL_BYTES: Final = 8 << 20  # of persistent memory, for all that is no expert
+_WARM_S: Final = 0.02  # of work before a measurement: an idle GPU runs at a fraction of its clock
+_WINDOW_S: Final = 0.03  # in which the bus and the CPU are measured together
+_NUM_RUNS: Final = 5
+_NUM_WINDOWS: Final = 3
+_CPU_S: Final = 0.02  # of runs of a few experts on the CPU
+_POLL_S: Final = 2e-4
+_EPS: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Of the layers that are measured, by default those of Qwen3.5-35B-A3B."""
+
+    hidden: int = 2048
+    feed_forward: int = 512
+    num_experts: int = 128  # in each memory, at most: more bytes than caches hold
+    fewest_experts: int = 16
+    num_layers: int = 64  # of a graph
+    bus_layers: int = 16  # of a graph that reads over the bus, which takes ten times as long
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of gate, of up, and of down."""
+        return MEASURED_TYPE.row_bytes(self.hidden) * self.feed_forward
+
+    @property
+    def expert_bytes(self) -> int:
+        return MATRICES * self.matrix_bytes
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """Of steps of one row. Bytes are those of experts of MEASURED_TYPE. None: times do not say it.
+
+    launch_s: of a launch in a graph, beside its bytes. row_bytes_per_s: experts in the GPU's memory.
+    row_bus_alone, row_bus_beside: experts in RAM that kernels read over the bus, alone and while the CPU
+    computes others. staged_beside: experts that a launch copies over the bus meanwhile. misses_alone,
+    misses_beside: a few experts that the CPU computes, alone and while the GPU reads others over the bus.
+    """
+
+    launch_s: float | None
+    row_bytes_per_s: float | None
+    row_bus_alone: float
+    row_bus_beside: float
+    staged_beside: float
+    misses_alone: float
+    misses_beside: float
+
+
+def measure_step_rates(num_threads: int, num_bytes: int, shape: LayerShape | None = None) -> StepRates:
+    """Rates of steps, in half a second. num_bytes: of RAM, and of page-locked RAM, that weights may take.
+
+    Raises DeviceError, OutOfMemoryError.
+    """
+    with device_errors(), closing(MeasuredLayers(num_bytes, shape or LayerShape())) as layers:
+        return _rates_of(layers, num_threads)
+
+
+def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
+    size, bus_bytes = layers.shape.expert_bytes, layers.shape.bus_layers * MISSING * layers.shape.expert_bytes
+    few, many = (layers.graph(layers.resident, number, layers.shape.num_layers) for number in (FEW, MANY))
+    warm(few)
+    launch_s, row_bytes_per_s = _launch_and_rate(
+        best_graph_seconds(few) / layers.shape.num_layers,
+        best_graph_seconds(many) / layers.shape.num_layers,
+        size,
+    )
+    over_bus = layers.graph(layers.mapped, MISSING, layers.shape.bus_layers)
+    staged = layers.staging_graph(MISSING, layers.shape.bus_layers)
+    alone_s, staged_s = best_graph_seconds(over_bus), best_graph_seconds(staged)
+    norms_s = layers.shape.bus_layers * (launch_s or 0.0)
+    run, missing_bytes = layers.cpu_run(num_threads, MISSING)
+    misses_alone = missing_bytes / best_seconds(run, 0.0, _CPU_S)
+    with CpuExperts.running(run, missing_bytes) as cpu:
+        beside_s, misses_beside = best_window(over_bus, alone_s, bus_bytes, cpu)
+        staged_beside_s, _ = best_window(staged, staged_s, bus_bytes, cpu)
+    return StepRates(
+        launch_s,
+        row_bytes_per_s,
+        bus_bytes / (alone_s - norms_s),
+        bus_bytes / (beside_s - norms_s),
+        bus_bytes / staged_beside_s,
+        misses_alone,
+        misses_beside,
+    )
+
+
+def _launch_and_rate(few_s: float, many_s: float, expert_bytes: int) -> tuple[float | None, float | None]:
+    """What a launch takes, and bytes a second, by a layer's seconds with FEW experts and with MANY."""
+    expert_s = (many_s - few_s) / (MANY - FEW)
+    launch_s = (few_s - FEW * expert_s) / LAUNCHES
+    if expert_s <= 0 or launch_s <= 0:
+        return None, None
+    return launch_s, expert_bytes / expert_s
+
+
+class MeasuredLayers:
+    """Layers of random experts in the GPU's memory (`resident`) and in page-locked RAM (`mapped`).
+
+    The CPU computes others. codes: of all experts, for each of their matrices. places: where experts are
+    staged. last_total: what the last layers of `step` have added up to. Raises DeviceError, OutOfMemoryError.
+    """
+
+    def __init__(self, num_bytes: int, shape: LayerShape) -> None:
+        self.shape = shape
+        room = min(num_bytes, calls.free_memory()[0] // 4) // shape.expert_bytes
+        self.num_experts = max(shape.fewest_experts, min(shape.num_experts, room))
+        stack_bytes = self.num_experts * shape.matrix_bytes
+        self.codes = random_codes(MEASURED_TYPE, stack_bytes)
+        self._ram = [allocations.page_locked((stack_bytes,), "uint8") for _ in range(MATRICES)]
+        places_bytes = MANY * MATRICES * aligned(shape.matrix_bytes)
+        persistent_bytes = MATRICES * aligned(stack_bytes) + places_bytes + _SMALL_BYTES
+        self._memory = DeviceMemory(persistent_bytes, _WORKSPACE_BYTES)
+        self._ops = CudaOps(self._memory, max_positions=1, max_rows=1)
+        on_device = [self._memory.persistent((stack_bytes,), "uint8") for _ in range(MATRICES)]
+        for ram, part in zip(self._ram, on_device, strict=True):
+            ram[:] = self.codes
+            write(part, ram)
+        self.resident = self._stacks(on_device)
+        self.mapped = self._stacks([CudaArray(ram.ctypes.data, ram.shape, "uint8", ram) for ram in self._ram])
+        self.places = self._memory.persistent((places_bytes,), "uint8")
+        self._total = self._memory.persistent((1, shape.hidden), "float32")
+        self._norm = self._memory.persistent((shape.hidden,), "float32")
+        generator = np.random.default_rng(1)
+        write(self._total, generator.standard_normal((1, shape.hidden), np.float32))
+        write(self._norm, np.ones(shape.hidden, np.float32))
+        self._x = self._ops.activations(1, shape.hidden, persistent=True)
+        self.last_total = self._total
+        for part in (self._x.values, *vars(self._x.quantised).values()):
+            clear(part)
+
+    def close(self) -> None:
+        """Frees the device's memory. No graph may be launched afterwards."""
+        self._memory.close()
+
+    def _stacks(self, parts: Sequence[DeviceArray]) -> tuple[ExpertTable, ...]:
+        experts, ffn, hidden = self.num_experts, self.shape.feed_forward, self.shape.hidden
+        shapes = ((experts, ffn, hidden), (experts, ffn, hidden), (experts, hidden, ffn))
+        tables = (
+            self._ops.stack(part, MEASURED_TYPE, of_part) for part, of_part in zip(parts, shapes, strict=True)
+        )
+        return tuple(replace(table, mapped=table.first) for table in tables)
+
+    def graph(self, stacks: Sequence[ExpertTable], number: int, num_layers: int) -> Graph:
+        """Layers of so many experts, each with other ones."""
+        return self._captured(self.step(stacks, number, num_layers))
+
+    def step(self, stacks: Sequence[ExpertTable], number: int, num_layers: int) -> Callable[[], None]:
+        """What queues the layers of `graph`."""
+        weights, ops = ExpertWeights(*stacks), self._ops
+        chosen = [self._written(self._choice(layer, number)[None]) for layer in range(num_layers)]
+        shares = self._written(np.full((1, number), 1 / number, np.float32))
+
+        def step() -> None:
+            total, x = self._total, self._x
+            for ids in chosen:
+                outputs = ops.experts(x, Routing(ids, shares, None), weights)
+                total, x = ops.add_norm(total, outputs, self._norm, _EPS)
+            self.last_total = total
+
+        return step
+
+    def staging_graph(self, number: int, num_layers: int) -> Graph:
+        """Launches that each copy so many experts over the bus."""
+        room = ExpertPlaces.of(self.places, self.mapped, number)
+        lists = [np.concatenate([[number], self._choice(layer, number)]) for layer in range(num_layers)]
+        stagings = [Staging(self._written(each.astype(np.int32)), room) for each in lists]
+
+        def step() -> None:
+            for staging in stagings:
+                stage.stage_experts_cuda(self.mapped, staging)
+
+        return self._captured(step)
+
+    def cpu_run(self, num_threads: int, number: int) -> tuple[Callable[[], None], int]:
+        """A function that has the CPU compute so many experts, each time others, and their bytes."""
+        runtime = _csrc.Runtime(num_threads)
+        ffn, hidden = self.shape.feed_forward, self.shape.hidden
+        gate, up, down = (
+            _csrc.Weight.from_array(self.codes.copy(), int(MEASURED_TYPE), rows, cols, self.num_experts)
+            for rows, cols in ((ffn, hidden), (ffn, hidden), (hidden, ffn))
+        )
+        runs = [
+            experts_run(runtime, self._choice(turn, number)[None], (gate, up, down))
+            for turn in range(-(-self.num_experts // number))
+        ]
+        turn = count()
+        return lambda: runs[next(turn) % len(runs)](), number * self.shape.expert_bytes
+
+    def _choice(self, turn: int, number: int) -> Array:
+        return ((turn * number + np.arange(number)) % self.num_experts).astype(np.int32)
+
+    def _written(self, values: Array) -> Any:
+        array = self._memory.persistent(values.shape, values.dtype.name)
+        write(array, values)
+        return array
+
+    @staticmethod
+    def _captured(step: Callable[[], None]) -> Graph:
+        step()  # loads the kernels
+        streams.current_stream().synchronize()
+        return Graph.capture(step)[0]
+
+
+class CpuExperts:
+    """A thread that runs experts on the CPU until the context ends."""
+
+    def __init__(self, run: Callable[[], None], num_bytes: int) -> None:
+        """num_bytes: of a run."""
+        self._run, self._run_bytes, self._is_over = run, num_bytes, False
+        self.num_bytes = 0  # computed so far
+
+    @classmethod
+    @contextmanager
+    def running(cls, run: Callable[[], None], num_bytes: int) -> "Iterator[CpuExperts]":
+        experts = cls(run, num_bytes)
+        thread = threading.Thread(target=experts._compute)
+        thread.start()
+        try:
+            yield experts
+        finally:
+            experts._is_over = True
+            thread.join()
+
+    def _compute(self) -> None:
+        while not self._is_over:
+            self._run()
+            self.num_bytes += self._run_bytes
+
+
+def warm(graph: Graph) -> None:
+    """Runs it until the device has its clock."""
+    until = time.perf_counter() + _WARM_S
+    while time.perf_counter() < until:
+        graph_seconds(graph)
+
+
+def best_graph_seconds(graph: Graph) -> float:
+    """Of several runs, after one that fills caches."""
+    graph_seconds(graph)
+    return min(graph_seconds(graph) for _ in range(_NUM_RUNS))
+
+
+def graph_seconds(graph: Graph, num_runs: int = 1) -> float:
+    """The device's time for so many runs. Waits without a core, which may be the CPU's experts'."""
+    begin, end = (streams.Event(has_time=True) for _ in range(2))
+    begin.record()
+    for _ in range(num_runs):
+        graph.launch()
+    end.record()
+    while not end.query():
+        time.sleep(_POLL_S)
+    return end.milliseconds_since(begin) / 1e3
+
+
+def best_window(graph: Graph, alone_s: float, run_bytes: int, cpu: CpuExperts) -> tuple[float, float]:
+    """Seconds of a run of the graph, and the CPU's bytes a second meanwhile: of the window with most bytes.
+
+    alone_s, run_bytes: of a run of the graph without the CPU.
+    """
+    num_runs = max(1, round(_WINDOW_S / alone_s))
+    found = []
+    for _ in range(_NUM_WINDOWS):
+        before, start, runs, on_device = cpu.num_bytes, time.perf_counter(), 0, 0.0
+        while not runs or cpu.num_bytes == before:
+            on_device += graph_seconds(graph, num_runs)
+            runs += num_runs
+        run_s, cpu_rate = on_device / runs, (cpu.num_bytes - before) / (time.perf_counter() - start)
+        found.append((run_bytes / run_s + cpu_rate, run_s, cpu_rate))
+    return max(found)[1:]
