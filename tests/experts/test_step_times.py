@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstream.experts.gpu_statistics import PARTS, StepSums, StepTimes, describe_parts
+from coldstream.experts.gpu_statistics import PARTS, LayerTotals, StepSums, StepTimes, describe_parts
 from coldstream.kernels.experts.stamps import SUMS
 
 MODULUS = 2**64
@@ -126,3 +126,24 @@ def test_without_layers_or_steps_there_is_no_time() -> None:
 def test_shares_are_of_the_whole() -> None:
     times = StepTimes.of(*summed([[Layer(0, 10, 0, 30, 10, 0), Layer(45, 0, 5, 0, 0, 1)]], 7))
     assert describe_parts(times.parts) == "other 45%, router 10%, resident 0%, bus 5%, wait 30%, combine 10%"
+
+
+@given(st.lists(st.tuples(STEPS, st.booleans()), max_size=5))
+def test_totals_only_grow_and_have_all_that_was_looked_at(runs: list[tuple[list[list[Layer]], bool]]) -> None:
+    """After each run, and after some the device's sums begin again, which is looked at too."""
+    totals, expected, num_steps = LayerTotals(), dict.fromkeys(PARTS, 0.0), 0
+    run: list[list[Layer]] = []
+    for steps, begins_again in runs:
+        steps = [step[:1] for step in steps]
+        before, run = totals.seconds, run + steps
+        totals.add(StepTimes.of(*summed(run, 0)))
+        totals.add(StepTimes.of(*summed(run, 0)))  # nothing happened in between
+        assert all(now >= then for now, then in zip(totals.seconds, before, strict=True))
+        num_steps += len(steps)
+        for part, seconds in StepTimes.of(*summed(steps, 0)).parts.items():
+            expected[part] += seconds
+        if begins_again:
+            run = []
+            totals.add(StepTimes.of(*summed([[]], 0)))
+    assert totals.steps == num_steps
+    assert totals.seconds == pytest.approx(tuple(expected.values()), abs=1e-6)

@@ -19,6 +19,7 @@ from coldstream.engine.events import Delta, Event, Started
 from coldstream.engine.request import Piece, Statistics
 from coldstream.engine.submission import Submission
 from coldstream.errors import GenerationFault, InvalidRequestError, OutOfMemoryError
+from coldstream.experts.gpu_statistics import ExpertTimes
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.server import engine_process
@@ -37,6 +38,7 @@ class ScriptedEngine:
         self._file = file
         self._left: dict[int, list[int]] = {}
         self._running: dict[int, Submission] = {}
+        self._num_steps = 0
 
     @property
     def is_idle(self) -> bool:
@@ -60,13 +62,16 @@ class ScriptedEngine:
         return False
 
     def live(self) -> LiveState:
-        """Counts that stay at 0."""
+        """Steps, which take a second each; what else is counted stays at 0."""
         none = CacheSize(0, 0)
         counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
         statistics = {"memory": none, "free_memory": none, "prefixes": PrefixStatistics()}
+        times = ExpertTimes(self._num_steps, disk=float(self._num_steps))
+        statistics |= {"steps": self._num_steps, "launch_s": float(self._num_steps), "expert_times": times}
         return LiveState(EngineStatistics(**(counts | statistics)), None)
 
     def step(self) -> list[Event]:
+        self._num_steps += 1
         return [event for submission in list(self._running.values()) for event in self._advance(submission)]
 
     def _advance(self, submission: Submission) -> list[Event]:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 import pytest
@@ -22,10 +23,12 @@ from coldstream.assets import demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, CompletionOutput, EngineConfig
 from coldstream.engine.answer import completion
+from coldstream.engine.engine_statistics import EngineStatistics, LiveState
 from coldstream.engine.events import Delta, Event, Failed, PromptProgress, Started
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.submission import Submission
 from coldstream.errors import ConfigError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
+from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.server import engine_process, supervisor
 from coldstream.server.client import ServiceUnavailable
 from coldstream.server.codec import decode
@@ -421,6 +424,49 @@ class Silent:
         self._left -= 1
         self._clock.now += 0.25
         return []
+
+
+class Idle:
+    """An engine that has done `num_steps` steps, and then nothing for ever; its parent leaves in the end."""
+
+    def __init__(self, parent: socket.socket, num_steps: int) -> None:
+        self._parent, self._left, self._looks, self.num_reports = parent, num_steps, 6, 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._left
+
+    def rest(self) -> bool:
+        return False
+
+    def check_file(self) -> None:
+        self._looks -= 1
+        if not self._looks:
+            self._parent.shutdown(socket.SHUT_WR)
+
+    def step(self) -> list[Event]:
+        self._left -= 1
+        return []
+
+    def live(self) -> LiveState:
+        self.num_reports += 1
+        none = CacheSize(0, 0)
+        counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
+        counts |= {"memory": none, "free_memory": none, "prefixes": PrefixStatistics(), "expert_times": None}
+        return LiveState(EngineStatistics(**counts), None)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+async def test_an_engine_with_nothing_to_do_reports_its_counts_once_and_unasked(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    monkeypatch.setattr(engine_process, "CHECK_S", 0.0)
+    parent, child = socket.socketpair()
+    with parent, child:
+        engine = Idle(parent, num_steps)
+        with pytest.raises(engine_process._ClosedError):
+            engine_process._serve(engine_process._Connection(child), engine)
+        assert engine.num_reports == (num_steps > 0)
 
 
 async def test_while_steps_give_no_events_the_parent_hears_of_a_healthy_engine_every_second(

@@ -2,6 +2,7 @@
 
 import re
 from base64 import b64decode
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coldstream.engine.engine_statistics import EngineStatistics, LiveState
+from coldstream.experts.gpu_statistics import PARTS, ExpertTimes
+from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.server.client import Health, ServiceUnavailable, State
+from coldstream.server.http.metrics import Metrics
 from coldstream.server.http.page import PAGE_FILES
 from coldstream.server.local_client import LocalClient
 from coldstream.server.served_model import ServedModel
@@ -152,8 +156,29 @@ async def test_metrics_count_requests_tokens_and_times(http: httpx2.AsyncClient)
     assert grown("coldstream_time_to_first_token_seconds_count") == 1
     assert grown("coldstream_inter_token_seconds_count") == 4
     assert grown("coldstream_steps_total") >= 5
+    parts = [
+        grown(f"coldstream_step_part_seconds_total {part}") for part in ("draft", "launch", "wait", "token")
+    ]
+    assert min(parts[1:]) > 0
+    assert sum(parts) == pytest.approx(grown("coldstream_step_seconds_total"))
     assert after["coldstream_requests_running"] == 0
     assert all(":" not in name for name in after)
+
+
+def test_metrics_say_where_time_went_that_experts_outside_fast_memory_took() -> None:
+    none = CacheSize(0, 0)
+    counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
+    counts |= {"memory": none, "free_memory": none, "prefixes": PrefixStatistics(), "expert_times": None}
+    metrics = Metrics()
+    without = samples(metrics.render(EngineStatistics(**counts), False).decode())
+    assert not any("layer" in name or "disk" in name for name in without)
+    times = ExpertTimes(7, tuple(float(1 + each) for each in range(len(PARTS))), 11.5, 0.25, 4096)
+    found = samples(metrics.render(EngineStatistics(**counts | {"expert_times": times}), False).decode())
+    assert [found[f"coldstream_gpu_layer_seconds_total {part}"] for part in PARTS] == list(times.layers)
+    assert found["coldstream_gpu_layer_steps_total"] == 7
+    assert found["coldstream_cpu_expert_seconds_total"] == 11.5
+    assert found["coldstream_disk_wait_seconds_total"] == 0.25
+    assert found["coldstream_expert_copied_bytes_total"] == 4096
 
 
 async def test_requests_that_the_engine_refuses_are_errors_in_the_metrics(

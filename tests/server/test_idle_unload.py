@@ -200,6 +200,30 @@ async def test_questions_about_the_engine_do_not_keep_it_and_do_not_wake_it(star
         assert slept.states == ["ready", "sleeping"]
 
 
+async def test_counts_never_go_back_where_the_engine_is_another_one(start: Start) -> None:
+    """It is unloaded, woken, dies and is started again, between questions about its counts."""
+    async with start() as slept:
+        seen: list[tuple[float, ...]] = []
+
+        async def look() -> None:
+            counts = (await slept.supervisor.live()).statistics
+            assert counts.expert_times is not None
+            seen.append((counts.steps, counts.launch_s, counts.expert_times.disk))
+
+        for number in range(3):
+            assert await slept.answer(3 * number) == "5 6 5 "
+            await look()
+            await slept.to_sleep()
+            assert await slept.answer(3 * number + 1) == "5 6 5 "
+            await look()
+            stream = await slept.supervisor.submit(submission(3 * number + 2, DIE))
+            assert [event async for event in stream]
+            await slept.until("ready")
+            await look()
+        assert all(now >= before for pair in pairwise(seen) for before, now in zip(*pair, strict=True))
+        assert len({each[0] for each in seen}) == 6, "each answer is counted"
+
+
 async def test_without_a_time_an_engine_is_kept(start: Start) -> None:
     async with start(idle_s=None) as slept:
         pid = slept.supervisor.pid

@@ -97,14 +97,14 @@ class Engine:
             self._served.end_cancelled()
             self._served.end_overdue(now)
             if self._fused is not None:
-                self._continue_fused(self._fused)
-                self._served.counts.step_s += self._clock() - now
+                self._continue_fused(self._fused, now)
             elif self._in_flight is not None:
-                self._end_in_flight(self._in_flight)
+                self._end_in_flight(self._in_flight, now)
             else:
                 if self._served.scheduler.num_waiting:
                     self._served.admit(now)
-                self._compute()
+                    now = self._clock()
+                self._compute(now)
         except BaseException:
             self._served.start_over(self._drop_in_flight())
             raise
@@ -120,7 +120,7 @@ class Engine:
                 self._end_fused(self._fused)
             self._served.end_cancelled()
             if self._in_flight is not None:
-                self._end_in_flight(self._in_flight, may_go_on=False)
+                self._end_in_flight(self._in_flight, self._clock(), may_go_on=False)
         except BaseException:
             self._served.start_over(self._drop_in_flight())
             raise
@@ -156,8 +156,14 @@ class Engine:
         return self._served.statistics()
 
     def live(self) -> LiveState:
-        """The same with the experts, as they are now."""
-        return LiveState(self.statistics(), self._runner.expert_map())
+        """The same with the experts, as they are now, and the times that go to them.
+
+        Waits for a step that runs. Where its device has failed, as the step will say, the times are left out.
+        """
+        times = None
+        with suppress(ColdstreamError):
+            times = self._runner.expert_times
+        return LiveState(replace(self.statistics(), expert_times=times), self._runner.expert_map())
 
     def keep_prefix(self, token_ids: Sequence[int], sequence: kvcache.Sequence) -> None:
         """Keeps all that a sequence of the model's holds for requests that begin with these tokens.
@@ -212,10 +218,9 @@ class Engine:
         step.release_forks(self._runner)
         return tuple(step.counts)
 
-    def _compute(self) -> None:
-        """A step with rows of those that run."""
-        start = self._clock()
-        if self._begins_fused():
+    def _compute(self, start: float) -> None:
+        """A step with rows of those that run, from now on."""
+        if self._begins_fused(start):
             return
         counts = self._rows_of_all()
         if not counts:
@@ -224,6 +229,7 @@ class Engine:
             len(counts) == 1 and all(count < job.num_wanted for job, count in counts.items())
         )
         trees = self._trees(counts)
+        drafted = start if self._drafts is None else self._clock()
         launched = self._launched(counts, lambda: launch(self._runner, counts, trees))
         if launched is None:
             return
@@ -232,14 +238,16 @@ class Engine:
         self._served.report_progress(counts.keys())
         if self._drafts is not None:
             self._drafts.observe(launched)
+        since = self._clock()
         if self._may_run_ahead(launched):
             self._in_flight_since = start
+            self._served.counts.add_times(start, drafted, since, since, since)
             return
         self._in_flight = None
-        self._take(launched, None)
-        seconds = self._clock() - start
-        self._served.counts.step_s += seconds
-        self._record_cost(launched, seconds, is_chunk=is_chunk)
+        arrived = self._take(launched, None)
+        end = self._clock()
+        self._served.counts.add_times(start, drafted, since, arrived, end)
+        self._record_cost(launched, end - start, is_chunk=is_chunk)
 
     def _record_cost(self, step: LaunchedStep, seconds: float, *, is_chunk: bool) -> None:
         """is_chunk: whether the step had rows of one prompt alone, which goes on behind them."""
@@ -257,7 +265,7 @@ class Engine:
         running = self._served.running
         return running[0] if len(running) == 1 else None
 
-    def _begins_fused(self) -> bool:
+    def _begins_fused(self, start: float) -> bool:
         """Takes the first fused step of the only job. False, with none taken, if there are none for it."""
         drafts, served = self._drafts, self._served
         if drafts is None or not drafts.has_fused or drafts.backs_off:
@@ -267,7 +275,6 @@ class Engine:
             return False
         if not self._has_room_for_fused(job, more_states=1):  # for the checkpoint
             return False
-        start = self._clock()
         try:
             self._fused = drafts.begin_fused(job, served.counts.count_fused)
         except ColdstreamError as error:
@@ -275,26 +282,33 @@ class Engine:
             return True
         if self._fused is None:
             return False
-        self._continue_fused(self._fused)
-        served.counts.step_s += self._clock() - start
+        self._continue_fused(self._fused, start)
         return True
 
-    def _continue_fused(self, fused: FusedSteps) -> None:
+    def _continue_fused(self, fused: FusedSteps, start: float) -> None:
         """Takes the tokens of a fused step. Others are launched unless somebody waits."""
-        job = fused.job
+        launched = self._take_fused(fused) or start
+        end = self._clock()
+        self._served.counts.add_times(start, start, launched, end, end)
+
+    def _take_fused(self, fused: FusedSteps) -> float | None:
+        """When what is launched was; None if that failed."""
+        job, launched = fused.job, None
         try:
             if not self._served.scheduler.num_waiting and self._has_room_for_fused(job):
                 fused.launch()
+            launched = self._clock()
             if not fused.is_over:
                 with closing(fused.take()) as tokens:
                     self._push_all(job, tokens)
         except ColdstreamError as error:
             self._end_fused(fused)
             self._served.fail([job], error)
-            return
+            return launched
         if fused.is_over or job.has_ended:
             self._end_fused(fused)
         self._end_if_over(job)
+        return launched
 
     def _end_fused(self, fused: FusedSteps) -> None:
         self._fused = None
@@ -348,9 +362,8 @@ class Engine:
         most = self._lone_cost.prompt_rows_alone(self._target_s)
         return self._cost.prompt_rows_together(num_decoding, wanted, most, self._target_s)
 
-    def _end_in_flight(self, step: LaunchedStep, *, may_go_on: bool = True) -> None:
+    def _end_in_flight(self, step: LaunchedStep, start: float, *, may_go_on: bool = True) -> None:
         """Takes the tokens of a step, once the next one is launched, if that needs no decision."""
-        start = self._clock()
         if self._drafts is not None:
             self._drafts.draft(step.asked, 0)
         following = None
@@ -360,11 +373,12 @@ class Engine:
                 following = self._launched(going_on, lambda: launch_ahead(self._runner, step))
                 self._served.counts.ahead_steps += 1
         self._in_flight = following
-        self._take(step, following)
+        launched = self._clock()
+        arrived = self._take(step, following)
         if self._drafts is not None and following is not None:
             self._drafts.observe(following, is_ahead=True)
         end = self._clock()
-        self._served.counts.step_s += end - start
+        self._served.counts.add_times(start, start, launched, arrived, end)
         self._record_cost(step, end - self._in_flight_since, is_chunk=False)
         self._in_flight_since = end
 
@@ -393,17 +407,17 @@ class Engine:
             self._served.counts.count_draft(len(rows) - 1)
         return launched
 
-    def _take(self, launched: LaunchedStep, following: LaunchedStep | None) -> None:
-        """Appends the tokens of a step, and keeps what it has left behind.
+    def _take(self, launched: LaunchedStep, following: LaunchedStep | None) -> float:
+        """Appends the tokens of a step, and keeps what it has left behind. Returns when they were there.
 
         following: the step that was launched after it, if any.
         """
         try:
-            self._take_outcomes(launched, following)
+            return self._take_outcomes(launched, following)
         finally:
             launched.release_forks(self._runner)
 
-    def _take_outcomes(self, launched: LaunchedStep, following: LaunchedStep | None) -> None:
+    def _take_outcomes(self, launched: LaunchedStep, following: LaunchedStep | None) -> float:
         drafts = self._drafts
         try:
             outcomes = launched.outcomes()
@@ -412,7 +426,8 @@ class Engine:
         except ColdstreamError as error:
             self._in_flight = None
             self._served.fail(launched.counts, error)
-            return
+            return self._clock()
+        arrived = self._clock()
         ahead = following.counts if following else {}
         for job, outcome in outcomes.items():
             if isinstance(outcome, SampledToken) and job in launched.forks:
@@ -431,6 +446,7 @@ class Engine:
             for job, rows in launched.tree_logits.items():
                 self._take_along(drafts, job, rows)
             drafts.end_step()
+        return arrived
 
     def _take_one(self, job: Job, outcome: Outcome) -> None:
         """Takes what was chosen after the last row of a job: its next token, or a proof at a checkpoint."""

@@ -1,9 +1,11 @@
 """The engine in numbers, for people and their dashboards."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from coldstream.experts.expert_map import ExpertMap
+from coldstream.experts.gpu_statistics import ExpertTimes
 from coldstream.kernels.fused.reference import FusedResult
 from coldstream.kvcache import CacheSize, PrefixStatistics
 from coldstream.models.runner import ModelRunner
@@ -34,6 +36,57 @@ class EngineStatistics:
     drafts: int = 0  # drafts that were verified, each in a step
     drafted_tokens: int = 0  # their nodes
     accepted_tokens: int = 0  # drafted tokens that the model accepted
+    # The parts of `step_s`, in turn. Of steps that a device drafts itself, all behind the launch is wait_s.
+    draft_s: float = 0.0  # drafts, which the next step verifies
+    launch_s: float = 0.0  # until a GPU has the step; on the CPU all that computes it
+    wait_s: float = 0.0  # until its tokens are there
+    token_s: float = 0.0  # their texts, tokens along drafts, and what is kept of prompts
+    expert_times: ExpertTimes | None = None  # of `Engine.live` alone; None as well if all are in fast memory
+
+    def going_on(self, before: "EngineStatistics | None") -> "EngineStatistics":
+        """With the counts of an engine that has ended before this one, so that they only grow."""
+        if before is None:
+            return self
+        tiers = self.prefixes.tiers
+        total = total_statistics([self, replace(before, prefixes=replace(before.prefixes, tiers=tiers))])
+        prefixes = replace(
+            total.prefixes,
+            kept=self.prefixes.kept,
+            pinned=self.prefixes.pinned,
+            remembered_tokens=self.prefixes.remembered_tokens,
+            tiers=tiers,
+        )
+        return replace(
+            total,
+            running=self.running,
+            waiting=self.waiting,
+            memory=self.memory,
+            free_memory=self.free_memory,
+            prefixes=prefixes,
+        )
+
+
+def total_statistics(each: Sequence[EngineStatistics]) -> EngineStatistics:
+    """The sums of all counts. What an engine does not count (None) counts as nothing beside one that does."""
+    statistics = _total(each)
+    assert isinstance(statistics, EngineStatistics)
+    return statistics
+
+
+def _total(values: Sequence[Any]) -> Any:
+    """The sum of numbers; of dataclasses and tuples by their places; the first of other values."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
+    first = values[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        sums = {each.name: _total([getattr(value, each.name) for value in values]) for each in fields(first)}
+        return type(first)(**sums)
+    if isinstance(first, tuple):
+        return tuple(_total(places) for places in zip(*values, strict=True))
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        return sum(values)
+    return first
 
 
 @dataclass(frozen=True)
@@ -62,6 +115,18 @@ class EngineCounts:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    token_s: float = 0.0
+
+    def add_times(self, begin: float, drafted: float, launched: float, arrived: float, end: float) -> None:
+        """The times at which the parts of a step ended, that of its tokens' arrival included."""
+        self.draft_s += drafted - begin
+        self.launch_s += launched - drafted
+        self.wait_s += arrived - launched
+        self.token_s += end - arrived
+        self.step_s += end - begin
 
     def count_step(self, rows: Collection[int]) -> None:
         """A step with so many rows of each answer, nodes included."""

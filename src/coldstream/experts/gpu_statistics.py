@@ -83,6 +83,41 @@ class StepTimes:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Seconds since the model was opened that go to experts outside fast memory; they only grow.
+
+    layers: of `timed_steps` steps, by the GPU's clock, the parts of `StepTimes` in the order of `PARTS`. cpu:
+    the CPU at work for a GPU, beside it. disk: waiting for the disk with nothing left to compute.
+    copied_bytes: of slots; copies have no times of their own, as they go on beside steps.
+    """
+
+    timed_steps: int = 0
+    layers: tuple[float, ...] = (0.0,) * len(PARTS)
+    cpu: float = 0.0
+    disk: float = 0.0
+    copied_bytes: int = 0
+
+
+class LayerTotals:
+    """Sums of `StepTimes` that only grow, while those of the device begin again after a step that failed."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = (0.0,) * len(PARTS)
+        self._seen_steps, self._seen = 0, self.seconds
+
+    def add(self, times: StepTimes) -> None:
+        """Takes note of what the device has summed by now. Call before its sums are set to 0, and after."""
+        parts = tuple(times.parts.values())
+        begins_again = times.steps < self._seen_steps
+        seen_steps, seen = (0, (0.0,) * len(PARTS)) if begins_again else (self._seen_steps, self._seen)
+        self.steps += times.steps - seen_steps
+        grown = zip(self.seconds, parts, seen, strict=True)
+        self.seconds = tuple(total + max(0.0, now - before) for total, now, before in grown)
+        self._seen_steps, self._seen = times.steps, parts
+
+
 class StepSums(NamedTuple):
     """What `StepTimes` has of all layers together. experts_s: until all pairs are computed, in the parts
     resident, bus and wait.

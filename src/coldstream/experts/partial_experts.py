@@ -12,7 +12,13 @@ from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.experts.gpu_statistics import GpuExpertStatistics, MissShareStatistics, StepTimes
+from coldstream.experts.gpu_statistics import (
+    ExpertTimes,
+    GpuExpertStatistics,
+    LayerTotals,
+    MissShareStatistics,
+    StepTimes,
+)
 from coldstream.experts.host import HostExperts
 from coldstream.experts.miss_shares import MissShares, StampedShares, StampsOfAStep
 from coldstream.experts.prefetch import GuessCounter, PrefetchStatistics
@@ -102,6 +108,7 @@ class PartialExperts:
         self._guesses: GuessCounter | None = None
         self._controls, self._times = Controls(), plan.miss_times
         self._shares: StampedShares | None = None
+        self._layer_totals, self._copied_bytes = LayerTotals(), 0
         self._rows = 0  # of the step that began last
         self._in_flight: deque[_StepInFlight] = deque()
         self._ended: list[_StepInFlight] = []  # since `_prepare`
@@ -246,6 +253,22 @@ class PartialExperts:
             self.shares,
         )
 
+    def times(self) -> ExpertTimes | None:
+        """Seconds since the model was opened. None before `fill`. Waits for a running step."""
+        executor = self._executor
+        if self._residency is None or executor is None:
+            return None
+        self._step_times(executor)
+        copied = int(self._residency.cache.counters.copied_bytes.sum())  # less by copies that never began
+        self._copied_bytes = max(self._copied_bytes, copied)
+        return ExpertTimes(
+            self._layer_totals.steps,
+            self._layer_totals.seconds,
+            sum(seconds for _, _, seconds in self.host.server.work()) + self.host.bulk_seconds,
+            self.disk.wait_s if self.disk else 0.0,
+            self._copied_bytes,
+        )
+
     @property
     def observed(self) -> Observed | None:
         """What steps of one row took so far, without a look at the device; None: nothing watches them."""
@@ -266,11 +289,11 @@ class PartialExperts:
         layer_bytes += [0] * (len(executor.prefetch.tallies) - len(layer_bytes))
         return PrefetchStatistics.of(self._guesses, read(executor.prefetch.tallies), layer_bytes)
 
-    @staticmethod
-    def _step_times(executor: PartialExecutor) -> StepTimes:
+    def _step_times(self, executor: PartialExecutor) -> StepTimes:
         """Times of decode steps. Counting starts again after a step that failed."""
         stamps = executor.decode.stamps
         times = StepTimes.of(*read_stamps(stamps[: len(executor.tables.layers)]))
+        self._layer_totals.add(times)
         if times.steps == 0:
             clear(stamps)
         return times

@@ -16,7 +16,7 @@ from coldstream.closing import Closing
 from coldstream.errors import InvalidRequestError, UnsupportedError, host_memory_errors
 from coldstream.experts.cpu.disk_tier import DiskStatistics
 from coldstream.experts.expert_map import ExpertMap
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.gpu_statistics import ExpertTimes, GpuExpertStatistics
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache.batch import Batch, BatchLimits, CheckedSegment, Segment, check_batch, check_segment
 from coldstream.kvcache.cache import CacheSize
@@ -124,6 +124,14 @@ class ModelRunner(Closing):
     def gpu_experts(self) -> GpuExpertStatistics | None:
         """Statistics of experts that the GPU does not hold; None if it holds all, or without a GPU."""
         return None
+
+    @property
+    def expert_times(self) -> ExpertTimes | None:
+        """Where steps spent time for experts outside fast memory; None if all are there.
+
+        Waits for a running step. Raises DeviceError.
+        """
+        return None if self.disk is None else ExpertTimes(disk=self.disk.wait_s)
 
     @property
     def observed(self) -> Observed | None:

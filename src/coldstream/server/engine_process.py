@@ -35,6 +35,7 @@ from coldstream.garbage import starting
 from coldstream.kernels.cuda import ahead
 from coldstream.server.codec import ProtocolError
 from coldstream.server.messages import (
+    AT_REST,
     Accepted,
     Alive,
     Cancel,
@@ -217,14 +218,20 @@ def _throttled(connection: _Connection) -> OpenProgress:
 
 def _serve(connection: _Connection, engine: Computes) -> NoReturn:
     """Raises ModelChangedError once the model's file has changed so that no request can be computed."""
+    has_news = False  # counts that the parent does not know
     while True:
         if engine.is_idle:
             engine.check_file()
         is_due = not engine.is_idle and connection.num_unsent < MAX_UNSENT_BYTES
         may_rest = engine.is_idle and engine.rest()
-        for message in connection.received(0 if is_due or may_rest else CHECK_S):
+        messages = connection.received(0 if is_due or may_rest else CHECK_S)
+        for message in messages:
             _take(message, connection, engine)
+        if has_news and engine.is_idle and not messages and not may_rest:
+            has_news = False
+            connection.send(Counted(AT_REST, engine.live()))  # they go on with the next engine
         if is_due and not engine.is_idle:
+            has_news = True
             events = engine.step()
             connection.send(*joined(events))
             if any(isinstance(each, Failed) and isinstance(each.error, ModelChangedError) for each in events):

@@ -22,6 +22,7 @@ from coldstream.server.codec import ProtocolError, decode, encode
 from coldstream.server.served_model import EngineFacts
 
 MAX_FRAME_BYTES: Final = 16 << 20
+AT_REST: Final = 0  # no ticket of a `Count`
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -96,9 +97,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Counted:
-    """The answer to `Count`."""
+    """The answer to `Count`, or, unasked, the state of an engine with nothing to do."""
 
-    ticket: int
+    ticket: int  # `AT_REST`: unasked
     live: LiveState
 
 

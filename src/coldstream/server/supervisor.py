@@ -69,11 +69,12 @@ class _Running:
     """One process and what is under way in it."""
 
     child: EngineChild
+    counted_before: EngineStatistics | None = None  # by the engines before it
     streams: dict[int, EventStream] = field(default_factory=dict)
     taken: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # submissions not answered yet
-    counts: dict[int, asyncio.Future[LiveState]] = field(default_factory=dict)
+    counts: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # once they are in `last_counts`
     last_progress: float = field(default_factory=time.monotonic)
-    last_counts: LiveState | None = None
+    last_counts: LiveState | None = None  # with those of the engines before it
     hang: GenerationFault | None = None  # why the process was ended
     is_ready: bool = False
     is_unloaded: bool = False  # it ends, as nobody asked for long enough
@@ -116,6 +117,7 @@ class Supervisor:
         self._used_at = clock.now()  # when the last request ended
         self._wake_queue = WakeQueue(limits)
         self._unloads = 0
+        self._counted: EngineStatistics | None = None  # by all engines that have ended, as far as was asked
         self._on_progress = on_progress
         self._on_state = on_state
         self._state: State = "loading"
@@ -223,7 +225,8 @@ class Supervisor:
         return (await self.live()).statistics
 
     async def live(self) -> LiveState:
-        """The running engine's state; in a step that takes long the one that it reported last.
+        """The running engine's state; in a step that takes long the one that it reported last. Counts go on
+        where an engine before it had them.
 
         Raises ServiceUnavailable if none runs, or it has reported none.
         """
@@ -236,7 +239,7 @@ class Supervisor:
         try:
             running.child.send(Count(ticket))
             async with asyncio.timeout(COUNT_S):
-                running.last_counts = await running.counts[ticket]
+                await running.counts[ticket]
         except TimeoutError:
             if running.last_counts is None:
                 raise ServiceUnavailable("the engine is in a step that takes long: try again later") from None
@@ -389,7 +392,7 @@ class Supervisor:
             child = await EngineChild.start(self._command)
         except ColdstreamError as error:
             return error
-        self._running = running = _Running(child)
+        self._running = running = _Running(child, counted_before=self._counted)
         watches = [asyncio.create_task(self._end_if_hung(running))]
         last: ColdstreamError | None = None
         grace_s = 0.0  # a process that was never ready, or sends no messages, gets no time
@@ -422,6 +425,8 @@ class Supervisor:
             self._is_ready = False
             for watch in watches:
                 watch.cancel()
+            if running.last_counts is not None:
+                self._counted = running.last_counts.statistics
         code = await child.end(UNLOAD_S if running.is_unloaded else grace_s)
         if running.is_unloaded and self._changed is None:
             return None
@@ -484,8 +489,10 @@ class Supervisor:
                 if (taken := running.taken.get(request_id)) is not None and not taken.done():
                     taken.set_exception(error)
             case Counted(ticket=ticket, live=live):
+                statistics = live.statistics.going_on(running.counted_before)
+                running.last_counts = replace(live, statistics=statistics)
                 if (counted := running.counts.get(ticket)) is not None and not counted.done():
-                    counted.set_result(live)
+                    counted.set_result(None)
             case Started() | PromptProgress() | Delta() | Failed():
                 self._pass_on(message, running)
             case Alive():

@@ -16,7 +16,7 @@ from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.experts.dense_layers import PartialLayers
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.file_lock import FileLock
-from coldstream.experts.gpu_statistics import GpuExpertStatistics
+from coldstream.experts.gpu_statistics import ExpertTimes, GpuExpertStatistics
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefill import StreamCounters
 from coldstream.experts.ram_pool import RamPool
@@ -287,6 +287,11 @@ class CudaRunner(ModelRunner):
     def gpu_experts(self) -> GpuExpertStatistics | None:
         with device_errors():
             return self._partial_experts.statistics() if self._partial_experts else None
+
+    @property
+    def expert_times(self) -> ExpertTimes | None:
+        with device_errors():
+            return self._partial_experts.times() if self._partial_experts else None
 
     @property
     def observed(self) -> Observed | None:

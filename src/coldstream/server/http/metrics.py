@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from coldstream.engine.engine_statistics import EngineStatistics
+from coldstream.experts.gpu_statistics import PARTS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -99,6 +100,37 @@ def engine_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
         uses.add_metric(["fast"], statistics.expert_hits)
         uses.add_metric(["other"], statistics.expert_misses or 0)
         yield uses
+    yield from _times(statistics)
+
+
+def _times(statistics: EngineStatistics) -> Iterator[Metric]:
+    """Where the time of steps went."""
+    parts = CounterMetricFamily(
+        "coldstream_step_part_seconds",
+        "Time of all steps by part: drafts, launching (a CPU computes), waiting for tokens, their texts.",
+        labels=["part"],
+    )
+    for part in ("draft", "launch", "wait", "token"):
+        parts.add_metric([part], getattr(statistics, f"{part}_s"))
+    yield parts
+    times = statistics.expert_times
+    if times is None:
+        return
+    layers = CounterMetricFamily(
+        "coldstream_gpu_layer_seconds",
+        "The GPU's time in layers that lack experts, by part, of steps that it divides itself.",
+        labels=["part"],
+    )
+    for part, seconds in zip(PARTS, times.layers, strict=True):
+        layers.add_metric([part], seconds)
+    yield layers
+    for name, what, value in (
+        ("gpu_layer_steps", "Steps in coldstream_gpu_layer_seconds.", times.timed_steps),
+        ("cpu_expert_seconds", "The CPU's time for experts that a GPU lacks, beside it.", times.cpu),
+        ("disk_wait_seconds", "Waiting for the disk with nothing left to compute.", times.disk),
+        ("expert_copied_bytes", "Bytes of experts copied into fast memory beside steps.", times.copied_bytes),
+    ):
+        yield CounterMetricFamily(f"coldstream_{name}", what, value=value)
 
 
 _Values = tuple[tuple[str, str, float], ...]
