@@ -110,13 +110,6 @@ def test_conditions_come_back_and_absurd_ones_do_not() -> None:
 def test_a_machine_is_idle_unless_others_take_a_tenth_of_it(
     monkeypatch: pytest.MonkeyPatch, busy_share: float
 ) -> None:
-    class Watch:
-        def __init__(self, cpu_ids: Sequence[int]) -> None:
-            self.num_cpus = len(cpu_ids)
-
-        def conditions(self) -> Conditions:
-            return Conditions(self.num_cpus, busy_share * self.num_cpus)
-
-    monkeypatch.setattr(conditions, "LoadWatch", Watch)
+    monkeypatch.setattr(LoadWatch, "_other_cpus", lambda own: busy_share * 16)
     monkeypatch.setattr(conditions, "_WINDOW_S", 0)
     assert is_idle(range(16)) == (busy_share < 0.1)

@@ -119,6 +119,7 @@ def open_scripted(
         os.kill(os.getpid(), signal.SIGKILL)
     if lines[0] == "hang":
         signal.pause()
+    is_due = lines[0] == "due"  # to be measured again
     if lines[0] == "wait":  # until a file beside the script is there
         while not script.with_name("go").exists():
             os.sched_yield()
@@ -139,6 +140,7 @@ def open_scripted(
             resident_experts=0,
             num_experts=0,
             prompt_cache_bytes=0,
+            rates_are_due=is_due,
         )
         yield ScriptedEngine(file), facts
 

@@ -9,6 +9,7 @@ import pytest
 
 from bench.runners import layers_plan, open_model_file, partial_plan
 from builders import write_gguf
+from coldstream.placement.hardware import Hardware
 from coldstream.server.served_model import EngineFacts
 
 SIZES = {"context_length": 64, "chunk_size": 64, "threads": 1}
@@ -31,6 +32,7 @@ def test_layers_that_are_placed_like_experts_are_none(
         tier="cuda",
         threads=1,
         config=SimpleNamespace(device="cuda", chat_template=None),
+        planned=SimpleNamespace(hardware=Hardware.measure()),
         seed=None,
         warnings=(),
     )

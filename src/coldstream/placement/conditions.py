@@ -107,6 +107,11 @@ class LoadWatch:
             clock=_clock_share(self._root, self._cpu_ids),
         )
 
+    def were_alone(self) -> bool:
+        """Whether other programs have left the CPUs alone since its creation."""
+        other = self._other_cpus()
+        return other is None or other <= MOST_BUSY * max(1, len(self._cpu_ids))
+
     def _now(self) -> tuple[float, float, float | None]:
         return self._clock(), self._own_seconds(), _busy_seconds(self._root, self._cpu_ids)
 
@@ -121,8 +126,7 @@ def is_idle(cpu_ids: Sequence[int]) -> bool:
     """Whether other programs leave the CPUs alone, by a look of `_WINDOW_S` seconds."""
     watch = LoadWatch(cpu_ids)
     time.sleep(_WINDOW_S)
-    other = watch.conditions().other_cpus
-    return other is None or other <= MOST_BUSY * max(1, len(cpu_ids))
+    return watch.were_alone()
 
 
 def _own_seconds() -> float:

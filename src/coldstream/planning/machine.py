@@ -54,13 +54,28 @@ def rates_are_known(hardware: Hardware, path: Path | None = None) -> bool:
     return with_stored_rates(hardware, path or default_path()) is not None
 
 
+def rates_are_due(hardware: Hardware, path: Path | None = None) -> bool:
+    """Whether something disturbed the measurement of the kept rates, which is to be taken again then."""
+    stored = with_stored_rates(hardware, path or default_path())
+    return stored is not None and stored.is_disturbed
+
+
 def is_time_to_measure_again(hardware: Hardware, path: Path | None = None) -> bool:
     """Whether something disturbed the measurement of the kept rates, and nothing would now.
 
     Takes a third of a second if something did.
     """
-    stored = with_stored_rates(hardware, path or default_path())
-    return stored is not None and stored.is_disturbed and is_idle(affinity())
+    return rates_are_due(hardware, path) and is_idle(affinity())
+
+
+def measure_again(hardware: Hardware, path: Path | None = None) -> bool:
+    """Measures what something disturbed, unless others are busy. Returns whether that is still to be done.
+
+    For a moment in which nobody waits. Raises DeviceError, OutOfMemoryError.
+    """
+    if is_time_to_measure_again(hardware, path):
+        with_rates(hardware, path=path, again=True)
+    return rates_are_due(hardware, path)
 
 
 def why_unusable(hardware: Hardware, path: Path | None = None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from coldstream.errors import ModelChangedError
 from coldstream.gguf.chat_template import ChatTemplate
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.planning.machine import rates_are_due
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class EngineFacts:
     prompt_cache_bytes: int  # of RAM for kept prefixes
     warnings: tuple[str, ...] = ()
     chat_template: str | None = None  # its source, if another one than the file's is used
+    rates_are_due: bool = False  # whether the machine is to be measured again in an idle moment
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Self:
@@ -63,6 +65,7 @@ class EngineFacts:
             prompt_cache_bytes=opened.plan.prompt_cache_bytes,
             warnings=opened.warnings,
             chat_template=opened.chat_template.source if opened.config.chat_template else None,
+            rates_are_due=rates_are_due(opened.planned.hardware),
         )
 
 

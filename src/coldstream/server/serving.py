@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -17,6 +18,7 @@ from coldstream.server.engine_child import ENGINE_COMMAND
 from coldstream.server.http.app import create_app
 from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.volatile_lines import DROPPED
+from coldstream.server.idle_rates import Outcome, RatesSettings
 from coldstream.server.log import Log
 from coldstream.server.messages import PromptCache
 from coldstream.server.restarts import RestartPolicy
@@ -86,6 +88,7 @@ async def serve(service: Service, listener: socket.socket, log: Log, on_progress
             command=service.command,
             on_progress=on_progress,
             on_state=_StateLog(log, service.idle_unload_s),
+            rates=RatesSettings(on_end=partial(_say_measured, log)),
         )
         async with supervisor as engine:
             web = WebServer(
@@ -163,6 +166,15 @@ def _say_ready(log: Log, service: Service, model: ServedModel, url: str) -> None
     if service.settings.drop_volatile:
         what = "; ".join(each.what for each in DROPPED)
         log.write("info", "drops", f"the model is not shown these parts of system prompts: {what}")
+
+
+def _say_measured(log: Log, outcome: Outcome) -> None:
+    if outcome == "measured":
+        text = "this machine was measured again while nobody asked: the next model is planned by that"
+        log.write("info", "measured", text)
+    else:
+        text = "this machine could not be measured again: plans stay with rates that other programs disturbed"
+        log.write("warning", "not_measured", text)
 
 
 class _StateLog:

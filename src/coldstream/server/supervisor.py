@@ -36,6 +36,7 @@ from coldstream.server.codec import ProtocolError
 from coldstream.server.engine_child import END_S, ENGINE_COMMAND, EngineChild, cause_of_death
 from coldstream.server.event_stream import EventStream
 from coldstream.server.hang_watch import Work, until_hung, work_of
+from coldstream.server.idle_rates import IdleRates, RatesSettings
 from coldstream.server.idle_unload import REAL_CLOCK, Clock, WakeQueue, until_idle
 from coldstream.server.messages import (
     Accepted,
@@ -57,6 +58,7 @@ from coldstream.server.served_model import EngineFacts, ServedModel
 
 FIRST_LOAD_S: Final = 5.0  # what `Retry-After` says while nothing is known about loading
 NO_CACHE: Final = PromptCache()
+USUAL_RATES: Final = RatesSettings()
 COUNT_S: Final = 1.0  # for the engine to report its statistics between two steps
 UNLOAD_S: Final = 10.0  # for an engine that is unloaded to give back what it has, until it is ended
 
@@ -89,6 +91,7 @@ class Supervisor:
 
     idle_unload_s: without a request until the engine is unloaded; None: never. clock: by which that is.
     on_progress: called with the progress of loading. on_state: called with each change of state, for logs.
+    rates: how the machine is measured again while nobody asks.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Supervisor:
         command: Sequence[str] = ENGINE_COMMAND,
         on_progress: OnProgress | None = None,
         on_state: OnState | None = None,
+        rates: RatesSettings = USUAL_RATES,
     ) -> None:
         self._config = config
         self._limits = limits
@@ -120,6 +124,9 @@ class Supervisor:
         self._counted: EngineStatistics | None = None  # by all engines that have ended, as far as was asked
         self._on_progress = on_progress
         self._on_state = on_state
+        self._on_rates = rates.on_end
+        self._rates = IdleRates(rates.begin, rates.look, clock)
+        self._measuring: asyncio.Task[None] | None = None
         self._state: State = "loading"
         self._loading = Loading("", 0, 0)
         self._reason = ""
@@ -168,6 +175,7 @@ class Supervisor:
 
     async def submit(self, submission: Submission) -> EventStream:
         """Begin a request, see `EngineClient`; the reader closes the stream in every case."""
+        self._rates.give_up()
         while self._is_away():
             await self._wake_queue.wait(submission)
         running = self._ready()
@@ -272,10 +280,11 @@ class Supervisor:
     async def close(self) -> None:
         """End the process and what is under way. Closing twice is allowed."""
         self.abort()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        tasks = [each for each in (self._task, self._measuring) if each is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task = self._measuring = None
         if self._running is not None:
             await self._running.child.end(0.0)
             self._running = None
@@ -317,6 +326,8 @@ class Supervisor:
         if self._state == "stopping":
             return
         self._state, self._reason = state, self._without_folder(reason)
+        if state not in _AT_REST:
+            self._rates.give_up()
         if self._on_state is not None:
             is_down = state in ("restarting", "failed")
             after = max(0.0, self._back_at - time.monotonic()) if is_down else 0.0
@@ -411,6 +422,8 @@ class Supervisor:
                         self._used_at = self._clock.now()
                         if self._idle_unload_s is not None:
                             watches.append(asyncio.create_task(self._unload_if_idle(running)))
+                        if facts.rates_are_due and (self._measuring is None or self._measuring.done()):
+                            self._measuring = asyncio.create_task(self._measure_if_idle(), name="rates")
                         self._set_state("ready")
                         self._wake_queue.wake()
                     case _:
@@ -449,6 +462,18 @@ class Supervisor:
         await until_idle(lambda: self._idle_left_s(running), self._clock)
         running.is_unloaded, self._is_ready = True, False
         running.child.leave()
+
+    async def _measure_if_idle(self) -> None:
+        outcome = await self._rates.run(self.model.facts.device, self._idle_s)
+        if self._on_rates is not None:
+            self._on_rates(outcome)
+
+    def _idle_s(self) -> float:
+        """Seconds since the last request; 0 while there is one, or an engine is loaded."""
+        running = self._running
+        if self._state not in _AT_REST or len(self._wake_queue) or (running is not None and running.streams):
+            return 0.0
+        return self._clock.now() - self._used_at
 
     def _idle_left_s(self, running: _Running) -> float:
         """Seconds until the engine has been idle for long enough."""
@@ -524,6 +549,7 @@ class Supervisor:
         self._used_at = self._clock.now()
 
 
+_AT_REST: Final = ("ready", "sleeping")  # states in which nobody waits, where no request runs
 _LOADING: Final = ("loading", "restarting", "waking")
 _BACK_LATER: Final = ("loading", "restarting", "failed")  # states in which requests are refused for a while
 
