@@ -52,6 +52,7 @@ settings.load_profile("repeatable")
 
 HALVED_ABOVE = 25  # numbers of examples that tests give; with less, an example is long
 SHARDS = 3  # of the cases of a test marked `sharded`, unless it says how many: `sharded(9)`
+OF_SHARDS = 6  # of tests that are cases of one: `sharded(of="processes")`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -230,8 +231,9 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
     cases: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
         if marker := item.get_closest_marker("sharded"):
-            (shards,) = marker.args or (SHARDS,)
-            name = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
+            of = marker.kwargs.get("of")
+            (shards,) = marker.args or (OF_SHARDS if of else SHARDS,)
+            name = of or item.nodeid.partition("[")[0]
             own, shared = item.nodeid, marker.kwargs.get("fixture")
             case = own if shared is None else f"{own.partition('::')[0]} {shared}"
             cases.setdefault((name, shards), {}).setdefault(case, []).append(item)

@@ -57,7 +57,7 @@ def test_a_run_fails_for_what_is_beyond_a_bound(change: dict[str, Any], what: st
     assert all(what in each for each in wrong)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_small_body_is_measured_over_a_server(tmp_path: Path) -> None:
     kind = Kind(lambda: repeated('[], ""', 1000))
     with served(demo_model_path(), tmp_path / "log", "--threads", "1", "--ctx-size", "2048") as server:

@@ -19,7 +19,7 @@ def table(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> tuple[int,
     return code, json.loads(out.read_text())
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_pairs_of_a_drafter_and_a_size_are_interleaved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -167,7 +167,7 @@ def test_the_command_has_what_is_not_usual() -> None:
     assert failures.command(parse(["--storm-s", "5"])) == "python -m tests.audits.failures --storm-s 5"
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_two_kills_are_reported_and_every_answer_is_right(tmp_path: Path) -> None:
     counts = {"count": 2, "clients": 2, "num_questions": 3}
     found = failure_kills.kills(demo_model_path(), tmp_path, threads=1, seed=1, **counts)
@@ -184,7 +184,7 @@ def test_two_kills_are_reported_and_every_answer_is_right(tmp_path: Path) -> Non
     assert sorted(each.partition(":")[0] for each in broken) == sorted([first.name, "left.tmp"])
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_storm_is_counted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_storm, "BACK_S", 1)
     found = failure_storm.storm(demo_model_path(), tmp_path, rate=50, seconds=2, calm_s=3, threads=1, seed=1)
@@ -194,7 +194,7 @@ def test_a_storm_is_counted_and_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     assert sum(found["windows_before"]) > 0 < sum(found["windows_after"])
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_conversation_finds_what_it_had(tmp_path: Path) -> None:
     found = conversations.turns(tmp_path, num_tokens=300, count=1, threads=1)
     assert found["faults"] == []

@@ -37,7 +37,7 @@ def test_what_grows_in_the_first_quarter_alone_fills_caches() -> None:
     assert soak.complaints(soak.growth(samples)) == []
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_minute_of_mixed_traffic_is_answered_and_leaves_nothing_behind(part_of_examples: slice) -> None:
     seconds = len(range(60)[part_of_examples])
     result = soak.soak(seconds=seconds, clients=6, threads=2, seed=1)

@@ -12,7 +12,7 @@ from coldstream.models.footprint import model_sizes
 from coldstream.models.read_spec import read_spec
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "header.gguf"
     FullSizeWriter(path, FULL_SHAPE, seed=0, threads=1).write(is_for_plans=True)

@@ -146,7 +146,7 @@ def test_text_of_every_mix_walks_too(mix: Mix, tmp_path: Path) -> None:
         check_walk(llm)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_the_dense_shape_has_the_tensors_and_size_of_published_files() -> None:
     counts, num_bytes = of_published_size(DENSE_SHAPE)
     assert sum(counts.values()) == 851

@@ -37,7 +37,7 @@ def _offered(folder: Path, *words: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_bash_completes_verbs_options_and_values(tmp_path: Path) -> None:
     assert _offered(tmp_path, "") == list(VERBS)
     assert _offered(tmp_path, "p") == [verb for verb in VERBS if verb.startswith("p")]

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
             os.kill(int((folder / "serve.pid").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_every_session_prints_what_the_page_says(
     folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +121,7 @@ def as_json(facts: MachineFacts) -> Any:
     return json.loads(json.dumps(document(facts, find(facts))))
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_every_field_of_json_is_documented_and_exists(
     run: Run, tmp_path: Path, folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,7 @@ def test_this_machine_has_no_secrets_in_it_and_is_left_as_it_was(
     assert not list(home.iterdir())
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_rates_of_another_machine_and_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / ".cache" / "coldstream" / "hardware.json"
     assert "rates-unusable" not in findings(tmp_path)

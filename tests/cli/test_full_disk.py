@@ -32,7 +32,7 @@ def _with_limit(limit: int, folder: Path, *arguments: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize(
     ("arguments", "out", "limit"),
     [

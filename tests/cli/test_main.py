@@ -171,7 +171,7 @@ _NAMES = {
 }
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_explained_under_its_usual_name(verb: str) -> None:
     from coldstream.cli.main import cli

@@ -81,7 +81,7 @@ def run_within(limit: MemoryLimit, model: Path, *options: str) -> subprocess.Com
     )
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("limit", [160 * MIB, 200 * MIB])
 @pytest.mark.parametrize("ram", [str(RAM), "auto"])
 def test_fl05_mm04_a_file_larger_than_the_memory_there_is_answers_as_without_a_limit(
@@ -93,7 +93,7 @@ def test_fl05_mm04_a_file_larger_than_the_memory_there_is_answers_as_without_a_l
     assert peak <= limit
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("ram", [64 * MIB, RAM])
 def test_mm04_a_run_keeps_to_its_budget_where_there_is_room_for_more(
     model: Path, expected: bytes, ram: int

@@ -95,7 +95,7 @@ def test_the_output_is_closed_from_the_start(folder: Path, command: str) -> None
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("command", COMMANDS[:4] + COMMANDS[5:8])
 def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str) -> None:
     expected = _run(folder, command, "")
@@ -104,7 +104,7 @@ def test_what_is_for_people_is_closed_from_the_start(folder: Path, command: str)
     assert bool(done.stdout) == bool(expected.stdout)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(
     ("command", "code"),
     [

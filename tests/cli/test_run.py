@@ -89,7 +89,7 @@ def test_piped_text_is_the_prompt_and_the_output_is_plain(model: str) -> None:
     assert b"\x1b" not in piped.stderr
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_prompt_and_piped_text_are_one_prompt(model: str, tmp_path: Path) -> None:
     both = _run(model, "-p", "x\ndef", *SHORT).stdout
     (tmp_path / "x.txt").write_text("x\n")

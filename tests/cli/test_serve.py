@@ -173,7 +173,7 @@ def test_a_model_that_was_unloaded_gives_the_same_tokens_again(tmp_path: Path) -
         assert "loaded_again" in events
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_the_examples_of_clients_get_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "examples" / "clients.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

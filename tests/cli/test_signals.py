@@ -153,7 +153,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "module",
@@ -190,7 +190,7 @@ def test_sigterm_ends_a_computation_outside_of_python() -> None:
     assert (process.returncode, notes) == (143, "")
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("alarm", ["later", "at once", "lost"])
 def test_a_signal_in_a_finalizer_is_not_lost(alarm: str, number: signal.Signals) -> None:
@@ -241,7 +241,7 @@ def test_a_template_that_takes_long_ends_with_the_program(tmp_path: Path, number
     os.close(worker)
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_two_quick_ctrl_c_end_a_long_prompt_and_show_the_cursor_again(tmp_path: Path) -> None:
     prompt = "def add(a, b):\n    return a + b\n\n" * 300
     command = [*COLDSTREAM, "run", "-p", prompt, *ENDLESS, "--tier", "generic", "--device", "cpu"]

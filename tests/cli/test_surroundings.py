@@ -59,7 +59,7 @@ def odd_model(tmp_path: Path) -> Path:
     return Path(shutil.copy(demo_model_path(), folder / os.fsdecode(b"d\xe9mo.gguf")))
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_path_that_is_not_utf8_in_every_verb(odd_model: Path) -> None:
     name, plan = str(odd_model), str(odd_model.with_name(os.fsdecode(b"pl\xe4n.json")))
     usual = coldstream("run", str(demo_model_path()), "-p", "def", *ANSWER)
@@ -87,7 +87,7 @@ def test_a_path_that_is_not_utf8_in_python(odd_model: Path) -> None:
         assert llm.generate("def", params)[0].token_ids == found
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_path_that_is_not_utf8_is_served(odd_model: Path) -> None:
     """Answers and the log name the model in text that every client and every log can hold."""
     cache = odd_model.with_name(os.fsdecode(b"c\xe4che"))
@@ -124,7 +124,7 @@ def test_a_user_without_a_home_and_without_an_entry_of_its_own() -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_home_that_cannot_be_written_and_no_place_for_temporary_files() -> None:
     for options in ({"HOME": "/proc"}, {"HOME": "/proc/1/none", "TMPDIR": "/proc/none"}):
         for arguments in (["plan", "--device", "cpu"], ["run", "-p", "def", *ANSWER]):

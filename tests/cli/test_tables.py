@@ -124,7 +124,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("tables") / "tiny.gguf")[0]
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("columns", [80, 60])
 @pytest.mark.parametrize(
     ("verb", "names"),

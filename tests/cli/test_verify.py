@@ -51,7 +51,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch, found: list[Verification]) -> None
     monkeypatch.setattr(verification, "verify", verify_once)
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_table_of_all_parts_and_the_exit_code_of_equal_tokens(run: Run, tiny: str) -> None:
     code, out, error = run("verify", tiny, "--threads", "2")
     assert code == 0
@@ -83,7 +83,7 @@ def test_json_has_the_difference_and_the_same_exit_code(run: Run, tiny: str) -> 
     assert [part["name"] for part in document["parts"] if part["not_run_because"]] == ["GPU"]
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_the_report_has_what_the_table_has(run: Run, tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "report.md"
     code, out, _ = run("verify", tiny, "--threads", "2", "--minutes", "5", "--report", str(path), "--json")

@@ -119,7 +119,7 @@ def test_bench(environment: dict[str, str]) -> None:
     assert {"pp8", "tg2"} <= set(coldstream(environment, *arguments).stdout.split())
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("budget", [ON_CPU, (*ON_CPU, "--ram", "30M"), ("--vram", "600M")])
 def test_plan(environment: dict[str, str], budget: tuple[str, ...]) -> None:
     done = coldstream(environment, "plan", "-c", "1000", "--json", *budget)
@@ -166,7 +166,7 @@ print(*sys.modules)
     assert "coldstream.models.cuda.runner" not in done.stdout.split()
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("arguments", [("run", "-p", "a"), ("bench",), ("plan",)])
 def test_a_gpu_that_is_asked_for_says_what_to_install(
     environment: dict[str, str], gpu_environment: dict[str, str], arguments: tuple[str, ...]
@@ -188,7 +188,7 @@ def test_so_does_a_budget_of_a_gpus_memory(gpu_environment: dict[str, str]) -> N
     assert "coldstream.errors.DeviceError" in call(gpu_environment, "-c", script).stderr
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize(
     "arguments", [("run", "-p", "def", *SHORT), ("bench", "-p", "8", "-n", "0", "-r", "1")]
 )
@@ -208,7 +208,7 @@ def test_python_warns_of_it(gpu_environment: dict[str, str], model: str) -> None
     assert "<string>:1: UserWarning: there is a GPU, but the CPU computes" in done.stderr
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 def test_a_plan_for_a_gpu_that_needs_packages(gpu_environment: dict[str, str]) -> None:
     done = coldstream(gpu_environment, "plan", "-c", "1000", "--vram", "600M")
     assert "the GPU is not measured" in done.stderr

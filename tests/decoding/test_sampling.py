@@ -206,7 +206,7 @@ def _draw_counts(logits: Logits, params: SamplingParams, num_draws: int) -> NDAr
     return np.bincount(drawn, minlength=len(logits))
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(("temperature", "num_draws"), [(0.7, 20_000), (1.0, 40_000), (1.6, 20_000)])
 def test_sp05_draws_fit_the_distribution(temperature: float, num_draws: int) -> None:
     logits = np.random.default_rng(5).normal(size=24).astype(np.float32)

@@ -112,7 +112,7 @@ def test_sizes_by_cost_are_about_as_fast_as_the_best_fixed_one(
     assert over_plain >= 1.1
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(
     ("machine", "text"),
     [

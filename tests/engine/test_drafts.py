@@ -127,7 +127,7 @@ def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["mtp", "ngram"])
 @pytest.mark.parametrize("tree_budget", ["auto", 3])
 def test_the_products_own_drafters_leave_the_answers(

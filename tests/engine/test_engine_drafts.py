@@ -52,7 +52,7 @@ def add(client: Client, demo: Pair, prompt: str, params: SamplingParams) -> int:
     return client.add(ids_of(demo, prompt), seeded(params))
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_an_answer_that_is_alone_is_drafted(demo: Pair, params: SamplingParams) -> None:
     opened = drafting(demo, observed(demo, seeded(params)))
@@ -91,7 +91,7 @@ def test_experts_of_a_step_count_for_each_answer_that_has_a_draft_in_it(
     assert 0 < found.build_s + found.choose_s < found.draft_s + found.verify_s
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_draft_leaves_the_answers(demo: Pair, kind: str) -> None:
     drafter = demo.scripted(kind, PROMPTS, GREEDY)

@@ -109,7 +109,7 @@ def test_nf01_ca03_damaged_logits_fail_one_and_are_never_kept(
         assert client.num_reused(again) == 0, "any kept prefix may be damaged"
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("error", [OutOfMemoryError, DeviceError, ModelChangedError, GenerationFault])
 @pytest.mark.parametrize("max_running", [2, 4])
 def test_an_error_of_a_whole_step_fails_those_in_it_once(

@@ -129,7 +129,7 @@ def expected_of(wish: tuple[int, int]) -> list[Answer]:
     return _expected[wish]
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_any_order_of_arrivals_cancels_and_steps(size: CacheSize) -> None:
     machine = type("Served", (Served,), {"size": size})

@@ -113,7 +113,7 @@ def is_valid(value: Any, schema: Any) -> bool:
     )
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @settings(max_examples=300)
 @given(schema=schemas(2), seed=st.integers(0, 2**32))
 def test_every_answer_is_one_of_its_schema(plain: LLM, schema: Any, seed: int) -> None:
@@ -244,7 +244,7 @@ def test_gr01_a_bad_grammar_is_refused_with_its_place(plain: LLM, grammar: Gramm
     assert str(caught.value).startswith("grammar (")
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -151,7 +151,7 @@ def test_32_prompts_are_each_what_they_are_alone(path: Path, size: CacheSize, th
         assert left_in_use(llm) == (0, 0)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("size", [CacheSize(12, 6), TIGHT], ids=["roomy", "tight"])
 def test_with_experts_on_the_disk_too(path: Path, size: CacheSize) -> None:
     prompts, params = random_prompts(14, 100, seed=3), mixed_params(14)

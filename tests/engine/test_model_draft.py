@@ -50,7 +50,7 @@ def _write(folder: Path, **changes: object) -> Path:
     return write_folder(folder, values, random_tensors(spec_of(values)))
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("spec_type", ["auto", "dflash"])
 @pytest.mark.parametrize("tree_budget", ["auto", 5])
 def test_answers_are_those_without_it(

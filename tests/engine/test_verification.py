@@ -112,7 +112,7 @@ def test_a_dense_model_on_the_cpu_has_one_budget(tmp_path: Path) -> None:
     assert drafts.part.config.spec_type == "ngram"
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 def test_budgets_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_FRACTIONS", (-0.6, -0.5))
     found = verify(EngineConfig(str(demo_model_path()), threads=2), math.inf)

@@ -83,7 +83,7 @@ def test_every_order_of_roles_is_shown_whole_and_in_order(template: ChatTemplate
     assert messages == before
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @settings(max_examples=60, deadline=None)
 @given(roles=ROLES, late=st.sampled_from(["system", "developer"]))
 def test_a_late_system_message_keeps_the_prompt_before_it(

@@ -40,7 +40,7 @@ def test_boundaries_change_no_bit(fastest: _csrc.Runtime, chains: list[Chain]) -
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("num_taps", [1, 2, 16])
 @pytest.mark.parametrize("head_dim", [7, 64, 100])
 def test_every_tier_leaves_the_same_states(runtimes: Runtimes, head_dim: int, num_taps: int) -> None:

@@ -88,7 +88,7 @@ def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @EVERY_TYPE
 def test_kernels_stay_in_registers(quant_type: QuantType) -> None:
     assert stack_bytes(compile_instance(PROGRAM.source, instance_of(quant_type), "sm_90")) == 0

@@ -1,7 +1,7 @@
 """Every kernel compiles for every supported architecture, and a block of it fits a multiprocessor.
 
-A commit's tests have an eighteenth of the kernels for the oldest architecture, of which no card is at hand,
-and fewer for the others, for which other tests compile kernels too.
+A commit's tests have one batch in 36 of those for the oldest architecture, of which no card is at hand, and
+one in 288 for the others, for which other tests compile kernels too.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ def check(arch: str, those: tuple[ListedKernel, ...]) -> None:
         assert problems(kernel, code, DEVICES[arch]) == []
 
 
-@pytest.mark.sharded(18)
+@pytest.mark.sharded(36)
 @pytest.mark.parametrize(("arch", "those"), cases(OLDEST))
 def test_every_kernel_runs_on_the_oldest_architecture(arch: str, those: tuple[ListedKernel, ...]) -> None:
     check(arch, those)
 
 
-@pytest.mark.sharded(144)
+@pytest.mark.sharded(288)
 @pytest.mark.parametrize(("arch", "those"), cases(*(arch for arch in DEVICES if arch != OLDEST)))
 def test_every_kernel_runs_on_the_others(arch: str, those: tuple[ListedKernel, ...]) -> None:
     check(arch, those)
@@ -61,7 +61,7 @@ def test_a_block_that_does_not_fit_is_a_problem() -> None:
         assert bool(problems(kernel, code, device)) == is_wrong
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("arch", DEVICES)
 def test_shared_memory_of_a_kernel_is_what_it_declares(arch: str) -> None:
     """Without what the system takes, which some architectures' machine code counts."""

@@ -260,7 +260,7 @@ def seen_by_hand(case: Case) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @all_pairs(name=INTEGER_TYPES, first=[0, 60, 250, 500], window=[None, 1, 64, 100])
 def test_a_row_sees_its_positions_alone(name: str, first: int, window: int | None) -> None:
     case = make_case((0, first, 7), cache_name=name, window=window)

@@ -132,7 +132,7 @@ def test_rope_angles(exact: ReferenceOps, cpu: CpuOps, num_dims: int, theta: flo
     assert_same_bits(exact, cpu, "rope_angles", positions, rope)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("first", [0, 60, 250, 510])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_attention(exact: ReferenceOps, cpu: CpuOps, first: int, dtype: torch.dtype) -> None:

@@ -106,7 +106,7 @@ def test_gate_and_up_may_be_rows_of_one_part(tmp_path: Path) -> None:
     assert same_bits(out, run(runtime, x, ids, (gate, up, down)))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @EVERY_TIER
 @pytest.mark.parametrize("num_slots", [1, 2, 4])
 def test_trap_3_nan_in_slots_experts_and_rows_that_a_pair_does_not_use(

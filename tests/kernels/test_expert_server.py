@@ -50,7 +50,7 @@ def random_ids(rows: int, elsewhere: float, seed: int = 0) -> torch.Tensor:
     return ids.masked_fill(torch.rand(rows, RANKS, generator=generator) < elsewhere, -1).contiguous()
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_layer_and_number_of_rows(tier: str, threads: int) -> None:

@@ -125,7 +125,7 @@ def test_what_is_not_held_or_does_not_exist_is_refused(file: ExpertFile) -> None
             pool.hold(layer, expert)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("num_slots", [1, 3, NUM_EXPERTS * NUM_LAYERS])
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_a_server_computes_what_a_pool_reads(file: ExpertFile, num_slots: int, is_prefill: bool) -> None:

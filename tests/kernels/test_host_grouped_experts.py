@@ -33,7 +33,7 @@ def test_types_of_either_kind_of_scales(types: Types, shared_types: Types) -> No
     layer.check(activations(2, 5, 512), distinct_ids(5, 2, 4, seed=2))
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 17, MAX_GROUPED_ROWS])
 def test_every_number_of_rows_of_an_expert(tokens: int) -> None:
     """One expert that all tokens have, others that some have, and one that none has."""
@@ -45,7 +45,7 @@ def test_every_number_of_rows_of_an_expert(tokens: int) -> None:
     layer.check(activations(tokens, tokens, 256), ids[:, 1:2].contiguous(), MAX_ITEM_ROWS)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(("size", "cols"), [(36, 2304), (100, 416), (288, 4352)])
 @pytest.mark.parametrize("types", [(Q5K, Q5K, Q8), (Q6K, Q4K, Q8), (Q8, Q8, Q8)], ids=str)
 def test_several_passes_and_sizes_that_units_do_not_divide(types: Types, size: int, cols: int) -> None:

@@ -93,7 +93,7 @@ def test_experts_of_a_few_tokens(quant_type: QuantType) -> None:
     test_host_grouped_experts.test_every_type(quant_type)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(("experts", "cols", "ranks"), [(7, 31, 3), (300, 33, 16), (8, 5000, 2)])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_routers(experts: int, cols: int, ranks: int, tokens: int) -> None:

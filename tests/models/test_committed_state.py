@@ -184,7 +184,7 @@ def test_trap_38_a_fork_starts_from_its_parents_state_and_convolution(
     runner.release(alone)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("kv_type", CACHE_LAYOUTS)
 def test_trap_41_thousands_of_drafted_tokens_leave_no_drift(tmp_path: Path, kv_type: str) -> None:
     """States are computed in one order and width, so that nothing has to be replayed to stay exact."""

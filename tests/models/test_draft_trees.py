@@ -122,7 +122,7 @@ def test_trees_of_the_demo_model() -> None:
         check_batch_of_trees(prompts, oracle, Random(0))
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_oracle_is_plain_decoding(model: Model) -> None:
     tokens = [5, 6, 7, 8]
     with open_cpu(model.path, threads=1, context_length=CONTEXT, kv_type=model.kv_type) as runner:

@@ -29,7 +29,7 @@ def logits(model: CausalLM, token_ids: torch.Tensor, kv_type: str) -> torch.Tens
     return result
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @torch.no_grad()
 def test_logits_are_as_close_to_floats_as_the_log_says() -> None:
     """Everything but attention in float32, so that nothing else rounds."""

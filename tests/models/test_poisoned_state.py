@@ -161,7 +161,7 @@ def test_nan_in_a_state_between_two_tokens(llm: LLM, fresh: Answers, kind: str, 
         assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_before_a_prompt_extends_it(llm: LLM, fresh: Answers, kind: str) -> None:
     extended = [*PROMPT, *fresh(PROMPT), *OTHER]
@@ -176,7 +176,7 @@ def test_nan_in_a_state_before_a_prompt_extends_it(llm: LLM, fresh: Answers, kin
         assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_between_two_steps_of_a_prompt(
     llm: LLM, fresh: Answers, kind: str, monkeypatch: pytest.MonkeyPatch

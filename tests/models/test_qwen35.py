@@ -187,7 +187,7 @@ OTHER_TYPES = {
 }
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(
     ("moe", "types"),
     [(False, INTEGER_TYPES), (False, OTHER_TYPES), (True, INTEGER_TYPES)],

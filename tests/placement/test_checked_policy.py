@@ -51,7 +51,7 @@ def started(policy: Policy) -> CheckedPolicy:
     return checked
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize(
     "make",
     [Lru, Lfu, Static, DecayedFrequency, lambda: DecayedFrequency(2), lambda: RandomResidency(5), Uncalled],

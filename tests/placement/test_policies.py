@@ -99,7 +99,7 @@ class Residency(RuleBasedStateMachine):
 TestResidency = Residency.TestCase
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kind", [*ONLINE, "belady"])
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 24), warm=st.booleans())
 def test_counters_add_up_in_every_layer(kind: str, seed: int, capacity: int, warm: bool) -> None:

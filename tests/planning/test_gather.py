@@ -170,7 +170,7 @@ def test_a_plan_also_stands_with_more_memory(tmp_path: Path, monkeypatch: pytest
     assert 2048 in found
 
 
-@pytest.mark.sharded(of="plans")
+@pytest.mark.sharded
 @pytest.mark.parametrize("num_experts", [4, 16, 32])
 def test_the_least_memory_with_long_steps_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_experts: int

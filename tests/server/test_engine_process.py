@@ -193,7 +193,7 @@ async def test_functions_cannot_cross_and_the_error_says_so(engine: Supervisor) 
         await engine.submit(Submission(next(_ids), request))
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 async def test_pr02_kill_9_under_load_gives_each_request_one_error_and_service_returns(
     engine: Supervisor, llm: LLM
 ) -> None:
@@ -262,7 +262,7 @@ async def test_sigterm_and_ctrl_c_of_a_whole_group_leave_the_engine_to_its_paren
     assert engine.pid == pid
 
 
-@pytest.mark.sharded(6, of="processes")
+@pytest.mark.sharded(of="processes")
 async def test_prefixes_in_files_are_used_by_the_next_process_and_change_no_token(
     llm: LLM, tmp_path: Path
 ) -> None:

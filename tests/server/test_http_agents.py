@@ -125,7 +125,7 @@ CODEX_TURN: Any = [
 ]
 
 
-@pytest.mark.sharded(of="agents")
+@pytest.mark.sharded(3, of="agents")
 async def test_claude_code_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
     body = {**CLAUDE_CODE, "messages": CLAUDE_CODE["messages"] + CLAUDE_CODE_TURN, "max_tokens": 16}
     response = await thinking_http.post("/v1/messages?beta=true", json=body)
@@ -140,7 +140,7 @@ async def test_claude_code_goes_on_after_its_tools_have_run(thinking_http: httpx
     assert longer > shorter + 20
 
 
-@pytest.mark.sharded(of="agents")
+@pytest.mark.sharded(3, of="agents")
 async def test_codex_goes_on_after_its_tools_have_run(thinking_http: httpx2.AsyncClient) -> None:
     bodies = [{**CODEX, "input": CODEX["input"] + more, "max_output_tokens": 16} for more in ([], CODEX_TURN)]
     first, second = [await thinking_http.post("/v1/responses", json=each) for each in bodies]
@@ -149,7 +149,7 @@ async def test_codex_goes_on_after_its_tools_have_run(thinking_http: httpx2.Asyn
     assert usages[1] > usages[0] + 20
 
 
-@pytest.mark.sharded(of="agents")
+@pytest.mark.sharded(3, of="agents")
 async def test_the_request_of_claude_code_is_served(thinking_http: httpx2.AsyncClient) -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219", "x-app": "cli"}
     response = await thinking_http.post("/v1/messages?beta=true", json=CLAUDE_CODE, headers=headers)
@@ -160,7 +160,7 @@ async def test_the_request_of_claude_code_is_served(thinking_http: httpx2.AsyncC
     assert (await thinking_http.post("/v1/messages/count_tokens?beta=true", json=counted)).status_code == 200
 
 
-@pytest.mark.sharded(of="agents")
+@pytest.mark.sharded(3, of="agents")
 async def test_the_request_of_codex_is_served(thinking_http: httpx2.AsyncClient) -> None:
     response = await thinking_http.post("/v1/responses", json=CODEX, headers={"originator": "codex_cli_rs"})
     assert response.status_code == 200

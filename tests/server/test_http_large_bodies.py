@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rq02_what_would_take_more_memory_than_it_is_long_is_refused(

@@ -232,7 +232,6 @@ async def test_without_a_time_an_engine_is_kept(start: Start) -> None:
         assert slept.supervisor.pid == pid
 
 
-@pytest.mark.sharded(of="processes")
 async def test_a_request_at_the_moment_of_closing_waits_and_is_answered(start: Start) -> None:
     """The engine's process is to leave, and is not gone yet."""
     async with start() as slept:
@@ -278,7 +277,6 @@ async def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(start: 
         assert await slept.answer(1) == "5 6 5 "  # its number is free
 
 
-@pytest.mark.sharded(of="processes")
 async def test_a_request_that_is_cancelled_before_it_loads_wakes_nothing(start: Start) -> None:
     async with start() as slept:
         assert slept.supervisor.pid is not None

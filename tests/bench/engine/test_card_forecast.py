@@ -31,7 +31,7 @@ def row(card: Card, file: GGUFFile) -> dict[str, float]:
     return forecast_row(card, ALL, file, read_spec(file.metadata, file.tensors))
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_the_file_has_the_tensors_of_the_real_one_and_takes_no_room(file: GGUFFile, tmp_path: Path) -> None:
     writer = FullSizeWriter(tmp_path / "whole.gguf", SHAPE, 0, 1)
     writer.write()

@@ -16,7 +16,7 @@ def test_digests_that_differ_or_are_missing_are_named() -> None:
     assert compared({"a": "1", "b": "2"}, {"a": "3", "c": "2"})["different"] == ["a", "b", "c"]
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_a_commit_with_other_bits_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: bool

@@ -15,7 +15,7 @@ from coldstream.models.dflash.file import DflashFile
 from dflash_cases import config, spec_of
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_comparison_of_these_sources_with_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

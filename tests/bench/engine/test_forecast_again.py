@@ -30,7 +30,7 @@ def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Headers:
     return Headers(tmp_path)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_run_is_forecast_from_its_result_as_it_was_on_its_machine(
     tmp_path: Path, headers: Headers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "out"
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="out")
+@pytest.mark.sharded(of="measurements", fixture="out")
 def test_each_case_has_a_file_that_says_what_ran(out: Path) -> None:
     assert sorted(path.stem for path in out.iterdir()) == sorted(CASES)
     for name in CASES:
@@ -47,7 +47,7 @@ def test_each_case_has_a_file_that_says_what_ran(out: Path) -> None:
         assert str(out) not in json.dumps(result)
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="out")
+@pytest.mark.sharded(of="measurements", fixture="out")
 def test_the_floor_counts_weights_and_the_cache(out: Path) -> None:
     short, deep = (json.loads((out / f"{name}.json").read_text()) for name in ("tg4", "tg4_d50"))
     # Keys and values of two bytes and a scale in 16, in one attention layer.
@@ -60,7 +60,7 @@ def test_the_floor_counts_weights_and_the_cache(out: Path) -> None:
     assert "share_of_floor" not in json.loads((out / "pp20.json").read_text())
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="out")
+@pytest.mark.sharded(of="measurements", fixture="out")
 def test_the_table_sets_figures_beside_the_peers(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

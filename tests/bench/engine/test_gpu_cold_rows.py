@@ -32,7 +32,7 @@ def runner(tmp_path: Path, host: HostDevice) -> Iterator[CudaRunner]:
         runner.close()
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_floors_are_of_each_expert_once_and_rows_change_no_logits(
     runner: CudaRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

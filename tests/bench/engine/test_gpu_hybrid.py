@@ -27,7 +27,7 @@ GPU = GpuHardware("a GPU", "1.0", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 3e10, 
 MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10, GPU)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_budget_is_the_least_that_holds_so_many_bytes_of_experts(tmp_path: Path) -> None:
     path = tmp_path / "small.gguf"
     FullSizeWriter(path, replace(SMALL, experts=128, expert_ffn=512), seed=3, threads=2).write()

@@ -73,7 +73,7 @@ def measured(opened: OpenedModel, kind: str, budget: int | str, draft: Path | No
         assert text["tokens_per_step"] == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.parametrize("budget", [0, 1, 4, "auto"])
 def test_tokens_are_accepted_as_often_as_stated(model: Path, budget: int | str) -> None:
     with LLM(model, device="cpu", threads=1, ctx_size=700, spec_type="mtp") as llm:

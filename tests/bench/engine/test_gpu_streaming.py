@@ -25,7 +25,7 @@ def logits_behind(prompt: list[int], runner: CudaRunner) -> np.ndarray:
     return logits
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_prompts_are_shared_out_by_the_host_only_where_that_is_asked_for(
     compiled_for_the_host: HostDevice, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def no_memory_left(driver: HostDriver) -> Iterator[None]:
         driver.total_bytes = total
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_nothing_stays(driver: HostDriver, resident: EngineConfig, tmp_path: Path) -> None:
     partial = {"prefetch": 1}
     drafts = {"spec_type": "dflash", "model_draft": str(write_drafter(tmp_path, DIMS)), "tree_budget": 3}
@@ -100,7 +100,7 @@ class Leaking(Work):
         return super().answers(opened)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_what_stays_is_found(driver: HostDriver, resident: EngineConfig) -> None:
     end = threading.Event()
     target = allocations.block(1)

@@ -16,7 +16,7 @@ from coldstream.models.cuda.runner import CudaRunner
 COUNT = 3 * three_tiers.PARTS
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.usefixtures("gpu")
 def test_runs_with_the_file_mapped_and_in_three_tiers_say_the_same(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", types={"*_exps.weight": "Q4_K"}, dims=Dims(layers=2, interval=2))

@@ -111,7 +111,7 @@ def test_new_lines_are_merged_with_those_of_the_file(tmp_path: Path) -> None:
     assert [*found.items()] == [(name, {"ratio": i}) for i, name in enumerate(names)]
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_two_commits_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself, with a text of a few tokens and a server for a moment."""
     lines = (

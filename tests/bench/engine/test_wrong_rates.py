@@ -27,7 +27,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_gguf(tmp_path / "small.gguf", dims=DIMS)[0]
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_all_cases_decode_the_same_text_and_shares_move_only_where_they_are_to(
     compiled_for_the_host: HostDevice, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +58,7 @@ def test_all_cases_decode_the_same_text_and_shares_move_only_where_they_are_to(
     assert row["load"]["processes"] == MACHINE.num_physical_cores // 2
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_another_text_is_no_result(compiled_for_the_host: HostDevice, path: Path) -> None:
     with opened_on(compiled_for_the_host):
         with wrong_rates.opened(path, PARTLY, LENGTHS) as llm:

@@ -49,7 +49,7 @@ def measured(quant_type: QuantType, num_passages: int) -> tuple[Row, float]:
     return only
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_rounding_costs_about_what_it_costs_llama_cpp() -> None:
     row, floats = measured(QuantType.Q8_0, 2)
     assert 0 < floats < 1e-10
@@ -58,7 +58,7 @@ def test_rounding_costs_about_what_it_costs_llama_cpp() -> None:
     assert 1e-5 < row["llama_cpp"] < 1e-3
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_a_type_that_llama_cpp_lacks_is_held_to_its_own_twin() -> None:
     row, _ = measured(QuantType.Q2_0, 1)
     assert (row["type"], row["scale_inputs"]) == ("Q2_0", 32)

@@ -17,7 +17,7 @@ from host_device import HostDevice, HostMemory
 SIZES = {"HIDDEN": 512, "FFN": 256, "EXPERTS": 4, "RANKS": 2, "DENSE_ROWS": 128, "LAUNCHES": 2, "TURNS": 1}
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.parametrize(("what", "rows"), [("dense", 1), ("dense", 70), ("experts", 2), ("experts", 40)])
 def test_a_type_is_timed_beside_q4_k(
     what: str, rows: int, host: HostDevice, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ def test_figures_of_two_tokens() -> None:
     assert figures["same_top1"] == 0.5
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
     with float_runners(threads=1) as runners:
         ids = np.random.default_rng(0).integers(0, runners[EXACT].spec.vocab_size, 60)
@@ -44,7 +44,7 @@ def test_every_type_is_measured_and_fewer_bits_are_further_away() -> None:
     assert order == sorted(set(order))
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_all_weights_are_those_of_the_model() -> None:
     with GGUFFile.open(demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
@@ -56,7 +56,7 @@ def test_all_weights_are_those_of_the_model() -> None:
         assert np.allclose(logits.numpy(), runners[EXACT].logits(ids.tolist()), atol=1e-3)
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 @pytest.mark.parametrize("outlier", [1, 20])
 def test_errors_of_heads_grow_as_bits_get_fewer(outlier: int) -> None:
     errors = [head_error(kv_type, 128, outlier, [0]) for kv_type in ("f32", "i16", "f16", "i8", "i4", "i3")]

@@ -17,7 +17,7 @@ def test_activations_are_rounded_by_their_own_groups() -> None:
     assert torch.equal(rounded(x, 32)[:, :256], rounded(x[:, :256], 32))
 
 
-@pytest.mark.sharded(6, of="measurements")
+@pytest.mark.sharded(of="measurements")
 def test_smaller_groups_lose_less_and_blocks_of_32_what_llama_cpp_loses() -> None:
     result = measure([QuantType.Q8_0], [1], num_passages=1, threads=2)
     (row,) = result["rows"]

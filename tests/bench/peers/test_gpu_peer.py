@@ -143,7 +143,7 @@ def test_memory_in_use_is_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pyte
     assert device.gpu_memory_used() == 7531 * 2**20
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="result")
+@pytest.mark.sharded(of="measurements", fixture="result")
 def test_every_placement_has_what_was_asked_of_it(result: dict[str, Any]) -> None:
     assert result["commit"] == "c0ffee"
     assert result["model"] == "Qwen3.6-35B-A3B shape, random weights"
@@ -256,7 +256,7 @@ def test_a_build_without_a_gpu_is_not_measured_as_one(library: Library) -> None:
         library.require_gpu()
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="result")
+@pytest.mark.sharded(of="measurements", fixture="result")
 def test_tables_take_the_measured_figures_as_soon_as_there_are_some(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def result(programs: tuple[Path, Path], folder: Path) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="result")
+@pytest.mark.sharded(of="measurements", fixture="result")
 def test_every_program_is_timed_on_every_case(result: dict[str, Any], folder: Path) -> None:
     found = result["models"]["small"]["Q2_K"]
     assert list(found["cases"]) == [case.name for case in CASES]
@@ -106,7 +106,7 @@ def test_every_program_is_timed_on_every_case(result: dict[str, Any], folder: Pa
     assert result["command"].endswith("--samples 3 --models small --types Q2_K IQ1_S")
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="result")
+@pytest.mark.sharded(of="measurements", fixture="result")
 def test_settings_are_tuned_for_each_case(result: dict[str, Any], programs: tuple[Path, Path]) -> None:
     found = result["models"]["small"]["Q2_K"]
     assert found["settings"]["llama.cpp"] == {case.name: "-fa on" for case in CASES}
@@ -124,7 +124,7 @@ def test_settings_are_tuned_for_each_case(result: dict[str, Any], programs: tupl
     assert {call["-t"] for call in asked} == {"2"}
 
 
-@pytest.mark.sharded(6, of="measurements", fixture="result")
+@pytest.mark.sharded(of="measurements", fixture="result")
 def test_a_refused_type_has_the_words_of_the_peer(result: dict[str, Any]) -> None:
     found = result["models"]["small"]["IQ1_S"]
     assert found["refused"] == {"ik_llama.cpp": "load: error: unknown type"}

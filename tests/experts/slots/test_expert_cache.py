@@ -19,7 +19,7 @@ from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
 from random_residency import RandomResidency
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kind", POLICIES)
 @given(seed=st.integers(0, 1000), capacity=st.integers(1, 24))
 def test_with_time_between_steps_it_holds_what_the_policy_would(kind: str, seed: int, capacity: int) -> None:
@@ -313,7 +313,7 @@ def weather(kind: str, num_steps: int = 300) -> np.ndarray:
     return np.array([np.arange(4) + 4 * (step % 4) for step in range(num_steps)])  # all tied
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("kind", ["uniform", "one hot", "phases", "tied"])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "ours", "random"])
 def test_ex06_never_more_evictions_than_misses(kind: str, policy: str) -> None:

@@ -113,7 +113,7 @@ def alone(runner: CpuRunner, cache: PrefixCache, ids: list[int]) -> list[bytes]:
     return continued(runner, runner.new_sequence(), ids)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(("chunk", "with_tree"), [(512, False), (100, True)])
 def test_trap_54_ca01_hits_give_the_tokens_of_a_cold_run(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int], chunk: int, with_tree: bool
@@ -135,7 +135,7 @@ def test_trap_54_ca01_hits_give_the_tokens_of_a_cold_run(
     assert held == [0, 1799, 1799, 0, 1300, 0]
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("length", [1, 63, 255, 256, 257, 1000])
 def test_ca05_a_kept_state_is_that_of_the_tokens_before_it(
     runner: CpuRunner, cache: PrefixCache, source_ids: list[int], length: int
@@ -190,7 +190,7 @@ def test_the_next_turn_computes_only_what_is_new(
     assert result == alone(runner, cache, ids)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 def test_pc02_prompts_through_a_full_cache_give_what_they_give_alone(
     runner: CpuRunner, source_ids: list[int]
 ) -> None:

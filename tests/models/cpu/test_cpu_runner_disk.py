@@ -131,7 +131,7 @@ def test_ex07_generation_of_the_demo_model_is_the_mapped_one(make_policy: type[P
         assert statistics(runner).misses > 1000
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 def test_twenty_requests_answer_like_the_first(moe_path: Path) -> None:
     budget = least_ram(moe_path, context_length=CONTEXT) + (2 << 20)
     with open_cpu(moe_path, threads=2, context_length=CONTEXT, ram_bytes=budget) as runner:

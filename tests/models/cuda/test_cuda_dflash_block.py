@@ -71,7 +71,7 @@ def test_weights_take_as_many_bytes_as_in_the_file(drafter: DflashFile) -> None:
     assert 0 < beside < 256 * (len(tensors) + 8) + 16_384
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 def test_all_kernels_are_known(drafter: DflashFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_limits_of", lambda index: DeviceLimits(132, 227 * 1024, 228 * 1024))
     target = DraftTarget.planned(drafter.spec)

@@ -55,7 +55,7 @@ def layers_read(runner: OneSequence) -> list[bool]:
     return [tables.reads(layer) for layer in range(LAYERS)]
 
 
-@pytest.mark.sharded(of="models on a GPU")
+@pytest.mark.sharded(2)
 @pytest.mark.parametrize("num_prompt", [5, 80])
 def test_a_refusal_at_any_piece_gives_the_same_bits_and_leaves_nothing_locked(
     path: Path, driver: HostDriver, num_prompt: int

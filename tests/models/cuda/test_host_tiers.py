@@ -93,7 +93,7 @@ def test_fl01_a_file_that_shrinks_is_an_error(tmp_path: Path, length: int) -> No
             runner.decode(1)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_file_that_shrinks_while_it_is_opened_leaves_no_memory_locked(

@@ -287,7 +287,7 @@ def test_trap_34_a_draft_leaves_nothing_behind(name: str, opened: Open) -> None:
     assert np.allclose(hidden_after(sequence), hidden_after(sequence_with(model, rows)), atol=1e-5)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(
     ("layers", "kept"),
     [

@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.sharded
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_outputs_and_logits_equal_llama_cpp(tmp_path: Path, name: str) -> None:
     """Rows of a prompt, then two of a draft, whose hidden states are the block's own outputs."""
@@ -110,7 +110,7 @@ def test_the_window_of_the_model_is_the_window_of_the_block(path: Path) -> None:
     assert np.array_equal(found, expected.hidden)
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_do_not_depend_on_tier_threads_or_how_they_come(path: Path, tier: str, threads: int) -> None:

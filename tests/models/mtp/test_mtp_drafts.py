@@ -130,7 +130,7 @@ def test_chunks_of_a_prompt_change_nothing(tmp_path: Path, chunk_size: int) -> N
         assert np.array_equal(keys_and_values(block, drafted.rows), keys_and_values(block, fresh.rows))
 
 
-@pytest.mark.sharded(6, of="models on the CPU")
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_states_after_the_last_norm_come_from_the_trunk_and_within_the_chain(
     tmp_path: Path, name: str
