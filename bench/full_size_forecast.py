@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
@@ -54,7 +55,8 @@ def hardware_of(result: dict[str, Any]) -> Hardware:
 
 def _rates_in(facts: dict[str, Any]) -> dict[str, Any]:
     """Without what may have disturbed their measurement."""
-    return {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
+    found = {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
+    return found | {"steps": StepRates.parsed(facts["steps"])} if "steps" in facts else found
 
 
 def _hashable(value: Any) -> Any:

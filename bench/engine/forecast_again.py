@@ -32,6 +32,7 @@ from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.kernel_shares import KernelShares
 from coldstream.placement.plan import FixedPart, PlanOptions, plan_placement
 from coldstream.placement.prompt_cost import prefill_seconds
 from coldstream.placement.rates import Rates
@@ -71,10 +72,15 @@ class Headers:
 def rates_of(row: Row) -> Rates:
     """The rates that a row of plan_forecast.py names, as far as this version has them."""
     names = {each.name for each in fields(Rates)}
-    return Rates(**{name: _as_tuple(value) for name, value in row["rates"].items() if name in names})
+    found = {name: _as_tuple(value) for name, value in row["rates"].items() if name in names}
+    if "shares" in found:
+        found["shares"] = KernelShares(**found["shares"])
+    return Rates(**found)
 
 
 def _as_tuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_tuple(part) for name, part in value.items()}
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

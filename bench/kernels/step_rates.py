@@ -1,4 +1,4 @@
-"""What a GPU's kernels of one row reach, beside the constants with which forecasts estimate it.
+"""What a GPU's kernels reach, beside the shares that forecasts estimate, and the forecasts of both.
 
     python -m bench.kernels.step_rates --out docs/results/gpu/step_rates.json
 
@@ -13,11 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.device import describe
+from bench.full_size_forecast import TYPED_SIZES
 from bench.kernels.gpu_types import dense_case, experts_case, new_ops
 from bench.results import write_result
 from coldstream.kernels.best_runs import best_seconds
@@ -27,35 +30,31 @@ from coldstream.kernels.cuda.link import measure_handshake, measure_link, measur
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 from coldstream.kernels.experts.gpu_rates import (
-    KERNELS,
     LAUNCHES,
     CpuExperts,
     LayerShape,
     MeasuredLayers,
-    StepRates,
     best_graph_seconds,
     best_window,
     measure_step_rates,
+    needed_kernels,
 )
 from coldstream.kernels.experts.shapes import MEASURED_TYPE
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import measure_product_rates
-from coldstream.placement import cost, prompt_cost
+from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import Hardware, read_windows
+from coldstream.placement.hit_rates import PUBLISHED
+from coldstream.placement.kernel_shares import KernelShares
+from coldstream.placement.prompt_cost import prefill_seconds
+from coldstream.placement.rates import Rates
 from coldstream.planning.machine import hardware_with
 
 NUMBERS = (1, 2, 4, 8)
 PROMPT_ROWS = (128, 512, 2048)
 PIECES = (4 << 10, 128 << 10, 2 << 20)
 COPIES = 200
-SHARES = (
-    ("launch_s", cost.LAUNCH_S, "launch_s", None),
-    ("VRAM_SHARE", cost.VRAM_SHARE, "row_bytes_per_s", "copy"),
-    ("BUS_SHARE", cost.BUS_SHARE, "row_bus_alone", "link"),
-    ("BUS_BESIDE_SHARE", cost.BUS_BESIDE_SHARE, "row_bus_beside", "link_beside"),
-    ("STAGED_SHARE", cost.STAGED_SHARE, "staged_beside", "link_beside"),
-    ("MISSES_SHARE", cost.MISSES_SHARE, "misses_alone", "read"),
-    ("MISSES_SHARE beside", cost.MISSES_SHARE, "misses_beside", "read_beside"),
-)
+GPU_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of experts that are in the GPU's memory
 Row = dict[str, Any]
 
 
@@ -64,6 +63,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.first_steps: StepRates | None = None
 
     def timed(self, name: str, measure: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -73,32 +73,57 @@ class Clock:
         return found
 
 
-def machine_rates(clock: Clock, hardware: Hardware) -> dict[str, float]:
-    """Rates that constants are shares of, in the order of `measure_rates`."""
+def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
+    """The machine with its rates, in the order of `measure_rates`."""
     threads = hardware.num_physical_cores
     read = max(clock.timed("read", lambda: read_windows(threads, hardware.reader_bytes)))
-    clock.timed("products of types", lambda: measure_product_rates(threads))
+    products = clock.timed("products of types", lambda: measure_product_rates(threads))
     link = clock.timed("link", lambda: measure_link(threads, hardware.reader_bytes))
     handshake_s = clock.timed("handshake", lambda: min(measure_handshake(threads) for _ in range(3)))
     experts = clock.timed("experts", lambda: measure_expert_rates(threads, hardware.reader_bytes))
-    return {
-        "read": read,
-        "link": link.alone,
-        "link_beside": link.beside_read,
-        "read_beside": link.read_beside,
-        "handshake_s": handshake_s,
-        "experts": experts,
-        "copy": clock.timed("copy", measure_copy_bandwidth),
-        "products": clock.timed("products", measure_products),
-    }
+    steps = [
+        clock.timed(f"steps, {turn}", lambda: measure_step_rates(threads, hardware.reader_bytes))
+        for turn in ("first", "second")
+    ]
+    assert hardware.gpu is not None
+    gpu = replace(
+        hardware.gpu,
+        copy_bytes_per_s=clock.timed("copy", measure_copy_bandwidth),
+        product_ops_per_s=clock.timed("products", measure_products),
+        link_bytes_per_s=link.alone,
+        link_beside_read=link.beside_read,
+        read_beside_link=link.read_beside,
+        handshake_s=handshake_s,
+        expert_bytes_per_s=experts,
+        steps=steps[-1],
+    )
+    clock.first_steps = steps[0]
+    return replace(hardware, cpu_flags=(), read_bytes_per_s=read, product_values_per_s=products, gpu=gpu)
 
 
-def beside_constants(rates: StepRates, machine: dict[str, Any]) -> Iterator[Row]:
-    """Each constant, and what this machine has in its place."""
-    for name, constant, of_steps, of_machine in SHARES:
-        value = getattr(rates, of_steps)
-        share = None if value is None else value / (machine[of_machine] if of_machine else 1.0)
-        yield {"constant": name, "fitted": constant, "measured": share, "value": value}
+def beside_estimates(hardware: Hardware) -> Iterator[Row]:
+    """Each share, as it is estimated, as it follows from measured steps, and how many times the estimate."""
+    measured, estimated = KernelShares.of(hardware), KernelShares()
+    for name in measured.measured:
+        pair = getattr(estimated, name), getattr(measured, name)
+        yield {"share": name, "estimated": pair[0], "measured": pair[1], "ratio": round(pair[1] / pair[0], 3)}
+
+
+def forecasts(hardware: Hardware) -> Iterator[Row]:
+    """Of the full-size model, by estimated shares and by measured ones: tokens a second."""
+    measured = Rates.of(hardware)
+    both = {"estimated": replace(measured, shares=KernelShares()), "measured": measured}
+    for share in GPU_SHARES:
+        hit_rates = (1.0 if share == 1.0 else PUBLISHED.at(share),) * TYPED_SIZES.num_layers
+        resident = np.zeros((TYPED_SIZES.num_layers, TYPED_SIZES.num_experts), np.bool_)
+        resident[:, : round(share * TYPED_SIZES.num_experts)] = True
+        for by, rates in both.items():
+            decode, _ = decode_forecast(Known(TYPED_SIZES, rates, PUBLISHED), hit_rates)
+            prompts = {
+                rows: rows / prefill_seconds(TYPED_SIZES, rates, resident, None, rows, max(PROMPT_ROWS))
+                for rows in PROMPT_ROWS
+            }
+            yield {"experts_share": share, "shares": by, "decode": 1 / decode, "prompts": prompts}
 
 
 def layers_by_number(layers: MeasuredLayers, threads: int) -> Iterator[Row]:
@@ -171,27 +196,22 @@ def measured(clock: Clock) -> Row:
     threads = hardware.num_physical_cores
 
     def load() -> None:
-        with KernelLoading.beside(KERNELS):
+        with KernelLoading.beside(needed_kernels()):
             pass
 
     clock.timed("loading kernels", load)
-    machine = machine_rates(clock, hardware)
-    steps = [
-        clock.timed("steps", lambda: measure_step_rates(threads, hardware.reader_bytes)) for _ in range(2)
-    ]
+    hardware = machine_rates(clock, hardware)
     with closing(MeasuredLayers(hardware.reader_bytes, LayerShape())) as layers:
         by_number = clock.timed("layers by number", lambda: list(layers_by_number(layers, threads)))
         thread = clock.timed("the launching thread", lambda: thread_seconds(layers))
     return {
-        "rates": machine,
-        "steps": [asdict(each) for each in steps],
-        "beside_constants": list(beside_constants(steps[-1], machine)),
+        "hardware": asdict(hardware),
+        "first_steps": asdict(clock.first_steps) if clock.first_steps else None,
+        "shares": list(beside_estimates(hardware)),
+        "forecasts": list(forecasts(hardware)),
         "layers": by_number,
         "products": clock.timed("products of prompts", lambda: list(products_of_prompts())),
         "thread": thread,
-        "prompt_constants": {
-            name: getattr(prompt_cost, name) for name in ("HOST_LAUNCH_S", "HOST_COPY_S", "PIECE_S")
-        },
     }
 
 
@@ -204,8 +224,8 @@ def main() -> int:
     options = parser.parse_args()
     clock = Clock()
     result = measured(clock)
-    for row in result["beside_constants"]:
-        print(f"{row['constant']:20} fitted {row['fitted']:.3g}, measured {row['measured']}", file=sys.stderr)
+    for row in (*result["shares"], *result["forecasts"]):
+        print("  ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)
     write_result(
         {
             "command": "python -m bench.kernels.step_rates",

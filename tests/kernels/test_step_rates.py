@@ -15,16 +15,14 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.kernels.experts import gpu_rates
 from coldstream.kernels.experts.gpu_rates import (
-    KERNELS,
     LAUNCHES,
     LayerShape,
     MeasuredLayers,
-    StepRates,
     measure_step_rates,
 )
+from coldstream.kernels.experts.step_rates import StepRates
 
-EXPERT_BYTES = LayerShape().expert_bytes
-SHAPE = LayerShape(256, 256, num_experts=16, fewest_experts=16, num_layers=2, bus_layers=2)
+SHAPE = LayerShape(256, 256, num_experts=16, fewest_experts=16, num_layers=2, bus_layers=2, prompt_rows=65)
 RAM_BYTES = 2**30
 
 
@@ -41,10 +39,13 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
     monkeypatch.setattr(gpu_rates, "_WARM_S", 0.0)
     before = calls.free_memory()
     rates = measure_step_rates(2, RAM_BYTES, SHAPE)
-    assert launched == set(KERNELS), "which are compiled before"
+    assert {*gpu_rates._OF_ONE_ROW} < launched
+    product = {program.source.name for program, _ in launched - {*gpu_rates._OF_ONE_ROW}}
+    assert product == {"gemm.cu"}, "which is compiled before, for the shape that is measured"
     assert (rates.launch_s, rates.row_bytes_per_s) == (None, None), "more experts took no longer"
     assert rates.row_bus_alone == gpu_rates.MISSING * SHAPE.bus_layers * SHAPE.expert_bytes / 1e-3
-    assert min(rates.misses_alone, rates.misses_beside) > 0
+    assert min(rates.misses_alone, rates.misses_beside, rates.queue_s) > 0
+    assert rates.prompt_ops_per_s == 2 * 65 * (16 * 256) * 256 / 1e-3
     allocations.trim()
     assert calls.free_memory() == before
 
@@ -96,6 +97,12 @@ class Layers:
     def staging_graph(self, number: int, num_layers: int) -> Callable[[float], float]:
         return lambda share: num_layers * number * self.shape.expert_bytes / (share * self.machine.staged)
 
+    def queue_seconds(self) -> float:
+        return 1e-5
+
+    def prompt_ops_per_s(self) -> float:
+        return 1e14
+
     def cpu_run(self, num_threads: int, number: int) -> tuple[Callable[[], None], int]:
         return lambda: None, number * self.shape.expert_bytes
 
@@ -121,7 +128,7 @@ def measured(machine: Machine) -> StepRates:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_rates, "graph_seconds", lambda graph, num_runs=1: num_runs * graph(1.0))
         patch.setattr(gpu_rates, "_WARM_S", 0.0)
-        patch.setattr(gpu_rates, "best_seconds", lambda *_: gpu_rates.MISSING * EXPERT_BYTES / machine.cpu)
+        patch.setattr(gpu_rates, "best_alone", lambda cpu: machine.cpu)
         patch.setattr(gpu_rates.CpuExperts, "running", lambda *_: nullcontext())
         beside = machine.beside
         patch.setattr(gpu_rates, "best_window", lambda graph, *_: (graph(beside), beside * machine.cpu))
@@ -138,6 +145,11 @@ class Cpu:
     def num_bytes(self) -> int:
         self.questions += 1
         return self.questions // 3 * 1000
+
+
+def test_the_cpu_alone_is_measured_until_it_has_computed_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rates.time, "sleep", lambda seconds: None)
+    assert gpu_rates.best_alone(Cpu()) > 0  # type: ignore[arg-type]
 
 
 def test_a_window_lasts_until_the_cpu_has_computed_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,8 @@ from test_cost import H200, Q4_BYTES, rates
 
 from bench.full_size_forecast import FULL_SIZES
 from coldstream.placement.cost import (
-    BUS_BESIDE_SHARE,
-    BUS_SHARE,
     DISK_WAIT_S,
-    JOIN_S,
-    MISSES_SHARE,
+    JOIN_LAUNCHES,
     decode_seconds,
     decode_seconds_on_cpu,
     split_misses,
@@ -135,9 +132,9 @@ def test_a_layer_that_may_miss_is_joined_and_one_that_cannot_is_not(hit_rate: fl
     """Where the bus takes no time, joining is all that missing costs."""
     no_time = replace(H200, link_bytes_per_s=1e18, vram_bytes_per_s=1e18)
     whole, some = (decode_seconds(FULL_SIZES, no_time, (rate,) * 40) for rate in (1.0, hit_rate))
-    assert some - whole == pytest.approx(40 * JOIN_S, rel=1e-4)
+    assert some - whole == pytest.approx(40 * JOIN_LAUNCHES * H200.shares.launch_s, rel=1e-4)
     mixed = decode_seconds(FULL_SIZES, no_time, (1.0,) * 30 + (hit_rate,) * 10)
-    assert mixed - whole == pytest.approx(10 * JOIN_S, rel=1e-4)
+    assert mixed - whole == pytest.approx(10 * JOIN_LAUNCHES * H200.shares.launch_s, rel=1e-4)
 
 
 @given(st.integers(1, 12), st.integers(10**5, 10**7), rates)
@@ -145,13 +142,13 @@ def test_shared_misses_run_side_by_side_and_then_alone(count: int, size: int, ma
     machine = replace(machine, cpu_bytes_per_s=1e18)  # memory bounds the CPU
     split = split_misses(count, size, machine)
     if not split.num_cpu:
-        assert split.seconds == pytest.approx(count * size / (BUS_SHARE * machine.link_bytes_per_s))
+        assert split.seconds == pytest.approx(count * size / (machine.shares.bus * machine.link_bytes_per_s))
         return
-    cpu_alone = split.num_cpu * size / (MISSES_SHARE * machine.read_bytes_per_s)
-    cpu_beside = split.num_cpu * size / (MISSES_SHARE * machine.read_beside_link)
-    bus_alone = split.num_bus * size / (BUS_SHARE * machine.link_bytes_per_s) - machine.handshake_s
-    share_left = max(0.0, bus_alone) * BUS_SHARE * machine.link_bytes_per_s / size
-    bus_beside = share_left * size / (BUS_BESIDE_SHARE * machine.link_beside_read)
+    cpu_alone = split.num_cpu * size / (machine.shares.misses * machine.read_bytes_per_s)
+    cpu_beside = split.num_cpu * size / (machine.shares.misses_beside * machine.read_beside_link)
+    bus_alone = split.num_bus * size / (machine.shares.bus * machine.link_bytes_per_s) - machine.handshake_s
+    share_left = max(0.0, bus_alone) * machine.shares.bus * machine.link_bytes_per_s / size
+    bus_beside = share_left * size / (machine.shares.bus_beside * machine.link_beside_read)
     if cpu_beside <= bus_beside:
         rest = (1 - cpu_beside / bus_beside) * bus_alone
         expected = cpu_beside + rest

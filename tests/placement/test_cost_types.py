@@ -13,15 +13,11 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.cost import (
-    BUS_BESIDE_SHARE,
     CPU_LAYER_S,
     CPU_SHARE,
     DENSE_LAUNCHES,
     EXPERT_LAUNCHES,
-    LAUNCH_S,
     ROW_BUS_BYTES,
-    STAGED_SHARE,
-    VRAM_SHARE,
     ExpertRates,
     decode_seconds,
     decode_seconds_on_cpu,
@@ -200,8 +196,8 @@ def test_a_dense_model_on_a_gpu_has_types_too() -> None:
     rates = rates_with()
     further = decode_seconds(model, rates, (1.0,) * LAYERS) - decode_seconds(same, rates, (1.0,) * LAYERS)
     slower = LAYERS * (GPU_TIMES[QuantType.IQ3_S].row - 1)
-    bytes_s = MEASURED_TYPE.row_bytes(EXPERT_VALUES) / (VRAM_SHARE * rates.vram_bytes_per_s)
-    assert further == pytest.approx(slower * (bytes_s + EXPERT_LAUNCHES * LAUNCH_S))
+    bytes_s = MEASURED_TYPE.row_bytes(EXPERT_VALUES) / (rates.shares.vram * rates.vram_bytes_per_s)
+    assert further == pytest.approx(slower * (bytes_s + EXPERT_LAUNCHES * rates.shares.launch_s))
 
 
 @given(types, types)
@@ -214,7 +210,7 @@ def test_instructions_of_a_type_lengthen_its_whole_launches(dense: QuantType, ex
     )
     slower = DENSE_LAUNCHES * (GPU_TIMES[dense].row - 1)
     slower += EXPERT_LAUNCHES * (GPU_TIMES[experts].experts_row - 1)
-    assert found - same == pytest.approx(LAYERS * slower * LAUNCH_S, abs=1e-12)
+    assert found - same == pytest.approx(LAYERS * slower * fast.shares.launch_s, abs=1e-12)
 
 
 @given(types, st.floats(1e9, 1e11))
@@ -222,10 +218,10 @@ def test_one_row_reads_over_the_bus_no_faster_than_it_multiplies(kind: QuantType
     """So that small types, and those of more instructions, do not fill a fast link; copies do."""
     rates = replace(rates_with(), link_bytes_per_s=link, link_beside_read=link)
     times, num_bytes = miss_times_of(model_of(kind, kind), rates), kind.row_bytes(EXPERT_VALUES)
-    by_bytes = num_bytes / (BUS_BESIDE_SHARE * link)
+    by_bytes = num_bytes / (rates.shares.bus_beside * link)
     by_pace = GPU_TIMES[kind].experts_row * MEASURED_TYPE.row_bytes(EXPERT_VALUES) / ROW_BUS_BYTES
     assert times.row_bus == pytest.approx(1e9 * max(by_bytes, by_pace), rel=1e-3)
-    assert times.bus == pytest.approx(1e9 * num_bytes / (STAGED_SHARE * link), rel=1e-3)
+    assert times.bus == pytest.approx(1e9 * num_bytes / (rates.shares.staged * link), rel=1e-3)
 
 
 @given(types, types, st.floats(1e8, 1e12))

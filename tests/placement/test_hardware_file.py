@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import (
@@ -25,7 +26,9 @@ GPU = GpuHardware(
     tuple(number * 1e9 for number in range(1, 8)),
     measured_at="2026-01-02 03:04 UTC",
     conditions=Conditions(8, 0.5, 1.25, 0.02, 0.7),
+    steps=StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14),
 )
+UNSAID = StepRates(None, None, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
 PRODUCTS = tuple((1e10 + place, 2e10, 3e10) for place, _ in enumerate(QuantType))
 BARE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)
@@ -37,7 +40,9 @@ MACHINE = replace(
 )
 
 
-@pytest.mark.parametrize("gpu", [None, GPU, replace(GPU, handshake_s=None)])
+@pytest.mark.parametrize(
+    "gpu", [None, GPU, replace(GPU, handshake_s=None), replace(GPU, steps=None), replace(GPU, steps=UNSAID)]
+)
 def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: GpuHardware | None) -> None:
     path = tmp_path / "new" / "folder" / "hardware.json"
     store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=gpu), path)
@@ -52,6 +57,37 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         conditions=MACHINE.conditions,
     )
     assert [child.name for child in path.parent.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"launch_s": 0.0},
+        {"launch_s": 1.0},
+        {"launch_s": "2e-6"},
+        {"launch_s": None},
+        {"row_bytes_per_s": None},
+        {"row_bus_alone": None},
+        {"row_bus_beside": float("nan")},
+        {"staged_beside": -1.0},
+        {"misses_alone": 1e300},
+        {"misses_beside": 10},
+        {"another": 1e9},
+    ],
+)
+def test_absurd_rates_of_steps_are_refused_and_the_others_stay(tmp_path: Path, change: Any) -> None:
+    path, today = tmp_path / "hardware.json", replace(BARE, gpu=BARE_GPU)
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    document["gpu"]["steps"] |= change
+    path.write_text(json.dumps(document))
+    stored = with_stored_rates(today, path)
+    assert stored is not None
+    assert stored.gpu == replace(GPU, free_bytes=2**33, steps=None)
+    for none in (None, [], 5):
+        document["gpu"]["steps"] = none
+        path.write_text(json.dumps(document))
+        assert with_stored_rates(today, path) == stored
 
 
 @pytest.mark.parametrize("rates", [None, 5e9, [], [1e9] * 6, [1e9] * 8, [1e9] * 6 + [0.0], [1e9] * 6 + ["1"]])

@@ -12,10 +12,9 @@ from bench.full_size_forecast import FULL_SIZES
 from bench.report.tables import load
 from coldstream.kernels.experts.shapes import MATRICES, MAX_SHARED_ROWS
 from coldstream.placement.prompt_cost import (
+    COPIES_LAUNCHES,
+    COPY_LAUNCHES,
     GROUP_LAUNCHES,
-    HOST_COPIES_S,
-    HOST_COPY_S,
-    HOST_LAUNCH_S,
     MAX_CPU_ROWS,
     PIECE_S,
     PROMPT_LAUNCHES,
@@ -111,16 +110,16 @@ def test_a_larger_ring_never_makes_a_prompt_slower(count: int, ring: int, more: 
     assert large <= small * (1 + 1e-3)  # up to one expert of the CPU's
 
 
-def launching(count: int, experts_of_group: int, copies_s: float) -> float:
+def launching(count: int, experts_of_group: int, of_copies: float) -> float:
     """Seconds in which a thread launches a step without any experts, with those in groups of so many."""
     groups = expected_touched(expected_rows(FULL_SIZES, None, count), count).sum() / experts_of_group
-    of_layers = FULL_SIZES.num_layers * PROMPT_LAUNCHES * HOST_LAUNCH_S
-    return float(of_layers + groups * (GROUP_LAUNCHES * HOST_LAUNCH_S + copies_s))
+    launches = FULL_SIZES.num_layers * PROMPT_LAUNCHES + groups * (GROUP_LAUNCHES + of_copies)
+    return float(H200.shares.queue_s * launches)
 
 
 def test_a_ring_of_single_experts_is_bound_by_the_thread_that_launches() -> None:
     tiny = prefill_seconds(FULL_SIZES, SLOW_CPU, NOTHING, None, 256, 256, ring_bytes=7 * 2**20)
-    assert tiny == pytest.approx(launching(256, 1, HOST_COPY_S), rel=0.02)
+    assert tiny == pytest.approx(launching(256, 1, COPY_LAUNCHES), rel=0.02)
 
 
 @pytest.mark.parametrize("count", [MAX_CPU_ROWS, MAX_CPU_ROWS + 1, 8192])
@@ -131,15 +130,15 @@ def test_a_long_step_takes_no_less_than_its_launches(count: int) -> None:
     found = prefill_seconds(FULL_SIZES, machine, NOTHING, None, count, count, ring_bytes=8 * BUFFER_BYTES)
     group = BUFFER_BYTES // max(FULL_SIZES.expert_bytes)
     copied = MATRICES * FULL_SIZES.num_layers * FULL_SIZES.num_experts * PIECE_S
-    least = launching(count, group, HOST_COPY_S)
+    least = launching(count, group, COPY_LAUNCHES)
     assert least <= found <= least + copied / FULL_SIZES.num_layers
-    assert found < launching(count, group, HOST_COPIES_S)
+    assert found < launching(count, group, COPIES_LAUNCHES)
 
 
 def test_steps_that_the_device_divides_wait_for_no_launches() -> None:
     machine = replace(H200, vram_bytes_per_s=1e30, product_ops_per_s=1e30, link_bytes_per_s=1e15)
     times = seconds(MAX_SHARED_ROWS, machine, NOTHING), seconds(MAX_SHARED_ROWS + 1, machine, NOTHING)
-    assert times[0] < launching(MAX_SHARED_ROWS, 256, HOST_COPY_S) < times[1]
+    assert times[0] < launching(MAX_SHARED_ROWS, 256, COPY_LAUNCHES) < times[1]
 
 
 def test_only_the_last_row_meets_the_head() -> None:

@@ -17,7 +17,8 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda import kernel_loading, link
 from coldstream.kernels.cuda.device import Gpu
 from coldstream.kernels.cuda.link import LinkRates
-from coldstream.kernels.experts import cpu_rates
+from coldstream.kernels.experts import cpu_rates, gpu_rates
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import describe_rates
@@ -89,10 +90,11 @@ def test_the_kernel_of_a_measurement_is_compiled_where_there_is_a_gpu(
             ends.append("closed")
 
     monkeypatch.setattr(kernel_loading, "KernelLoading", Loading)
+    monkeypatch.setattr(gpu_rates, "needed_kernels", lambda: NEEDED)
     with compiling_for_rates(Hardware.measure()):
         assert not asked
     with compiling_for_rates(hardware_with(GPU)):
-        assert asked == [(link.PRODUCTS, "multiply_fragments")]
+        assert asked == [(link.PRODUCTS, "multiply_fragments"), *NEEDED]
         assert not ends
     assert ends == ["closed"]
 
@@ -193,7 +195,8 @@ class MeasuredGpu:
         self.handshakes = itertools.repeat(7e-6)
         self.expert_rates = tuple(rate * 1e9 for rate in range(8, 1, -1))
         self.product_rates = tuple((4e9, 5e9, 6e9) for _ in QuantType)
-        self.num_measured = 0
+        self.steps = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
+        self.num_measured = self.num_steps_measured = 0
         monkeypatch.setattr(machine, "measure_product_rates", lambda threads: self.product_rates)
         monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [*self.windows])
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
@@ -201,12 +204,18 @@ class MeasuredGpu:
         monkeypatch.setattr(link, "measure_link", lambda threads, num_bytes: self.link)
         monkeypatch.setattr(link, "measure_handshake", lambda threads: next(self.handshakes))
         monkeypatch.setattr(cpu_rates, "measure_expert_rates", lambda threads, num_bytes: self.expert_rates)
+        monkeypatch.setattr(gpu_rates, "measure_step_rates", self.measure_steps)
+
+    def measure_steps(self, threads: int, num_bytes: int) -> StepRates:
+        self.num_steps_measured += 1
+        return self.steps
 
     def measure_copy(self) -> float:
         self.num_measured += 1
         return self.copy
 
 
+NEEDED = [("a program", "an instance")]
 GPU = Gpu("a GPU", (9, 0), 100, 2**35, 2**34)
 
 
@@ -401,3 +410,85 @@ def test_a_file_that_is_of_no_use_is_named_in_a_sentence(tmp_path: Path) -> None
     keep(path, 1e300)
     assert "are damaged" in why_unusable(here, path)[0]
     assert with_rates(here, path=path).read_bytes_per_s != 1e300
+
+
+def without_steps(path: Path) -> None:
+    """As a version wrote it that measured none."""
+    document = json.loads(path.read_text())
+    document["gpu"].pop("steps")
+    path.write_text(json.dumps(document))
+
+
+def test_a_file_without_rates_of_steps_is_accepted_and_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    here = hardware_with(GPU)
+    first = with_rates(here, path=path)
+    assert first.gpu is not None
+    assert first.gpu.steps == measured.steps
+    without_steps(path)
+    assert not rates_are_known(here, path)
+    assert describe_rates(here, path).state == "current"
+    late = LateRates(here, path)
+    assert late.find().gpu == replace(first.gpu, steps=None), "a plan does not wait for them"
+    assert not late.are_assumed
+    late.measure()
+    late.measure()
+    assert rates_are_known(here, path)
+    without_steps(path)
+    assert with_rates(here, path=path) == first
+    assert with_rates(here, path=path) == first
+    assert (measured.num_measured, measured.num_steps_measured) == (1, 3), "and nothing else again"
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_rates_of_steps_that_no_machine_has_are_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+
+    def refuse(*arguments: object) -> None:
+        raise OutOfMemoryError("no memory")
+
+    if gives_up:
+        monkeypatch.setattr(gpu_rates, "measure_step_rates", refuse)
+    measured.steps = replace(measured.steps, launch_s=-1e-6)
+    for _ in range(2):
+        found = with_rates(hardware_with(GPU), path=path)
+        assert found.gpu is not None
+        assert found.gpu.steps is None
+        assert found.gpu.copy_bytes_per_s == measured.copy, "the others are kept"
+    assert measured.num_measured == 1
+
+
+def test_steps_that_were_measured_under_load_are_measured_again_with_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: list[Conditions]
+) -> None:
+    path, measured = tmp_path / "hardware.json", MeasuredGpu(monkeypatch)
+    here = hardware_with(GPU)
+    watched[:] = [QUIET]
+    with_rates(here, path=path)
+    without_steps(path)
+    watched[:] = [LOADED]
+    good, measured.steps = measured.steps, replace(measured.steps, misses_beside=1e8)
+    assert with_rates(here, path=path).is_disturbed
+    watched[:] = [QUIET]
+    measured.steps = good
+    again = measured_hardware(GPU, path=path)
+    assert again.gpu is not None
+    assert (again.gpu.steps, again.is_disturbed) == (good, False)
+
+
+def test_the_better_steps_of_two_measurements_count() -> None:
+    one = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
+    other = StepRates(3e-6, 6e11, 1e10, 1.7e10, 1.5e10, 4e10, 1.5e10, 3e-5, 9e13)
+    assert (
+        one.better(other)
+        == other.better(one)
+        == StepRates(2e-6, 6e11, 2e10, 1.5e10, 1.6e10, 4e10, 2.5e10, 2e-5, 1e14)
+    )
+    unknown = replace(other, launch_s=None, row_bytes_per_s=None)
+    better = unknown.better(one)
+    assert (better.launch_s, better.row_bytes_per_s, better.misses_alone) == (2e-6, 5e11, 4e10)
+    assert unknown.better(unknown) == unknown

@@ -27,7 +27,7 @@ from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.control import CONTRADICTED
 from coldstream.placement.controls import Controls, Moves
-from coldstream.placement.forecast import Forecast, forecast, rates_used
+from coldstream.placement.forecast import Forecast, forecast, rates_used, shares_used
 from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
@@ -166,6 +166,8 @@ def command(
         note(measured)
     if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
         note(f"not measured on this machine but assumed: {assumed}")
+    if estimated := known.rates.shares.describe_estimated(shares_used(plan, pool)):
+        note(f"not measured on this machine but estimated by others: {estimated}")
 
 
 def _described_rates(planned: "Planned") -> Iterator[str]:

@@ -212,7 +212,8 @@ def open_model(
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
     late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
-    measures = late_rates is None and (not has_rates or is_time_to_measure_again(hardware))
+    is_due = late_rates is None and is_time_to_measure_again(hardware)
+    measures = late_rates is None and (not has_rates or is_due)
     refused = why_unusable(hardware)  # a measurement replaces the file
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
@@ -227,7 +228,7 @@ def open_model(
             if config.device == "cuda":
                 beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
-            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=measures)
+            rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=is_due)
             sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates, is_early)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + refused + draft.warnings + planned.warnings

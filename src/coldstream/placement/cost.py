@@ -4,8 +4,9 @@ A layer of decode has a fixed part (mixer, router, norms: bytes of GPU memory, a
 GPU computes resident experts. Meanwhile the CPU computes others in RAM, and the GPU reads more over the bus.
 Prompts are in `prompt_cost.py`.
 
-The constants are the shares of measured rates that kernels reach, from docs/results/gpu on H200s, and the
-recall of guesses, from docs/results/guess_recall.json.
+What kernels reach of measured rates is in `kernel_shares.py`. The constants here are counts of launches, what
+machines without a measurement are taken to reach, from docs/results/gpu on H200s, and the recall of guesses,
+from docs/results/guess_recall.json.
 """
 
 import math
@@ -26,31 +27,25 @@ from coldstream.placement.sizes import ModelSizes, Products
 
 Array = np.ndarray[Any, Any]
 
-LAUNCH_S: Final = 3.0e-6  # fixed part of a short kernel in a captured graph
-LAYER_LAUNCHES: Final = 8.65
+LAYER_LAUNCHES: Final = 8.65  # each as long as a short kernel in a captured graph
 EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 DENSE_LAUNCHES: Final = 2  # per layer that multiply other weights: the mixer's inputs and its output
-JOIN_S: Final = 1.1e-6  # per layer that may miss: sharing its experts out, and polling for an answer
-VRAM_SHARE: Final = 0.7  # of a copy's rate in GPU memory: products of one row
+JOIN_LAUNCHES: Final = 0.3667  # per layer that may miss: sharing its experts out, and polling for an answer
 KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
 CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
-MISSES_SHARE: Final = 0.6  # of the rate at which threads read: what a GPU asks for in a layer
 LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
 DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
-BUS_SHARE: Final = 0.85  # of a copy's rate over the bus: kernels that read over it
-BUS_BESIDE_SHARE: Final = 0.72  # of a copy's rate beside the CPU: kernels that read over the bus
-# Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus. They ask as fast as they
-# multiply, so that types of more instructions, and of fewer bytes, leave some of its rate.
+# Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus, unless more were measured.
+# They ask as fast as they multiply, so that types of more instructions, and of fewer bytes, leave some of it.
 ROW_BUS_BYTES: Final = 4.4e10
-STAGED_SHARE: Final = 0.9  # of a copy's rate beside the CPU: launches that stage whole experts
 # Products of several rows on a CPU that was not measured, in one row's time: by further rows, and on tiles.
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
 PRODUCT_OF_TILE_ROW: Final = 0.03
 PREFETCHED: Final = 2  # experts of a layer that are worth guessing
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
-GUESS_S: Final = 1.8e-6  # per layer: a second router in its router's launch, and a fork of the graph
+GUESS_LAUNCHES: Final = 0.6  # per layer: a second router in its router's launch, and a fork of the graph
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts
 # (docs/notes/offloaded-experts.md).
 COPY_BYTES_PER_STEP: Final = 64 * 2**20
@@ -97,7 +92,7 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = _row_bus_per_s(rates), _row_bus_per_s(rates, beside_cpu=True)
-    staged = STAGED_SHARE * rates.link_beside_read
+    staged = rates.shares.staged * rates.link_beside_read
     products = expert_seconds(expert_bytes, rates)
     if is_layer:
         bus_alone = bus_beside = staged = rates.link_bytes_per_s  # the CPU does not read at full speed
@@ -155,9 +150,9 @@ def decode_seconds(
     streams: whether the GPU may read missing experts over the bus.
     """
     launches = model.num_layers * (LAYER_LAUNCHES - EXPERT_LAUNCHES)
-    seconds = (launches + _slower_launches(model)) * LAUNCH_S
+    seconds = (launches + _slower_launches(model)) * rates.shares.launch_s
     dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products, are_experts=False)
-    seconds += (dense_bytes + model.state_bytes) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    seconds += (dense_bytes + model.state_bytes) / (rates.shares.vram * rates.vram_bytes_per_s)
     seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
     if model.is_dense:
         return seconds + _layers_seconds(model, rates, hit_rates)
@@ -175,7 +170,7 @@ def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates
         odd * _experts_seconds(chosen - misses, misses, size, rates, streams=streams)
         for misses, odd in enumerate(odds)
     )
-    return seconds + (JOIN_S if hit_rate < 1.0 else 0.0)
+    return seconds + (JOIN_LAUNCHES * rates.shares.launch_s if hit_rate < 1.0 else 0.0)
 
 
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
@@ -209,7 +204,7 @@ def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float
         link_bytes_per_s=rates.link_bytes_per_s / slowdown,
         link_beside_read=rates.link_beside_read / slowdown,
     )
-    gain = -GUESS_S
+    gain = -GUESS_LAUNCHES * rates.shares.launch_s
     for misses, odd in enumerate(odds):
         before = _experts_seconds(chosen - misses, misses, size, rates)
         late = _experts_seconds(chosen - misses, misses, size, shared)
@@ -315,7 +310,8 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     of_measured = _bytes_on_gpu(num_bytes, products, are_experts=True)
     in_vram = rates.vram_bytes_per_s * num_bytes / of_measured
     num_values = sum(each.num_values for each in products)
-    over_bus = ROW_BUS_BYTES * num_bytes / of_measured
+    measured_bus = 0.0 if "bus" in rates.shares.estimated else rates.shares.bus * rates.link_bytes_per_s
+    over_bus = max(ROW_BUS_BYTES, measured_bus) * num_bytes / of_measured
     rates = ExpertRates(**vars(rates) | {"vram_bytes_per_s": in_vram, "row_bus_bytes_per_s": over_bus})
     if not rates.product_values_per_s:
         return rates
@@ -366,22 +362,25 @@ def _cpu_bytes_per_s(rates: Rates) -> float:
 
 def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:
     """`_cpu_bytes_per_s` for the experts that a GPU requests."""
-    read = rates.read_beside_link if beside_link else rates.read_bytes_per_s
+    shares = rates.shares
+    alone = shares.misses * rates.read_bytes_per_s
+    read = shares.misses_beside * rates.read_beside_link if beside_link else alone
     products = rates.expert_bytes_per_s[0] if rates.expert_bytes_per_s else rates.cpu_bytes_per_s
-    return min(MISSES_SHARE * read, products)
+    return min(read, products)
 
 
 def _row_bus_per_s(rates: Rates, *, beside_cpu: bool = False) -> float:
     """Bytes a second that kernels of one row read over the bus."""
-    link = BUS_BESIDE_SHARE * rates.link_beside_read if beside_cpu else BUS_SHARE * rates.link_bytes_per_s
-    return min(link, rates.row_bus_bytes_per_s)
+    shares = rates.shares
+    alone = shares.bus * rates.link_bytes_per_s
+    return min(shares.bus_beside * rates.link_beside_read if beside_cpu else alone, rates.row_bus_bytes_per_s)
 
 
 def _experts_seconds(
     num_resident: int, num_misses: int, expert_bytes: int, rates: Rates, *, streams: bool = True
 ) -> float:
-    on_gpu = EXPERT_LAUNCHES * LAUNCH_S
-    on_gpu += num_resident * expert_bytes / (VRAM_SHARE * rates.vram_bytes_per_s)
+    on_gpu = EXPERT_LAUNCHES * rates.shares.launch_s
+    on_gpu += num_resident * expert_bytes / (rates.shares.vram * rates.vram_bytes_per_s)
     return max(on_gpu, split_misses(num_misses, expert_bytes, rates, streams=streams).seconds)
 
 
@@ -392,8 +391,8 @@ def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float])
         for layer, (size, rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True))
         if rate
     ]
-    seconds = model.num_layers * EXPERT_LAUNCHES * LAUNCH_S
-    seconds += sum(held) / (VRAM_SHARE * rates.vram_bytes_per_s)
+    seconds = model.num_layers * EXPERT_LAUNCHES * rates.shares.launch_s
+    seconds += sum(held) / (rates.shares.vram * rates.vram_bytes_per_s)
     missing = [1] * (model.num_layers - len(held))
     if not missing:
         return seconds

@@ -18,6 +18,7 @@ from coldstream.placement.cost import (
     prefetch_gain,
 )
 from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
+from coldstream.placement.kernel_shares import OF_GPU, OF_MISSES, OF_MISSES_OF_CPU
 from coldstream.placement.plan import PlacementPlan, Tier
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.prompt_cost import (
@@ -138,6 +139,15 @@ def rates_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, 
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")
     cold = ("read_bytes_per_s", "link_bytes_per_s", "handshake_s")
     return on_gpu if plan.is_all_resident else on_gpu + cold
+
+
+def shares_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, ...]:
+    """Names of the kernels' shares on which its forecast depends."""
+    if plan.tier == "ram":
+        return ()
+    if plan.is_all_resident:
+        return OF_GPU
+    return OF_GPU + (OF_MISSES if pool is None else OF_MISSES_OF_CPU)
 
 
 def decode_ceiling(

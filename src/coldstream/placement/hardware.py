@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coldstream.kernels.best_runs import are_alike
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.memory_readers import MemoryReaders
 from coldstream.placement.conditions import Conditions
 
@@ -40,6 +41,7 @@ class GpuHardware:
     expert_bytes_per_s: tuple[float, ...] | None = None
     measured_at: str | None = None  # when its rates were, in UTC
     conditions: Conditions | None = None  # under which they were
+    steps: StepRates | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 It has an entry for the CPU and one for the GPU, so that runs on the CPU leave the GPU's rates alone. Each
 names what its rates depend on, when they were measured, and what disturbed that. If an entry is missing,
-damaged, absurd or of another machine, rates are measured again.
+damaged, absurd or of another machine, rates are measured again. Rates of steps may be missing, as in files
+that were written before they were measured.
 """
 
 import json
@@ -16,6 +17,7 @@ from coldstream.errors import StorageError
 from coldstream.files import write_file
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -82,7 +84,9 @@ def default_path() -> Path | None:
 
 
 def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
-    """`hardware` with the rates that the file at `path` has of this machine; None if some are missing."""
+    """`hardware` with the rates that the file at `path` has of this machine; None if some are missing, other
+    than those of steps.
+    """
     document = _document(path)
     entries = {name: _entry(document, name, hardware) for name in _parts(hardware)}
     if not all(entries.values()):
@@ -90,7 +94,12 @@ def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
     return replace(
         hardware,
         **_fields(entries["cpu"]),
-        gpu=hardware.gpu and replace(hardware.gpu, **_fields(entries["gpu"])),
+        gpu=hardware.gpu
+        and replace(
+            hardware.gpu,
+            **_fields(entries["gpu"]),
+            steps=StepRates.parsed(entries["gpu"].get("steps")),
+        ),
     )
 
 
@@ -158,6 +167,8 @@ def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0)
             "rates": {rate: getattr(part, rate) for rate in _RATES[name]},
             "fastest_run": fastest_run,
         }
+        if isinstance(part, GpuHardware) and part.steps is not None:
+            document[name]["steps"] = asdict(part.steps)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

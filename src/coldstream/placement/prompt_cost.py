@@ -17,9 +17,6 @@ import numpy as np
 from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.placement.cost import (
     CPU_SHARE,
-    LAUNCH_S,
-    STAGED_SHARE,
-    VRAM_SHARE,
     expert_seconds,
     rates_of_experts,
 )
@@ -32,7 +29,6 @@ Array = np.ndarray[Any, Any]
 PROMPT_LAUNCHES: Final = 23.4  # of a layer
 TILE_ROWS: Final = 64  # of an expert that are multiplied together
 UNPACK_SHARE: Final = 0.66  # of a whole tile's time: what it takes for its weights, whatever its rows
-PRODUCT_SHARE: Final = 0.215  # of the rate of large matrices: products, with all that rows take beside them
 ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
 # Neighbouring tokens choose similar experts: n tokens as many different ones as n to this power would that
 # choose by themselves.
@@ -40,11 +36,10 @@ NOVELTY: Final = 0.65
 # Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
 HOST_LAYER_S: Final = 1.2e-3
 PIECE_S: Final = 2.7e-6  # of a copy of an expert's matrix, whatever its bytes
-# Of the thread that launches what no graph has, with arrays and checks: a kernel, and a group's copies. Where
-# the CPU computes experts, a group has many short copies.
-HOST_LAUNCH_S: Final = 6e-5
-HOST_COPY_S: Final = 1.4e-4
-HOST_COPIES_S: Final = 3.4e-4
+# What the copies of a group take the thread that launches what no graph has, in launches. Where the CPU
+# computes experts, a group has many short copies.
+COPY_LAUNCHES: Final = 7 / 3
+COPIES_LAUNCHES: Final = 17 / 3
 GROUP_LAUNCHES: Final = 5  # of a group: its addresses, its tiles, two products, and what is between these
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 # Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
@@ -120,9 +115,9 @@ def _gpu_seconds(model: ModelSizes, rates: Rates, step: PromptStep) -> float:
     weights = step.count * _dense_weights(model) + of_experts
     pairs = step.pairs * model.attention_width
     return (
-        model.num_layers * PROMPT_LAUNCHES * LAUNCH_S
-        + moved / (VRAM_SHARE * rates.vram_bytes_per_s)
-        + 2 * weights / (PRODUCT_SHARE * rates.product_ops_per_s)
+        model.num_layers * PROMPT_LAUNCHES * rates.shares.launch_s
+        + moved / (rates.shares.vram * rates.vram_bytes_per_s)
+        + 2 * weights / (rates.shares.products * rates.product_ops_per_s)
         + 4 * pairs / (ATTENTION_SHARE * rates.product_ops_per_s)
     )
 
@@ -198,7 +193,7 @@ def _step_seconds(
     num_experts = float(touched[missing].sum())
     copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
     groups = num_experts / ring.group
-    launches = float(_launching_seconds(model, np.asarray(groups), HOST_COPY_S))
+    launches = float(_launching_seconds(model, rates, np.asarray(groups), COPY_LAUNCHES))
     without_cpu = max(copied, compute, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
         return without_cpu
@@ -211,18 +206,18 @@ def _step_seconds(
     lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
     if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
         waits, share = compute + model.num_layers * HOST_LAYER_S, left / read[-1]
-        launching = _launching_seconds(model, share * groups, HOST_COPIES_S)
+        launching = _launching_seconds(model, rates, share * groups, COPIES_LAUNCHES)
         on_bus = share * copied + lost / rates.link_bytes_per_s
         with_cpu = np.maximum(np.maximum(seconds + waits, on_bus), launching).min()
         return min(float(with_cpu), without_cpu)  # a run tries both ways
-    on_bus = (left / STAGED_SHARE + lost) / rates.link_bytes_per_s
+    on_bus = (left / rates.shares.staged + lost) / rates.link_bytes_per_s
     return compute + float(np.maximum(seconds, on_bus).min())
 
 
-def _launching_seconds(model: ModelSizes, groups: Array, copies_s: float) -> Array:
+def _launching_seconds(model: ModelSizes, rates: Rates, groups: Array, of_copies: float) -> Array:
     """Seconds of the thread that launches a step which is no graph, with so many groups of copies."""
-    of_layers = model.num_layers * PROMPT_LAUNCHES * HOST_LAUNCH_S
-    return of_layers + groups * (GROUP_LAUNCHES * HOST_LAUNCH_S + copies_s)
+    launches = model.num_layers * PROMPT_LAUNCHES + groups * (GROUP_LAUNCHES + of_copies)
+    return np.asarray(rates.shares.queue_s * launches)
 
 
 def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.kernel_shares import KernelShares
 
 # Rates of one core by its best instruction set, if memory is no bound: int8 multiplications and additions per
 # second in prefill, and bytes of weights per second in the decode of one row. Sapphire Rapids, two cores;
@@ -34,6 +35,7 @@ _ASSUMED: Final = {
 }
 
 
+ESTIMATED: Final = KernelShares()
 _WORDS: Final = {
     "read_bytes_per_s": ("RAM", 1e9, "GB/s"),
     "link_bytes_per_s": ("link", 1e9, "GB/s"),
@@ -67,6 +69,7 @@ class Rates:
     # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
     product_values_per_s: tuple[tuple[float, ...], ...] = ()
     assumed: tuple[str, ...] = ()
+    shares: KernelShares = ESTIMATED
 
     @classmethod
     def of(cls, hardware: Hardware, disk_bytes_per_s: float | None = None) -> "Rates":
@@ -100,6 +103,7 @@ class Rates:
             expert_bytes_per_s=(gpu and gpu.expert_bytes_per_s) or (),
             product_values_per_s=hardware.product_values_per_s or (),
             assumed=tuple(name for name in _ASSUMED if name not in known),
+            shares=KernelShares.of(hardware),
         )
 
     @property

@@ -2,7 +2,8 @@
 
 They are measured once, again on request, and again when a run was far faster than they explain: other
 programs may have slowed the first measurement. One that something is known to have disturbed is a starting
-point, and is taken again in an idle moment.
+point, and is taken again in an idle moment. Where an older file lacks rates of steps, those alone are
+measured.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Final
 from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import measure_product_rates
 from coldstream.placement.conditions import LoadWatch, is_idle
 from coldstream.placement.hardware import GpuHardware, Hardware, affinity, read_windows
@@ -51,7 +53,8 @@ def measured_hardware(
 
 def rates_are_known(hardware: Hardware, path: Path | None = None) -> bool:
     """Whether all rates of this machine are kept."""
-    return with_stored_rates(hardware, path or default_path()) is not None
+    stored = with_stored_rates(hardware, path or default_path())
+    return stored is not None and not _lacks_steps(stored)
 
 
 def rates_are_due(hardware: Hardware, path: Path | None = None) -> bool:
@@ -89,14 +92,15 @@ def why_unusable(hardware: Hardware, path: Path | None = None) -> tuple[str, ...
 
 @contextmanager
 def compiling_for_rates(hardware: Hardware) -> Iterator[None]:
-    """Inside, the kernel that `with_rates` launches on a GPU is compiled beside the caller."""
+    """Inside, the kernels that `with_rates` launches on a GPU are compiled beside the caller."""
     if hardware.gpu is None:
         yield
         return
     from coldstream.kernels.cuda.kernel_loading import KernelLoading
     from coldstream.kernels.cuda.link import PRODUCTS
+    from coldstream.kernels.experts.gpu_rates import needed_kernels
 
-    loading = KernelLoading((PRODUCTS, instance) for instance in PRODUCTS.instances)
+    loading = KernelLoading([*((PRODUCTS, instance) for instance in PRODUCTS.instances), *needed_kernels()])
     try:
         yield
     finally:
@@ -115,11 +119,40 @@ def with_rates(
     path = path or default_path()
     stored = with_stored_rates(hardware, path)
     if stored is not None and not again:
-        return stored
+        return _completed(stored, path) if _lacks_steps(stored) else stored
     hardware = _following(measure_rates(hardware, progress), stored)
     with suppress(StorageError):  # the next call measures again
         store_rates(hardware, path)
     return hardware
+
+
+def _lacks_steps(hardware: Hardware) -> bool:
+    return hardware.gpu is not None and hardware.gpu.steps is None
+
+
+def _completed(stored: Hardware, path: Path | None) -> Hardware:
+    """With rates of steps, which are kept, with what disturbed them. Without, if they cannot be had."""
+    watch, gpu = LoadWatch(affinity()), stored.gpu
+    assert gpu is not None
+    with suppress(DeviceError, OutOfMemoryError):
+        gpu = replace(gpu, steps=_measured_steps(stored))
+    if gpu.steps is None:
+        return stored
+    conditions = watch.conditions()
+    if conditions.problems:
+        gpu = replace(gpu, conditions=conditions)
+    stored = replace(stored, gpu=gpu)
+    with suppress(StorageError):
+        store_rates(stored, path, fastest_run(stored, path))
+    return stored
+
+
+def _measured_steps(hardware: Hardware) -> StepRates | None:
+    """None for figures that no machine has. Raises DeviceError, OutOfMemoryError."""
+    from coldstream.kernels.experts.gpu_rates import measure_step_rates
+
+    steps = measure_step_rates(hardware.num_physical_cores, hardware.reader_bytes)
+    return steps if steps.is_sane else None
 
 
 class LateRates:
@@ -132,13 +165,14 @@ class LateRates:
         """hardware: this machine. path: of the file of rates; None: the default one."""
         self._hardware, self._path = hardware, path
         self.are_assumed = False  # by a plan, since it asked for them
-        self._is_disturbed = False
+        self._is_disturbed = self._lacks_steps = False
 
     def find(self) -> Hardware:
         """The machine with its rates, or without any. `placement/rates.py` assumes those then."""
         stored = with_stored_rates(self._hardware, self._path or default_path())
         self.are_assumed = stored is None
         self._is_disturbed = stored is not None and stored.is_disturbed
+        self._lacks_steps = stored is not None and _lacks_steps(stored)
         return stored or self._hardware
 
     def measure(self, progress: Progress | None = None) -> None:
@@ -146,10 +180,12 @@ class LateRates:
 
         What cannot be measured or kept stays unknown. What was disturbed is left alone while others are busy.
         """
-        if self.are_assumed or (self._is_disturbed and is_idle(affinity())):
+        is_due = self._is_disturbed and is_idle(affinity())
+        if self.are_assumed or self._lacks_steps or is_due:
             with suppress(DeviceError, OutOfMemoryError):
-                with_rates(self._hardware, progress, self._path, again=self._is_disturbed)
-                self.are_assumed = self._is_disturbed = False
+                with_rates(self._hardware, progress, self._path, again=is_due)
+                self.are_assumed = self._lacks_steps = False
+                self._is_disturbed = self._is_disturbed and not is_due
 
 
 def reconsider_rates(
@@ -186,6 +222,7 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
             link_bytes_per_s=_highest(each.link_bytes_per_s for each in both),
             handshake_s=min((each.handshake_s for each in both if each.handshake_s), default=None),
             expert_bytes_per_s=_highest_each(each.expert_bytes_per_s for each in both),
+            steps=_better_steps(one.gpu.steps, other.gpu.steps),
         )
     by_type = zip(one.product_values_per_s or (), other.product_values_per_s or (), strict=True)
     return replace(
@@ -212,6 +249,10 @@ def _following(measured: Hardware, stored: Hardware | None) -> Hardware:
     return replace(better, conditions=conditions, gpu=gpu)
 
 
+def _better_steps(one: StepRates | None, other: StepRates | None) -> StepRates | None:
+    return one.better(other) if one and other else one or other
+
+
 def _highest(rates: Iterable[float | None]) -> float | None:
     return max((rate for rate in rates if rate), default=None)
 
@@ -231,7 +272,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     """`hardware` with all its rates measured now. Raises DeviceError, OutOfMemoryError."""
     threads = hardware.num_physical_cores
     report = progress or (lambda what, done, total: None)
-    report("measuring this machine", 0, 5)
+    report("measuring this machine", 0, 6)
     now, watch = datetime.now(UTC).strftime(DATE_FORMAT), LoadWatch(affinity())
     windows = read_windows(threads, hardware.reader_bytes)
     products = measure_product_rates(threads)
@@ -253,15 +294,19 @@ def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> Gpu
     from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 
     threads = hardware.num_physical_cores
-    report("measuring this machine", 1, 5)
+    report("measuring this machine", 1, 6)
     link = measure_link(threads, hardware.reader_bytes)
-    report("measuring this machine", 2, 5)
+    report("measuring this machine", 2, 6)
     handshake_s: float | None = None
     with suppress(DeviceError):  # a driver without such operations; the GPU's work does not depend on them
         handshake_s = min(measure_handshake(threads) for _ in range(_NUM_HANDSHAKES))
-    report("measuring this machine", 3, 5)
+    report("measuring this machine", 3, 6)
     expert_rates = measure_expert_rates(threads, hardware.reader_bytes)
-    report("measuring this machine", 4, 5)
+    report("measuring this machine", 4, 6)
+    steps: StepRates | None = None
+    with suppress(DeviceError, OutOfMemoryError):  # estimates stay in their place
+        steps = _measured_steps(hardware)
+    report("measuring this machine", 5, 6)
     return replace(
         gpu,
         copy_bytes_per_s=measure_copy_bandwidth(),
@@ -271,4 +316,5 @@ def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> Gpu
         read_beside_link=link.read_beside,
         handshake_s=handshake_s,
         expert_bytes_per_s=expert_rates,
+        steps=steps,
     )

@@ -1,8 +1,8 @@
-"""How fast a GPU's kernels of one row are: what a launch takes, and experts in its memory and over the bus.
+"""How fast a GPU's own kernels are: what a launch takes, and experts in its memory and over the bus.
 
 The bus is also measured while the CPU computes experts, as both share the missing experts of a layer. All is
 measured with launches of a step, in a captured graph: a layer's experts, and the norm of what they add, each
-of which waits for the one before.
+of which waits for the one before. A prompt's dense product is measured beside them.
 """
 
 import threading
@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 
 from coldstream.kernels import _csrc
-from coldstream.kernels.best_runs import best_seconds
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.contents import CudaArray, clear, write
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.memory import DeviceMemory, aligned
+from coldstream.kernels.cuda.memory import DeviceMemory, MemoryPlan, aligned
+from coldstream.kernels.cuda.program import Noted, note_kernels
 from coldstream.kernels.cuda.runtime import allocations, calls, streams
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.cuda.skinny_shapes import instance_for
@@ -30,8 +30,10 @@ from coldstream.kernels.experts import stage
 from coldstream.kernels.experts.cpu_rates import experts_run, random_codes
 from coldstream.kernels.experts.partition import ExpertPlaces, Staging
 from coldstream.kernels.experts.shapes import MATRICES, MEASURED_TYPE
+from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm import cuda as rms_norm
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +41,7 @@ Array = np.ndarray[Any, Any]
 LAUNCHES: Final = 3  # of a layer: gate and up, down, and the norm
 FEW, MANY = 2, 8  # experts of a token: what the further ones take is their bytes
 MISSING: Final = 4  # experts of a layer that are read over the bus, or that the CPU computes
-KERNELS: Final = (
+_OF_ONE_ROW: Final = (
     (experts_gemv.PROGRAM, instance_for(experts_gemv.GATE_UP, {MEASURED_TYPE})),
     (experts_gemv.PROGRAM, instance_for(experts_gemv.DOWN, {MEASURED_TYPE})),
     (rms_norm.PROGRAM, rms_norm.COMBINE.format("true")),
@@ -52,7 +54,7 @@ _WARM_S: Final = 0.02  # of work before a measurement: an idle GPU runs at a fra
 _WINDOW_S: Final = 0.03  # in which the bus and the CPU are measured together
 _NUM_RUNS: Final = 5
 _NUM_WINDOWS: Final = 3
-_CPU_S: Final = 0.02  # of runs of a few experts on the CPU
+_QUEUED_LAYERS: Final = 8  # few enough that no queue is full
 _POLL_S: Final = 2e-4
 _EPS: Final = 1e-6
 
@@ -65,8 +67,9 @@ class LayerShape:
     feed_forward: int = 512
     num_experts: int = 128  # in each memory, at most: more bytes than caches hold
     fewest_experts: int = 16
-    num_layers: int = 64  # of a graph
+    num_layers: int = 32  # of a graph
     bus_layers: int = 16  # of a graph that reads over the bus, which takes ten times as long
+    prompt_rows: int = 2048
 
     @property
     def matrix_bytes(self) -> int:
@@ -77,24 +80,15 @@ class LayerShape:
     def expert_bytes(self) -> int:
         return MATRICES * self.matrix_bytes
 
+    @property
+    def dense_rows(self) -> int:
+        """Of the weight that a prompt is multiplied with: gates of several experts, one behind the other."""
+        return self.fewest_experts * self.feed_forward
 
-@dataclass(frozen=True)
-class StepRates:
-    """Of steps of one row. Bytes are those of experts of MEASURED_TYPE. None: times do not say it.
 
-    launch_s: of a launch in a graph, beside its bytes. row_bytes_per_s: experts in the GPU's memory.
-    row_bus_alone, row_bus_beside: experts in RAM that kernels read over the bus, alone and while the CPU
-    computes others. staged_beside: experts that a launch copies over the bus meanwhile. misses_alone,
-    misses_beside: a few experts that the CPU computes, alone and while the GPU reads others over the bus.
-    """
-
-    launch_s: float | None
-    row_bytes_per_s: float | None
-    row_bus_alone: float
-    row_bus_beside: float
-    staged_beside: float
-    misses_alone: float
-    misses_beside: float
+def needed_kernels() -> Noted:
+    """Of `measure_step_rates`, on this device."""
+    return {*_OF_ONE_ROW, *_planned_prompt(LayerShape(), notes_kernels=True)[1]}
 
 
 def measure_step_rates(num_threads: int, num_bytes: int, shape: LayerShape | None = None) -> StepRates:
@@ -119,9 +113,10 @@ def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
     staged = layers.staging_graph(MISSING, layers.shape.bus_layers)
     alone_s, staged_s = best_graph_seconds(over_bus), best_graph_seconds(staged)
     norms_s = layers.shape.bus_layers * (launch_s or 0.0)
+    queue_s, prompt_ops_per_s = layers.queue_seconds(), layers.prompt_ops_per_s()
     run, missing_bytes = layers.cpu_run(num_threads, MISSING)
-    misses_alone = missing_bytes / best_seconds(run, 0.0, _CPU_S)
     with CpuExperts.running(run, missing_bytes) as cpu:
+        misses_alone = best_alone(cpu)
         beside_s, misses_beside = best_window(over_bus, alone_s, bus_bytes, cpu)
         staged_beside_s, _ = best_window(staged, staged_s, bus_bytes, cpu)
     return StepRates(
@@ -132,6 +127,8 @@ def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
         bus_bytes / staged_beside_s,
         misses_alone,
         misses_beside,
+        queue_s,
+        prompt_ops_per_s,
     )
 
 
@@ -160,13 +157,13 @@ class MeasuredLayers:
         self._ram = [allocations.page_locked((stack_bytes,), "uint8") for _ in range(MATRICES)]
         places_bytes = MANY * MATRICES * aligned(shape.matrix_bytes)
         persistent_bytes = MATRICES * aligned(stack_bytes) + places_bytes + _SMALL_BYTES
-        self._memory = DeviceMemory(persistent_bytes, _WORKSPACE_BYTES)
-        self._ops = CudaOps(self._memory, max_positions=1, max_rows=1)
+        self._memory = DeviceMemory(persistent_bytes, _planned_prompt(shape)[0])
+        self._ops = CudaOps(self._memory, max_positions=1, max_rows=shape.prompt_rows)
         on_device = [self._memory.persistent((stack_bytes,), "uint8") for _ in range(MATRICES)]
         for ram, part in zip(self._ram, on_device, strict=True):
             ram[:] = self.codes
             write(part, ram)
-        self.resident = self._stacks(on_device)
+        self.resident, self._dense = self._stacks(on_device), _dense_weight(shape, on_device[0])
         self.mapped = self._stacks([CudaArray(ram.ctypes.data, ram.shape, "uint8", ram) for ram in self._ram])
         self.places = self._memory.persistent((places_bytes,), "uint8")
         self._total = self._memory.persistent((1, shape.hidden), "float32")
@@ -210,6 +207,30 @@ class MeasuredLayers:
 
         return step
 
+    def queue_seconds(self) -> float:
+        """What a launch takes the thread that queues it, beside the arrays that it writes."""
+        step, stream = self.step(self.resident, 1, _QUEUED_LAYERS), streams.current_stream()
+        times = []
+        for _ in range(_NUM_RUNS):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+            stream.synchronize()
+        return min(times) / (LAUNCHES * _QUEUED_LAYERS)
+
+    def prompt_ops_per_s(self) -> float:
+        """Int8 multiplications and additions of a prompt's dense product, a second."""
+        self._memory.start_step()
+        x = self._ops.activations(self.shape.prompt_rows, self.shape.hidden)
+        for part in (x.values, *vars(x.quantised).values()):
+            clear(part)
+
+        def step() -> None:
+            self._ops.linear(x, (self._dense,))
+
+        seconds = best_graph_seconds(self._captured(step))
+        return 2 * self.shape.prompt_rows * self.shape.dense_rows * self.shape.hidden / seconds
+
     def staging_graph(self, number: int, num_layers: int) -> Graph:
         """Launches that each copy so many experts over the bus."""
         room = ExpertPlaces.of(self.places, self.mapped, number)
@@ -250,6 +271,25 @@ class MeasuredLayers:
         step()  # loads the kernels
         streams.current_stream().synchronize()
         return Graph.capture(step)[0]
+
+
+def _dense_weight(shape: LayerShape, stack: DeviceArray) -> QuantTensor:
+    """The gates of the first experts of a stack, as one weight."""
+    size = shape.dense_rows * MEASURED_TYPE.row_bytes(shape.hidden)
+    return QuantTensor.from_bytes(stack[:size], MEASURED_TYPE, (shape.dense_rows, shape.hidden))
+
+
+def _planned_prompt(shape: LayerShape, *, notes_kernels: bool = False) -> tuple[int, Noted]:
+    """Bytes of workspace for a prompt's dense product, which are enough for a layer too; and its kernels, if
+    they are to be noted.
+    """
+    memory = MemoryPlan()
+    ops = CudaOps(memory, max_positions=1, max_rows=shape.prompt_rows, notes_kernels=notes_kernels)
+    stack = memory.persistent((shape.dense_rows * MEASURED_TYPE.row_bytes(shape.hidden),), "uint8")
+    with note_kernels() as noted:
+        x = ops.activations(shape.prompt_rows, shape.hidden)
+        ops.linear(x, (_dense_weight(shape, stack),))
+    return max(memory.workspace_bytes, _WORKSPACE_BYTES), noted
 
 
 class CpuExperts:
@@ -301,6 +341,18 @@ def graph_seconds(graph: Graph, num_runs: int = 1) -> float:
     while not end.query():
         time.sleep(_POLL_S)
     return end.milliseconds_since(begin) / 1e3
+
+
+def best_alone(cpu: CpuExperts) -> float:
+    """The CPU's bytes a second, in the best of several windows, when its cores have their clock."""
+    rates = []
+    for _ in range(_NUM_WINDOWS):
+        before, start = cpu.num_bytes, time.perf_counter()
+        time.sleep(_WINDOW_S)
+        while cpu.num_bytes == before:
+            time.sleep(_POLL_S)
+        rates.append((cpu.num_bytes - before) / (time.perf_counter() - start))
+    return max(rates)
 
 
 def best_window(graph: Graph, alone_s: float, run_bytes: int, cpu: CpuExperts) -> tuple[float, float]:
