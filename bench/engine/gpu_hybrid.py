@@ -124,8 +124,9 @@ def generate(llm: LLM, next_id: int, num_prompt: int) -> dict[str, Any]:
 
 
 def counted(runner: Any) -> dict[str, float]:
-    """Sums so far: uses that hit and missed, copies, requests to the CPU with their pairs and seconds, pairs
-    that came over the bus, and seconds of the parts of all layers.
+    """Sums so far: uses that hit and missed, copies, requests to the CPU with their pairs and seconds,
+    experts that the CPU was to expect, those of them and all that it was asked for, pairs that came over the
+    bus, and seconds of the parts of all layers.
     """
     cache, on_gpu = runner.expert_cache, runner.gpu_experts
     if cache is None or on_gpu is None:
@@ -139,6 +140,9 @@ def counted(runner: Any) -> dict[str, float]:
         "cpu_requests": float(sum(on_gpu.cpu_requests)),
         "cpu_pairs": float(sum(on_gpu.cpu_pairs)),
         "cpu_seconds": sum(on_gpu.cpu_s),
+        "cpu_expected": float(sum(on_gpu.cpu_expected)),
+        "cpu_right": float(sum(on_gpu.cpu_right)),
+        "cpu_asked": float(sum(on_gpu.cpu_asked)),
         "bus_pairs": float(sum(times.bus_pairs)),
         **{f"{part}_seconds": seconds for part, seconds in times.parts.items()},
     }

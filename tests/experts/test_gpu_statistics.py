@@ -32,7 +32,8 @@ def statistics() -> GpuExpertStatistics:
     counters.copied_bytes[:] = (10**9, 5 * 10**8)
     work = [(3, 5, 0.5), (0, 0, 0.0)]
     prompts = np.array([7, 8]), np.array([3, 2]), np.array([1, 0])
-    return GpuExpertStatistics.of(4, 512, counters, work, *prompts, TIMES)
+    ahead = [(9, 4, 5), (0, 0, 0)]
+    return GpuExpertStatistics.of(4, 512, counters, work, ahead, *prompts, TIMES)
 
 
 def test_everything_is_plain_values_by_layer() -> None:
@@ -41,6 +42,7 @@ def test_everything_is_plain_values_by_layer() -> None:
     assert (values["copies"], values["evictions"]) == ([9, 4], [3, 2])
     assert values["copied_bytes"] == [10**9, 5 * 10**8]
     assert (values["cpu_requests"], values["cpu_pairs"], values["cpu_s"]) == ([3, 0], [5, 0], [0.5, 0.0])
+    assert (values["cpu_expected"], values["cpu_right"], values["cpu_asked"]) == ([9, 0], [4, 0], [5, 0])
     assert values["whole_steps"] == [5, 4]
     assert values["prompt_streamed"] == [7, 8]
     assert values["prompt_unused"] == [3, 2]
@@ -52,7 +54,7 @@ def test_everything_is_plain_values_by_layer() -> None:
 
 def test_without_a_decoded_token_nothing_was_hit() -> None:
     empty = GpuExpertStatistics.of(
-        0, 512, Counters(2), [], *(np.zeros(2, np.int64) for _ in range(3)), NO_TIMES
+        0, 512, Counters(2), [], [], *(np.zeros(2, np.int64) for _ in range(3)), NO_TIMES
     )
     assert empty.hit_rate == 0
     assert empty.cpu_requests == ()

@@ -113,6 +113,47 @@ def test_what_was_asked_is_counted() -> None:
     assert seconds > 0
 
 
+def test_what_is_expected_is_read_ahead_and_changes_nothing() -> None:
+    """Whether it comes, comes too late, is wrong, or makes no sense."""
+    client, layers = Client(), [experts(seed=1), experts(seed=2, size=2 * F)]
+    for layer in layers:
+        client.server.add_layer(*layer)
+    client.server.begin()
+    num_expected = num_right = 0
+    for seed in range(60):
+        number, x, ids = seed % 2, activations(seed, 1, E), random_ids(1, 0.2, seed)
+        guess = random_ids(1, 0.2, seed + seed % 3)[0].tolist()
+        client.expect(number, guess)
+        num_expected += len({*guess} - {-1})
+        if seed % 4:
+            client.read_ahead()
+            num_right += len({*guess} & {*ids[0].tolist()} - {-1})
+        assert same_bits(client.ask(number, x, ids), plainly(client, x, ids, layers[number]))
+        client.read_ahead()
+    expected = client.server.expected()
+    assert sum(each for each, _, _ in expected) == num_expected
+    assert sum(asked for *_, asked in expected) >= sum(right for _, right, _ in expected) >= num_right > 0
+    assert sum(asked for *_, asked in expected) == sum(pairs for _, pairs, _ in client.server.work())
+    for words in (
+        [3 << 16 | 1] * RANKS,
+        [1 << 16 | (NUM_EXPERTS + 1)] * RANKS,
+        [1] * RANKS,
+        [2**32 - 1] * RANKS,
+    ):
+        client.ahead[:RANKS] = words
+        client.read_ahead()
+    assert client.server.expected() == expected, "no such layers or experts"
+    client.server.end()
+    client.server.check()
+
+
+def test_each_expected_expert_has_a_word() -> None:
+    client = Client()
+    parts = (client.request, client.done, client.x, client.ids, client.out)
+    with pytest.raises(ValueError, match="of 3 experts of a layer, 2 have a word"):
+        _csrc.ExpertServer(client.runtime, *parts, ahead=np.zeros(2, np.uint32))
+
+
 def test_it_pauses_and_serves_again() -> None:
     client, weights = Client(), experts()
     client.server.add_layer(*weights)

@@ -12,18 +12,19 @@ from test_host_partition import USED
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.reference import dot_lanes
-from coldstream.kernels.experts.mailbox import Mailbox
+from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.partition import (
     ExpertPlaces,
     Partition,
     Prefetched,
     PrefetchNotes,
     begin_of,
+    hints_of,
     sharing_of,
 )
 from coldstream.kernels.experts.prefetch import TALLIES
 from coldstream.kernels.experts.shapes import MATRICES
-from coldstream.kernels.experts.split import NUM_WORDS
+from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import WORDS
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_gemv_cuda
@@ -219,6 +220,44 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
     assert keys.tolist() == [0, (here | USED) - (1 << 32), 0, 0], "whoever was used is marked"
     assert places.stamps is not None
     assert 0 < places.stamps[0] < places.stamps[1]
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("num_fetched", [0, 2])
+@pytest.mark.parametrize("mapped", [0, 1 << 20])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_cpu_gets_a_guess_at_what_a_single_token_will_ask(
+    tokens: int, mapped: int, num_fetched: int
+) -> None:
+    """Of the guess: what has no slot, is not fetched, and is not the bus's share of what is left."""
+    ranks, experts, cols, later = 8, 40, 32, 3
+    generator = torch.Generator().manual_seed(3)
+    x, weight, guess = (torch.randn(n, cols, generator=generator) for n in (tokens, experts, experts))
+    slots = (torch.arange(experts) % 3 == 0) * 1000
+    stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True, mapped=mapped, step=16) for _ in range(MATRICES)]
+    times = MissTimes(10, tuple(20 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)))
+    box = Mailbox.planned(ranks, cols, tokens)
+    hints = hints_of(stacks, torch.tensor(times.words(), dtype=torch.int32), box, later, num_fetched)
+    outs, guesses = Outputs(tokens, ranks, experts), Outputs(tokens, ranks, experts)
+    ahead = Ahead(guess, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor, hints)
+    arrivals = torch.zeros(1, dtype=torch.int32)
+    router_gemv_cuda(
+        x, weight, None, RouterBuffers(*outs.tensors[:2], None, outs.tensors[3], arrivals), None, ahead
+    )
+    words = box.ahead.numpy().tolist()
+    if tokens > 1:
+        assert words == [0] * len(words)
+        return
+    ids = guesses.ids.checked()[0].tolist()
+    missing = [expert for expert in ids if expert % 3]
+    missing = missing[num_fetched:]
+    num_on_bus = times.by_misses(ranks)[len(missing)] if mapped else 0
+    assert 0 < len(missing) < ranks
+    assert bool(mapped) == (num_on_bus > 0)
+    on_cpu = missing[num_on_bus:]
+    assert on_cpu
+    assert words[:ranks] == [(later + 1) << 16 | (each + 1 if each in on_cpu else 0) for each in ids]
+    assert not any(words[ranks:])
 
 
 def test_of_several_tokens_the_router_notes_only_when_it_begins(host: HostDevice) -> None:

@@ -27,7 +27,14 @@ from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
-from coldstream.kernels.experts.partition import ExpertPlaces, Partition, Staging, sharing_of
+from coldstream.kernels.experts.partition import (
+    ExpertPlaces,
+    Hints,
+    Partition,
+    Staging,
+    hints_of,
+    sharing_of,
+)
 from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
@@ -84,8 +91,12 @@ class DecodeExperts:
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows guesses at later layers' experts."""
         has_ring = self._ring is not None and self._tables.reads_any
+        return has_ring and num_rows <= MAX_GEMV_ROWS and self._can_look_ahead
+
+    @property
+    def _can_look_ahead(self) -> bool:
         shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
-        return has_ring and num_rows <= MAX_GEMV_ROWS and len(shapes) == 1
+        return len(shapes) == 1
 
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""
@@ -104,9 +115,13 @@ class DecodeExperts:
         times = self.times if layer > 0 else self.tried_times
         shared_out = partial(sharing_of, stacks, times, self._mailbox, layer, places, used, staging=staging)
         ring = self._ring if is_one_launch and self.guesses(tokens) else None
-        later = layer + (ring.distance if ring else 0)
-        is_guessing = ring is not None and later < len(self._tables.layers) and self._tables.reads(later)
-        ahead = self._ahead(later, tokens, ranks) if is_guessing else None
+        later = layer + (ring.distance if ring else 1)
+        exists = later < len(self._tables.layers)
+        is_guessing = ring is not None and exists and self._tables.reads(later)
+        is_hinting = is_one_launch and exists and self._hints_at(tokens)
+        ahead = self._ahead(later, tokens, ranks) if is_guessing or is_hinting else None
+        if is_hinting and ahead is not None:
+            ahead = replace(ahead, hints=self._hints(later, ring.num_experts if ring and is_guessing else 0))
         if ring is None:
             sharing = shared_out()
         else:
@@ -117,6 +132,13 @@ class DecodeExperts:
         if ring is not None and is_guessing:
             self._fetch(ring, later, tokens)
         return replace(routing, places=places)
+
+    def _hints_at(self, tokens: int) -> bool:
+        """Whether the CPU reads ahead what a step's routers guess: that of one token."""
+        return tokens == 1 and self._tables.is_mapped and self._can_look_ahead
+
+    def _hints(self, later: int, num_fetched: int) -> Hints:
+        return hints_of(self._tables.layers[later], self.times, self._mailbox, later, num_fetched)
 
     def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
         """Places for the experts that `num_pairs` pairs of a layer may want."""

@@ -193,7 +193,9 @@ class GpuExpertStatistics:
 
     hits, misses: uses by decoded tokens. whole_steps: decode steps that missed no expert of the layer.
     copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs that the CPU computed for
-    cpu_requests, in cpu_s seconds, beside the GPU. prompt_streamed: experts of prefill steps copied over the
+    cpu_requests, in cpu_s seconds, beside the GPU. cpu_expected: experts that earlier layers guessed, so that
+    the CPU read them ahead; cpu_right: those of them that it was asked for; cpu_asked: all that it was asked
+    for by decoded tokens. prompt_streamed: experts of prefill steps copied over the
     bus. prompt_unused: streamed experts that no token chose; their copy began before their router had run.
     prompt_on_cpu: experts of prefill steps that the CPU computed. step_times: of decoded tokens. prefetch:
     None if nothing is prefetched. shares: None if they stay as planned.
@@ -210,6 +212,9 @@ class GpuExpertStatistics:
     cpu_requests: tuple[int, ...]
     cpu_pairs: tuple[int, ...]
     cpu_s: tuple[float, ...]
+    cpu_expected: tuple[int, ...]
+    cpu_right: tuple[int, ...]
+    cpu_asked: tuple[int, ...]
     prompt_streamed: tuple[int, ...]
     prompt_unused: tuple[int, ...]
     prompt_on_cpu: tuple[int, ...]
@@ -224,6 +229,7 @@ class GpuExpertStatistics:
         num_experts: int,
         counters: Counters,
         cpu_work: Sequence[tuple[int, int, float]],
+        cpu_ahead: Sequence[tuple[int, int, int]],
         prompt_streamed: Array,
         prompt_unused: Array,
         prompt_on_cpu: Array,
@@ -231,7 +237,9 @@ class GpuExpertStatistics:
         prefetch: PrefetchStatistics | None = None,
         shares: MissShareStatistics | None = None,
     ) -> Self:
-        """cpu_work: (requests, pairs, seconds) by layer; the arrays: int64 [layers]."""
+        """cpu_work: (requests, pairs, seconds) by layer; cpu_ahead: (expected, right, asked) by layer; the
+        arrays: int64 [layers].
+        """
         return cls(
             num_slots=num_slots,
             num_experts=num_experts,
@@ -244,6 +252,9 @@ class GpuExpertStatistics:
             cpu_requests=tuple(requests for requests, _, _ in cpu_work),
             cpu_pairs=tuple(pairs for _, pairs, _ in cpu_work),
             cpu_s=tuple(seconds for _, _, seconds in cpu_work),
+            cpu_expected=tuple(expected for expected, _, _ in cpu_ahead),
+            cpu_right=tuple(right for _, right, _ in cpu_ahead),
+            cpu_asked=tuple(asked for _, _, asked in cpu_ahead),
             prompt_streamed=_plain(prompt_streamed),
             prompt_unused=_plain(prompt_unused),
             prompt_on_cpu=_plain(prompt_on_cpu),

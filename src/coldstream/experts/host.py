@@ -36,7 +36,8 @@ class HostExperts:
         self.ops = CpuOps(threads)
         self.mailbox, self.bulk, self.pool = mailbox, bulk, pool
         self._num_active = threads
-        self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays())
+        ahead = mailbox.ahead.numpy().view(np.uint32)
+        self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays(), ahead=ahead)
         self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays(), is_prefill=True)
         self.bulk_request, self.bulk_done = bulk.arrays()[:2]
         self.max_rows = len(bulk.x)

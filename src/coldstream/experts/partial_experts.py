@@ -245,6 +245,7 @@ class PartialExperts:
             num_experts,
             cache.counters,
             self.host.server.work(),
+            self.host.server.expected(),
             stream.streamed,
             stream.unused,
             stream.on_cpu,

@@ -80,6 +80,11 @@ class PartialTables:
         return all(map(self.reads, range(len(self.layers))))
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether the CPU reads all experts where the file is mapped; assumed without a `host`."""
+        return self._host is None or self._host.pool is None
+
+    @property
     def reads_any(self) -> bool:
         """Whether there is a layer whose experts the device can read over the bus."""
         return any(map(self.reads, range(len(self.layers))))

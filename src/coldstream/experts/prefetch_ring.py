@@ -31,13 +31,13 @@ class PrefetchRing:
     def __init__(
         self, prefetching: Prefetching, data: DeviceArray, zeros: AllocateZeros, num_layers: int
     ) -> None:
-        self.distance, self._count = prefetching.distance, prefetching.experts
+        self.distance, self.num_experts = prefetching.distance, prefetching.experts
         self._depth = prefetching.num_layers
         self._data = data[: prefetching.cap_bytes]
-        self._place_bytes = len(self._data) // (self._depth * self._count) // ALIGNMENT * ALIGNMENT
-        self.num_bytes = self._depth * self._count * self._place_bytes  # of `data`, from its begin
-        self._keys = zeros((self._depth, self._count), "int32")
-        self._arrivals = zeros((self._count,), "int32")
+        self._place_bytes = len(self._data) // (self._depth * self.num_experts) // ALIGNMENT * ALIGNMENT
+        self.num_bytes = self._depth * self.num_experts * self._place_bytes  # of `data`, from its begin
+        self._keys = zeros((self._depth, self.num_experts), "int32")
+        self._arrivals = zeros((self.num_experts,), "int32")
         self._reached = zeros((1,), "int32")
         self.tallies = zeros((num_layers, len(TALLIES)), "int32")
 
@@ -66,7 +66,7 @@ class PrefetchRing:
             return Prefetched()
         keys, data = self._part(layer)
         return Prefetched(
-            keys=keys.data_ptr(), room=ExpertPlaces.of(data, stacks, self._count, self._place_bytes)
+            keys=keys.data_ptr(), room=ExpertPlaces.of(data, stacks, self.num_experts, self._place_bytes)
         )
 
     def notes(self, layer: int, *, is_guessing: bool) -> PrefetchNotes:
@@ -74,12 +74,12 @@ class PrefetchRing:
         emptied = self._part(layer + self.distance)[0].data_ptr() if is_guessing else None
         return PrefetchNotes(
             emptied=emptied,
-            count=self._count,
+            count=self.num_experts,
             reached=self._reached.data_ptr(),
             tallies=self.tallies.data_ptr(),
         )
 
     def _part(self, layer: int) -> tuple[DeviceArray, DeviceArray]:
         """The keys and the places of a layer."""
-        part, num_bytes = layer % self._depth, self._count * self._place_bytes
+        part, num_bytes = layer % self._depth, self.num_experts * self._place_bytes
         return self._keys[part], self._data[part * num_bytes : (part + 1) * num_bytes]

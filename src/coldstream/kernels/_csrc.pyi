@@ -350,9 +350,9 @@ class ExpertServer:
     Threads that compute routed experts when asked through words in memory.
     """
 
-    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], is_prefill: bool = False) -> None:
+    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], is_prefill: bool = False, ahead: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu')] | None = None) -> None:
         """
-        Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots of a pool.
+        Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots of a pool. ahead: uint32 words, at least one for each of K experts, in which the client may say what a layer will probably ask for.
         """
 
     def add_layer(self, gate: Weight, up: Weight, down: Weight, pool: ExpertPool | None = None) -> int:
@@ -365,6 +365,11 @@ class ExpertServer:
 
     def end(self) -> None:
         """Pauses: no request comes before the next `begin`."""
+
+    def expected(self) -> list:
+        """
+        (experts that the client expected, those of them that it asked for, all that it asked for with one row) of each layer so far.
+        """
 
     def work(self) -> list:
         """

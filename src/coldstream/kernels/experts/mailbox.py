@@ -21,8 +21,8 @@ ROWS_SHIFT = 16  # a request is layer + 1 in the bits below, the number of rows 
 class Mailbox:
     """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
 
-    words: int32 [32], request and done in cache lines of their own; x: float32 [rows, E], ids: int32 [rows,
-    K] and out: float32 [rows, K, E], each written by one side only.
+    words: int32 [48], request, done and `ahead` in cache lines of their own; x: float32 [rows, E], ids: int32
+    [rows, K] and out: float32 [rows, K, E], each written by one side only.
     """
 
     words: HostArray
@@ -47,7 +47,7 @@ class Mailbox:
         cls, num_ranks: int, hidden_size: int, rows: int, zeros: Callable[[tuple[int, ...], str], Array]
     ) -> Self:
         arrays = (
-            zeros((2 * WORDS_PER_LINE,), "int32"),
+            zeros((3 * WORDS_PER_LINE,), "int32"),
             zeros((rows, hidden_size), "float32"),
             zeros((rows, num_ranks), "int32"),
             zeros((rows, num_ranks, hidden_size), "float32"),
@@ -62,6 +62,11 @@ class Mailbox:
     def done(self) -> HostArray:
         """int32 [2]: whether the CPU has answered, and whether the device's wait for it timed out."""
         return self.words[WORDS_PER_LINE : WORDS_PER_LINE + 2]
+
+    @property
+    def ahead(self) -> HostArray:
+        """int32 [WORDS_PER_LINE]: which experts of a later layer the CPU will probably be asked for."""
+        return self.words[2 * WORDS_PER_LINE :]
 
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
         """request and done, uint32 [1] each, x, ids and out, as NumPy arrays over the same memory."""

@@ -124,14 +124,48 @@ __device__ __forceinline__ void send_row(const float* from, float* to, int cols)
   }
 }
 
+// For the CPU: experts of a later layer that it will probably compute. It reads them into its caches while
+// nothing is asked of it; see csrc/hybrid/expert_server.h.
+struct Hints {
+  uint32_t* words;       // [ranks]; null: there are none
+  const int64_t* slots;  // of the later layer's first matrix, by expert (0: none)
+  const MissTimes* times;
+  int64_t mapped;  // the device's address of that matrix in the mapped file, or 0
+  uint32_t layer;
+  int num_fetched;  // of its missing experts, that are copied to the device meanwhile
+};
+
+// Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k.
+__device__ __forceinline__ uint32_t share_of_cpu(const MissTimes* times, int64_t mapped, bool is_missing) {
+  const uint32_t missing = __ballot_sync(all_lanes, is_missing);
+  const int before = __popc(missing & ((1u << threadIdx.x % warp_size) - 1));
+  const bool is_on_bus = missing != 0 && mapped != 0 && before < times->streamed[__popc(missing)];
+  return __ballot_sync(all_lanes, is_missing && !is_on_bus);
+}
+
+// By one warp, whose lane k has the id of rank k as a guess. Each word says by itself which layer it is for:
+// they may arrive in any order.
+__device__ __forceinline__ void write_hints(const Hints& hints, int id, int num_ranks) {
+  const int lane = threadIdx.x % warp_size;
+  const bool is_missing = lane < num_ranks && hints.slots[id] == 0;
+  const uint32_t missing = __ballot_sync(all_lanes, is_missing);
+  const bool is_fetched = __popc(missing & ((1u << lane) - 1)) < hints.num_fetched;
+  const bool is_on_cpu = share_of_cpu(hints.times, hints.mapped, is_missing && !is_fetched) >> lane & 1;
+  if (lane >= num_ranks) return;
+  const uint32_t word = (hints.layer + 1) << 16 | (is_on_cpu ? id + 1 : 0);
+  *reinterpret_cast<volatile uint32_t*>(hints.words + lane) = word;
+}
+
 // Prefetches the tables of slots into the cache, with a thread for every line: since they were last read, the
 // weights of a whole token have passed through it. They change only between two steps.
-__device__ __forceinline__ void bring_slots_near(const Sharing& sharing, int num_experts) {
+__device__ __forceinline__ void bring_slots_near(const Sharing& sharing, const Hints& hints,
+                                                 int num_experts) {
   constexpr int per_line = 128 / sizeof(int64_t);
   const int first = threadIdx.x * per_line;
   if (sharing.request == 0 || first >= num_experts) return;
 #pragma unroll
   for (int i = 0; i < num_matrices; i++) bring_near(sharing.matrix[i].slots + first);
+  if (hints.words != nullptr) bring_near(hints.slots + first);
 }
 
 // Whether an expert has been prefetched; `slots` are its addresses then.
@@ -203,11 +237,8 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
   int64_t addresses[num_matrices] = {};
   const bool is_missing = exists && !find_on_device(sharing, id, addresses);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const int before = __popc(missing & ((1u << lane) - 1));
-  bool is_on_cpu = is_missing;
-  if (missing != 0 && sharing.matrix[0].mapped != 0) {
-    is_on_cpu = is_missing && before >= sharing.times->streamed[__popc(missing)];
-  }
+  const uint32_t on_cpu = share_of_cpu(sharing.times, sharing.matrix[0].mapped, is_missing);
+  const bool is_on_cpu = on_cpu >> lane & 1;
   if (is_on_cpu) {
 #pragma unroll
     for (int i = 0; i < num_matrices; i++) addresses[i] = 0;
@@ -218,7 +249,6 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
     place_expert(sharing, id, addresses);
     place_pair(sharing, lane, id, is_on_cpu);
   }
-  const uint32_t on_cpu = __ballot_sync(all_lanes, is_on_cpu);
   if (sharing.stamps && lane == 0 && missing != on_cpu) {
     add_up(&sharing.stamps->router.pairs, __popc(missing & ~on_cpu));
   }

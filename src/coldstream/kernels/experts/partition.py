@@ -106,6 +106,16 @@ class PrefetchNotes(ctypes.Structure):
 
 
 @declared_in("experts/partition.cuh")
+class Hints(ctypes.Structure):
+    """Which experts of a later layer the CPU should expect. All fields 0: none.
+
+    arrays: what `hints_of` took the addresses of, and keeps as long as they are here.
+    """
+
+    arrays: tuple[object, ...] = ()
+
+
+@declared_in("experts/partition.cuh")
 class Sharing(ctypes.Structure):
     """How a layer's pairs are shared out. All fields 0: they are not.
 
@@ -186,6 +196,26 @@ def sharing_of(
     )
     sharing.arrays = (*stacks, times, mailbox, places, used, staging)
     return sharing
+
+
+def hints_of(
+    stacks: Sequence[ExpertTable], times: DeviceArray, mailbox: Mailbox, layer: int, num_fetched: int = 0
+) -> Hints:
+    """For the router of an earlier layer, whose guess at `layer` the CPU gets; see `sharing_of`.
+
+    num_fetched: how many of the missing experts are copied to the device meanwhile, those guessed first.
+    """
+    first = stack_of(stacks[0])
+    hints = Hints(
+        words=mailbox.ahead.data_ptr(),
+        slots=first.slots,
+        times=times.data_ptr(),
+        mapped=first.mapped,
+        layer=layer,
+        num_fetched=num_fetched,
+    )
+    hints.arrays = (*stacks, times, mailbox)
+    return hints
 
 
 def begin_of(sharing: Sharing) -> Sharing:

@@ -9,7 +9,7 @@ from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import device_limits, overlaps, shared_per_block
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.experts.partition import Sharing
+from coldstream.kernels.experts.partition import Hints, Sharing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
 
@@ -108,13 +108,15 @@ class Ahead:
     """A later layer's router, applied to the same x to guess its choice.
 
     weight: float32, of the same shape as this layer's, contiguous. ids: int32 [T, K]. Workspace: logits
-    float32 [T, experts], weights float32 [T, K].
+    float32 [T, experts], weights float32 [T, K]. hints: where the guess for a single token goes to the CPU,
+    which a launch of its own does not send.
     """
 
     weight: DeviceArray
     ids: DeviceArray
     logits: DeviceArray
     weights: DeviceArray
+    hints: Hints | None = None
 
     def alone(self, arrivals: DeviceArray) -> "RouterBuffers":
         """What a launch for the later layer only writes."""
@@ -293,6 +295,7 @@ def _ahead_of(ahead: Ahead | None) -> _Ahead:
         logits=ahead.logits.data_ptr(),
         ids=ahead.ids.data_ptr(),
         weights=ahead.weights.data_ptr(),
+        hints=ahead.hints if ahead.hints and len(ahead.ids) == 1 else Hints(),
     )
 
 

@@ -38,6 +38,7 @@ struct Ahead {
   float* logits;         // [tokens, num_experts]
   int* ids;              // [tokens, count]
   float* weights;        // [tokens, count]
+  Hints hints;           // of the only token
 };
 
 // Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(block_threads)
                 const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
                 const __grid_constant__ Norming norming) {
   release_next_grid();
-  if (blockIdx.x == 0) bring_slots_near(sharing, weights.num_experts);
+  if (blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
   uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
   const float product = multiply<aligned, norms>(x, x_stride, norming, shares, weights, ahead, begins);
@@ -184,6 +185,7 @@ __global__ void __launch_bounds__(block_threads)
     if (!is_guess && sharing.request) {
       is_asked = share_out(sharing, id, out.count, x, weights.cols);
     }
+    if (is_guess && ahead.hints.words) write_hints(ahead.hints, id, out.count);
   }
   if (!sharing.request) return;
   if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);

@@ -136,7 +136,7 @@ def kernels_of(
     first_rows: of the first prompt, or about so many; None: no prompt is known.
     """
     loaded = Loaded.into(MemoryPlan(), file, spec, limits, chunk_size, notes_kernels=True)
-    distance = limits.prefetching.distance if limits.prefetching else 0
+    distance = limits.prefetching.distance if limits.prefetching else 1
     mixers = loaded.with_layers(distinct_mixers(loaded.model.blocks))
     loaded = loaded.with_layers(distinct_layers(loaded.model.blocks, distance))
     deep: list[StepShape] = []

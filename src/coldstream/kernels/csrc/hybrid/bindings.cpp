@@ -1,5 +1,9 @@
 #include "bindings.h"
 
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
 #include "hybrid/expert_server.h"
 
 namespace coldstream {
@@ -9,6 +13,7 @@ namespace {
 using namespace nb::literals;
 
 using Word = nb::ndarray<uint32_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows2d = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ids2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -16,11 +21,14 @@ using Rows3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 // A server and the arrays it works on.
 class BoundServer {
  public:
-  BoundServer(Runtime& rt, Word request, Word done, Rows2d x, Ids2d ids, Rows3d out, bool is_prefill)
+  BoundServer(Runtime& rt, Word request, Word done, Rows2d x, Ids2d ids, Rows3d out, bool is_prefill,
+              std::optional<Words> ahead)
       : arrays_{keep(request), keep(done), keep(x), keep(ids), keep(out)},
         hidden_size_(static_cast<int64_t>(x.shape(1))),
-        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, x, ids, out),
-                is_prefill) {}
+        server_(rt.pool(), quant_kernels_for(rt.active_tier()),
+                make_mailbox(request, done, x, ids, out, ahead), is_prefill) {
+    if (ahead) arrays_.push_back(keep(*ahead));
+  }
 
   int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool) {
     const bool belong_together = gate.num_matrices == up.num_matrices &&
@@ -43,6 +51,13 @@ class BoundServer {
   void begin() { server_.begin(); }
   void end() { server_.end(); }
   void check() { server_.check(); }
+  nb::list expected() {
+    nb::list layers;
+    for (const Expected& layer : server_.expected()) {
+      layers.append(nb::make_tuple(layer.experts, layer.right, layer.asked));
+    }
+    return layers;
+  }
   nb::list work() {
     nb::list layers;
     for (const LayerWork& layer : server_.work()) {
@@ -53,11 +68,15 @@ class BoundServer {
 
  private:
   static Mailbox make_mailbox(const Word& request, const Word& done, const Rows2d& x, const Ids2d& ids,
-                              const Rows3d& out) {
+                              const Rows3d& out, const std::optional<Words>& ahead) {
     const size_t rows = x.shape(0), ranks = ids.shape(1);
     if (rows < 1 || rows > 0xffff || ranks < 1 || ids.shape(0) != rows || out.shape(0) != rows ||
         out.shape(1) != ranks || out.shape(2) != x.shape(1)) {
       throw std::invalid_argument("a mailbox is x [T, E], ids [T, K] and out [T, K, E], T at most 65535");
+    }
+    if (ahead && ahead->shape(0) < ranks) {
+      throw std::invalid_argument("of " + std::to_string(ranks) + " experts of a layer, " +
+                                  std::to_string(ahead->shape(0)) + " have a word for what is expected");
     }
     return {request.data(),
             done.data(),
@@ -65,7 +84,8 @@ class BoundServer {
             ids.data(),
             static_cast<int>(ranks),
             out.data(),
-            static_cast<int>(rows)};
+            static_cast<int>(rows),
+            ahead ? ahead->data() : nullptr};
   }
 
   std::vector<std::shared_ptr<void>> arrays_;
@@ -78,18 +98,23 @@ class BoundServer {
 void bind_hybrid(nb::module_& m) {
   nb::class_<BoundServer>(m, "ExpertServer",
                           "Threads that compute routed experts when asked through words in memory.")
-      .def(nb::init<Runtime&, Word, Word, Rows2d, Ids2d, Rows3d, bool>(), "runtime"_a,
+      .def(nb::init<Runtime&, Word, Word, Rows2d, Ids2d, Rows3d, bool, std::optional<Words>>(), "runtime"_a,
            nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("x").noconvert(),
            nb::arg("ids").noconvert(), nb::arg("out").noconvert(), "is_prefill"_a = false,
+           nb::arg("ahead").noconvert().none() = nb::none(),
            "Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client "
            "zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id "
            "-1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots "
-           "of a pool.")
+           "of a pool. ahead: uint32 words, at least one for each of K experts, in which the client may say "
+           "what a layer will probably ask for.")
       .def(
           "add_layer", &BoundServer::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
       .def("begin", &BoundServer::begin, "Looks for requests from now on.")
       .def("end", &BoundServer::end, "Pauses: no request comes before the next `begin`.")
+      .def("expected", &BoundServer::expected,
+           "(experts that the client expected, those of them that it asked for, all that it asked for with "
+           "one row) of each layer so far.")
       .def("work", &BoundServer::work,
            "(requests, pairs, seconds from a request to its answer) of each layer so far.")
       .def("check", &BoundServer::check,

@@ -55,6 +55,11 @@ int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& 
     next.arriving.push_back(std::make_unique<PooledExpertsOp>(kernels_, args, from, box_.capacity));
   }
   next.num_experts = gate.num_matrices;
+  if (pool == nullptr && box_.ahead != nullptr) {
+    next.ahead.push_back(std::make_unique<ReadAheadOp>(gate, up, down, [request = box_.request] {
+      return std::atomic_ref(*request).load(std::memory_order_relaxed) != 0;
+    }));
+  }
   next.pool = std::move(pool);
   next.pool_layer = pool_layer;
   next.decode.push_back(std::make_unique<DecodeExpertsOp>(kernels_, args));
@@ -63,6 +68,7 @@ int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& 
   if (layers_.size() == layer_mask - 1) throw std::invalid_argument("a mailbox has no word for more layers");
   layers_.push_back(std::move(next));
   work_.push_back({0, 0, 0.0});
+  expected_.push_back({0, 0, 0});
   return static_cast<int>(layers_.size()) - 1;
 }
 
@@ -108,8 +114,56 @@ void ExpertServer::serve_requests() {
       return;
     }
     uint32_t found = 0;
-    if (spin([&] { return (found = request.load(std::memory_order_acquire)) != 0; }, look)) answer(found);
+    const auto look_for_work = [&] {
+      return (found = request.load(std::memory_order_acquire)) != 0 || is_expecting();
+    };
+    if (!spin(look_for_work, look)) continue;
+    found != 0 ? answer(found) : read_ahead();
   }
+}
+
+bool ExpertServer::is_expecting() const {
+  return box_.ahead != nullptr && std::atomic_ref(*box_.ahead).load(std::memory_order_relaxed) != 0;
+}
+
+void ExpertServer::read_ahead() {
+  const auto said = [&](int rank) {
+    return std::atomic_ref(box_.ahead[rank]).load(std::memory_order_relaxed);
+  };
+  const uint32_t number = said(0) >> rows_shift;
+  int32_t ids[DecodeExpertsOp::max_pairs];
+  int count = 0;
+  std::lock_guard lock(layers_lock_);
+  const bool exists = number >= 1 && number <= layers_.size();
+  for (int rank = 0; exists && rank < std::min(box_.num_ranks, DecodeExpertsOp::max_pairs); rank++) {
+    const uint32_t word = said(rank), id = (word & layer_mask) - 1;
+    // The client may be writing what it expects of the next layer.
+    if (word >> rows_shift == number && id < layers_[number - 1].num_experts) ids[count++] = id;
+  }
+  std::atomic_ref(*box_.ahead).store(0, std::memory_order_relaxed);
+  if (!exists) return;
+  Layer& of = layers_[number - 1];
+  of.expected_ids.assign(ids, ids + count);
+  expected_[number - 1].experts += count;
+  if (count == 0 || of.ahead.empty()) return;
+  static_cast<ReadAheadOp&>(*of.ahead.front()).expect(ids, count);
+  try {
+    threads_->run(of.ahead, 1);
+  } catch (...) {
+    std::lock_guard error_lock(error_lock_);
+    if (!error_) error_ = std::current_exception();
+  }
+}
+
+// Of a request with one row.
+void ExpertServer::count_expected(uint32_t layer) {
+  const auto& ids = layers_[layer].expected_ids;
+  for (int rank = 0; rank < box_.num_ranks; rank++) {
+    if (box_.ids[rank] == not_here) continue;
+    expected_[layer].asked++;
+    expected_[layer].right += std::count(ids.begin(), ids.end(), box_.ids[rank]);
+  }
+  layers_[layer].expected_ids.clear();
 }
 
 void ExpertServer::answer(uint32_t found) {
@@ -131,6 +185,7 @@ void ExpertServer::compute(uint32_t layer, uint32_t rows) {
     throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
                                 std::to_string(rows) + " rows, which the mailbox does not have");
   }
+  if (box_.ahead != nullptr && rows == 1) count_expected(layer);
   const auto& of = layers_[layer];
   of.pool == nullptr ? compute(of, static_cast<int>(rows)) : compute_pooled(of, static_cast<int>(rows));
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
@@ -164,6 +219,11 @@ void ExpertServer::compute_pooled(const Layer& of, int rows) {
   } else {
     compute(of, rows);
   }
+}
+
+std::vector<Expected> ExpertServer::expected() {
+  std::lock_guard lock(layers_lock_);
+  return expected_;
 }
 
 std::vector<LayerWork> ExpertServer::work() {

@@ -5,6 +5,10 @@
 // is not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an
 // error the rows are undefined and `check` throws.
 //
+// In `ahead` the client may say which experts a later layer will probably ask for: at each rank, layer + 1 <<
+// 16 | id + 1, or layer + 1 << 16 for none. While nothing is asked for, the server reads those into its
+// caches and sets the first word to 0. What is said there is never needed and may be wrong.
+//
 // Experts of a layer are read where they are mapped, or lie in a pool, into which the server has the missing
 // ones read from their file while it computes the others.
 #pragma once
@@ -32,6 +36,13 @@ struct Mailbox {
   int num_ranks;
   float* out;  // [capacity, ranks, E]
   int capacity;
+  uint32_t* ahead;  // [ranks], or null
+};
+
+// Of a layer so far: experts that the client expected, those of them that it then asked for, and how many it
+// asked for with one row.
+struct Expected {
+  int64_t experts, right, asked;
 };
 
 // Requests of a layer so far.
@@ -61,6 +72,7 @@ class ExpertServer {
   void end();
 
   std::vector<LayerWork> work();
+  std::vector<Expected> expected();
 
   // Throws the first error since the last call: ModelChangedError, ForkedError, std::invalid_argument.
   void check();
@@ -69,6 +81,9 @@ class ExpertServer {
   void serve();
   void serve_requests();
   void answer(uint32_t request);
+  bool is_expecting() const;
+  void read_ahead();
+  void count_expected(uint32_t layer);
   void compute(uint32_t layer, uint32_t rows);
 
   std::shared_ptr<ThreadPool> threads_;
@@ -84,12 +99,15 @@ class ExpertServer {
     std::shared_ptr<ExpertPool> pool;
     int pool_layer;
     int64_t num_experts;
+    Ops ahead;                          // a ReadAheadOp, or none over a pool
+    std::vector<int32_t> expected_ids;  // that `ahead` was to read last
   };
   int64_t num_pairs(int rows) const;
   void compute(const Layer& of, int rows);
   void compute_pooled(const Layer& of, int rows);
   std::vector<Layer> layers_;
   std::vector<LayerWork> work_;
+  std::vector<Expected> expected_;
   std::mutex error_lock_;
   std::exception_ptr error_;
   std::atomic<uint32_t> phase_{idle};

@@ -13,6 +13,39 @@ constexpr int64_t slice_multiple = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The tasks of a stage: as many weight rows of all jobs for each worker, one after the other, in one part for
+// few jobs and in two for more, so that the others can help a worker that is late.
+class Slices {
+ public:
+  Slices(int num_jobs, int64_t num_rows, int num_workers)
+      : num_rows_(num_rows),
+        units_of_job_(ceil_div(num_rows, slice_multiple)),
+        units_(num_jobs * units_of_job_) {
+    const int64_t fewest = ceil_div(units_ * slice_multiple, num_workers * max_slice);
+    const int64_t parts = num_workers * std::max<int64_t>(num_jobs <= 2 ? 1 : 2, fewest);
+    num_tasks_ = std::min(parts, ceil_div(units_, least_units));
+  }
+
+  // Calls visit(job, begin, end) for the rows that this worker takes, at most max_slice, until one returns
+  // false.
+  template <typename F>
+  void for_each(Worker& w, F&& visit) const {
+    for (int64_t task = w.take_near(num_tasks_); task < num_tasks_; task = w.take_near(num_tasks_)) {
+      const int64_t end = (task + 1) * units_ / num_tasks_;
+      for (int64_t unit = task * units_ / num_tasks_, next; unit < end; unit = next) {
+        const int64_t job = unit / units_of_job_, first = job * units_of_job_;
+        next = std::min(end, first + units_of_job_);
+        const int64_t last_row = std::min((next - first) * slice_multiple, num_rows_);
+        if (!visit(job, (unit - first) * slice_multiple, last_row)) return;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t least_units = 2;
+  int64_t num_rows_, units_of_job_, units_, num_tasks_;
+};
+
 // The rows that a worker quantised last, in the forms that its weights need.
 class LastRows {
  public:
@@ -98,20 +131,6 @@ DecodeExpertsOp::Work DecodeExpertsOp::list_work(int rows, Worker& w) const {
   return found;
 }
 
-// Calls run_slice(job, begin, end) for the slices of `num_rows` weight rows of every job: about one slice per
-// worker for few jobs, two for more.
-template <typename F>
-void DecodeExpertsOp::for_each_slice(int num_jobs, int64_t num_rows, Worker& w, F&& run_slice) const {
-  const int64_t num_shares = w.count * (num_jobs <= 2 ? 1 : 2);
-  const int64_t share = ceil_div(num_jobs * num_rows, num_shares * slice_multiple) * slice_multiple;
-  const int64_t slice = std::clamp<int64_t>(share, 2 * slice_multiple, max_slice);
-  const int64_t slices = ceil_div(num_rows, slice);
-  for (int64_t task = w.take(); task < num_jobs * slices; task = w.take()) {
-    const int64_t begin = task % slices * slice;
-    run_slice(task / slices, begin, std::min(begin + slice, num_rows));
-  }
-}
-
 void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
   const Work found = list_work(rows, w);
   const int64_t size = args_.gate.num_rows;
@@ -119,7 +138,8 @@ void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
   auto* memory = reinterpret_cast<std::byte*>(values + 2 * gemv_max_rows * max_slice);
   auto* hidden = reinterpret_cast<float*>(w.shared->data());
   LastRows last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data(), row_bytes());
-  for_each_slice(found.num_jobs, size, w, [&](int64_t i, int64_t begin, int64_t end) {
+  const Slices slices(found.num_jobs, size, w.count);
+  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
     const Job& next = found.jobs[i];
     const Pair* pairs = found.pairs + next.first;
     const float* x[gemv_max_rows];
@@ -134,6 +154,7 @@ void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
     for (int r = 0; r < next.count; r++) {
       kernels_.swiglu(gate[r], up[r], end - begin, hidden + (next.first + r) * size + begin);
     }
+    return true;
   });
 }
 
@@ -143,7 +164,8 @@ void DecodeExpertsOp::down(int rows, Worker& w) const {
   auto* memory = w.memory->data() + gemv_max_rows * (row_bytes() + 2 * max_slice * sizeof(float));
   const auto* hidden = reinterpret_cast<const float*>(w.shared->data());
   LastRows last(kernels_, h_forms_, cols, w.memory->data(), row_bytes());
-  for_each_slice(found.num_jobs, args_.down.num_rows, w, [&](int64_t i, int64_t begin, int64_t end) {
+  const Slices slices(found.num_jobs, args_.down.num_rows, w.count);
+  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
     const Job& next = found.jobs[i];
     const Pair* pairs = found.pairs + next.first;
     const float* h[gemv_max_rows];
@@ -154,7 +176,34 @@ void DecodeExpertsOp::down(int rows, Worker& w) const {
           args_.out + pairs[r].row * args_.out_row_stride + pairs[r].rank * args_.out_rank_stride + begin;
     }
     last.multiply(slice_of(args_.down, pairs->expert, begin, end), h, out, next.count, memory);
+    return true;
   });
+}
+
+void ReadAheadOp::expect(const int32_t* ids, int count) {
+  std::copy_n(ids, count, ids_);
+  std::sort(ids_, ids_ + count);
+  count_ = count;
+}
+
+void ReadAheadOp::run(int stage, int /*rows*/, Worker& w) {
+  const auto read = [&](const Weight& weight, int64_t i, int64_t begin, int64_t end) {
+    return read_ahead(weight.row(ids_[i], begin), static_cast<size_t>((end - begin) * weight.row_bytes));
+  };
+  const Slices slices(count_, stage == 0 ? gate_.num_rows : down_.num_rows, w.count);
+  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
+    return stage == 0 ? read(gate_, i, begin, end) && read(up_, i, begin, end) : read(down_, i, begin, end);
+  });
+}
+
+bool ReadAheadOp::read_ahead(const uint8_t* from, size_t num_bytes) const {
+  constexpr size_t line = 64, at_once = 64 * line;
+  for (size_t first = 0; first < num_bytes; first += at_once) {
+    if (is_ended_()) return false;
+    const size_t end = std::min(first + at_once, num_bytes);
+    for (size_t i = first; i < end; i += line) __builtin_prefetch(from + i, 0, 2);
+  }
+  return true;
 }
 
 }  // namespace coldstream

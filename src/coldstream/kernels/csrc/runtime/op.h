@@ -4,8 +4,9 @@
 // capacity of those buffers. It runs in stages: inside a stage the workers take tasks from a shared counter
 // in any order; a stage is over when all tasks are done, so a later one (and a later op) sees everything an
 // earlier one wrote. Worker 0 takes part in every stage, the others only if they arrive in time: work is
-// shared out only by `take`, never by a worker's index. Results must not depend on which worker does what.
-// A stage of so little work that meeting the others would take longer is worker 0's alone.
+// shared out only by `take` and `take_near`, never by a worker's index alone. Results must not depend on
+// which worker does what. A stage of so little work that meeting the others would take longer is worker 0's
+// alone.
 #pragma once
 
 #include <atomic>
@@ -34,6 +35,26 @@ class Scratch {
   size_t size_ = 0;
 };
 
+// How many tasks of its own share of a stage a worker or others have taken, below the stage's serial number.
+// What an earlier stage left counts as none.
+struct alignas(64) TasksTaken {
+  static constexpr int serial_shift = 24;
+  std::atomic<uint64_t> word{0};
+
+  // The number of the next task, or a number from `size` on.
+  int64_t take(uint64_t serial, int64_t size) {
+    uint64_t found = word.load(std::memory_order_relaxed);
+    for (;;) {
+      const bool is_first = found >> serial_shift != serial;
+      const auto next = is_first ? 0 : static_cast<int64_t>(found & ((uint64_t{1} << serial_shift) - 1));
+      // Without a write, which would take the line from all others that look here.
+      if (next >= size) return size;
+      const uint64_t taken = is_first ? (serial << serial_shift) + 1 : found + 1;
+      if (word.compare_exchange_weak(found, taken, std::memory_order_relaxed)) return next;
+    }
+  }
+};
+
 struct Worker {
   int index;                        // 0 … count - 1; worker 0 is the calling thread
   int count;                        // at most this many take part
@@ -41,9 +62,25 @@ struct Worker {
   Scratch* memory;                  // private: undefined at the start of each stage
   Scratch* shared;  // of all workers: undefined at the start of an op, kept between its stages
   std::atomic<const char*>* failure;  // null, or the message of the first failing worker
+  TasksTaken* shares;                 // [count]
+  uint64_t serial;                    // of the stage
+  int others = 0;                     // whose shares `take_near` has looked at behind its own
 
   // The next task of this stage, or a number >= num_tasks when there is none left.
   int64_t take() { return next_task->fetch_add(1, std::memory_order_relaxed); }
+
+  // The same for a stage of `total` tasks, which takes no other: first those of this worker's own share, in
+  // order, then what the others have left. So a worker finds in its caches what it read by another stage of
+  // as many tasks.
+  int64_t take_near(int64_t total) {
+    for (; others < count; others++) {
+      const int64_t owner = (index + others) % count;
+      const int64_t begin = owner * total / count, size = (owner + 1) * total / count - begin;
+      const int64_t next = shares[owner].take(serial, size);
+      if (next < size) return begin + next;
+    }
+    return total;
+  }
 
   // For data that an op finds out of range (an id, a position): all later stages are skipped and the run ends
   // in std::invalid_argument with this message, a string literal. The caller still returns from its stage in

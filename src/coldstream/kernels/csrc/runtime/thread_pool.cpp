@@ -21,12 +21,9 @@ using Clock = std::chrono::steady_clock;
 // Longer than Python's work between two steps, short enough not to waste a core when idle.
 constexpr auto idle_spin = std::chrono::microseconds(100);
 
-// state_: the number of helpers inside the stage, whether it is open for more, whether a run is under way,
-// and the serial number of the last stage. All changes are additions, so that a helper that arrives too late
-// only subtracts itself again.
-constexpr uint64_t inside = 0xffff, open = 0x10000, running = 0x20000;
-constexpr int serial_shift = 18;
-constexpr uint64_t next_serial = uint64_t{1} << serial_shift;
+// state_: whether the stage is open, whether a run is under way, and the stage's serial number.
+constexpr uint64_t open = 1, running = 2;
+constexpr int serial_shift = 2;
 
 int checked_size(int threads) {
   if (threads < 1 || threads > ThreadPool::max_threads) {
@@ -52,6 +49,8 @@ ThreadPool::ThreadPool(int threads)
     : size_(checked_size(threads)),
       owner_(getpid()),
       memory_(new Scratch[threads]),
+      shares_(new TasksTaken[threads]),
+      places_(new Place[threads]),
       threads_(std::make_unique<std::vector<std::thread>>()),
       active_(threads) {
   try {
@@ -139,7 +138,7 @@ bool ThreadPool::failed() const {
 void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds) {
   const int count = active();
   if (count > 1) {
-    state_.fetch_add(running, std::memory_order_relaxed);
+    state_.store(work_.serial << serial_shift | running, std::memory_order_relaxed);
     calls_.fetch_add(1, std::memory_order_release);
     calls_.notify_all();
   }
@@ -157,43 +156,50 @@ void ThreadPool::walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, dou
       start = now;
     }
   }
-  if (count > 1) state_.fetch_sub(running, std::memory_order_relaxed);
+  if (count > 1) state_.store(work_.serial << serial_shift, std::memory_order_relaxed);
 }
 
 // Returns whether the run may go on.
-bool ThreadPool::run_stage(const StageWork& work) {
+bool ThreadPool::run_stage(StageWork work) {
+  work.serial = work_.serial + 1;
   work_ = work;
   next_task_.store(0, std::memory_order_relaxed);
   if (work.count == 1 || work.next->runs_alone(work.stage, work.rows)) {
     run_share(0);
     return !failed();
   }
-  state_.fetch_add(next_serial + open, std::memory_order_release);
+  const uint64_t closed = work_.serial << serial_shift | running;
+  state_.store(closed | open, std::memory_order_seq_cst);
   run_share(0);
-  state_.fetch_sub(open, std::memory_order_relaxed);
-  spin([&] { return (state_.load(std::memory_order_acquire) & inside) == 0; }, Clock::duration::max());
+  state_.store(closed, std::memory_order_seq_cst);
+  for (int i = 1; i < size_; i++) {
+    spin([&] { return !places_[i].is_inside.load(std::memory_order_seq_cst); }, Clock::duration::max());
+  }
   return !failed();
 }
 
 void ThreadPool::run_share(int index) {
-  Worker w = {index, work_.count, &next_task_, &memory_[index], &shared_, &failure_};
+  Worker w = {index,    work_.count, &next_task_,   &memory_[index],
+              &shared_, &failure_,   shares_.get(), work_.serial};
   if (const void* address = run_guarded(*work_.next, work_.stage, work_.rows, w)) {
     fault_.store(address, std::memory_order_relaxed);
   }
 }
 
 // Takes part in the open stage, unless there is none or this helper has served it already. Returns whether it
-// did.
+// did. It goes inside before it looks again: either it sees that the stage is closed, or the caller, who
+// closes it first, sees it inside. Helpers share no word that they write, which would go from core to core.
 bool ThreadPool::join_stage(int index, uint64_t* last_serial) {
   uint64_t state = state_.load(std::memory_order_relaxed);
   if ((state & open) == 0 || state >> serial_shift == *last_serial) return false;
-  state = state_.fetch_add(1, std::memory_order_acquire);
+  places_[index].is_inside.store(true, std::memory_order_seq_cst);
+  state = state_.load(std::memory_order_seq_cst);
   const bool in_time = (state & open) != 0;
   if (in_time) {
     *last_serial = state >> serial_shift;
     if (index < work_.count) run_share(index);  // otherwise it is about to sleep
   }
-  state_.fetch_sub(1, std::memory_order_release);
+  places_[index].is_inside.store(false, std::memory_order_release);
   return in_time;
 }
 

@@ -66,7 +66,8 @@ class ThreadPool {
     Op* next = nullptr;
     int stage = 0;
     int rows = 0;
-    int count = 1;  // workers that may take part
+    int count = 1;        // workers that may take part
+    uint64_t serial = 0;  // one more than that of the stage before
   };
 
   void start_workers();
@@ -74,20 +75,28 @@ class ThreadPool {
   void help(int index);
   bool join_stage(int index, uint64_t* last_serial);
   void walk(const std::vector<std::unique_ptr<Op>>& ops, int rows, double* seconds);
-  bool run_stage(const StageWork& work);
+  bool run_stage(StageWork work);
   void run_share(int index);
   bool failed() const;
   void reserve_memory(const std::vector<std::unique_ptr<Op>>& ops);
 
   const int size_;
   const pid_t owner_;
-  std::unique_ptr<Scratch[]> memory_;  // one per worker
+  std::unique_ptr<Scratch[]> memory_;     // one per worker
+  std::unique_ptr<TasksTaken[]> shares_;  // one per worker
   Scratch shared_;
   std::unique_ptr<std::vector<std::thread>> threads_;
   std::mutex callers_;
   StageWork work_;
 
-  // On separate cache lines: the word that all workers poll, and the counter of tasks.
+  // Whether a helper takes part in the open stage.
+  struct alignas(64) Place {
+    std::atomic<bool> is_inside{false};
+  };
+  std::unique_ptr<Place[]> places_;  // one per worker
+
+  // On separate cache lines: the word that all workers poll and only the caller writes, and the counter of
+  // tasks.
   alignas(64) std::atomic<uint64_t> state_{0};  // see thread_pool.cpp
   alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<uint32_t> calls_{

@@ -1,0 +1,106 @@
+"""What a request to the server of experts takes on the CPU, with and without experts that it expects.
+
+    python -m bench.kernels.expert_requests --threads 15 --out docs/results/gpu/expert_requests.json
+
+A token's layer asks for some experts of the 35B-A3B shape. Between two requests the threads have as long as a
+GPU takes from a layer's experts to the next router. A line gives the time within the server, and the time
+from the request to the answer as a client that polls sees it.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from bench.device import describe
+from bench.kernels.cpu_experts import expert_bytes, layer, numbers
+from bench.results import write_result
+from coldstream.kernels import _csrc
+
+RANKS, EXPERTS, LAYERS = 8, 64, 8
+PAUSE_S: Final = 45e-6
+
+
+class Client:
+    """A mailbox of one row, and a server of LAYERS layers."""
+
+    def __init__(self, num_threads: int) -> None:
+        hidden_size = 2048
+        self.request, self.done = np.zeros(1, np.uint32), np.ones(1, np.uint32)
+        self.ahead, self.ids = np.zeros(RANKS, np.uint32), np.full((1, RANKS), -1, np.int32)
+        x = np.random.default_rng(0).standard_normal((1, hidden_size), dtype=np.float32)
+        out = np.empty((1, RANKS, hidden_size), np.float32)
+        parts = (self.request, self.done, x, self.ids, out)
+        self.server = _csrc.ExpertServer(_csrc.Runtime(num_threads), *parts, ahead=self.ahead)
+        for _ in range(LAYERS):
+            self.server.add_layer(*layer(EXPERTS))
+
+    def ask(self, number: int, ids: "np.ndarray[Any, Any]", *, is_expected: bool) -> float:
+        """Seconds until the experts of a layer are computed. is_expected: whether the server expects them."""
+        if is_expected:
+            words = (number + 1) << 16 | (ids + 1)
+            self.ahead[1:], self.ahead[0] = words[1:], words[0]
+        end = time.perf_counter() + PAUSE_S
+        while time.perf_counter() < end:
+            pass
+        self.ids[0], self.done[0] = ids, 0
+        begin = time.perf_counter()
+        self.request[0] = (number + 1) | 1 << 16
+        while self.done[0] == 0:
+            pass
+        return time.perf_counter() - begin
+
+
+def measure(num_threads: int, counts: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
+    """A row of the result for each number of experts, without and with expectations."""
+    client, generator = Client(num_threads), np.random.default_rng(1)
+    client.server.begin()
+    for count in counts:
+        for is_expected in (False, True):
+            seconds, before = [], client.server.work()
+            for number in range(requests):
+                ids = generator.choice(EXPERTS, RANKS, replace=False).astype(np.int32)
+                ids[count:] = -1
+                seconds.append(client.ask(number % LAYERS, ids, is_expected=is_expected))
+            within = sum(
+                after[2] - first[2] for after, first in zip(client.server.work(), before, strict=True)
+            )
+            yield {
+                "threads": num_threads,
+                "experts": count,
+                "is_expected": is_expected,
+                "server_us": 1e6 * within / requests,
+                "median_us": 1e6 * statistics.median(seconds),
+                "bytes_per_s": count * expert_bytes() * requests / within,
+            }
+    client.server.end()
+    client.server.check()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=numbers, default=[15])
+    parser.add_argument("--experts", type=numbers, default=[0, 1, 2, 3, 4, 6, 8])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    options = parser.parse_args()
+    rows = []
+    for count in options.threads:
+        for row in measure(count, options.experts, options.requests):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    command = shlex.join(["python", "-m", "bench.kernels.expert_requests", *sys.argv[1:]])
+    result = {"command": command, "machine": describe("cpu"), "pause_s": PAUSE_S, "rows": rows}
+    write_result(result, options.out, options.commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
