@@ -64,7 +64,7 @@ sanitizers: $(BUILDER)/ninja
 		-DPython_EXECUTABLE=$(CURDIR)/$(BUILDER)/python -Dnanobind_DIR=$$($(BUILDER)/python -m nanobind --cmake_dir) > /dev/null
 	$(BUILDER)/cmake --build $(SANITIZE)/cmake -- -j 2
 
-# The tests that feed it hostile bytes. For a shard half of the cases that a commit's tests have: those are tried without sanitizers
+# The tests that feed it hostile bytes. For a shard a third of the cases that a commit's tests have: those are tried without sanitizers
 # as well. The sources are copied beside it, because an editable installation would find the plain extension first.
 sanitize: install-test sanitizers
 	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
@@ -73,7 +73,7 @@ sanitize: install-test sanitizers
 	tar -C src --exclude=__pycache__ -cf - coldstream | tar -C $(SANITIZE)/package -xf -
 	cp $(SANITIZE)/cmake/_csrc*.so $(SANITIZE)/package/coldstream/kernels/
 	LD_PRELOAD='$(PRELOADED)' ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZE)/package \
-		$(SANITIZE)/venv/bin/python -m pytest $(PYTEST_JOBS) $(if $(SHARD),--one-in=2) \
+		$(SANITIZE)/venv/bin/python -m pytest $(PYTEST_JOBS) $(if $(SHARD),--one-in=3) \
 		tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_experts.py \
 		tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
 		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py

@@ -124,6 +124,7 @@ def test_it_is_a_drafter_for_the_bundled_model() -> None:
         assert all(layer.is_causal for layer in file.spec.layers)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("temperature", LEAST)
 def test_its_drafts_change_no_token_and_are_mostly_right(llms: tuple[LLM, LLM], temperature: float) -> None:
     plain, drafting = llms

@@ -39,6 +39,7 @@ def test_it_leaves_room_for_a_drafter() -> None:
     assert demo_model_path().stat().st_size <= DEMO_LIMIT_BYTES
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_most_likely_tokens_are_those_of_llama_cpp(runner: CpuRunner, source_ids: list[int]) -> None:
     ours = runner.logits(source_ids)
     theirs = oracle.logits(demo_model_path(), source_ids)

@@ -174,6 +174,7 @@ PARAMS = {
 DEEP = TokenTree((0, 1, 1, 2, 0, 1, 2), (-1, -1, -1, 1, 2, 3, 0), (0.0,) * 7)
 
 
+@pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @given(tree=trees(), seed=st.integers(0, 99))
 @example(tree=DEEP, seed=1)

@@ -62,6 +62,7 @@ def test_nothing_looks_for_requests_after_an_answer(llm: LLM, looking: set[Serve
     assert looked, "while answers are computed"
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize("num_taken", [1, 2, 3])
 def test_nor_after_one_that_is_left_early(llm: LLM, looking: set[ServerOnDemand], num_taken: int) -> None:
     with closing(llm.stream([1, 2, 3], GREEDY)) as stream:
@@ -71,6 +72,7 @@ def test_nor_after_one_that_is_left_early(llm: LLM, looking: set[ServerOnDemand]
     assert not looking
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.parametrize("params", ANSWERS.values(), ids=ANSWERS)
 def test_nor_once_an_engine_says_that_it_is_idle(
     llm: LLM, looking: set[ServerOnDemand], params: SamplingParams

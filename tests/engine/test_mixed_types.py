@@ -70,5 +70,6 @@ def test_a_list_has_the_tokens_of_each_prompt_alone(llm: LLM, expected: list[tup
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_prompts_one_after_the_other_have_them_too(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     assert [llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS] == expected

@@ -18,6 +18,7 @@ EXPERTS, RANKS, FFN, HIDDEN, ROWS = 4, 2, 256, 512, 70
 SHAPES = ((EXPERTS, FFN, HIDDEN), (EXPERTS, FFN, HIDDEN), (EXPERTS, HIDDEN, FFN))
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_groups_that_are_computed_together_share_all_but_their_addresses(
     host: HostDevice, num_groups: int

@@ -57,6 +57,7 @@ def test_unpackers(quant_type: QuantType, seed: int, host: Path) -> None:
     assert_same_bits(actual, reference.dequantize(weight))
 
 
+@pytest.mark.sharded(6)
 @EVERY_TYPE
 def test_unpackers_of_hostile_scales(quant_type: QuantType, host: Path) -> None:
     """Any scale gives what IEEE arithmetic gives."""

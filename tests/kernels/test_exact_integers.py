@@ -267,6 +267,7 @@ def test_a_row_sees_its_positions_alone(name: str, first: int, window: int | Non
     assert torch.equal(case.expected()[0], seen_by_hand(case))
 
 
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize("value", EXTREMES)
 def test_extreme_values_are_zeros_or_nan_and_stay_with_who_sees_them(name: str, value: float) -> None:

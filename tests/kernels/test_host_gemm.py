@@ -96,6 +96,7 @@ def test_one_lane_of_a_warp_arrives_but_for_racecheck(host: HostDevice) -> None:
         assert arrivals() == [32, 32]
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize(
     ("quant_type", "tiling"),
     [

@@ -145,6 +145,7 @@ def test_a_tree_across_tiles_that_come_in_turn(committed: int) -> None:
     check([random_tree(committed, 40, seed=4)], "i16", (4, 2, 256), None, committed, TURING_LIMITS)
 
 
+@pytest.mark.sharded(of="kernels")
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (2, 1, 256)])
 def test_prompts_have_the_bits_of_the_definition(heads: tuple[int, int, int]) -> None:
     check_whole([Part(250, 70), Part(700, 3)], "i16", heads, None, 3, TURING_LIMITS)

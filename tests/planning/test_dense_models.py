@@ -76,6 +76,7 @@ def test_what_does_not_fit_is_missing_and_the_cpu_and_the_bus_share_it(make: Mak
     assert planned.known.model.is_dense
 
 
+@pytest.mark.sharded(of="plans")
 def test_a_plan_is_given_back(make: Make, tmp_path: Path) -> None:
     for first in (partly(make, 4), make(device="cpu")):
         save_plan(first.run, tmp_path / "plan.json")

@@ -73,6 +73,7 @@ async def test_an_input_under_another_name_comes_at_the_end(saying: Saying) -> N
     assert call.custom.input == PATCH
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("choice", [NAMED, allowed("required", NAMED)], ids=["named", "allowed"])
 async def test_a_demanded_input_obeys_its_grammar(thinking: AsyncOpenAI, choice: Any) -> None:
     asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False}

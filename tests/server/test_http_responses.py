@@ -399,6 +399,7 @@ async def test_calls_of_the_history_go_by_the_names_that_the_model_was_given(
     assert reported["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["reasoning"]
 
 
+@pytest.mark.sharded(of="processes")
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_only_allowed_tools_are_offered(thinking_http: httpx2.AsyncClient, mode: str) -> None:
     allowed = [{"type": "function", "name": "turn"}, {"type": "image_generation"}]

@@ -108,6 +108,7 @@ def test_a_conversation_that_could_not_be_written_is_not_written_as_a_copy_later
     assert kept == ["DataCloneError", [["a", 2]]]
 
 
+@pytest.mark.sharded(of="processes")
 def test_a_conversation_that_is_deleted_while_it_is_written_does_not_come_back(page: Page) -> None:
     titles = page.evaluate(
         """async () => {

@@ -146,6 +146,7 @@ def test_it_says_what_comes(folder: Path, ran: Ran, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.endswith(" MB of disk\n")
 
 
+@pytest.mark.sharded(of="processes")
 def test_pip_shows_how_far_it_is_and_why_it_failed(capfd: pytest.CaptureFixture[str]) -> None:
     folder = Path(sys.prefix)
     assert install.pip(folder, "--no-index", "there-is-no-such-package") == 1

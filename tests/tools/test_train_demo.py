@@ -214,6 +214,7 @@ def test_quantised_types_and_size_limit(
         convert.write_gguf(path, state, TINY, tiny_tokenizer)
 
 
+@pytest.mark.sharded(of="measurements")
 def test_training_learns_quantises_and_saves(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     ids, starts = tokenizer.encode_documents(tiny_tokenizer, [data.SourceFile("a", TEXT[:1500])])
     arrays = {"ids": ids, "starts": starts, "bytes": np.int64(1500)}

@@ -31,7 +31,7 @@ from tools.planted_faults.sources import Sources
 
 RESULTS = ROOT / "docs" / "results" / "planted_faults.json"
 MOST_NAMES = 8  # that a result repeats
-SAMPLE_FAULTS, SAMPLE_COMPILED = 12, 8  # of a sample, which is to take less than a minute of a core
+SAMPLE_FAULTS, SAMPLE_COMPILED = 8, 6  # of a sample, which is to take less than a minute of a core
 AT_ONCE = 16  # faults whose tests are tried without them in one run, which reads their files once
 
 

@@ -16,7 +16,7 @@ import pytest
 # What the tests' settings, their models and pytest's plugins import: half of what a fork would take to begin.
 SLOW_IMPORTS = (
     *("torch", "numpy", "tokenizers", "jinja2", "hypothesis", "gguf", "transformers"),
-    *("schemathesis.pytest.plugin", "pytest_asyncio.plugin", "anyio.pytest_plugin", "xdist.plugin"),
+    *("pytest_asyncio.plugin", "anyio.pytest_plugin", "xdist.plugin"),
 )
 
 

@@ -43,6 +43,7 @@ def test_every_key_that_matters_is_followed_or_refused(arch: str, oracle: LlamaC
         assert has_effect(result), result
 
 
+@pytest.mark.sharded(of="models on the CPU")
 def test_the_recorded_sweep_has_every_known_key_and_no_silent_difference() -> None:
     """A new version of a package with new keys needs another sweep: see the page on files."""
     missing = set(known_keys()) - set(RECORDED["keys"])
