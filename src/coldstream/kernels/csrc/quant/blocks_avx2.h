@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "quant/eight_lanes.h"
 #include "quant/grid_avx2.h"
 #include "quant/traits.h"
 #include "quant/unpack_avx2.h"
@@ -50,85 +51,166 @@ inline __attribute__((always_inline)) __m256i load_two(const uint8_t* first, con
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(second)), 1);
 }
 
-// Nibbles of four blocks to registers `half` and following, every second one.
+// Codes of four small blocks, half of the 256 inputs, as activations have them by block: eight of each block,
+// then the next eight.
+struct Codes128 {
+  __m256i part[4];
+};
+
 template <typename Block>
-inline __attribute__((always_inline)) void load_nibbles_by_block(const Block* b, int half, Codes256& codes) {
+inline __attribute__((always_inline)) Codes128 load_nibbles_by_block(const Block* b) {
   const __m256i even = load_two(b[0].qs, b[2].qs), odd = load_two(b[1].qs, b[3].qs);
   const __m256i first = _mm256_unpacklo_epi64(even, odd), second = _mm256_unpackhi_epi64(even, odd);
   const __m256i nibble = _mm256_set1_epi8(15);
-  codes.part[half] = _mm256_and_si256(first, nibble);
-  codes.part[2 + half] = _mm256_and_si256(second, nibble);
-  codes.part[4 + half] = _mm256_and_si256(_mm256_srli_epi16(first, 4), nibble);
-  codes.part[6 + half] = _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble);
-}
-
-// Adds 16 to codes of four blocks whose bit in `qh` is set.
-template <typename Block>
-inline __attribute__((always_inline)) void add_fifth_bits(const Block* b, int half, Codes256& codes) {
-  const auto word = [&](int i) __attribute__((always_inline)) { return static_cast<int>(load_u32(b[i].qh)); };
-  const __m256i words = _mm256_broadcastsi128_si256(_mm_setr_epi32(word(0), word(1), word(2), word(3)));
-  const __m256i one = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
-  // The first byte of each word, eight times.
-  const __m256i spread = _mm256_setr_epi64x(0, 0x0404040404040404, 0x0808080808080808, 0x0c0c0c0c0c0c0c0c);
-  for (int j = 0; j < 4; j++) {
-    const __m256i at = _mm256_add_epi8(spread, _mm256_set1_epi8(static_cast<char>(j)));
-    __m256i& part = codes.part[2 * j + half];
-    part = UnpackAvx2::add_if(part, _mm256_shuffle_epi8(words, at), one, 16);
-  }
+  return {{_mm256_and_si256(first, nibble), _mm256_and_si256(second, nibble),
+           _mm256_and_si256(_mm256_srli_epi16(first, 4), nibble),
+           _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble)}};
 }
 
 // Codes of two bits of two blocks of 64.
-inline __attribute__((always_inline)) void load_crumbs_by_block(const BlockQ2_0* b, int half,
-                                                                Codes256& codes) {
+inline __attribute__((always_inline)) Codes128 load_crumbs_by_block(const BlockQ2_0* b) {
   const __m256i packed = load_two(b[0].qs, b[1].qs), nibble = _mm256_set1_epi8(15);
   const __m256i low = _mm256_and_si256(packed, nibble),
                 high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble);
   const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
   const __m256i pairs[2] = {_mm256_unpacklo_epi32(first, second), _mm256_unpackhi_epi32(first, second)};
   const __m256i zero = _mm256_setzero_si256(), three = _mm256_set1_epi8(3);
+  Codes128 codes;
   for (int j = 0; j < 4; j++) {
     const __m256i words =
         j % 2 == 0 ? _mm256_unpacklo_epi8(pairs[j / 2], zero) : _mm256_unpackhi_epi8(pairs[j / 2], zero);
     // The upper two bits of a nibble go to the next byte.
-    codes.part[2 * j + half] = _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 6)), three);
+    codes.part[j] = _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 6)), three);
   }
+  return codes;
 }
 
-// Codes that are bytes, of four blocks.
+// Codes that are bytes.
 template <typename Block>
-inline __attribute__((always_inline)) void load_bytes_by_block(const Block* b, int half, Codes256& codes) {
+inline __attribute__((always_inline)) Codes128 load_bytes_by_block(const Block* b) {
+  Codes128 codes;
   for (int h = 0; h < 2; h++) {
     const __m256i even = load_two(b[0].qs + 16 * h, b[2].qs + 16 * h),
                   odd = load_two(b[1].qs + 16 * h, b[3].qs + 16 * h);
-    codes.part[4 * h + half] = _mm256_unpacklo_epi64(even, odd);
-    codes.part[4 * h + 2 + half] = _mm256_unpackhi_epi64(even, odd);
+    codes.part[2 * h] = _mm256_unpacklo_epi64(even, odd);
+    codes.part[2 * h + 1] = _mm256_unpackhi_epi64(even, odd);
   }
+  return codes;
 }
 
-// The codes of small blocks of 256 inputs in the order that activations have by block: eight of each of four
-// blocks, and of the other four, then the next eight.
+// The first four 16-bit words of each of eight blocks: word 0 of all of them, then word 1, and so on.
+struct FirstWords {
+  __m128i word[4];
+
+  template <typename Block>
+  inline __attribute__((always_inline)) explicit FirstWords(const Block* b) {
+    static_assert(sizeof(Block) >= sizeof(__m128i));
+    const auto load = [&](int i) __attribute__((always_inline)) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i));
+    };
+    __m128i low[2], high[2];  // of four blocks each: words 0 and 1, words 2 and 3
+    for (int i = 0; i < 2; i++) {
+      const __m128i first = _mm_unpacklo_epi16(load(4 * i), load(4 * i + 1));
+      const __m128i second = _mm_unpacklo_epi16(load(4 * i + 2), load(4 * i + 3));
+      low[i] = _mm_unpacklo_epi32(first, second);
+      high[i] = _mm_unpackhi_epi32(first, second);
+    }
+    word[0] = _mm_unpacklo_epi64(low[0], low[1]);
+    word[1] = _mm_unpackhi_epi64(low[0], low[1]);
+    word[2] = _mm_unpacklo_epi64(high[0], high[1]);
+    word[3] = _mm_unpackhi_epi64(high[0], high[1]);
+  }
+};
+
+// The scales of the eight blocks of 256 inputs, and the minimums of types that have them. Types that need
+// other words of their blocks as well take the scales from these.
 template <QuantType Q>
-inline __attribute__((always_inline)) Codes256 load_codes_by_block(const typename Traits<Q>::Block* b) {
-  using T = Traits<Q>;
-  Codes256 c;
-  for (int half = 0; half < 2; half++) {
-    const auto* from = b + half * (128 / T::block_inputs);
-    if constexpr (Q == QuantType::q2_0) {
-      load_crumbs_by_block(from, half, c);
-    } else if constexpr (T::has_nibbles) {
-      load_nibbles_by_block(from, half, c);
-      if constexpr (T::has_fifth_bits) add_fifth_bits(from, half, c);
+struct SmallScales {
+  __m256 d;
+  __m256 m = _mm256_setzero_ps();
+
+  inline __attribute__((always_inline)) explicit SmallScales(const typename Traits<Q>::Block* b) {
+    using T = Traits<Q>;
+    if constexpr (T::has_mins || T::has_fifth_bits) {
+      static_assert(offsetof(typename T::Block, d) == 0 && T::d_factor == 1.0f);
+      const FirstWords words(b);
+      d = _mm256_cvtph_ps(words.word[0]);
+      if constexpr (T::has_mins) {
+        static_assert(offsetof(typename T::Block, m) == 2);
+        m = _mm256_cvtph_ps(words.word[1]);
+      }
     } else {
-      load_bytes_by_block(from, half, c);
+      d = load_small_scales<Q>(b);
     }
   }
-  if constexpr (requires { T::values; }) {
-    const __m256i values =
-        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(T::values)));
-    for (__m256i& part : c.part) part = _mm256_shuffle_epi8(values, part);
+};
+
+// The fifth bits of the codes of eight blocks, inverted.
+struct FifthBits {
+  // The lower 16 bits of each block, then the upper: words of blocks 0, 1, 4 and 5 and the same shifted by
+  // one, then those of blocks 2, 3, 6 and 7.
+  __m256i missing[2];
+
+  template <typename Block>
+  inline __attribute__((always_inline)) explicit FifthBits(const Block* b) {
+    constexpr int at = offsetof(Block, qh) / 2;
+    const FirstWords words(b);
+    for (int upper = 0; upper < 2; upper++) {
+      const __m128i inverse = _mm_xor_si128(words.word[at + upper], _mm_set1_epi32(-1));
+      const __m128 bits = _mm_castsi128_ps(inverse), shifted = _mm_castsi128_ps(_mm_srli_epi16(inverse, 1));
+      missing[upper] = _mm256_castps_si256(
+          _mm256_set_m128(_mm_shuffle_ps(bits, shifted, 0xdd), _mm_shuffle_ps(bits, shifted, 0x88)));
+    }
   }
-  return c;
-}
+
+  inline __attribute__((always_inline)) void add(int half, Codes128& codes) const {
+    // Bit i becomes the sign of byte i of eight: from its word if i is even, from the shifted one if not.
+    // With a sign, a byte looks up zero.
+    const __m256i to_sign = _mm256_set1_epi64x(0x0002000800200080), sixteen = _mm256_set1_epi8(16);
+    for (int j = 0; j < 4; j++) {
+      const int first = 4 * half + j % 2;
+      const int64_t of_first = 0x0001000100010001 * ((first + 8) << 8 | first);
+      const int64_t of_second = of_first + 0x0202020202020202;
+      const __m256i index = _mm256_setr_epi64x(of_first, of_second, of_first, of_second);
+      const __m256i signs = _mm256_mullo_epi16(_mm256_shuffle_epi8(missing[j / 2], index), to_sign);
+      codes.part[j] = _mm256_or_si256(codes.part[j], _mm256_shuffle_epi8(sixteen, signs));
+    }
+  }
+};
+struct NoFifthBits {
+  inline __attribute__((always_inline)) explicit NoFifthBits(const void*) {}
+};
+
+// The codes of small blocks of 256 inputs, a half at a time.
+template <QuantType Q>
+struct CodesByBlock {
+  using T = Traits<Q>;
+  using Block = typename T::Block;
+  const Block* b;
+  [[no_unique_address]] std::conditional_t<T::has_fifth_bits, FifthBits, NoFifthBits> fifth_bits;
+
+  inline __attribute__((always_inline)) explicit CodesByBlock(const Block* blocks)
+      : b(blocks), fifth_bits(blocks) {}
+
+  inline __attribute__((always_inline)) Codes128 half(int i) const {
+    const Block* from = b + i * (128 / T::block_inputs);
+    Codes128 codes;
+    if constexpr (Q == QuantType::q2_0) {
+      codes = load_crumbs_by_block(from);
+    } else if constexpr (T::has_nibbles) {
+      codes = load_nibbles_by_block(from);
+      if constexpr (T::has_fifth_bits) fifth_bits.add(i, codes);
+    } else {
+      codes = load_bytes_by_block(from);
+    }
+    if constexpr (requires { T::values; }) {
+      const __m256i values =
+          _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(T::values)));
+      for (__m256i& part : codes.part) part = _mm256_shuffle_epi8(values, part);
+    }
+    return codes;
+  }
+};
 
 // What is added to each code of a type, as load_codes has them.
 template <QuantType Q>

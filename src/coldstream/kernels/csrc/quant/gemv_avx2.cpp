@@ -149,52 +149,95 @@ struct KernelGemv {
     }
   }
 
-  // The products of each of eight small blocks.
-  inline __attribute__((always_inline)) static __m256i multiply_by_block(const Codes256& codes,
-                                                                         const int8_t* q) {
+  // The products of four small blocks, in pairs of lanes. q: inputs of their half of the group.
+  inline __attribute__((always_inline)) static __m256i multiply_half(const Codes128& codes, const int8_t* q) {
     // Products of a lane that are added as int16.
     constexpr int num_added = 2 * T::greatest * 127 * 4 < 0x8000 ? 4 : 1;
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i halves[2];
-    for (int half = 0; half < 2; half++) {
-      __m256i pairs[4];
-      for (int j = 0; j < 4; j++) {
-        const __m256i inputs = load_256(q + 64 * j + 32 * half);
-        pairs[j] = multiply_pairs<T::is_signed>(codes.part[2 * j + half], inputs);
-        if constexpr (num_added == 1) pairs[j] = _mm256_madd_epi16(pairs[j], ones);
-      }
-      if constexpr (num_added == 1) {
-        halves[half] =
-            _mm256_add_epi32(_mm256_add_epi32(pairs[0], pairs[1]), _mm256_add_epi32(pairs[2], pairs[3]));
-      } else {
-        halves[half] = _mm256_madd_epi16(
-            _mm256_add_epi16(_mm256_add_epi16(pairs[0], pairs[1]), _mm256_add_epi16(pairs[2], pairs[3])),
-            ones);
-      }
+    __m256i pairs[4];
+    for (int j = 0; j < 4; j++) {
+      pairs[j] = multiply_pairs<T::is_signed>(codes.part[j], load_256(q + 64 * j));
+      if constexpr (num_added == 1) pairs[j] = _mm256_madd_epi16(pairs[j], ones);
     }
-    return _mm256_permute4x64_epi64(_mm256_hadd_epi32(halves[0], halves[1]), 0xd8);
+    if constexpr (num_added == 1) {
+      return _mm256_add_epi32(_mm256_add_epi32(pairs[0], pairs[1]), _mm256_add_epi32(pairs[2], pairs[3]));
+    } else {
+      return _mm256_madd_epi16(
+          _mm256_add_epi16(_mm256_add_epi16(pairs[0], pairs[1]), _mm256_add_epi16(pairs[2], pairs[3])), ones);
+    }
+  }
+
+  // What small blocks of a group meet in an activation row.
+  struct Inputs {
+    const int8_t* q;
+    __m256 scales;
+    __m256i offsets;  // in the sums of products, for types whose codes have an offset
+    __m256 sums;      // for types with minimums
+
+    inline __attribute__((always_inline)) Inputs(const ActivationRow& x, int64_t g)
+        : q(x.q + g * group_elements), scales(_mm256_loadu_ps(x.scales + g * blocks_per_group)) {
+      const auto multiply_sums = [&](int factor) __attribute__((always_inline)) {
+        return _mm256_madd_epi16(load_256(x.sums + g * 16), _mm256_set1_epi16(static_cast<short>(factor)));
+      };
+      if constexpr (T::offset != 0) offsets = multiply_sums(T::offset);
+      if constexpr (T::has_mins) sums = _mm256_cvtepi32_ps(multiply_sums(1));
+    }
+  };
+
+  // low, high: what multiply_half gives for the halves of the group.
+  inline __attribute__((always_inline)) static __m256 add_product(__m256i low, __m256i high,
+                                                                  const SmallScales<Q>& scales,
+                                                                  const Inputs& x, __m256 p) {
+    __m256i dot = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xd8);
+    if constexpr (T::offset != 0) dot = _mm256_sub_epi32(dot, x.offsets);
+    p = _mm256_fmadd_ps(_mm256_mul_ps(scales.d, x.scales), _mm256_cvtepi32_ps(dot), p);
+    if constexpr (T::has_mins) p = _mm256_fmadd_ps(_mm256_mul_ps(scales.m, x.scales), x.sums, p);
+    return p;
   }
 
   inline __attribute__((always_inline)) static void add_small_blocks(const typename T::Block* b, int count,
                                                                      const ActivationRow* x, int64_t g,
                                                                      int num_rows, __m256* p) {
-    const Codes256 codes = load_codes_by_block<Q>(b);
-    const __m256i ones = _mm256_set1_epi16(1);
+    const CodesByBlock<Q> codes(b);
+    const Codes128 low = codes.half(0), high = codes.half(1);
     const __m256 present = _mm256_castsi256_ps(first_lanes(count));
-    const __m256 d = _mm256_and_ps(load_small_scales<Q>(b), present);
-    __m256 m;
-    if constexpr (T::has_mins) m = _mm256_and_ps(load_small_mins<Q>(b), present);
+    SmallScales<Q> scales(b);
+    scales.d = _mm256_and_ps(scales.d, present);
+    scales.m = _mm256_and_ps(scales.m, present);
     for (int t = 0; t < num_rows; t++) {
-      const int8_t* q = x[t].q + g * group_elements;
-      __m256i dot = multiply_by_block(codes, q), sums = _mm256_setzero_si256();
-      if constexpr (T::offset != 0 || T::has_mins)
-        sums = _mm256_madd_epi16(load_256(x[t].sums + g * 16), ones);
-      if constexpr (T::offset != 0)
-        dot = _mm256_sub_epi32(dot, _mm256_mullo_epi32(sums, _mm256_set1_epi32(T::offset)));
-      const __m256 a = _mm256_loadu_ps(x[t].scales + g * blocks_per_group);
-      p[t] = _mm256_fmadd_ps(_mm256_mul_ps(d, a), _mm256_cvtepi32_ps(dot), p[t]);
-      if constexpr (T::has_mins) p[t] = _mm256_fmadd_ps(_mm256_mul_ps(m, a), _mm256_cvtepi32_ps(sums), p[t]);
+      const Inputs inputs(x[t], g);
+      p[t] =
+          add_product(multiply_half(low, inputs.q), multiply_half(high, inputs.q + 32), scales, inputs, p[t]);
     }
+  }
+
+  inline __attribute__((always_inline)) static void add_small_blocks_of_rows(const uint8_t* data,
+                                                                             int64_t stride,
+                                                                             const ActivationRow& x,
+                                                                             __m256* p) {
+    const Inputs inputs(x, 0);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const auto* b = reinterpret_cast<const typename T::Block*>(data + i * stride);
+      prefetch_weights(b, group_elements / T::block_inputs * sizeof *b);
+      const CodesByBlock<Q> codes(b);
+      const __m256i low = multiply_half(codes.half(0), inputs.q);
+      const __m256i high = multiply_half(codes.half(1), inputs.q + 32);
+      p[i] = add_product(low, high, SmallScales<Q>(b), inputs, p[i]);
+    }
+  }
+
+  static void store_sums(float* out, const __m256 p[4]) {
+    __m256 four[2];  // lane i: accumulators i and i + 4, of rows 0 and 1 or 2 and 3
+    for (int i = 0; i < 2; i++) {
+      four[i] = _mm256_add_ps(_mm256_permute2f128_ps(p[2 * i], p[2 * i + 1], 0x20),
+                              _mm256_permute2f128_ps(p[2 * i], p[2 * i + 1], 0x31));
+    }
+    const __m256 two =
+        _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x44), _mm256_shuffle_ps(four[0], four[1], 0xee));
+    const __m256 sums = _mm256_add_ps(two, _mm256_movehdup_ps(two));  // rows 0, 2, 1, 3 in even lanes
+    const __m128 odd_rows = _mm_moveldup_ps(_mm256_extractf128_ps(sums, 1));
+    _mm_storeu_ps(out, _mm_blend_ps(_mm256_castps256_ps128(sums), odd_rows, 0xa));
   }
 };
 

@@ -9,7 +9,12 @@
 //     at run time;
 //   add_small_blocks(b, count, x, g, num_rows, p):
 //     small blocks of 256 inputs, one activation group; those behind the first `count` times 32 inputs belong
-//     to other rows.
+//     to other rows;
+//   perhaps also, to take small blocks of four weight rows at a time with one activation row:
+//   add_small_blocks_of_rows(data, stride, x, p):
+//     those of 256 inputs of four rows, `stride` bytes apart, meet the first group of x; lanes of p[i] are
+//     the accumulators of row i;
+//   store_sums(out, p): the sums of these accumulators.
 #pragma once
 
 #include <cstring>
@@ -152,13 +157,43 @@ inline __attribute__((always_inline)) void add_last_blocks(const WeightRows& w, 
   }
 }
 
+// Whether a kernel takes small blocks of four weight rows at a time.
+template <typename Kernel>
+concept TakesFourRows = requires { &Kernel::add_small_blocks_of_rows; };
+
+// Weight rows n … n + 3 of small blocks with one activation row, which is read and summed up once for them.
+template <typename Kernel>
+inline __attribute__((always_inline)) void multiply_four_rows(const WeightRows& w, int64_t n,
+                                                              const ActivationRow& x, float* out) {
+  using Block = typename Kernel::T::Block;
+  constexpr int per_group = blocks_in_group<Kernel>;
+  const int64_t num_blocks = w.cols / Kernel::T::block_inputs;
+  FloatLanes p[4] = {zero_lanes(), zero_lanes(), zero_lanes(), zero_lanes()};
+  const uint8_t* data = w.data + n * w.row_bytes;
+  ActivationRow group = x;  // moves on, as addresses with an index cost an instruction each
+  int64_t b = 0;
+  for (; b + per_group <= num_blocks; b += per_group) {
+    Kernel::add_small_blocks_of_rows(data, w.row_bytes, group, p);
+    data += per_group * sizeof(Block);
+    group = {group.q + group_elements, group.sums + group_elements / 16, group.scales + blocks_per_group,
+             x.form};
+  }
+  for (int i = 0; i < 4 && b < num_blocks; i++)
+    add_last_blocks<Kernel>(w, n + i, b, static_cast<int>(num_blocks - b), &x, 1, p + i);
+  Kernel::store_sums(out + n, p);
+}
+
 template <typename Kernel, int rows>
 void gemv_of_small_blocks(const WeightRows& w, const ActivationRow* x, int num_rows, float* const* out) {
   using Block = typename Kernel::T::Block;
   constexpr int per_group = blocks_in_group<Kernel>;
   if constexpr (rows != 0) num_rows = rows;
   const int64_t num_blocks = w.cols / Kernel::T::block_inputs;
-  for (int64_t n = 0; n < w.count; n++) {
+  int64_t n = 0;
+  if constexpr (rows == 1 && TakesFourRows<Kernel>) {
+    for (; n + 4 <= w.count; n += 4) multiply_four_rows<Kernel>(w, n, *x, out[0]);
+  }
+  for (; n < w.count; n++) {
     const auto* row = reinterpret_cast<const Block*>(w.data + n * w.row_bytes);
     FloatLanes p[capacity_of<rows>];
     for (int t = 0; t < num_rows; t++) p[t] = zero_lanes();
