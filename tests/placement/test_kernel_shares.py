@@ -1,6 +1,8 @@
 """Shares of rates that kernels reach: measured where steps were, estimated elsewhere, and what follows."""
 
+import json
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from coldstream.placement.kernel_shares import KernelShares
 from coldstream.placement.prompt_cost import prefill_seconds
 from coldstream.placement.rates import Rates
 
+ROOT = Path(__file__).parents[2]
 STEPS = StepRates(2e-6, 7e11, 2e10, 1.5e10, 1.6e10, 3e10, 2e10, 3e-5, 1e14)
 GPU = GpuHardware(
     *("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 4e10, 7e-6), (3e10,) * 7, steps=STEPS
@@ -109,6 +112,41 @@ def test_each_measured_figure_decides_over_a_forecast(name: str, seconds: object
 
 def _without_cpu(machine: Hardware) -> Rates:
     return replace(Rates.of(machine), expert_bytes_per_s=(1e6,) * 7)
+
+
+def test_an_h200_has_the_estimates() -> None:
+    """Its forecasts stay what they were fitted to. What the CPU does alone was measured in another way."""
+    result = json.loads((ROOT / "docs" / "results" / "gpu" / "step_rates.json").read_text())
+    prompt_s = next(
+        1e-6 * row["us"] for row in result["products"] if (row["what"], row["rows"]) == ("dense", 2048)
+    )
+    of_both = [
+        StepRates(
+            **steps, queue_s=result["thread"]["launch_s"], prompt_ops_per_s=2 * 2048 * 8192 * 2048 / prompt_s
+        )
+        for steps in result["steps"]
+    ]
+    rates = result["rates"]
+    gpu = GpuHardware(
+        *(
+            "an H200",
+            "0",
+            2**37,
+            2**37,
+            rates["copy"],
+            rates["products"],
+            rates["link"],
+            rates["link_beside"],
+        ),
+        rates["read_beside"],
+    )
+    found = [
+        KernelShares.of(replace(MACHINE, read_bytes_per_s=rates["read"], gpu=replace(gpu, steps=steps)))
+        for steps in of_both
+    ]
+    for name in set(NAMES) - {"misses"}:
+        mean = np.mean([getattr(each, name) for each in found])
+        assert mean == pytest.approx(getattr(KernelShares(), name), rel=0.03), name
 
 
 def test_steps_come_back_from_json() -> None:

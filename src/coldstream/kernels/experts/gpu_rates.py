@@ -39,7 +39,7 @@ from coldstream.kernels.rms_norm import cuda as rms_norm
 Array = np.ndarray[Any, Any]
 
 LAUNCHES: Final = 3  # of a layer: gate and up, down, and the norm
-FEW, MANY = 2, 8  # experts of a token: what the further ones take is their bytes
+LEAST, MOST = 2, 8  # experts of a token: what the further ones take is their bytes
 MISSING: Final = 4  # experts of a layer that are read over the bus, or that the CPU computes
 _OF_ONE_ROW: Final = (
     (experts_gemv.PROGRAM, instance_for(experts_gemv.GATE_UP, {MEASURED_TYPE})),
@@ -102,11 +102,11 @@ def measure_step_rates(num_threads: int, num_bytes: int, shape: LayerShape | Non
 
 def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
     size, bus_bytes = layers.shape.expert_bytes, layers.shape.bus_layers * MISSING * layers.shape.expert_bytes
-    few, many = (layers.graph(layers.resident, number, layers.shape.num_layers) for number in (FEW, MANY))
-    warm(few)
+    least, most = (layers.graph(layers.resident, number, layers.shape.num_layers) for number in (LEAST, MOST))
+    warm(least)
     launch_s, row_bytes_per_s = _launch_and_rate(
-        best_graph_seconds(few) / layers.shape.num_layers,
-        best_graph_seconds(many) / layers.shape.num_layers,
+        best_graph_seconds(least) / layers.shape.num_layers,
+        best_graph_seconds(most) / layers.shape.num_layers,
         size,
     )
     over_bus = layers.graph(layers.mapped, MISSING, layers.shape.bus_layers)
@@ -132,10 +132,10 @@ def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
     )
 
 
-def _launch_and_rate(few_s: float, many_s: float, expert_bytes: int) -> tuple[float | None, float | None]:
-    """What a launch takes, and bytes a second, by a layer's seconds with FEW experts and with MANY."""
-    expert_s = (many_s - few_s) / (MANY - FEW)
-    launch_s = (few_s - FEW * expert_s) / LAUNCHES
+def _launch_and_rate(least_s: float, most_s: float, expert_bytes: int) -> tuple[float | None, float | None]:
+    """What a launch takes, and bytes a second, by a layer's seconds with LEAST experts and with MOST."""
+    expert_s = (most_s - least_s) / (MOST - LEAST)
+    launch_s = (least_s - LEAST * expert_s) / LAUNCHES
     if expert_s <= 0 or launch_s <= 0:
         return None, None
     return launch_s, expert_bytes / expert_s
@@ -155,7 +155,7 @@ class MeasuredLayers:
         stack_bytes = self.num_experts * shape.matrix_bytes
         self.codes = random_codes(MEASURED_TYPE, stack_bytes)
         self._ram = [allocations.page_locked((stack_bytes,), "uint8") for _ in range(MATRICES)]
-        places_bytes = MANY * MATRICES * aligned(shape.matrix_bytes)
+        places_bytes = MOST * MATRICES * aligned(shape.matrix_bytes)
         persistent_bytes = MATRICES * aligned(stack_bytes) + places_bytes + _SMALL_BYTES
         self._memory = DeviceMemory(persistent_bytes, _planned_prompt(shape)[0])
         self._ops = CudaOps(self._memory, max_positions=1, max_rows=shape.prompt_rows)
