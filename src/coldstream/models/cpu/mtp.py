@@ -1,10 +1,14 @@
 """An MTP block on the CPU: captured once and replayed by C++, with keys and values of its own.
 
+Of rows that are appended only the last one's output is read. So the others are computed no further than
+their keys and values, which takes a fifth of a row.
+
 It reads the embedding and the head of the trunk that it was loaded beside, and computes with its threads.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as TokenIds
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +16,9 @@ import numpy as np
 from coldstream import kvcache
 from coldstream.errors import GenerationFault, host_memory_errors
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cpu_ops import CapturedGraph, CpuOps
 from coldstream.kernels.fused.reference import FusedText
+from coldstream.kernels.ops import Rows
 from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -50,13 +55,11 @@ class CpuMtp:
         self._model = model = MtpModel.load(file, trunk, ops)
         spec = model.layer.spec
         self._sequences = SequenceCache(spec, ops, cache_size, kv_type)
-        size = BatchSize(self.chunk_size, 1, num_blocks_of(context_length))
-        self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
-        self._hidden = hidden = ops.zeros((self.chunk_size, spec.hidden_size), "float32")
+        self._waiting = _Rows(ops, spec.hidden_size, self.chunk_size, num_blocks_of(context_length))
+        self._last = _Rows(ops, spec.hidden_size, 1, num_blocks_of(context_length))
         caches = self._sequences.tensors
-        self._block = ops.capture(
-            self.chunk_size, lambda: model.forward(inputs.token_ids, hidden, inputs.rows, caches)
-        )
+        self._store = self._waiting.capture(partial(model.store, cache=caches))
+        self._block = self._last.capture(partial(model.forward, cache=caches))
         self._head_input = ops.zeros((1, spec.hidden_size), "float32")
         self._head = ops.capture(1, lambda: ops.top_log_probs(model.logits(self._head_input), branching))
 
@@ -68,8 +71,10 @@ class CpuMtp:
     @property
     def activation_bytes(self) -> int:
         """Memory between the operations of a run, its inputs included."""
-        scratch = max(graph.graph.scratch_bytes for graph in (self._block, self._head))
-        return self._block.arena.num_bytes + self._head.arena.num_bytes + scratch + self._hidden.nbytes
+        graphs = (self._store, self._block, self._head)
+        scratch = max(graph.graph.scratch_bytes for graph in graphs)
+        arrays = sum(graph.arena.num_bytes for graph in graphs)
+        return arrays + scratch + self._waiting.hidden.nbytes + self._last.hidden.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -83,27 +88,34 @@ class CpuMtp:
     @host_memory_errors()
     def append(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> Array:
         """Appends rows after states [rows, E]; the output of the last, [E]. See `MtpSequence.append`."""
-        first = sequence.length
+        first, num_stored = sequence.length, len(token_ids) - 1
         try:
-            for start in range(0, len(token_ids), self.chunk_size):
-                part = slice(start, start + self.chunk_size)
-                count = self._run(sequence, token_ids[part], hidden[part])
-                self._sequences.append(sequence, count)
+            for start in range(0, num_stored, self.chunk_size):
+                part = slice(start, min(start + self.chunk_size, num_stored))
+                self._run(self._store, self._waiting, sequence, token_ids[part], hidden[part])
+            self._run(self._block, self._last, sequence, token_ids[-1:], hidden[-1:])
         except BaseException:
             # Only keys and values behind the end have changed.
             self._sequences.truncate(sequence, first)
             raise
-        output: Array = self._block.outputs[count - 1].copy()
+        output: Array = self._block.outputs[0].copy()
         return output
 
-    def _run(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> int:
+    def _run(
+        self,
+        graph: CapturedGraph[Array],
+        rows: "_Rows",
+        sequence: kvcache.Sequence,
+        token_ids: TokenIds[int],
+        hidden: Array,
+    ) -> None:
         segment = CheckedSegment.chain(sequence, np.array(token_ids, np.int32), np.arange(0))
         self._sequences.check_room([segment.demand])
         self._sequences.reserve([segment.demand])
-        count = self._inputs.write([segment])
-        self._hidden[:count] = hidden
-        self._block.run(count)
-        return count
+        count = rows.inputs.write([segment])
+        rows.hidden[:count] = hidden
+        graph.run(count)
+        self._sequences.append(sequence, count)
 
     def candidates(self, output: Array) -> tuple[list[int], list[float]]:
         """The likeliest tokens after a row, the best first, and their log-probabilities, from its output."""
@@ -117,6 +129,21 @@ class CpuMtp:
         self._sequences.truncate(sequence, length)
         if length == 0:
             self._sequences.clear(sequence)
+
+
+class _Rows:
+    """What a graph of the block reads of up to `capacity` rows."""
+
+    def __init__(self, ops: CpuOps, hidden_size: int, capacity: int, num_blocks: int) -> None:
+        size = BatchSize(capacity, 1, num_blocks)
+        self._ops, self._capacity = ops, capacity
+        self.inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
+        self.hidden = ops.zeros((capacity, hidden_size), "float32")
+
+    def capture(self, compute: Callable[[Array, Array, Rows], Array]) -> CapturedGraph[Array]:
+        """A graph of what `compute` does with the rows' tokens, hidden states and places."""
+        inputs = self.inputs
+        return self._ops.capture(self._capacity, lambda: compute(inputs.token_ids, self.hidden, inputs.rows))
 
 
 class MtpSequence(MtpRows[CpuMtp]):

@@ -15,9 +15,10 @@ from typing import Generic, Protocol, Self, TypeVar
 from coldstream.errors import InvalidRequestError, OutOfMemoryError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import Array, Ops, Rows, Weight
+from coldstream.kernels.ops import Array, AttentionInputs, Caches, Ops, Rows, Weight
 from coldstream.kvcache import Sequence
-from coldstream.kvcache.cache import ModelCache
+from coldstream.kvcache.cache import AttentionState, ModelCache
+from coldstream.layers.attention import AttentionWeights
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.loader import Loader
 from coldstream.models.spec.sanity import check_small_tensors
@@ -67,12 +68,32 @@ class MtpModel:
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
+        angles = self.layer.angles(rows)
+        return self.layer.through_blocks(self._joined(token_ids, hidden), angles, rows, cache)
+
+    def store(self, token_ids: Array, hidden: Array, rows: Rows, cache: ModelCache) -> Array:
+        """Writes the keys and values of `forward`, with its bits, for rows whose outputs nobody needs.
+
+        The rest of the block is not computed. Returns what attention gives in place of that: of no use, but a
+        capture needs an output.
+        """
+        ops, (block,), (state,) = self.layer.ops, self.layer.blocks, cache.layers
+        assert isinstance(block.mixer, AttentionWeights)
+        assert isinstance(state, AttentionState)
+        angles = self.layer.angles(rows)
+        normed = ops.rms_norm(self._joined(token_ids, hidden), block.attn_norm, self.layer.spec.rms_norm_eps)
+        key, value = ops.linear(normed, (block.mixer.attn_k, block.mixer.attn_v))
+        # Keys stand for queries, as many as there are, and each attends to itself alone.
+        heads = replace(block.mixer.heads, output_gate=False, window=1)
+        return ops.attention(AttentionInputs(key, key, value, angles), heads, Caches(state.k, state.v), rows)
+
+    def _joined(self, token_ids: Array, hidden: Array) -> Array:
+        """What enters the layer, [T, E]: of each token and the hidden state before it."""
         layer, ops = self.layer, self.layer.ops
-        angles = layer.angles(rows)
         embedded = ops.embed(layer.token_embd, token_ids)
         pair = ops.rms_norm_pair(embedded, self.enorm, hidden, self.hnorm, layer.spec.rms_norm_eps)
         (x,) = ops.linear(pair, (self.eh_proj,))
-        return layer.through_blocks(x, angles, rows, cache)
+        return x
 
     def logits(self, outputs: Array) -> Array:
         """Logits of outputs of `forward`: [T, E] → [T, vocab]."""
