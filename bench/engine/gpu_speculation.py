@@ -10,93 +10,33 @@ wrong ones.
 """
 
 import argparse
-import math
 import os
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from bench.device import describe
 from bench.engine.gpu import numbers
+from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, StatedDflash, StatedMtp
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.random_drafter import write as write_drafter
 from bench.results import ROOT, write_result
-from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, TokenTree
-from coldstream.decoding.drafters import DflashDrafter, MtpDrafter
+from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation
 from coldstream.engine import LLM, OpenedModel
 from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.models.dflash.file import DflashFile
 
-# The share of positions whose token is right, by depth. MTP: llama.cpp's of the 35B at temperature 0.6.
-# DFlash 2: over drafts of 3, 4, 5 and 7 tokens 70, 60, 54 and 41 % are right there, as many as of these.
-ACCEPTED: Final = {"mtp": (0.80, 0.70, 0.63), "dflash": (0.86, 0.70, 0.54, 0.32, 0.28, 0.10, 0.07)}
 SHORT_PROMPT, WARM_TOKENS, TIMED_TOKENS = 64, 512, 384
-FIRST_ID, TEXT_STEP = 1000, 20_011  # of the first generated ids of texts
-MAX_DEPTH = 16
+TEXT_STEP = 20_011  # between the first generated ids of texts
 # The host reads what was chosen before it drafts again; or the device, where it holds all experts, goes on by
 # itself in fused steps.
 BY = ("host", "device")
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """How often drafted tokens are right; deeper ones as often as the last one, given the one before."""
-
-    accepted: tuple[float, ...]  # by depth
-
-    def chances(self) -> list[float]:
-        """Of the token at each depth to be right, given that those before it are."""
-        given = [b / a if a else 0.0 for a, b in zip((1.0, *self.accepted), self.accepted, strict=False)]
-        return given + [given[-1]] * (MAX_DEPTH - len(given))
-
-    def right_depths(self, position: int) -> int:
-        """How many tokens of a draft after a root at `position` are right: of position alone."""
-        random, count = Random(1 + position), 0
-        for chance in self.chances():
-            if random.random() >= chance:
-                break
-            count += 1
-        return count
-
-    def draft(self, context: Sequence[int], most: int) -> TokenTree:
-        """A chain after a text of the walk."""
-        given, count = self.chances(), min(most, MAX_DEPTH)
-        num_right = self.right_depths(len(context) - 1)
-        token_ids = [(context[-1] + 1 if depth < num_right else FIRST_ID) + depth for depth in range(count)]
-        logs = [math.log(max(chance, 1e-9)) for chance in given]
-        log_probs = [sum(logs[: depth + 1]) for depth in range(count)]
-        return TokenTree(tuple(token_ids), tuple(range(-1, count - 1)), tuple(log_probs))
-
-
-class StatedMtp(MtpDrafter):
-    """The block's own cost, and a stated acceptance."""
-
-    acceptance = Acceptance(ACCEPTED["mtp"])
-
-    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
-        """See `Drafter`."""
-        super().propose(context, budget)
-        return self.acceptance.draft(context, budget)
-
-
-class StatedDflash(DflashDrafter):
-    """The drafter's own cost, and a stated acceptance."""
-
-    acceptance = Acceptance(ACCEPTED["dflash"])
-
-    def propose(self, context: Sequence[int], budget: int) -> TokenTree:
-        """See `Drafter`."""
-        own = super().propose(context, budget)
-        assert len(own), "the drafter runs"
-        return self.acceptance.draft(context, min(budget, self._num_rows - 1))
 
 
 def write_script(script: CudaArray, first_id: int, acceptance: Acceptance) -> None:

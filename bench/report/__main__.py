@@ -21,6 +21,7 @@ from bench.report.cards import cards_decode, cards_prompts
 from bench.report.commits import commit_bits, house, versus_commits
 from bench.report.cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from bench.report.drafts import (
+    cpu_cut_drafts,
     cpu_drafts,
     cpu_drafts_by_size,
     demo_drafter,
@@ -422,6 +423,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "templates": templates,
     "text": text,
     "cpu_attention": cpu_attention,
+    "cpu_cut_drafts": cpu_cut_drafts,
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,

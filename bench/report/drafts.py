@@ -77,6 +77,32 @@ def cpu_drafts_by_size() -> str:
     return table(header, rows)
 
 
+def cpu_cut_drafts() -> str:
+    """Of cuts of the full-size model and of the demo model: every size and by cost, over no drafts."""
+    r = load("cpu_cut_drafts")
+    header = ["model", "accepted", "nodes", "speed by CPU time", "by the clock"]
+    header += ["tokens a step", "drafting, plain steps", "the rest of a step, plain steps"]
+    rows = []
+    for case in r["cases"]:
+        plain, *ways, _ = case["ways"]
+        accepted = "its own" if case["accepted"] is None else ", ".join(f"{a:.0%}" for a in case["accepted"])
+        for way in ways:
+            name = "by cost" if way["budget"] == "auto" else str(way["budget"])
+            speed, by_clock = (
+                f"{way[f'{kind}_ratio']:.2f} ({low:.2f}–{high:.2f})"
+                for kind, (low, high) in ((kind, way[f"{kind}_interval"]) for kind in ("cpu", "wall"))
+            )
+            costs = [f"{way[key] / plain['wall_ms']:.2f}" for key in ("draft_ms", "verify_ms")]
+            rows.append(
+                [case["name"], accepted, name, speed, by_clock, f"{way['tokens_per_step']:.2f}", *costs]
+            )
+    conditions = (
+        f"{r['texts']} texts of {r['tokens']} tokens, threads: {r['machine']['threads']}, "
+        f"{r['cases'][0]['tier']}, {r['machine']['cpu']}, commit {r['commit']}: `{r['command']}`"
+    )
+    return table(header, rows) + f"\n{conditions}\n"
+
+
 def demo_drafter() -> str:
     """Tokens a step of the demo model by size of draft, and how often each depth is right, by drafter."""
     r = load("demo_drafter")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine.gpu_speculation import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, Blocks, Cell
+from bench.engine.gpu_speculation import Blocks, Cell
+from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance
 from bench.full_size_model import FullSizeWriter
 from bench.random_drafter import PUBLISHED, write
 from bench.random_model import Shape
