@@ -15,6 +15,7 @@ from coldstream.decoding.tree_builder import top_log_probs
 from coldstream.errors import GenerationFault, InconsistentError, OutOfMemoryError, UnsupportedError
 from coldstream.kernels import _csrc
 from coldstream.kvcache import CacheSize
+from coldstream.models.cpu import mtp as cpu_mtp
 from coldstream.models.cpu.mtp import CpuMtp, MtpSequence
 from tools.llama_cpp_mtp import open_trunk_and_block
 
@@ -129,6 +130,22 @@ def test_rows_do_not_depend_on_tier_threads_or_how_they_come(path: Path, tier: s
             start += size
         assert np.array_equal(output, expected)
         assert np.array_equal(keys_and_values(block, sequence), cached)
+
+
+def test_candidates_are_among_the_first_ids(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a vocabulary has more, with log-probabilities over these alone."""
+    monkeypatch.setattr(cpu_mtp, "MAX_DRAFT_IDS", 40)
+    ids, hidden = token_ids(6), states(6)
+    logits = Reference(path, exact=True, kv_type="i16").feed_block(ids, hidden).logits
+    expected_ids, expected = top_log_probs(logits[:, :40], 4)
+    assert (expected_ids != top_log_probs(logits, 4)[0]).any()
+    with open_cpu(path, threads=2, context_length=64) as runner:
+        sequence = runner.load_mtp().new_sequence()
+        for i, token in enumerate(ids):
+            appended(sequence, [token], hidden[i : i + 1])
+            found_ids, log_probs = next(sequence.chain(1))
+            assert found_ids == expected_ids[i].tolist()
+            np.testing.assert_allclose(log_probs, expected[i], rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_do_not_disturb_each_other(block: CpuMtp) -> None:

@@ -24,7 +24,7 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.footprint import nextn_bytes
-from coldstream.models.mtp.model import MtpModel, MtpRows
+from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel, MtpRows
 
 Array = np.ndarray[Any, Any]
 BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are right 1 % of the time
@@ -61,7 +61,11 @@ class CpuMtp:
         self._store = self._waiting.capture(partial(model.store, cache=caches))
         self._block = self._last.capture(partial(model.forward, cache=caches))
         self._head_input = ops.zeros((1, spec.hidden_size), "float32")
-        self._head = ops.capture(1, lambda: ops.top_log_probs(model.logits(self._head_input), branching))
+        output = model.layer.output
+        head = output.rows(0, min(MAX_DRAFT_IDS, output.num_rows))
+        self._head = ops.capture(
+            1, lambda: ops.top_log_probs(ops.linear(self._head_input, (head,))[0], branching)
+        )
 
     @property
     def cache_bytes(self) -> int:

@@ -42,7 +42,7 @@ from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_
 from coldstream.models.cuda.features import FEATURE_TYPE
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.memory_plan import row_counts
-from coldstream.models.cuda.mtp_block import MAX_DRAFT_IDS, first_rows
+from coldstream.models.cuda.mtp_block import first_rows
 from coldstream.models.dflash.context import CHUNK_ROWS
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import DflashSpec
@@ -52,6 +52,7 @@ from coldstream.models.dflash.weights import (
     DynamicConvolution,
     SelectorWeights,
 )
+from coldstream.models.mtp.model import MAX_DRAFT_IDS
 
 MOST_PARTS: Final = 2**23  # float32 values of parts of attention, unless one split has more
 # Rows that wait for a draft, so that those between drafts are computed together: their products read the

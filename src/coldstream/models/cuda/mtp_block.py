@@ -19,14 +19,11 @@ from coldstream.kernels.top_log_probs.cuda import SMALL_RANKS
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Inputs, StepShape
-from coldstream.models.mtp.model import MtpModel
+from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel
 
 BRANCHING: Final = SMALL_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
 MAX_MTP_ROWS = SIZES[-1]  # of a run; more are several runs
-# Candidates are among the first ids: a head of 248,320 rows takes longer to read than the block. Byte pairs
-# were merged in the order of their frequency, so that the first ids make up most of any text.
-MAX_DRAFT_IDS = 2**16
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ from coldstream.models.causal_lm import CausalLM
 from coldstream.models.loader import Loader
 from coldstream.models.spec.sanity import check_small_tensors
 
+# Candidates are among the first ids: a head of 248,320 rows takes longer to read than the block. Byte pairs
+# were merged in the order of their frequency, so that the first ids make up most of any text.
+MAX_DRAFT_IDS = 2**16
+
 
 @dataclass(frozen=True)
 class MtpModel:
