@@ -1,16 +1,16 @@
-"""Drafts of cuts of the full-size model on a CPU: how many times as fast as none, by size and by cost.
+"""Drafts of the full-size model with few layers on a CPU: times as fast as none, by size and by cost.
 
-    python -m bench.engine.cpu_drafts --out docs/results/cpu_cut_drafts.json
+    python -m bench.engine.cpu_drafts --out docs/results/cpu_shallow_drafts.json
 
-A cut has the full-size model's layers, fewer of them, 16 experts of which a token takes 4, and the block for
-multi-token prediction. `head` has as many rows of its head for a layer as all 40 layers have of theirs. Files
-that aren't there are written. Weights are random: drafted tokens are right as often as published, or never
-(`wrong`); see `stated_drafts.py`. The demo model drafts by its own block, after pieces of code.
+Layers and the block for multi-token prediction are the full-size model's, with 16 experts of which a token
+takes 4, and a vocabulary of 16,384; `vocab` has the whole one. Files that aren't there are written. Weights
+are random: drafted tokens are right as often as published, or never (`wrong`); see `stated_drafts.py`. The
+demo model drafts by its own block, after pieces of code.
 
 For each text all ways run in turn, each time beginning with another, over one runner. `auto` is sizes by
-cost; what they learned of a text they know in the next. A ratio is of a text to
-itself without drafts, timed twice. Beside wall time there is the CPU time of all threads, which others
-disturb less. Tokens that differ end the run.
+cost; what they learned of a text they know in the next. A ratio is of a text to itself without drafts, timed
+twice. Beside wall time there is the CPU time of all threads, which others disturb less: with one thread, that
+is, as several wait for each other. Tokens that differ end the run.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from coldstream.models.cpu.mtp import CpuMtp
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.placement.hardware import Hardware
 
-_CUT: Final = replace(FULL_SHAPE, experts=16, experts_per_token=4, vocab=16_384, has_nextn=True)
-CUTS: Final = {
-    "cut-4": replace(_CUT, layers=4),
-    "cut-12": replace(_CUT, layers=12),
-    "cut-12-head": replace(_CUT, layers=12, vocab=FULL_SHAPE.vocab * 12 // FULL_SHAPE.layers),
+_SHALLOW: Final = replace(FULL_SHAPE, experts=16, experts_per_token=4, vocab=16_384, has_nextn=True)
+SHALLOW: Final = {
+    "layers-4": replace(_SHALLOW, layers=4),
+    "layers-12": replace(_SHALLOW, layers=12),
+    "layers-12-vocab": replace(_SHALLOW, layers=12, vocab=FULL_SHAPE.vocab),
 }
-CASES: Final = (*CUTS, "cut-4-wrong", "cut-12-wrong", "demo")
+CASES: Final = (*SHALLOW, "layers-4-wrong", "layers-12-wrong", "demo")
 WRONG: Final = Acceptance((0.0,))
 PROMPT_TOKENS, CTX_SIZE, MAX_STEPS = 64, 2048, 8
 Prompt = str | list[int]
@@ -113,13 +113,13 @@ class Case:
             return
         if name.endswith("-wrong"):
             self.acceptance = WRONG
-        cut = name.removesuffix("-wrong")
-        self.path = folder / f"{cut}.gguf"
+        shape = name.removesuffix("-wrong")
+        self.path = folder / f"{shape}.gguf"
         if not self.path.exists():
-            FullSizeWriter(self.path, CUTS[cut], 0, 2).write()
+            FullSizeWriter(self.path, SHALLOW[shape], 0, 2).write()
         # Wrong tokens begin at FIRST_ID, where no text may be.
         first, stride = FIRST_ID + 512, PROMPT_TOKENS + num_tokens
-        assert first + num_texts * stride < CUTS[cut].vocab, "the texts fit into the vocabulary"
+        assert first + num_texts * stride < SHALLOW[shape].vocab, "the texts fit into the vocabulary"
         self.prompts = [
             list(range(first + text * stride, first + text * stride + PROMPT_TOKENS))
             for text in range(num_texts)
@@ -171,7 +171,7 @@ class Case:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("."), help="of the cuts' files")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="of files with few layers")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 3, 5], help="fixed sizes, in nodes")
     parser.add_argument("--texts", type=int, default=7)

@@ -21,9 +21,9 @@ from bench.report.cards import cards_decode, cards_prompts
 from bench.report.commits import commit_bits, house, versus_commits
 from bench.report.cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
 from bench.report.drafts import (
-    cpu_cut_drafts,
     cpu_drafts,
     cpu_drafts_by_size,
+    cpu_shallow_drafts,
     demo_drafter,
     draft_equality,
     gpu_drafts,
@@ -423,7 +423,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "templates": templates,
     "text": text,
     "cpu_attention": cpu_attention,
-    "cpu_cut_drafts": cpu_cut_drafts,
+    "cpu_shallow_drafts": cpu_shallow_drafts,
     "cpu_drafts": cpu_drafts,
     "cpu_drafts_by_size": cpu_drafts_by_size,
     "gpu_drafts": gpu_drafts,

@@ -77,9 +77,9 @@ def cpu_drafts_by_size() -> str:
     return table(header, rows)
 
 
-def cpu_cut_drafts() -> str:
-    """Of cuts of the full-size model and of the demo model: every size and by cost, over no drafts."""
-    r = load("cpu_cut_drafts")
+def cpu_shallow_drafts() -> str:
+    """Of the full-size model with few layers, and of the demo model: speeds over no drafts."""
+    r = load("cpu_shallow_drafts")
     header = ["model", "accepted", "nodes", "speed by CPU time", "by the clock"]
     header += ["tokens a step", "drafting, plain steps", "the rest of a step, plain steps"]
     rows = []

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from bench.engine import cpu_drafts
-from bench.engine.cpu_drafts import CUTS, Case
+from bench.engine.cpu_drafts import SHALLOW, Case
 from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, Acceptance
 
 SMALL = replace(
-    CUTS["cut-4"], hidden=512, expert_ffn=256, heads=4, head_dim=64, key_heads=2, value_heads=4, state_dim=64,
-    vocab=FIRST_ID + 1024,
+    SHALLOW["layers-4"], hidden=512, expert_ffn=256, heads=4, head_dim=64, key_heads=2, value_heads=4,
+    state_dim=64, vocab=FIRST_ID + 1024,
 )  # fmt: skip
 
 
@@ -20,7 +20,7 @@ SMALL = replace(
 def test_all_ways_give_the_same_text_and_are_compared_with_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(cpu_drafts.CUTS, "small", SMALL)
+    monkeypatch.setitem(cpu_drafts.SHALLOW, "small", SMALL)
     case = Case(name, tmp_path, 2, 96)
     found = case.measure([2], threads=1)
     none, fixed, by_cost, again = found["ways"]
@@ -36,7 +36,7 @@ def test_all_ways_give_the_same_text_and_are_compared_with_none(
     assert all(1 / one + 1 / other == pytest.approx(2) for one, other in pairs)
 
 
-def test_a_cut_is_accepted_as_published_or_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cpu_drafts.CUTS, "small", SMALL)
+def test_a_model_is_accepted_as_published_or_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cpu_drafts.SHALLOW, "small", SMALL)
     stated, wrong = (Case(name, tmp_path, 1, 32).acceptance for name in ("small", "small-wrong"))
     assert (stated, wrong) == (Acceptance(ACCEPTED["mtp"]), Acceptance((0.0,)))
