@@ -25,6 +25,7 @@ from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.placement.hardware import GpuHardware
 from coldstream.placement.run_file import LastRun
 from coldstream.planning.diagnosis import MachineFacts, find
+from coldstream.planning.diagnosis.machine_facts import RefusedLock
 from dflash_trees import write_drafter
 from hub_server import HubServer
 from machine_facts import NO_GPU, SOUND
@@ -150,7 +151,8 @@ def test_every_field_of_json_is_documented_and_exists(
             code, out, error = run(*call, "--json")
             assert (code, error if verb != "verify" else "") == (0, "")
             actual[verb] |= paths_of(json.loads(out))
-    poor = replace(SOUND, gpu=NO_GPU, rates=replace(SOUND.rates, state="damaged"))
+    refused = RefusedLock("2026-01-02 03:04 UTC", 7, 2, 1)
+    poor = replace(SOUND, gpu=NO_GPU, rates=replace(SOUND.rates, state="damaged"), refused_lock=refused)
     actual["doctor"] = paths_of(as_json(SOUND)) | paths_of(as_json(poor))
     code, out, _ = run("doctor", "--json")
     assert paths_of(json.loads(out)) <= actual["doctor"]

@@ -16,6 +16,7 @@ import pytest
 from coldstream.cli.doctor import document, finding_lines, summary
 from coldstream.cli.tables import pair_lines
 from coldstream.planning.diagnosis import Finding, find
+from coldstream.planning.diagnosis.machine_facts import RefusedLock
 from coldstream.planning.machine import measured_hardware
 from fake_driver import build_driver
 from machine_facts import GIB, NO_GPU, SOUND
@@ -73,6 +74,12 @@ def findings(home: Path, **options: Any) -> dict[str, dict[str, Any]]:
 def test_a_sound_machine_in_lines() -> None:
     assert pair_lines(summary(SOUND), None) == SOUND_LINES.splitlines()
     assert finding_lines((), None) == ["nothing to mend"]
+
+
+def test_a_refused_lock_in_a_line() -> None:
+    refused = RefusedLock("2026-01-02 03:04 UTC", 7, 20 * GIB, 8 * GIB)
+    line = summary(replace(SOUND, refused_lock=refused))["locked memory"]
+    assert line == "no limit; a GPU got 8.00 GiB of 20.00 GiB at 2026-01-02 03:04 UTC, 7 days ago"
 
 
 def test_what_is_missing_in_lines() -> None:

@@ -11,9 +11,10 @@ pytest.importorskip("cuda.bindings")
 from builders import Dims, write_gguf
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import OpenedModel
+from coldstream.placement.lock_file import last_refusal, lock_path
 from coldstream.placement.run_file import LastRun, Observed, last_runs, runs_path
 from coldstream.planning import last_runs as module
-from coldstream.planning.last_runs import LEAST_STEPS, keep_observed
+from coldstream.planning.last_runs import LEAST_STEPS, keep_lock, keep_observed
 from host_device import HostDevice
 from host_gpu import MACHINE, opened_on
 
@@ -72,3 +73,18 @@ def test_a_run_that_says_nothing_is_not_kept(opened: OpenedModel) -> None:
 def test_a_place_that_cannot_be_written_disturbs_nobody(opened: OpenedModel, tmp_path: Path) -> None:
     opened.close()
     keep_observed(opened.planned, OBSERVED, None, tmp_path)
+
+
+def test_a_refused_lock_is_kept_and_forgotten_by_a_model_for_which_all_is_locked(
+    opened: OpenedModel, tmp_path: Path
+) -> None:
+    hardware, path = opened.planned.hardware, lock_path()
+    assert last_refusal(hardware, path) is None
+    keep_lock(opened.planned, (20, 8))
+    assert last_refusal(hardware, path) is not None
+    keep_lock(opened.planned, None)
+    assert last_refusal(hardware, path) is not None, "of a model that needs no lock"
+    opened.close()
+    assert last_refusal(hardware, path) is None
+    (tmp_path / "file").touch()
+    keep_lock(opened.planned, (20, 8), tmp_path / "file" / "lock.json")  # disturbs nobody

@@ -13,7 +13,14 @@ from coldstream.cli.terminal import described_age, format_bytes, visible
 
 if TYPE_CHECKING:
     from coldstream.planning.diagnosis import Finding, MachineFacts
-    from coldstream.planning.diagnosis.machine_facts import Folder, Gpu, Library, MeasuredRates, Rates
+    from coldstream.planning.diagnosis.machine_facts import (
+        Folder,
+        Gpu,
+        Library,
+        MeasuredRates,
+        Rates,
+        RefusedLock,
+    )
 
 _WORDS: Final = {"error": "error", "warning": "warning", "advice": "faster"}
 _FOLDER_NAMES: Final = {
@@ -77,7 +84,7 @@ def summary(facts: "MachineFacts") -> dict[str, str]:
         "RAM": f"{format_bytes(facts.ram.total_bytes)}, {format_bytes(facts.ram.available_bytes)} available",
         **_gpu(facts.gpu),
         **_libraries(facts.libraries),
-        "locked memory": _size(limits.locked_bytes),
+        "locked memory": _size(limits.locked_bytes) + _refused(facts.refused_lock),
         "container memory": _size(limits.cgroup_memory_bytes),
         "container CPUs": _count(limits.cgroup_cpus),
         "address space": _size(limits.address_space_bytes),
@@ -142,6 +149,13 @@ def _rates(rates: "Rates") -> str:
 def _when(measured: "MeasuredRates") -> str:
     when = f"{measured.measured_at}, {described_age(measured.age_days)}"
     return f"{when}, under load" if measured.problems else when
+
+
+def _refused(last: "RefusedLock | None") -> str:
+    if last is None:
+        return ""
+    sizes = f"{format_bytes(last.locked_bytes)} of {format_bytes(last.wanted_bytes)}"
+    return f"; a GPU got {sizes} at {last.refused_at}, {described_age(last.age_days)}"
 
 
 def _size(limit: int | None) -> str:

@@ -39,6 +39,7 @@ from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.controls import Controls
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.lock_file import last_refusal, lock_path
 from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
@@ -46,7 +47,7 @@ from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
-from coldstream.planning.last_runs import keep_observed
+from coldstream.planning.last_runs import keep_lock, keep_observed
 from coldstream.planning.machine import (
     LateRates,
     compiling_for_rates,
@@ -187,6 +188,7 @@ class OpenedModel:
     def close(self) -> None:
         """Release the file, the memory and the process that renders templates. What steps took is kept."""
         self.chat_template.close()
+        keep_lock(self.planned, self.runner.locked_bytes)
         keep_observed(self.planned, self.runner.observed, self.runner.expert_uses)
         self.runner.close()
 
@@ -211,9 +213,7 @@ def open_model(
     begin("looking for a device")
     config, gpu, warnings = choose_device(config)
     hardware, is_auto = hardware_of(gpu), config.spec_type == "auto"
-    late_rates, has_rates = LateRates(hardware) if prompt else None, rates_are_known(hardware)
-    is_due = late_rates is None and is_time_to_measure_again(hardware)
-    measures = late_rates is None and (not has_rates or is_due)
+    late_rates, has_rates, is_due, measures = _measurement(hardware, may_be_late=prompt is not None)
     refused = why_unusable(hardware)  # a measurement replaces the file
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
@@ -229,7 +229,8 @@ def open_model(
                 beside.submit(file.check_unchanged)  # takes samples; the runner's own check repeats its error
             begin("planning")
             rates = late_rates.find if late_rates else partial(with_rates, hardware, progress, again=is_due)
-            sources = Sources(file, spec, hardware, bundled_profile(file, spec), draft.needs, rates, is_early)
+            profile, refusal = bundled_profile(file, spec), last_refusal(hardware, lock_path())
+            sources = Sources(file, spec, hardware, profile, draft.needs, rates, is_early, refusal)
             planned = plan_model(draft.config, sources, prompt_cache_bytes=prompt_cache_bytes)
             config, warnings = planned.config, warnings + refused + draft.warnings + planned.warnings
             own.check(config.device, planned.plan.layer_weights)
@@ -250,9 +251,25 @@ def open_model(
             begin("preparing drafts")
             speculation, problems = _speculation(planned.run, runner, draft.file, is_auto=is_auto)
         if not is_early:
-            runner.finish_loading()
+            _finish_loading(planned, runner)
         cleanup.pop_all()
     return OpenedModel(planned, runner, *texts, warnings + problems, speculation, late_rates)
+
+
+def _measurement(hardware: Hardware, *, may_be_late: bool) -> tuple[LateRates | None, bool, bool, bool]:
+    """What measures behind the model's end, if that may be; whether rates are known, whether they are to be
+    measured again now, and whether planning measures at all.
+    """
+    has_rates = rates_are_known(hardware)
+    if may_be_late:
+        return LateRates(hardware), has_rates, False, False
+    is_due = is_time_to_measure_again(hardware)
+    return None, has_rates, is_due, not has_rates or is_due
+
+
+def _finish_loading(planned: Planned, runner: ModelRunner) -> None:
+    runner.finish_loading()
+    keep_lock(planned, runner.locked_bytes)
 
 
 def _begin_lock(

@@ -130,16 +130,24 @@ class HostExperts:
             )
         if self.could_lock_all:
             return None
+        wanted, locked = self.locked_bytes
+        return (
+            f"{locked / 2**30:.1f} of {wanted / 2**30:.1f} GiB of the file could be page-locked; the CPU "
+            f"computes the experts in the rest that the GPU lacks: {lock_advice(Limits.read())}"
+        )
+
+    @property
+    def locked_bytes(self) -> tuple[int, int]:
+        """Bytes that were to be page-locked so far, and those of them that are."""
+        if self.pool is not None:
+            return self.pool.num_bytes, self.pool.locked_bytes
         wanted = locked = 0
         for begin, registered in self._registered.items():
             size = self._places[begin][2]
             wanted += size
             if registered is not None:
-                locked += size if registered.is_whole else registered.part_bytes
-        return (
-            f"{locked / 2**30:.1f} of {wanted / 2**30:.1f} GiB of the file could be page-locked; the CPU "
-            f"computes the experts in the rest that the GPU lacks: {lock_advice(Limits.read())}"
-        )
+                locked += size if registered.is_whole else min(size, registered.part_bytes)
+        return wanted, locked
 
     @property
     def is_readable(self) -> bool:

@@ -89,6 +89,13 @@ class RamPool:
         return not self._is_emptied or (self._registered is not None and self._registered.is_whole)
 
     @property
+    def locked_bytes(self) -> int:
+        """Bytes of the memory that are page-locked; all are assumed to be until `empty`."""
+        if self.is_locked:
+            return self.num_bytes
+        return 0 if self._registered is None else self._registered.part_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return int(self.stacks.pool.memory()[1])

@@ -139,6 +139,11 @@ class ModelRunner(Closing):
         return None
 
     @property
+    def locked_bytes(self) -> tuple[int, int] | None:
+        """Bytes of RAM that were to be page-locked for a GPU so far, and those that are; None: none were."""
+        return None
+
+    @property
     def num_captured(self) -> int:
         """Steps so far that took longer for a CUDA graph, or as the first of their shape; 0 on a CPU."""
         return 0 if self._steps is None else self._steps.num_captured

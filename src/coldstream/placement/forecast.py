@@ -58,6 +58,9 @@ class Known:
     curve: HitCurve
     uses: Array | None = None  # float [layers, experts]; None: nothing is known
     may_prefetch: bool = True
+    locked_share: float = (
+        1.0  # of the layers that lack experts, those whose experts a GPU may read over the bus
+    )
 
 
 def forecast(plan: PlacementPlan, known: Known, context: int = 0, pool: PoolPlan | None = None) -> Forecast:
@@ -125,8 +128,11 @@ def _disk_rates(plan: PlacementPlan, pool: PoolPlan, known: Known) -> list[float
 
 def decode_forecast(known: Known, hit_rates: Sequence[float], context: int = 0) -> tuple[float, float]:
     """(seconds per token, `prefetch_gain`) of `known.model` with a GPU. hit_rates: of each layer."""
-    seconds = decode_seconds(known.model, known.rates, hit_rates, context)
-    gain = prefetch_gain(known.model, known.rates, hit_rates)
+    share = known.locked_share
+    seconds = share * decode_seconds(known.model, known.rates, hit_rates, context)
+    if share < 1:
+        seconds += (1 - share) * decode_seconds(known.model, known.rates, hit_rates, context, streams=False)
+    gain = share * prefetch_gain(known.model, known.rates, hit_rates)
     return seconds - (max(0.0, gain) if known.may_prefetch else 0.0), gain
 
 

@@ -17,6 +17,7 @@ from coldstream.models.dflash.spec import DflashSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
+from coldstream.placement.lock_file import LockRefusal
 from coldstream.placement.plan import FixedPart, PlacementPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
@@ -114,11 +115,16 @@ class Facts:
     drafter: DraftNeeds | None = None
     given: RunPlan | None = None  # the plan that the settings name
     counts: Counts = Counts()
+    refusal: LockRefusal | None = None  # what the machine refused to page-lock last
 
     @property
     def uses(self) -> Array | None:
         """Uses a step of each expert, float64 [layers, experts]; None if there is no trace."""
         return None if self.trace is None else expected_uses(self.trace)
+
+    def locked_share(self, placement: PlacementPlan) -> float:
+        """Of the mapped file of a GPU with this placement, what may be page-locked as far as is known."""
+        return self.refusal.share_of(self.model.mapped_bytes(placement)) if self.refusal else 1.0
 
     def rated_hardware(self) -> Hardware:
         """The machine with its rates. Raises NotKnownError."""

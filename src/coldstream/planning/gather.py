@@ -36,7 +36,8 @@ from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.disk_rate import measure_disk
 from coldstream.placement.forecast import NEXT_BYTES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.limits import Limits, lock_warnings
+from coldstream.placement.limits import Limits
+from coldstream.placement.lock_file import LockRefusal, last_refusal, lock_path
 from coldstream.placement.plan import FixedPart, PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import load_plan
 from coldstream.placement.routing_trace import RoutingTrace
@@ -165,7 +166,8 @@ class Sources:
     """Where facts come from.
 
     measured: returns `hardware` with its rates, or without those that a plan shall assume. None: it has what
-    there is. keeps_counts: whether counts of a GPU's memory are kept, and taken from earlier starts.
+    there is. keeps_counts: whether counts of a GPU's memory are kept, and taken from earlier starts. refusal:
+    what the machine refused to page-lock last.
     """
 
     file: GGUFFile
@@ -175,6 +177,7 @@ class Sources:
     drafter: DraftNeeds | None = None
     measured: Callable[[], Hardware] | None = None
     keeps_counts: bool = False
+    refusal: LockRefusal | None = None
 
 
 class Gathered:
@@ -190,6 +193,7 @@ class Gathered:
             is_estimated=config.device == "cuda" and bool(missing_packages()),
             trace=sources.trace,
             drafter=sources.drafter,
+            refusal=sources.refusal,
             given=None if config.plan is None else load_plan(Path(config.plan), model.all_sizes),
         )
 
@@ -283,6 +287,7 @@ def _planned(run: RunPlan, config: EngineConfig, facts: Facts) -> Planned:
         facts.trace,
         warnings=_draft_warnings(facts),
         locked_bytes=locked,
+        refusal=facts.refusal,
     )
 
 
@@ -373,16 +378,17 @@ def plan_by_name(
         config, gpu, warnings = device_to_plan_for(config)
         warnings += why_unusable(hardware_of(gpu))
         hardware = measured_hardware(gpu, progress, again=measure)
+        refusal = last_refusal(hardware, lock_path())
         with open_draft(config, spec, progress) as draft:
             planned = plan_model(
                 draft.config,
-                Sources(file, spec, hardware, trace, draft.needs),
+                Sources(file, spec, hardware, trace, draft.needs, refusal=refusal),
                 options,
                 more_bytes=NEXT_BYTES,
                 prompt_cache_bytes=prompt_cache_bytes,
             )
             warnings += draft.warnings + file.metadata.warnings + spec.warnings
-    warnings += planned.warnings + lock_warnings(planned.locked_bytes, Limits.read())
+    warnings += planned.warnings + planned.lock_warnings(Limits.read())
     planned = replace(planned, warnings=warnings)
     if planned.reads_disk:
         matrix_bytes = max(planned.sizes.expert_bytes) // 3

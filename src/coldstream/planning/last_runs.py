@@ -8,10 +8,21 @@ from typing import Final
 from coldstream.errors import StorageError
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware_file import DATE_FORMAT
+from coldstream.placement.lock_file import lock_path, note_lock
 from coldstream.placement.run_file import LastRun, Observed, keep_run, runs_path
 from coldstream.planning.planned import Planned
 
 LEAST_STEPS: Final = 64  # of a run that says anything
+
+
+def keep_lock(planned: Planned, locked_bytes: tuple[int, int] | None, path: Path | None = None) -> None:
+    """Keeps what the machine refused to page-lock, or forgets it once more is locked.
+
+    locked_bytes: see `ModelRunner.locked_bytes`. path: of the file; None: the default one.
+    """
+    if locked_bytes is not None:
+        with suppress(StorageError):  # the next model that is opened tries it again
+            note_lock(planned.hardware, *locked_bytes, path or lock_path())
 
 
 def keep_observed(

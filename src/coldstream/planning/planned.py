@@ -5,6 +5,8 @@ from functools import cached_property
 
 from coldstream.placement.forecast import Known
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.limits import Limits, lock_warnings
+from coldstream.placement.lock_file import LockRefusal, refusal_warning
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.rates import Rates
 from coldstream.placement.routing_trace import RoutingTrace
@@ -32,6 +34,7 @@ class Planned:
     longer_steps: PlacementPlan | None = None
     warnings: tuple[str, ...] = ()  # about the device and drafts, for people
     locked_bytes: int = 0  # of RAM that are to be page-locked for a GPU, of the file or for a pool
+    refusal: LockRefusal | None = None  # what the machine refused to page-lock last
 
     @property
     def plan(self) -> PlacementPlan:
@@ -43,6 +46,18 @@ class Planned:
         """Whether some experts are only on the disk."""
         return self.run.pool is not None or (self.plan.tier == "ram" and not self.plan.is_all_resident)
 
+    @property
+    def locked_share(self) -> float:
+        """Of the mapped file, what may be page-locked as far as is known."""
+        is_mapped = self.refusal is not None and self.run.pool is None
+        return self.refusal.share_of(self.locked_bytes) if self.refusal and is_mapped else 1.0
+
+    def lock_warnings(self, limits: Limits) -> tuple[str, ...]:
+        """What may become of what is to be page-locked, or what was refused before."""
+        if self.refusal is not None and self.locked_share < 1:
+            return (refusal_warning(self.refusal, self.locked_bytes, limits),)
+        return lock_warnings(self.locked_bytes, limits)
+
     @cached_property
     def known(self) -> Known:
         """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
@@ -52,4 +67,5 @@ class Planned:
             hit_curve(self.trace, self.plan),
             self.run.expected_uses,
             may_prefetch=self.config.prefetch != 0,
+            locked_share=self.locked_share,
         )

@@ -49,6 +49,10 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
     if run.pool is not None:
         # Its experts do not stay where they are while a step runs, so that the GPU reads none of them.
         return with_places(run, 0 if config.prefetch == "auto" else config.prefetch, 0, source)
+    if facts.locked_share(placement) == 0:  # nothing comes over the bus, ahead of its router neither
+        return with_places(
+            run, 0 if config.prefetch == "auto" else config.prefetch, placement.ring_bytes, source
+        )
     run = replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates))
     count = _paying_prefetch(run, facts, rates) if config.prefetch == "auto" else config.prefetch
     return with_places(run, count, placement.ring_bytes, source)

@@ -64,6 +64,8 @@ def test_a_refusal_at_any_piece_gives_the_same_bits_and_leaves_nothing_locked(
         wanted, all_bytes = logits_of(runner, num_prompt), sum(driver.registered.values())
         assert layers_read(runner) == [True] * LAYERS
         assert not any("page-locked" in each for each in runner.runner.warnings)
+        file_bytes = runner.runner.file.num_bytes
+        assert runner.runner.locked_bytes == (file_bytes, file_bytes)
     assert not driver.registered
     counts = []
     for share in (0.0, 0.02, 0.4, 0.7, 0.999):
@@ -71,6 +73,7 @@ def test_a_refusal_at_any_piece_gives_the_same_bits_and_leaves_nothing_locked(
         with open_with_bus(path) as runner:
             assert most - 2 * PIECE_BYTES < sum(driver.registered.values()) <= max(0, most - PIECE_BYTES)
             found, read = logits_of(runner, num_prompt), layers_read(runner)
+            assert runner.runner.locked_bytes == (file_bytes, sum(driver.registered.values()))
             (said,) = [each for each in runner.runner.warnings if "page-locked" in each]
             assert "the CPU computes the experts in the rest that the GPU lacks: close programs" in said
         assert read == sorted(read, reverse=True)  # the first layers of the file

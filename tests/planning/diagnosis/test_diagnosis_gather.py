@@ -11,6 +11,7 @@ import pytest
 from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS, Kept, KeptFiles, directory_of
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import default_path
+from coldstream.placement.lock_file import note_lock
 from coldstream.planning.diagnosis import gather as room
 from coldstream.planning.diagnosis.gather import (
     cards,
@@ -20,6 +21,8 @@ from coldstream.planning.diagnosis.gather import (
     installed,
     libraries,
     rates_of,
+    refused_lock,
+    with_card,
 )
 from coldstream.planning.diagnosis.machine_facts import Card, Folder
 from coldstream.planning.machine import measured_hardware
@@ -211,23 +214,39 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_have_an_age_and_belong_to_a_machine(home: Path) -> None:
     here = Hardware.measure()
     now = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
-    assert rates_of(here, NO_GPU, now).state == "absent"
+    assert rates_of(with_card(here, NO_GPU), now).state == "absent"
     path = default_path()
     assert path is not None
     measured_hardware(None, path=path)
     path.write_text(path.read_text().replace(_date_in(path), "2026-01-02 03:04 UTC"))
-    rates = rates_of(here, NO_GPU, now)
+    rates = rates_of(with_card(here, NO_GPU), now)
     (measured,) = rates.measured
     assert (rates.state, measured.measured_at, rates.age_days) == ("current", "2026-01-02 03:04 UTC", 61)
     other = replace(here, cpu_name="another CPU")
-    assert rates_of(other, NO_GPU, now).state == "of another machine"
-    assert rates_of(here, SOUND.gpu, now).state == "incomplete", "this machine has a GPU now"
-    assert rates_of(here, replace(SOUND.gpu, missing_packages=("cuda-bindings",)), now).state == "current"
+    assert rates_of(with_card(other, NO_GPU), now).state == "of another machine"
+    assert rates_of(with_card(here, SOUND.gpu), now).state == "incomplete", "this machine has a GPU now"
+    assert (
+        rates_of(with_card(here, replace(SOUND.gpu, missing_packages=("cuda-bindings",))), now).state
+        == "current"
+    )
     path.write_text(path.read_text().replace("2026-01-02", "tomorrow"))
-    assert rates_of(here, NO_GPU, now).state == "damaged"
+    assert rates_of(with_card(here, NO_GPU), now).state == "damaged"
 
 
 def _date_in(path: Path) -> str:
     import json
 
     return str(json.loads(path.read_text())["cpu"]["measured_at"])
+
+
+def test_a_refused_lock_is_found_on_the_machine_that_refused_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "lock_path", lambda: tmp_path / "lock.json")
+    here, now = with_card(Hardware.measure(), SOUND.gpu), datetime.now(UTC)
+    assert refused_lock(here, now) is None
+    note_lock(here, 20, 8, tmp_path / "lock.json")
+    found = refused_lock(here, now)
+    assert found is not None
+    assert (found.age_days, found.wanted_bytes, found.locked_bytes) == (0, 20, 8)
+    assert refused_lock(with_card(Hardware.measure(), NO_GPU), now) is None

@@ -21,7 +21,7 @@ from coldstream.planning.diagnosis.findings import (
     exit_code_of,
     find,
 )
-from coldstream.planning.diagnosis.machine_facts import MachineFacts, MeasuredRates, Rates
+from coldstream.planning.diagnosis.machine_facts import MachineFacts, MeasuredRates, Rates, RefusedLock
 from machine_facts import CARD, DEVICE, GIB, NO_GPU, SOUND
 
 Change = Callable[[MachineFacts], MachineFacts]
@@ -52,6 +52,12 @@ def library(name: str, **values: Any) -> Change:
         facts,
         libraries=tuple(replace(each, **values) if each.name == name else each for each in facts.libraries),
     )
+
+
+def refused(**limits: Any) -> Change:
+    """A GPU got 8 of 20 GiB, under these limits."""
+    last = RefusedLock("2026-01-02 03:04 UTC", 7, 20 * GIB, 8 * GIB)
+    return lambda facts: replace(part("limits", **limits)(facts), refused_lock=last)
 
 
 def rates(state: Any, age_days: int | None = None, problems: tuple[str, ...] = ()) -> Change:
@@ -94,6 +100,15 @@ CASES: list[tuple[Change, str, str, str]] = [
     (part("limits", open_files=FILES_OF_A_SERVER - 1), "open-files", "warning", "255 files.*`ulimit -n"),
     (part("limits", wsl=1), "wsl-1", "warning", "WSL 1.*wsl --set-version"),
     (part("limits", wsl=2), "wsl-memory", "advice", "64.0 GiB.*page-locked.*`.wslconfig`.*wsl --shutdown"),
+    (refused(wsl=2), "locked-memory", "warning", "8.0 GiB of 20.0 GiB.*the rest: .*`.wslconfig`"),
+    (refused(locked_bytes=2**23), "locked-memory", "warning", "may lock 8 MiB: `ulimit -l unlimited`"),
+    (
+        refused(locked_bytes=2**23, in_container=True),
+        "locked-memory",
+        "warning",
+        "8.0 GiB of 20.0 GiB.*`docker run --ulimit memlock=-1`; the next model that is opened",
+    ),
+    (refused(), "locked-memory", "warning", "compute the rest: close programs that hold RAM: `ps aux"),
     (gpu(driver=Driver()), "driver-missing", "warning", "no driver for it.*apt install nvidia-open"),
     (driver(cuda_version=(MIN_CUDA[0] - 1, 9)), "driver-old", "warning", "CUDA 12.9.*needs 13.0.*driver 580"),
     (driver(status=100, devices=()), "driver-shows-none", "warning", "status 100.*`nvidia-smi`"),

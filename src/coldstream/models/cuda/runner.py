@@ -297,6 +297,11 @@ class CudaRunner(ModelRunner):
     def observed(self) -> Observed | None:
         return self._partial_experts.observed if self._partial_experts else None
 
+    @property
+    def locked_bytes(self) -> tuple[int, int] | None:
+        found = self._partial.host.locked_bytes if self._partial else (0, 0)
+        return found if found[0] else None
+
     def control(self, controls: Controls) -> None:
         """From now on what `controls` says moves by what steps took. The plan is a beginning."""
         if self._partial_experts:

@@ -334,11 +334,30 @@ def _rates(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding("rates-old", "advice", text, again)
 
 
+def _locked(facts: MachineFacts) -> Iterator[Finding]:
+    last, limits = facts.refused_lock, facts.limits
+    if last is None:
+        return
+    mend, limit = "close programs that hold RAM: `ps aux --sort -rss | head`", ""
+    if limits.wsl is not None:
+        mend = WSL_MEMORY
+    elif limits.locked_bytes is not None:
+        mend = _by_place(facts, "--ulimit memlock=-1", "ulimit -l unlimited")
+        limit = f"; this process may lock {_size(limits.locked_bytes)}"
+    yield Finding(
+        "locked-memory",
+        "warning",
+        f"at {last.refused_at} the system page-locked {_size(last.locked_bytes)} of "
+        f"{_size(last.wanted_bytes)} for a GPU, so plans have the CPU compute the rest{limit}",
+        f"{mend}; the next model that is opened tries it again",
+    )
+
+
 def _wsl(facts: MachineFacts) -> Iterator[Finding]:
     if facts.limits.wsl == 1:
         text = "this is WSL 1, which has no GPU and reads files slowly"
         yield Finding("wsl-1", "warning", text, "in Windows: `wsl --set-version DISTRIBUTION 2`")
-    elif facts.limits.wsl is not None:
+    elif facts.limits.wsl is not None and facts.refused_lock is None:  # which says how much it was
         yield Finding(
             "wsl-memory",
             "advice",
@@ -376,5 +395,6 @@ _LOOKS: Final[tuple[Callable[[MachineFacts], Iterator[Finding]], ...]] = (
     _gpu,
     _folders,
     _rates,
+    _locked,
     _wsl,
 )

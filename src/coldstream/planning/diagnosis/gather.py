@@ -22,6 +22,7 @@ from coldstream.models.dflash.convert import default_cache
 from coldstream.placement.hardware import GpuHardware, Hardware, read_number, read_text
 from coldstream.placement.hardware_file import age_days, default_path, describe_rates
 from coldstream.placement.limits import Limits
+from coldstream.placement.lock_file import last_refusal, lock_path
 from coldstream.planning.diagnosis.machine_facts import (
     Card,
     Cpu,
@@ -34,6 +35,7 @@ from coldstream.planning.diagnosis.machine_facts import (
     Program,
     Ram,
     Rates,
+    RefusedLock,
 )
 from coldstream.planning.diagnosis.privacy import without_names
 
@@ -45,8 +47,9 @@ _DISPLAY_CLASSES: Final = ("0x0300", "0x0302")  # cards with and without a conne
 
 def gather_facts(version: str, *, root: Path = Path("/")) -> MachineFacts:
     """What there is. version: of this package; root: where proc/ and sys/ are."""
-    hardware = Hardware.measure(root=root)
+    hardware, now = Hardware.measure(root=root), datetime.now(UTC)
     gpu = gpu_of(root)
+    hardware = with_card(hardware, gpu)
     return without_names(
         MachineFacts(
             program=Program(
@@ -67,7 +70,8 @@ def gather_facts(version: str, *, root: Path = Path("/")) -> MachineFacts:
             libraries=tuple(libraries()),
             limits=Limits.read(root=root),
             folders=tuple(folders()),
-            rates=rates_of(hardware, gpu, datetime.now(UTC)),
+            rates=rates_of(hardware, now),
+            refused_lock=refused_lock(hardware, now),
         )
     )
 
@@ -188,12 +192,25 @@ def _unsafe(path: Path) -> str | None:
         return None
 
 
-def rates_of(hardware: Hardware, gpu: Gpu, now: datetime) -> Rates:
-    """The kept rates of `hardware`, with those of the GPU where there is one that this version can use."""
-    if gpu.driver.is_usable and not gpu.missing_packages:
-        card = gpu.driver.devices[0]
-        on = GpuHardware(card.name, gpu.driver_version or "", card.total_bytes, card.total_bytes)
-        hardware = replace(hardware, gpu=on)
+def with_card(hardware: Hardware, gpu: Gpu) -> Hardware:
+    """`hardware` with the GPU, where there is one that this version can use."""
+    if not gpu.driver.is_usable or gpu.missing_packages:
+        return hardware
+    card = gpu.driver.devices[0]
+    on = GpuHardware(card.name, gpu.driver_version or "", card.total_bytes, card.total_bytes)
+    return replace(hardware, gpu=on)
+
+
+def refused_lock(hardware: Hardware, now: datetime) -> RefusedLock | None:
+    """What was refused last on this machine, and when."""
+    last = last_refusal(hardware, lock_path())
+    if last is None:
+        return None
+    return RefusedLock(last.refused_at, age_days(last.refused_at, now), last.wanted_bytes, last.locked_bytes)
+
+
+def rates_of(hardware: Hardware, now: datetime) -> Rates:
+    """The kept rates of `hardware`."""
     found = describe_rates(hardware, default_path())
     measured = tuple(
         MeasuredRates(entry.name, entry.measured_at, age_days(entry.measured_at, now), entry.problems)

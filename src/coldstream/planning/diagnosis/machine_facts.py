@@ -107,6 +107,16 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class RefusedLock:
+    """What the system refused to page-lock for a GPU when a model was opened last."""
+
+    refused_at: str
+    age_days: int
+    wanted_bytes: int
+    locked_bytes: int
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """All that was seen. No text in it has a home directory's path or a user's name."""
 
@@ -118,3 +128,4 @@ class MachineFacts:
     limits: Limits
     folders: tuple[Folder, ...]
     rates: Rates
+    refused_lock: RefusedLock | None = None
