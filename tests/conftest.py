@@ -52,7 +52,7 @@ settings.load_profile("repeatable")
 
 HALVED_ABOVE = 25  # numbers of examples that tests give; with less, an example is long
 SHARDS = 3  # of the cases of a test marked `sharded`, unless it says how many: `sharded(9)`
-OF_SHARDS = 6  # of tests that are cases of one: `sharded(of="processes")`
+OF_SHARDS = 9  # of tests that are cases of one: `sharded(of="processes")`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,12 +13,10 @@ tools/prose.toml.
 
 import argparse
 import ast
-import io
 import json
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,6 +38,11 @@ _ITEM: Final = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
 _PART: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _C_TEXT: Final = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _NAME: Final = re.compile(r"\b[A-Za-z_]\w*\b")
+# Of a module that can be parsed: strings, which are left out, comments and names.
+_PYTHON_TOKEN: Final = re.compile(
+    r'''[rbfuRBFU]{0,2}("""|\'\'\'|"|\')(?:\\.|.)*?\1|(?P<comment>#[^\n]*)|(?P<name>\b[^\W\d]\w*)''',
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -189,11 +192,13 @@ def read_python(text: str) -> Source:
                 )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
             found.prose.append((node.lineno, plain(node.value)))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            found.prose.append((token.start[0], plain(token.string)))
-        elif token.type == tokenize.NAME:
-            found.identifiers.append((token.start[0], token.string))
+    line, end = 1, 0
+    for token in _PYTHON_TOKEN.finditer(text):
+        line, end = line + text.count("\n", end, token.start()), token.start()
+        if token["comment"]:
+            found.prose.append((line, plain(token["comment"])))
+        elif token["name"]:
+            found.identifiers.append((line, token["name"]))
     return found
 
 
@@ -227,8 +232,8 @@ def tracked(root: Path = ROOT) -> list[str]:
     return [path for path in paths if Path(path).suffix in LANGUAGES]
 
 
-def places(path: str, source: Source, words: Sequence[Word]) -> list[Place]:
-    """Where retired words stand in one file, its name included."""
+def places(path: str, source: Source, words: Sequence[Word], known: dict[str, list[str]]) -> list[Place]:
+    """Where retired words stand in one file, its name included. known: identifiers with theirs, so far."""
     found = [
         Place(word.name, path, line, match, False)
         for word in words
@@ -236,9 +241,9 @@ def places(path: str, source: Source, words: Sequence[Word]) -> list[Place]:
         for match in word.in_prose(text)
     ]
     names = [(0, Path(path).stem), *source.identifiers]
-    different = {name for _, name in names}
-    retired = {name: [word.name for word in words if word.in_identifier(name)] for name in different}
-    return found + [Place(word, path, line, name, True) for line, name in names for word in retired[name]]
+    for name in {name for _, name in names} - known.keys():
+        known[name] = [word.name for word in words if word.in_identifier(name)]
+    return found + [Place(word, path, line, name, True) for line, name in names for word in known[name]]
 
 
 @dataclass
@@ -263,13 +268,13 @@ class Report:
 
 def measure(root: Path, paths: Sequence[str], words: Sequence[Word]) -> Report:
     """Reads the files."""
-    report = Report()
+    report, known = Report(), dict[str, list[str]]()
     for path in paths:
         source = READERS[LANGUAGES[Path(path).suffix]]((root / path).read_text())
         if source.sentences:
             report.counts[path] = [count_words(sentence) for sentence in source.sentences]
             report.long += [(path, each) for each in source.sentences if count_words(each) > MAX_WORDS]
-        report.found.extend(places(path, source, words))
+        report.found.extend(places(path, source, words, known))
     return report
 
 

@@ -57,7 +57,7 @@ def test_codes_of_q2_0_have_no_mean_and_use_all_four() -> None:
     assert "Q2_0" in SCALES
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kind", ["experts", "weights"])
 @pytest.mark.parametrize("quant_type", QUANTISED, ids=lambda quant_type: quant_type.name)
 def test_a_model_of_any_type_computes(quant_type: QuantType, kind: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_help_lists_the_verbs_and_imports_nothing_heavy() -> None:
     assert all(f"  {verb} " in shown for verb in VERBS)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_help_of_a_verb_needs_no_torch(verb: str) -> None:
     assert "torch" not in _imports(verb, "--help")
@@ -77,7 +77,7 @@ def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
     assert command.short_help == VERBS[verb]
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -171,7 +171,7 @@ _NAMES = {
 }
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_explained_under_its_usual_name(verb: str) -> None:
     from coldstream.cli.main import cli

@@ -72,7 +72,7 @@ def _run_with_closed_pipes(folder: Path, command: str, *streams: str) -> tuple[i
     return process.returncode, out or err or ""
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_output_is_not_read(folder: Path, command: str) -> None:
     code, notes = _run_with_closed_pipes(folder, command, "stdout")
@@ -82,13 +82,13 @@ def test_the_output_is_not_read(folder: Path, command: str) -> None:
     assert "Exception" not in notes
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_stream_is_read(folder: Path, command: str) -> None:
     assert _run_with_closed_pipes(folder, command, "stdout", "stderr") == (141, "")
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_output_is_closed_from_the_start(folder: Path, command: str) -> None:
     done = _run(folder, command, ">&-")

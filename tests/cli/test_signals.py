@@ -153,7 +153,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "module",

@@ -80,7 +80,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sp01_any_draft_leaves_the_answers_of_the_demo_model(
@@ -96,7 +96,7 @@ def test_sp01_any_draft_leaves_the_answers_of_the_demo_model(
             assert drafted.statistics.speculation.tokens_per_step > min(budget, 4)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", ["right", "random"])
 def test_sp01_sp05_trap_more_than_four_drafts_leave_the_answers_of_a_dense_model(
@@ -108,7 +108,7 @@ def test_sp01_sp05_trap_more_than_four_drafts_leave_the_answers_of_a_dense_model
         check_same(tiny.expected(prompt, params), llm.generate(prompt, params)[0])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("taken", [1, 3, 4, 10])
 def test_sp08_a_stream_that_is_left_within_a_run_goes_on_as_without_drafts(

@@ -101,7 +101,7 @@ def wanted(path: Path) -> list[list[Answer]]:
         return [alone(LLM.from_opened(opened), *wish) for wish in mixed_wishes(32)]
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("num_nodes", BUDGETS)
 @pytest.mark.parametrize("size", [ROOMY, CacheSize(num_blocks=4, num_states=3)], ids=["roomy", "tight"])
 def test_sp08_32_concurrent_requests_with_drafts_are_each_what_they_are_alone(

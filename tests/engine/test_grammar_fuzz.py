@@ -176,7 +176,7 @@ def test_large_schemas(llm: LLM) -> None:
         is_served(llm, "json_schema", json.dumps(schema))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

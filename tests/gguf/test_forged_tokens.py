@@ -55,7 +55,7 @@ def test_tm04_nothing_forged_gets_through(source: str) -> None:
     assert counts["through_by_parsing"] > 30
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_honest_conversations_have_the_text_and_ids_of_transformers(source: str) -> None:
     with Comparison("Qwen3.5", source) as comparison:

@@ -247,7 +247,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("unit", CLASSES.values(), ids=CLASSES.keys())
 def test_tk01_a_mebibyte_of_one_class_is_encoded_whole(unit: str) -> None:

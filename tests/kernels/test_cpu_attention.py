@@ -152,7 +152,7 @@ def test_without_a_gate_it_is_as_with_gates_that_are_open(
     assert same_bits(exact, actual[0])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("first", [0, 1, 62, 63, 64, 254, 255, 256, 257, 700])
 @pytest.mark.parametrize("count", [1, 2, 8, 9])
 def test_block_and_chunk_edges(runtimes: Runtimes, first: int, count: int) -> None:

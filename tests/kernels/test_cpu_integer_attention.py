@@ -57,7 +57,7 @@ def test_head_sizes(runtimes: Runtimes, name: str, head_dim: int) -> None:
     check(runtimes, make_case((0, 61, 9), cache_name=name, head_dim=head_dim))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(name=INTEGER_TYPES, groups=[(1, 1), (3, 3), (6, 1), (8, 2), (70, 1)], count=[1, 20])
 def test_head_groups(runtimes: Runtimes, name: str, groups: tuple[int, int], count: int) -> None:
     heads = dict(zip(("num_heads", "num_kv_heads"), groups, strict=True))
@@ -139,14 +139,14 @@ WINDOWS = (1, 2, 63, 64, 65, 100, 256, 300, 10**12)
 ROWS = ((0, 9), (60, 1), (250, 12), (519, 3))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(name=TYPES, window=WINDOWS, rows=ROWS)
 def test_windows(runtimes: Runtimes, name: str, window: int, rows: tuple[int, int]) -> None:
     """What lies before them decodes to NaN, so that a position too many would be seen."""
     check(runtimes, make_case((0, *rows), cache_name=name, head_dim=32, window=window))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("window", [20, 70, 300])
 def test_windows_of_prompts_begin_in_several_chunks(runtimes: Runtimes, name: str, window: int) -> None:

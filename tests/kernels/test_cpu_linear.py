@@ -48,7 +48,7 @@ def test_entries_are_gathered_as_they_are_permuted(quant_type: QuantType, tier: 
             assert same_bits(*linear(fast, x[:num_rows], [weight]), expected)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TIER
 @EVERY_TYPE
 def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
@@ -60,7 +60,7 @@ def test_tiers_equal_generic(quant_type: QuantType, tier: str) -> None:
             assert same_bits(*linear(fast, x, [weight]), *linear(generic, x, [weight]))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(quant_type=sorted(INTEGER_TYPES), tier=VECTOR_TIERS, cols=[512, 2048, 2304])
 def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, cols: int) -> None:
     runtime = _csrc.Runtime(2, tier)
@@ -71,7 +71,7 @@ def test_sp02_rows_do_not_depend_on_the_batch(quant_type: QuantType, tier: str, 
         assert same_bits(linear(runtime, x[:rows], [weight])[0], alone[:rows])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(quant_type=list(QuantType), tier=VECTOR_TIERS, byte=[0x00, 0x7F, 0x80, 0xFE, 0xFF])
 def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
     """The largest codes and sub-block scales, under ordinary float scales, fill the integers most."""
@@ -92,7 +92,7 @@ def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(
     quant_type=list(QuantType),
     tier=VECTOR_TIERS,
@@ -112,7 +112,7 @@ def test_gg16_hostile_scales(quant_type: QuantType, tier: str, scale: int) -> No
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TYPE
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 def test_hostile_activations(quant_type: QuantType, tier: str) -> None:
@@ -139,7 +139,7 @@ def test_several_weights_share_one_input(tier: str) -> None:
             assert same_bits(result, linear(runtime, x, [load(weight)])[0])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 @EVERY_TYPE
 def test_nothing_is_read_beyond_the_last_byte(quant_type: QuantType, tier: str) -> None:

@@ -57,7 +57,7 @@ def test_unpackers(quant_type: QuantType, seed: int, host: Path) -> None:
     assert_same_bits(actual, reference.dequantize(weight))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TYPE
 def test_unpackers_of_hostile_scales(quant_type: QuantType, host: Path) -> None:
     """Any scale gives what IEEE arithmetic gives."""
@@ -89,7 +89,7 @@ def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TYPE
 def test_kernels_stay_in_registers(quant_type: QuantType) -> None:
     assert stack_bytes(compile_instance(PROGRAM.source, instance_of(quant_type), "sm_90")) == 0

@@ -52,7 +52,7 @@ def instances_and_archs() -> Iterator[tuple[QuantType, str, str]]:
             yield quant_type, instance(tiling, gated), arch_of(tiling, number + place)
 
 
-@pytest.mark.sharded(9)
+@pytest.mark.sharded(18)
 @pytest.mark.parametrize(
     ("quant_type", "kernel", "arch"), [*instances_and_archs()], ids=lambda each: getattr(each, "name", each)
 )

@@ -72,7 +72,7 @@ def _cases() -> Iterator[tuple[str, str, str]]:
             yield source, instance, ARCHS[(k + s) % len(ARCHS)]
 
 
-@pytest.mark.sharded(18)
+@pytest.mark.sharded(36)
 @pytest.mark.parametrize(("source", "instance", "arch"), [*_cases()])
 def test_kernels_compile_and_stay_in_registers(source: str, instance: str, arch: str, tmp_path: Path) -> None:
     code = compile_instance(KERNELS / source, instance, arch, tmp_path)

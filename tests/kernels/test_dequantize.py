@@ -51,7 +51,7 @@ def assert_equal_bits(blocks: np.ndarray, quant_type: QuantType) -> None:
     np.testing.assert_array_equal(actual[number].view(np.uint32), expected[number].view(np.uint32))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TYPE
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), blocks_per_row=st.integers(1, 3))
 def test_random_blocks_equal_gguf(quant_type: QuantType, seed: int, rows: int, blocks_per_row: int) -> None:

@@ -217,7 +217,7 @@ def head_error(name: str, outlier: int) -> float:
     return float(((got - want).square().mean() / want.square().mean()).sqrt())
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(("name", "outlier"), LARGEST_ERRORS)
 def test_a_head_is_as_close_to_float64_as_its_roundings_allow(name: str, outlier: int) -> None:
     error = head_error(name, outlier)
@@ -260,14 +260,14 @@ def seen_by_hand(case: Case) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(name=INTEGER_TYPES, first=[0, 60, 250, 500], window=[None, 1, 64, 100])
 def test_a_row_sees_its_positions_alone(name: str, first: int, window: int | None) -> None:
     case = make_case((0, first, 7), cache_name=name, window=window)
     assert torch.equal(case.expected()[0], seen_by_hand(case))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", INTEGER_TYPES)
 @pytest.mark.parametrize("value", EXTREMES)
 def test_extreme_values_are_zeros_or_nan_and_stay_with_who_sees_them(name: str, value: float) -> None:

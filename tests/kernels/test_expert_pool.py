@@ -41,7 +41,7 @@ def ids_of(*rows: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @all_pairs(tier=("generic", *VECTOR_TIERS), is_prefill=[False, True], name=list(distributions()))
 def test_every_distribution_has_the_bits_of_experts_in_memory(
     expert_file: ExpertFile, tier: str, is_prefill: bool, name: str

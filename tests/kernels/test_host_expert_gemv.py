@@ -24,7 +24,7 @@ Types = tuple[QuantType, QuantType, QuantType]
 Q4K, Q6K, Q8, Q5, F16 = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q5_0, QuantType.F16
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("types", "shared_types"),
     [

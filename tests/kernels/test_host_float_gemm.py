@@ -53,7 +53,7 @@ def test_parts_of_tiles(tiling: FloatTiling, num_tokens: int, num_rows: int) -> 
     check(activations(4, num_tokens, 40), random_weight(QuantType.BF16, (num_rows, 40), 5), tiling, gap=3)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @EVERY_TYPE
 @pytest.mark.parametrize("num_values", [1, 15, 17, 77, 130])
 def test_rows_that_begin_anywhere(quant_type: QuantType, num_values: int) -> None:

@@ -66,7 +66,7 @@ def test_blocks_by_single_warps(quant_type: QuantType) -> None:
     compare(tiling, quant_type, BLOCK_SIZES)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 def test_the_greatest_and_the_least_codes(quant_type: QuantType) -> None:
     weight, x = extreme_weight(quant_type, 512), activations(1, 9, 512)

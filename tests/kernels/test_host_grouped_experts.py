@@ -15,7 +15,7 @@ from host_device import LIMITS, TURING_LIMITS
 pytestmark = pytest.mark.usefixtures("host")
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("quant_type", EVERY_TYPE, ids=lambda t: t.name)
 def test_every_type(quant_type: QuantType) -> None:
     layer = Layer.random((quant_type,) * 3, (5, 256, 512), (quant_type,) * 3, 256)

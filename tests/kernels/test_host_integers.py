@@ -168,7 +168,7 @@ PROMPTS = (
 )
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize(("parts", "window"), PROMPTS)

@@ -109,7 +109,7 @@ def test_bits_of_floats_do_not_change_where_gemm_takes_over(quant_type: QuantTyp
     assert_same(more[:-1], fewer)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     "types",
     [

@@ -130,7 +130,7 @@ def test_keys_and_values_in_turn() -> None:
     check([Part(200, 1), Part(300, 2)], "i16", (16, 2, 256), None, 0, TURING_LIMITS)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 96), (16, 2, 256)])
 def test_chunks_have_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:

@@ -44,7 +44,7 @@ def product_by_hand(x: torch.Tensor, weight: QuantTensor) -> F:
     return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 11))
@@ -87,7 +87,7 @@ def rounding_bound(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
     return linear(steps, by_block) / 2 + 2.0**-20 * magnitude
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("quant_type", sorted(INTEGER_TYPES), ids=lambda t: t.name)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), groups=st.integers(2, 4))

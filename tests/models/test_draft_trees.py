@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Mo
         yield Model(arch, paths[arch], kv_type, Oracle(runner))
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier: str) -> None:
     """With one thread or two alternately, which share out rows alike whatever the tier and the cache."""
@@ -74,7 +74,7 @@ def test_sp03_trap_37_rows_of_trees_see_their_own_path_alone(model: Model, tier:
             check_batch_of_trees(prompts, model.oracle, random)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [3, 40, 290])
 def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int) -> None:
@@ -89,7 +89,7 @@ def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int)
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
     path = write_variant(tmp_path, name)
@@ -99,7 +99,7 @@ def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
             check_batch_of_trees(prompts, oracle, random)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 def test_trees_of_a_model_whose_experts_come_from_the_disk(model: Model) -> None:
     file_bytes = model.path.stat().st_size
     with open_runner(model.path, threads=2, kv_type=model.kv_type) as mapped:
@@ -192,7 +192,7 @@ def branching_tree(seed: int) -> Tree:
     return next(tree for tree in iter(lambda: random_tree(random), None) if 4 < len(set(tree.parents)) < 20)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_tree_means_what_the_reference_defines(small_path: Path, kv_type: str, window: int | None) -> None:

@@ -40,7 +40,7 @@ def open_keeping(path: Path, aux_layers: tuple[int, ...] = AUX_LAYERS, **options
     return open_cpu(path, threads=2, context_length=CONTEXT, aux_layers=aux_layers, **options)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trap_29_every_aux_layer_has_its_own_features(tmp_path: Path, name: str) -> None:
     path, ids = write_variant(tmp_path, name), token_ids(6)

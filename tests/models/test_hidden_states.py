@@ -39,7 +39,7 @@ def runner(tmp_path: Path) -> Iterator[OneSequence]:
         yield opened
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_they_are_those_of_the_definition(tmp_path: Path, name: str) -> None:
     path, ids = write_variant(tmp_path, name), token_ids(6)

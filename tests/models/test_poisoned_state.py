@@ -144,7 +144,7 @@ def assert_like_fresh(llm: LLM, fresh: Answers, params: SamplingParams = GREEDY)
 KINDS = ("conv_state", "state", "k", "v")
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_a_state_between_two_tokens(llm: LLM, fresh: Answers, kind: str, everywhere: bool) -> None:
@@ -194,7 +194,7 @@ def test_nan_in_a_state_between_two_steps_of_a_prompt(
     assert_like_fresh(llm, fresh)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_nan_in_logits_however_a_token_is_chosen(
     llm: LLM, fresh: Answers, name: str, monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert np.array_equal(actual, expected)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(("family", "kv_type"), [*((FAMILIES[0], name) for name in CACHE_LAYOUTS), *OTHERS])
 @pytest.mark.parametrize("tier", _csrc.supported_tiers())
 def test_nf01_what_a_reset_leaves_behind_on_a_cpu(

@@ -86,7 +86,7 @@ RATIOS = (1 / 20, 1 / 3, 1.0, 3.0, 20.0)
 WRONG = (0.1, 1.0, 10.0)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(("first", "second"), itertools.product(WRONG, WRONG))
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_forecast_that_is_ten_times_wrong_costs_some_tens_of_steps(
@@ -102,7 +102,7 @@ def test_a_forecast_that_is_ten_times_wrong_costs_some_tens_of_steps(
     assert mean(run(balance, machine, later)) <= 1.1 * best_fixed(times, later)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("times_as_slow", [2.0, 10.0])
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -134,7 +134,7 @@ def test_a_drift_is_followed(slow: int) -> None:
         assert mean(found[begin : begin + 75]) <= 1.1 * best_fixed(times, updates)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("period", [1, 2, 3, 7, 20, 50])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_two_modes_that_flip_are_not_chased(period: int, slow: int) -> None:

@@ -73,7 +73,7 @@ async def answered(http: httpx2.AsyncClient, path: str, body: dict[str, Any]) ->
     return str(choice["message"]["content"] if path == CHAT else choice["text"])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("fields", "fits"), CASES)
 async def test_a_constraint_is_obeyed(http: httpx2.AsyncClient, path: str, fields: Any, fits: Any) -> None:

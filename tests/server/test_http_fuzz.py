@@ -60,7 +60,7 @@ def test_all_routes_are_tried(api: BaseSchema) -> None:
     assert sorted(result.ok().label for result in api.get_all_operations()) == sorted(ROUTES)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("route", "mode"),
     [(route, mode) for route in ROUTES for mode in GenerationMode if mode.is_positive or "POST" in route],

@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rq02_what_would_take_more_memory_than_it_is_long_is_refused(
@@ -103,7 +103,7 @@ LARGEST: dict[str, bytes] = {
 }
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("kind", LARGEST)
 def test_rq02_what_passes_takes_a_bounded_multiple_of_its_length(

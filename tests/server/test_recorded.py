@@ -112,7 +112,7 @@ def names_of(tools: list[dict[str, Any]]) -> Iterator[str]:
             yield from names_of(tool["tools"])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(("name", "number"), CASES, ids=[f"{name[:-5]}-{number}" for name, number in CASES])
 async def test_a_recorded_request_is_served_with_all_that_it_says(
     agent: httpx2.AsyncClient, recording: Recording, name: str, number: int

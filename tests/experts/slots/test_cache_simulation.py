@@ -91,7 +91,7 @@ class Simulation:
         self.caller.quiesce()
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("first_seed", range(0, 120, 10))
 def test_ex04_no_step_ever_reads_another_experts_bytes(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):

@@ -313,7 +313,7 @@ def weather(kind: str, num_steps: int = 300) -> np.ndarray:
     return np.array([np.arange(4) + 4 * (step % 4) for step in range(num_steps)])  # all tied
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kind", ["uniform", "one hot", "phases", "tied"])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "ours", "random"])
 def test_ex06_never_more_evictions_than_misses(kind: str, policy: str) -> None:

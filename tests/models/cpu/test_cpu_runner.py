@@ -35,7 +35,7 @@ def family_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return write_variant(tmp_path_factory.mktemp("models"), request.param)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kv_type", ["f32", "i16"])
 def test_the_graph_computes_what_the_reference_defines(model_path: Path, kv_type: str) -> None:
     ids = token_ids(7)

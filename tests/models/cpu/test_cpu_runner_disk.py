@@ -65,7 +65,7 @@ def mapped(moe_path: Path) -> tuple[Array, list[Array]]:
 
 
 # One thread or several, alternately, share out experts alike wherever these come from.
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("share", "threads"),
     [(share, 1 + (i + j) % 3) for i, share in enumerate(SHARES) for j in range(1 + (i == 0))],

@@ -47,7 +47,7 @@ def blocks_of(path: Path, sizes: Limits) -> Sequence[Block]:
     return Loaded.into(MemoryPlan(), file, spec, sizes, 64).model.blocks
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [*((variant, RESIDENT) for variant in VARIANTS), *((family, PARTIAL) for family in FAMILIES)],

@@ -114,7 +114,7 @@ def path_of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return write_mixed_layers(tmp_path_factory.mktemp("models"), request.param)
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("share", "streamed", "prefetching"),

@@ -84,7 +84,7 @@ def outputs_of(sequence: MtpSequence, ids: list[int], hidden: np.ndarray) -> np.
     return np.stack([appended(sequence, [token], hidden[i : i + 1]) for i, token in enumerate(ids)])
 
 
-@pytest.mark.sharded(6)
+@pytest.mark.sharded(9)
 @pytest.mark.parametrize("kv_type", ["f32", "i16", "i4"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_graph_computes_what_the_reference_defines(tmp_path: Path, name: str, kv_type: str) -> None:
