@@ -162,12 +162,8 @@ def command(
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
-    for measured in (*_described_runs(planned), *_described_rates(planned)):
-        note(measured)
-    if assumed := known.rates.describe_assumed(rates_used(plan, pool)):
-        note(f"not measured on this machine but assumed: {assumed}")
-    if estimated := known.rates.shares.describe_estimated(shares_used(plan, pool)):
-        note(f"not measured on this machine but estimated by others: {estimated}")
+    for about in (*_described_runs(planned), *_described_rates(planned), *_described_estimates(planned)):
+        note(about)
 
 
 def _described_rates(planned: "Planned") -> Iterator[str]:
@@ -188,6 +184,15 @@ def _described_rates(planned: "Planned") -> Iterator[str]:
                     f"that was under load ({', '.join(entry.problems)}), so it is a starting point: a later "
                     "start measures again, once other programs rest"
                 )
+
+
+def _described_estimates(planned: "Planned") -> Iterator[str]:
+    """What the forecast takes that was not measured here."""
+    rates, plan, pool = planned.known.rates, planned.plan, planned.run.pool
+    if assumed := rates.describe_assumed(rates_used(plan, pool)):
+        yield f"not measured on this machine but assumed: {assumed}"
+    if estimated := rates.shares.describe_estimated(shares_used(plan, pool)):
+        yield f"not measured on this machine but estimated by others: {estimated}"
 
 
 def _described_runs(planned: "Planned") -> Iterator[str]:
