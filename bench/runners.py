@@ -213,7 +213,8 @@ def _miss_times(streamed: float) -> MissTimes | None:
     if not streamed:
         return None
     cpu = max(1, round(1e6 * streamed))
-    return MissTimes(max(1, round(1e6 * (1 - streamed))), (cpu,) * MAX_MAILBOX_ROWS)
+    times = MissTimes(max(1, round(1e6 * (1 - streamed))), (cpu,) * MAX_MAILBOX_ROWS)
+    return replace(times, layer=10**9)  # all that is guessed comes in time
 
 
 def _pool(file: GGUFFile, spec: ModelSpec, placement: PlacementPlan, count: int) -> PoolPlan:

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
-from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
+from coldstream.kernels.experts.split import BY_MISSES, NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import SUMS
 from coldstream.placement.controls import Controls, Moves
 
@@ -56,7 +56,7 @@ class Steps:
         elapsed = 0
         for _ in range(count):
             for layer in range(len(self.most)):
-                table = (tried if layer == 0 else words)[-(MAX_RANKS + 1) :]
+                table = (tried if layer == 0 else words)[BY_MISSES]
                 elapsed += self._layer(layer, table, times)
         return elapsed / 1e9
 
@@ -166,7 +166,7 @@ def test_absurd_stamps_make_no_absurd_table() -> None:
         shares.learn(Seen(np.array(work).T, sums, rng.integers(0, 2**64, LAYERS, np.uint64)))
         for words in shares.words():
             assert words.shape == (NUM_WORDS,)
-            table = words[-(MAX_RANKS + 1) :]
+            table = words[BY_MISSES]
             assert ((table >= 0) & (table <= np.arange(MAX_RANKS + 1))).all()
 
 

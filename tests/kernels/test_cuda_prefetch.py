@@ -16,7 +16,8 @@ from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import Partition, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM
-from coldstream.kernels.experts.split import NUM_WORDS
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
@@ -58,7 +59,9 @@ def fetch(
 ) -> None:
     """When so many layers have been shared out."""
     ring._reached.fill_(reached)
-    ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32, device=CUDA), stacks)
+    in_time = MissTimes(1, (1000,) * MAX_MAILBOX_ROWS, layer=10**6).words(copies_ahead=True)
+    times = torch.tensor(in_time, dtype=torch.int32, device=CUDA)
+    ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32, device=CUDA), stacks, times)
     torch.cuda.synchronize()
     assert not ring._arrivals.any()
 

@@ -223,11 +223,11 @@ def test_what_is_chosen_is_shared_out_and_the_ring_emptied(host: HostDevice) -> 
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("num_fetched", [0, 2])
+@pytest.mark.parametrize("num_places", [0, 2])
 @pytest.mark.parametrize("mapped", [0, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_the_cpu_gets_a_guess_at_what_a_single_token_will_ask(
-    tokens: int, mapped: int, num_fetched: int
+    tokens: int, mapped: int, num_places: int
 ) -> None:
     """Of the guess: what has no slot, is not fetched, and is not the bus's share of what is left."""
     ranks, experts, cols, later = 8, 40, 32, 3
@@ -235,9 +235,10 @@ def test_the_cpu_gets_a_guess_at_what_a_single_token_will_ask(
     x, weight, guess = (torch.randn(n, cols, generator=generator) for n in (tokens, experts, experts))
     slots = (torch.arange(experts) % 3 == 0) * 1000
     stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True, mapped=mapped, step=16) for _ in range(MATRICES)]
-    times = MissTimes(10, tuple(20 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)))
+    times = MissTimes(10, tuple(20 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)), layer=1)
     box = Mailbox.planned(ranks, cols, tokens)
-    hints = hints_of(stacks, torch.tensor(times.words(), dtype=torch.int32), box, later, num_fetched)
+    words = torch.tensor(times.words(copies_ahead=num_places > 0), dtype=torch.int32)
+    hints = hints_of(stacks, words, box, later, num_places)
     outs, guesses = Outputs(tokens, ranks, experts), Outputs(tokens, ranks, experts)
     ahead = Ahead(guess, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor, hints)
     arrivals = torch.zeros(1, dtype=torch.int32)
@@ -250,11 +251,13 @@ def test_the_cpu_gets_a_guess_at_what_a_single_token_will_ask(
         return
     ids = guesses.ids.checked()[0].tolist()
     missing = [expert for expert in ids if expert % 3]
-    missing = missing[num_fetched:]
-    num_on_bus = times.by_misses(ranks)[len(missing)] if mapped else 0
     assert 0 < len(missing) < ranks
-    assert bool(mapped) == (num_on_bus > 0)
-    on_cpu = missing[num_on_bus:]
+    if num_places:
+        num_elsewhere = min(num_places, times.by_fetches(ranks)[len(missing)])
+    else:
+        num_elsewhere = times.by_misses(ranks)[len(missing)] if mapped else 0
+    assert (num_elsewhere > 0) == bool(mapped or num_places)
+    on_cpu = missing[num_elsewhere:]
     assert on_cpu
     assert words[:ranks] == [(later + 1) << 16 | (each + 1 if each in on_cpu else 0) for each in ids]
     assert not any(words[ranks:])

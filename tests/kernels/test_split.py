@@ -1,5 +1,6 @@
 """The choice of who reads a missing expert: no other choice of the same order is faster, by definition."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
-from coldstream.kernels.experts.split import MAX_NS, NUM_WORDS, WHOLE, MissTimes, streamed_experts
+from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, NUM_WORDS, WHOLE, MissTimes, streamed_experts
 
 FLAT = (50,) * MAX_MAILBOX_ROWS
 rows = st.lists(st.one_of(st.integers(1, 12), st.integers(60, 512)), max_size=10)
@@ -93,7 +94,37 @@ def test_words_are_what_the_device_reads() -> None:
     words = times.words()
     assert len(words) == NUM_WORDS
     assert words[:7] == (7, 3, 3 * 1024 // 900, 900, 800, 1, 2)
-    assert words[-MAX_RANKS - 1 :] == times.by_misses(MAX_RANKS)
+    assert words[BY_MISSES] == times.by_misses(MAX_RANKS)
+    assert not any(words[-MAX_RANKS - 1 :])
+    assert times.words(copies_ahead=True) == words, "of a layer that takes an unknown time"
+    ahead = replace(times, layer=20).words(copies_ahead=True)
+    assert ahead[: BY_MISSES.start] == words[: BY_MISSES.start]
+    assert not any(ahead[BY_MISSES])
+    assert ahead[-MAX_RANKS - 1 :] == replace(times, layer=20).by_fetches(MAX_RANKS)
+
+
+@given(times=miss_times(), layer=st.integers(1, 1000))
+def test_what_is_copied_ahead_comes_in_time_and_more_would_not(times: MissTimes, layer: int) -> None:
+    fetches = replace(times, layer=layer).by_fetches(MAX_RANKS)
+    for misses, fetched in enumerate(fetches):
+        for number in range(misses + 1):
+            rest = misses - number
+            in_time = layer + (times.answer + rest * times.cpu[0] if rest else 0)
+            if number * times.bus <= in_time:
+                assert fetched >= number
+            elif misses > 1:
+                assert fetched != number
+    assert fetches[:2] == (0, times.bus <= 2 * layer)
+    assert replace(times, layer=0).by_fetches(MAX_RANKS) == (0,) * (MAX_RANKS + 1)
+
+
+def test_a_slower_cpu_leaves_time_to_copy_more() -> None:
+    cpu = tuple(20_000 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1))
+    times = MissTimes(48_000, cpu, answer=20_000, layer=43_000)
+    assert times.by_fetches(8) == (0, 1, 1, 1, 2, 2, 2, 2, 3)
+    slow = replace(times, cpu=tuple(3 * each for each in cpu))
+    assert all(more >= fewer for more, fewer in zip(slow.by_fetches(8), times.by_fetches(8), strict=True))
+    assert slow.by_fetches(8)[8] == 5
 
 
 @pytest.mark.parametrize(

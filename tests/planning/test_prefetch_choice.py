@@ -66,7 +66,10 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
         assert planned.hardware == MACHINE
         assert planned.run.threads == 3
         rates = Rates.of(planned.hardware)
-        assert planned.run.miss_times == miss_times(max(planned.plan.expert_bytes), rates)
+        times = planned.run.miss_times
+        assert times is not None
+        assert times == replace(miss_times(max(planned.plan.expert_bytes), rates), layer=times.layer)
+        assert times.layer > 0
         assert planned.run.max_cpu_rows == min(MAX_CPU_ROWS, planned.plan.fixed.chunk_size)
         assert planned.run.copy_bytes_per_step == COPY_BYTES_PER_STEP
 

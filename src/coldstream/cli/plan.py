@@ -307,8 +307,13 @@ def _described_steps(planned: "Planned", expected: Forecast, faster: Forecast) -
 def _described_misses(run: RunPlan) -> str:
     """What is done about experts that are not in the GPU's memory."""
     threads = f"{run.threads} CPU threads compute"
-    if run.miss_times is not None:
-        by_bus = ", ".join(map(str, run.miss_times.by_misses(run.placement.model.num_experts_per_tok)[1:]))
+    num_chosen = run.placement.model.num_experts_per_tok
+    if run.miss_times is not None and run.prefetch and run.miss_times.layer:
+        fetched = (min(each, run.prefetch) for each in run.miss_times.by_fetches(num_chosen)[1:])
+        missed = f"of 1, 2, … experts that a layer of a token misses {', '.join(map(str, fetched))}"
+        first = f"{missed} come over the bus before their router has run, {threads} the others"
+    elif run.miss_times is not None:
+        by_bus = ", ".join(map(str, run.miss_times.by_misses(num_chosen)[1:]))
         missed = f"of 1, 2, … experts that a token misses {by_bus} come over the bus"
         first = f"{missed} at first, {threads} the others"
     else:

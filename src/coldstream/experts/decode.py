@@ -86,7 +86,12 @@ class DecodeExperts:
     def set_times(self, times: MissTimes) -> None:
         """Has all layers share out by these times. No step may be running."""
         for table in (self.times, self.tried_times):
-            write(table, np.array(times.words(), np.int32))
+            write(table, np.array(times.words(copies_ahead=self.copies_ahead), np.int32))
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether experts of a single token are copied to the device before their router has run."""
+        return self.guesses(1)
 
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows guesses at later layers' experts."""
@@ -137,8 +142,8 @@ class DecodeExperts:
         """Whether the CPU reads ahead what a step's routers guess: that of one token."""
         return tokens == 1 and self._tables.is_mapped and self._can_look_ahead
 
-    def _hints(self, later: int, num_fetched: int) -> Hints:
-        return hints_of(self._tables.layers[later], self.times, self._mailbox, later, num_fetched)
+    def _hints(self, later: int, num_places: int) -> Hints:
+        return hints_of(self._tables.layers[later], self.times, self._mailbox, later, num_places)
 
     def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
         """Places for the experts that `num_pairs` pairs of a layer may want."""
@@ -160,11 +165,11 @@ class DecodeExperts:
         """Queues prefetches for layer `later`. The layers before it run beside them and do not wait."""
         stacks, guesses = self._tables.layers[later], self.chosen.guessed[later, :tokens]
         if self._beside is None:
-            self._device.launch(ring.fetch, later, guesses, stacks)
+            self._device.launch(ring.fetch, later, guesses, stacks, self.times)
             return
         self._beside.wait_stream(streams.current_stream())
         with streams.on_stream(self._beside):
-            ring.fetch(later, guesses, stacks)
+            ring.fetch(later, guesses, stacks, self.times)
         self._has_forked = True
 
     def finish_step(self) -> None:

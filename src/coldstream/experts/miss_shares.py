@@ -18,7 +18,7 @@ from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
-from coldstream.kernels.experts.split import MAX_NS, MissTimes
+from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
 from coldstream.placement.control import Balance, Contradiction, Overhead, Work
 from coldstream.placement.controls import Controls, Moves
@@ -142,14 +142,14 @@ class MissShares:
             row_bus=_scaled(self._bus_ns, bus * self._tilt.factor),
         )
 
-    def words(self) -> tuple[Array, Array]:
+    def words(self, *, copies_ahead: bool = False) -> tuple[Array, Array]:
         """`MissTimes.words` for all layers, and for the one that tries what the others may never do."""
-        words = np.array(self.times.words(), np.int32)
+        words = np.array(self.times.words(copies_ahead=copies_ahead), np.int32)
         tried, by_bus = words.copy(), np.arange(MAX_RANKS + 1, dtype=np.int32)
         by_cpu, by_the_bus = self._balance.probes
         most = np.maximum(by_bus - 1, 0) if by_cpu else by_bus
         least = np.minimum(by_bus, 1) if by_the_bus else np.zeros_like(by_bus)
-        tried[-(MAX_RANKS + 1) :] = np.clip(tried[-(MAX_RANKS + 1) :], np.minimum(least, most), most)
+        tried[BY_MISSES] = np.clip(tried[BY_MISSES], np.minimum(least, most), most)
         return words, tried
 
     def statistics(self, num_ranks: int) -> MissShareStatistics | None:
@@ -194,6 +194,7 @@ class StampedShares:
         self, decode: DecodeExperts, shares: MissShares, work: Callable[[], CpuWork], num_layers: int
     ) -> None:
         self._work, self._num_layers, self._shares = work, num_layers, shares
+        self._copies_ahead = decode.copies_ahead
         self._stamps = ReadBack(decode.stamps)
         self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
         self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
@@ -235,6 +236,8 @@ class StampedShares:
 
     def _write(self) -> None:
         """Queues the tables. A running step may read some of both: any division is right."""
-        for ring, words in zip(self._tables, self._shares.words(), strict=True):
+        for ring, words in zip(
+            self._tables, self._shares.words(copies_ahead=self._copies_ahead), strict=True
+        ):
             ring.next_on_host()[:] = words
             ring.copy(len(words))

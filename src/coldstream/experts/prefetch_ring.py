@@ -41,11 +41,13 @@ class PrefetchRing:
         self._reached = zeros((1,), "int32")
         self.tallies = zeros((num_layers, len(TALLIES)), "int32")
 
-    def fetch(self, layer: int, guesses: DeviceArray, stacks: Sequence[ExpertTable]) -> None:
+    def fetch(
+        self, layer: int, guesses: DeviceArray, stacks: Sequence[ExpertTable], times: DeviceArray
+    ) -> None:
         """Queues the copies of experts in guesses, int32 [rows, K], on a stream that has waited for them.
 
-        stacks: gate, up and down of the layer, which the device reads over the bus. The stream must have no
-        other work at the same time.
+        stacks: gate, up and down of the layer, which the device reads over the bus. times: see `sharing_of`.
+        The stream must have no other work at the same time.
         """
         prefetch_experts_cuda(
             guesses,
@@ -55,6 +57,7 @@ class PrefetchRing:
             self._reached,
             self._arrivals,
             self.tallies,
+            times,
         )
 
     def prefetched(self, layer: int, stacks: Sequence[ExpertTable]) -> Prefetched:

@@ -43,7 +43,7 @@ ROW_BUS_BYTES: Final = 4.4e10
 PRODUCT_OF_ROW: Final = 0.4
 PRODUCT_OF_TILE: Final = 3.0
 PRODUCT_OF_TILE_ROW: Final = 0.03
-PREFETCHED: Final = 2  # experts of a layer that are worth guessing
+PREFETCHED: Final = 3  # experts of a layer that have places on the device before their router has run
 GUESSED: Final = 0.74  # share of missing experts that are guessed two layers ahead, in a trained model
 GUESS_LAUNCHES: Final = 0.6  # per layer: a second router in its router's launch, and a fork of the graph
 # Copies into slots beside a step. More would take memory bandwidth from the CPU's experts
@@ -111,7 +111,13 @@ def miss_times_of(model: ModelSizes, rates: Rates, *, is_layer: bool = False) ->
     """`miss_times` of the model's largest experts, with what the CPU takes for their types."""
     size = max(model.expert_bytes)
     products = model.products_of_expert(model.expert_bytes.index(size))
-    return miss_times(size, rates_of_experts(rates, size, products), is_layer=is_layer)
+    times = miss_times(size, rates_of_experts(rates, size, products), is_layer=is_layer)
+    return times if is_layer else replace(times, layer=_nanoseconds(_layer_seconds(model, rates)))
+
+
+def _layer_seconds(model: ModelSizes, rates: Rates) -> float:
+    """A token's, of a layer whose experts are all on the GPU, with its share of what is behind the layers."""
+    return decode_seconds(model, rates, [1.0] * model.num_layers) / model.num_layers
 
 
 def expert_seconds(expert_bytes: int, rates: Rates) -> Array:
@@ -176,13 +182,11 @@ def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds per token that prefetching up to PREFETCHED experts of a layer saves; may be negative.
 
-    Guessed experts arrive in time as far as the bus has room for them. Experts that are missed all the same
-    share the bus with them.
+    As many are copied as come in time (`MissTimes.by_fetches`), and of the others the bus reads none.
     """
     if model.is_dense:
         return 0.0
-    layer_s = decode_seconds(model, rates, hit_rates) / model.num_layers
-    chosen = model.num_experts_per_tok
+    layer_s, chosen = _layer_seconds(model, rates), model.num_experts_per_tok
     return sum(
         count * _layer_prefetch_gain(size, hit_rate, chosen, layer_s, of_layer)
         for count, size, hit_rate, of_layer in _kinds_of_layers(model, hit_rates, rates)
@@ -191,27 +195,26 @@ def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -
 
 
 def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float, rates: Rates) -> float:
-    """Of one layer in `prefetch_gain`. layer_s: the time of a token's layer."""
-    odds = _odds_of_misses(chosen, 1.0 - hit_rate)
-    fetched = [min(misses, PREFETCHED) for misses in range(chosen + 1)]
-    read = _shares_of_bus(chosen, size, rates)
-    expert_s = size / _row_bus_per_s(rates)
-    busy = min(1.0, _mean(odds, fetched) * expert_s / layer_s)
-    in_time = GUESSED * (1.0 - busy)
-    slowdown = 1.0 + min(1.0, busy + _mean(odds, read) * expert_s / layer_s)
-    shared = replace(
-        rates,
-        link_bytes_per_s=rates.link_bytes_per_s / slowdown,
-        link_beside_read=rates.link_beside_read / slowdown,
-    )
+    """Of one layer in `prefetch_gain`. layer_s: the time of a layer that misses no expert."""
+    fetched = _fetches(chosen, size, rates, _nanoseconds(layer_s))
     gain = -GUESS_LAUNCHES * rates.shares.launch_s
-    for misses, odd in enumerate(odds):
-        before = _experts_seconds(chosen - misses, misses, size, rates)
-        late = _experts_seconds(chosen - misses, misses, size, shared)
-        left = misses - fetched[misses]
-        early = _experts_seconds(chosen - left, left, size, shared)
-        gain += odd * (before - in_time * early - (1.0 - in_time) * late)
+    for misses, odd in enumerate(_odds_of_misses(chosen, 1.0 - hit_rate)):
+        right = GUESSED * min(fetched[misses], PREFETCHED)
+        # Fewer than one expert that is left is one whose request is not always made.
+        left = misses - right
+        asked = min(1.0, left) * _experts_seconds(
+            chosen - misses, max(1, round(left)), size, rates, streams=False
+        )
+        on_gpu = _experts_seconds(chosen - misses, 0, size, rates)
+        after = asked + (1.0 - min(1.0, left)) * on_gpu
+        gain += odd * (_experts_seconds(chosen - misses, misses, size, rates) - after)
     return gain
+
+
+@lru_cache(maxsize=256)
+def _fetches(most_misses: int, expert_bytes: int, rates: Rates, layer_ns: int) -> tuple[int, ...]:
+    """`MissTimes.by_fetches` of layers that take so long without a missing expert."""
+    return replace(miss_times(expert_bytes, rates), layer=layer_ns).by_fetches(most_misses)
 
 
 def disk_seconds(model: ModelSizes, rates: Rates, disk_rates: Sequence[float]) -> float:
@@ -407,7 +410,3 @@ def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
         comb(num_experts, misses) * miss_rate**misses * (1 - miss_rate) ** (num_experts - misses)
         for misses in range(num_experts + 1)
     ]
-
-
-def _mean(odds: Sequence[float], values: Sequence[float]) -> float:
-    return sum(odd * value for odd, value in zip(odds, values, strict=True))

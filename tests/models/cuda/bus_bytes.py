@@ -9,6 +9,7 @@ import pytest
 
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.prefetch_ring import PrefetchRing
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.experts.partition import Partition
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, Routing
@@ -38,11 +39,13 @@ class BusBytes:
             self._note_reads(decode, decode._tables.number_of(weights), routing)
             return compute(decode, x, routing, weights)
 
-        def fetched(ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable]) -> None:
+        def fetched(
+            ring: PrefetchRing, layer: int, rows: int, stacks: Sequence[ExpertTable], times: DeviceArray
+        ) -> None:
             self._num_fetches += 1
             if self._tardy and self._num_fetches % self._tardy == 0:
                 view_of(ring._reached).fill(layer + 1)
-            self._note_copies(ring, layer, stacks, lambda: fetch(ring, layer, rows, stacks))
+            self._note_copies(ring, layer, stacks, lambda: fetch(ring, layer, rows, stacks, times))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DecodeExperts, "compute", computed)
@@ -51,16 +54,19 @@ class BusBytes:
             yield self
 
     def _note_reads(self, decode: DecodeExperts, layer: int, routing: Routing) -> None:
-        """Each expert once, however many pairs it has: where it is mapped, or in a place of its own."""
+        """Each expert once, however many pairs it has: by the CPU, or by the GPU where it is mapped or in a
+        place of its own.
+        """
         places: Partition = routing.places
-        assert (view_of(places.cpu_ids) < 0).all(), "the CPU computes nothing"
+        by_cpu = np.unique(view_of(places.cpu_ids))
+        num_by_cpu = int((by_cpu >= 0).sum())
         staging = decode._staging.data_ptr(), decode._staging.data_ptr() + decode._staging.numel()
         used = view_of(places.addresses)[:, np.unique(view_of(routing.ids))]
         for stack, addresses in zip(decode._tables.layers[layer], used, strict=True):
             mapped = stack.mapped, stack.mapped + len(stack.addresses) * stack.step
             first, end = staging if len(routing.ids) > 1 else mapped
             read = {address for address in addresses.tolist() if first <= address < end}
-            self.read[layer] += len(read) * stack.matrix_bytes
+            self.read[layer] += (len(read) + num_by_cpu) * stack.matrix_bytes
 
     def _note_copies(self, ring: PrefetchRing, layer: int, stacks: Sequence[ExpertTable], fetch: Any) -> None:
         """Only places of the layer change, and in them whole experts."""

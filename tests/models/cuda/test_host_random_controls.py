@@ -16,7 +16,7 @@ from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead
 from coldstream.experts.miss_shares import MissShares
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS, MAX_SHARED_ROWS
-from coldstream.kernels.experts.split import WHOLE, MissTimes
+from coldstream.kernels.experts.split import BY_MISSES, WHOLE, MissTimes
 from coldstream.placement.controls import Controls, Moves
 
 CONTEXT, MIB, THREADS = 512, 2**20, 4
@@ -52,10 +52,11 @@ def random_times(rng: np.random.Generator) -> MissTimes:
 def random_controls(rng: np.random.Generator) -> Iterator[None]:
     """Inside, tables of shares and what the host decides of prompts are drawn each time."""
 
-    def words(shares: MissShares) -> tuple[np.ndarray, ...]:
+    def words(shares: MissShares, *, copies_ahead: bool = False) -> tuple[np.ndarray, ...]:
         tables = [np.array(random_times(rng).words(), np.int32) for _ in range(2)]
         for table in tables:
-            table[-(MAX_RANKS + 1) :] = rng.integers(0, np.arange(MAX_RANKS + 1) + 1)
+            for counts in (BY_MISSES, slice(-(MAX_RANKS + 1), None)):
+                table[counts] = rng.integers(0, np.arange(MAX_RANKS + 1) + 1)
         return tuple(tables)
 
     def split(share: CpuShare, rows: int, num_experts: int, *_: int) -> int:

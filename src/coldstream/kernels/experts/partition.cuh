@@ -34,6 +34,7 @@ struct MissTimes {
   int bus_left, cpu_left;        // in 1024ths
   int cpu[most_rows];            // of 1, 2, … rows of an expert
   int streamed[most_ranks + 1];  // how many of one token's n missing experts are read over the bus
+  int fetched[most_ranks + 1];   // how many of a layer's n missing experts are copied ahead for one token
 };
 
 // See csrc/hybrid/expert_server.h.
@@ -132,7 +133,7 @@ struct Hints {
   const MissTimes* times;
   int64_t mapped;  // the device's address of that matrix in the mapped file, or 0
   uint32_t layer;
-  int num_fetched;  // of its missing experts, that are copied to the device meanwhile
+  int num_places;  // on the device, to which missing experts are copied meanwhile
 };
 
 // Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k.
@@ -149,7 +150,8 @@ __device__ __forceinline__ void write_hints(const Hints& hints, int id, int num_
   const int lane = threadIdx.x % warp_size;
   const bool is_missing = lane < num_ranks && hints.slots[id] == 0;
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const bool is_fetched = __popc(missing & ((1u << lane) - 1)) < hints.num_fetched;
+  const int num_fetched = min(hints.times->fetched[__popc(missing)], hints.num_places);
+  const bool is_fetched = __popc(missing & ((1u << lane) - 1)) < num_fetched;
   const bool is_on_cpu = share_of_cpu(hints.times, hints.mapped, is_missing && !is_fetched) >> lane & 1;
   if (lane >= num_ranks) return;
   const uint32_t word = (hints.layer + 1) << 16 | (is_on_cpu ? id + 1 : 0);

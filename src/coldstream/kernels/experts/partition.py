@@ -199,11 +199,11 @@ def sharing_of(
 
 
 def hints_of(
-    stacks: Sequence[ExpertTable], times: DeviceArray, mailbox: Mailbox, layer: int, num_fetched: int = 0
+    stacks: Sequence[ExpertTable], times: DeviceArray, mailbox: Mailbox, layer: int, num_places: int = 0
 ) -> Hints:
     """For the router of an earlier layer, whose guess at `layer` the CPU gets; see `sharing_of`.
 
-    num_fetched: how many of the missing experts are copied to the device meanwhile, those guessed first.
+    num_places: for missing experts that are copied to the device meanwhile, those guessed first.
     """
     first = stack_of(stacks[0])
     hints = Hints(
@@ -212,7 +212,7 @@ def hints_of(
         times=times.data_ptr(),
         mapped=first.mapped,
         layer=layer,
-        num_fetched=num_fetched,
+        num_places=num_places,
     )
     hints.arrays = (*stacks, times, mailbox)
     return hints

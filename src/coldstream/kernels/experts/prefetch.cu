@@ -17,13 +17,21 @@ struct Target {
   Stack matrix[num_matrices];
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
+  const MissTimes* times;  // for a single token; null for several
   const uint32_t* reached;  // how many layers of this step have been shared out
   uint32_t* arrivals;  // [places.room.count], blocks that have finished a place; 0 before and after a launch
   int* tallies;        // see PrefetchNotes
 };
 
-// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, at most as many as
-// there are places. Returns their number.
+// How many of the missing experts are copied: as many as there are places, and of a single token no more than
+// come in time.
+__device__ __forceinline__ int num_copied(const Target& target, int num_missing) {
+  const int most = min(num_missing, target.places.room.count);
+  return target.times ? min(most, target.times->fetched[num_missing]) : most;
+}
+
+// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, as many as are
+// copied. Returns their number.
 __device__ __forceinline__ int choose_missing(const Target& target, int* missing, int* demand, int* chosen) {
   const int lane = threadIdx.x, num_guesses = target.num_guesses;
   for (int i = lane; i < num_guesses; i += warp_size) {
@@ -54,14 +62,15 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
     num_missing += __popc(__ballot_sync(all_lanes, uses > 0));
   }
   __syncwarp();
+  const int count = num_copied(target, num_missing);
   for (int i = lane; i < num_guesses; i += warp_size) {
     if (demand[i] == 0) continue;
     int place = 0;
     for (int j = 0; j < num_guesses; j++) place += demand[j] > demand[i] || (demand[j] == demand[i] && j < i);
-    if (place < target.places.room.count) chosen[place] = missing[i];
+    if (place < count) chosen[place] = missing[i];
   }
   __syncwarp();
-  return min(num_missing, target.places.room.count);
+  return count;
 }
 
 // Copies the block's share of words. False if it stopped because the layer's pairs have been shared out in

@@ -29,12 +29,14 @@ def prefetch_experts_cuda(
     reached: DeviceArray,
     arrivals: DeviceArray,
     tallies: DeviceArray,
+    times: DeviceArray,
 ) -> None:
     """Copies experts of `layer` without a slot to `places`, first those named most often in guesses.
 
     guesses: int32 [T, K]; stacks: gate, up and down of the layer, which the device reads over the bus;
     reached: int32 [1], number of the step's layers that have been shared out; arrivals: int32 [places], 0
-    before and after; tallies: int32 [layers, TALLIES]. Writes keys and bytes of places, and adds to the
+    before and after; tallies: int32 [layers, TALLIES]; times: int32 [NUM_WORDS], see `sharing_of`, which say
+    how many experts of a single token are copied. Writes keys and bytes of places, and adds to the
     layer's tallies. The stream must have no other work at the same time.
     """
     target = _Target(
@@ -45,6 +47,7 @@ def prefetch_experts_cuda(
         matrix=(Stack * MATRICES)(*map(stack_of, stacks)),
         bytes=(ctypes.c_int64 * MATRICES)(*(stack.matrix_bytes for stack in stacks)),
         places=places,
+        times=times.data_ptr() if len(guesses) == 1 else None,
         reached=reached.data_ptr(),
         arrivals=arrivals.data_ptr(),
         tallies=tallies.data_ptr(),

@@ -24,7 +24,9 @@ class MissTimes:
     … MAX_MAILBOX_ROWS rows of it while the bus is busy; see `cpu_time` for more. answer: between the GPU's
     request and the CPU's first read, and back. bus_left and cpu_left: what is left when the other side has
     ended takes so many 1024ths of its time, from 1 on. row_bus: of a read over the bus in a step of one row,
-    which has other kernels; 0: as long as `bus`. Creation raises ValueError for numbers out of range.
+    which has other kernels; 0: as long as `bus`. layer: of a whole layer that misses no expert; 0: unknown,
+    so that no expert is copied ahead in a step of one row. Creation raises ValueError for numbers out of
+    range.
     """
 
     bus: int
@@ -33,11 +35,12 @@ class MissTimes:
     bus_left: int = WHOLE
     cpu_left: int = WHOLE
     row_bus: int = 0
+    layer: int = 0
 
     def __post_init__(self) -> None:
         if len(self.cpu) != MAX_MAILBOX_ROWS:
             raise ValueError(f"times of {len(self.cpu)} numbers of rows, not of {MAX_MAILBOX_ROWS}")
-        may_be_zero = all(0 <= time <= MAX_NS for time in (self.answer, self.row_bus))
+        may_be_zero = all(0 <= time <= MAX_NS for time in (self.answer, self.row_bus, self.layer))
         if not may_be_zero or not all(1 <= time <= MAX_NS for time in (self.bus, *self.cpu)):
             raise ValueError("a time of a missing expert that is no number of nanoseconds up to two seconds")
         if not all(1 <= share <= WHOLE for share in (self.bus_left, self.cpu_left)):
@@ -88,13 +91,39 @@ class MissTimes:
         times = replace(self, bus=self.row_bus or self.bus)
         return tuple(times.num_streamed([1] * misses) for misses in range(most + 1))
 
-    def words(self) -> tuple[int, ...]:
-        """As `MissTimes` of partition.cuh has them."""
+    def by_fetches(self, most: int) -> tuple[int, ...]:
+        """How many of the 0, 1, … `most` missing experts of a layer are copied ahead in a step of one row: as
+        many as the bus copies while the CPU computes the others. A single one may take as long as two layers,
+        as it is guessed two layers ahead and few layers miss one.
+        """
+        return tuple(map(self._num_fetched, range(most + 1)))
+
+    def _num_fetched(self, misses: int) -> int:
+        if not self.layer:
+            return 0
+        in_time = max(
+            number for number in range(misses + 1) if number * self.bus <= self._period(misses - number)
+        )
+        return 1 if misses == 1 and self.bus <= 2 * self.layer else in_time
+
+    def _period(self, by_cpu: int) -> int:
+        return self.layer + (self.answer + by_cpu * self.cpu[0] if by_cpu else 0)
+
+    def words(self, *, copies_ahead: bool = False) -> tuple[int, ...]:
+        """As `MissTimes` of partition.cuh has them.
+
+        copies_ahead: whether guessed experts are copied to the device. The bus then reads none in place in a
+        step of one row, as it would take as much from the copies.
+        """
         times = self.bus, self.answer, self._ahead, self.bus_left, self.cpu_left
-        return *times, *self.cpu, *self.by_misses(MAX_RANKS)
+        fetches, none = self.by_fetches(MAX_RANKS), (0,) * (MAX_RANKS + 1)
+        if copies_ahead and any(fetches):
+            return *times, *self.cpu, *none, *fetches
+        return *times, *self.cpu, *self.by_misses(MAX_RANKS), *none
 
 
-NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1
+NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + 2 * (MAX_RANKS + 1)
+BY_MISSES: Final = slice(5 + MAX_MAILBOX_ROWS, 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1)  # of the words
 
 
 def streamed_experts(
