@@ -42,16 +42,18 @@ def test_speeds_are_of_the_best_size_and_of_sizes_by_cost(
     assert "none, again 1.03 (1.03–1.03), mtp 0.88 (0.88–0.88)" in lines[4]
 
 
-def test_costs_of_drafts_are_in_plain_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"budget": 0, "wall_ms": 8.0}
+def test_speeds_of_models_with_few_layers_have_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: dict[str, Any] = {"budget": 0}
     way = {"budget": "auto", "cpu_ratio": 1.25, "cpu_interval": [1.0, 1.5], "wall_ratio": 1.5}
-    way |= {"wall_interval": [1.25, 2.0], "tokens_per_step": 2.5, "draft_ms": 4.0, "verify_ms": 12.0}
+    way |= {"wall_interval": [1.25, 2.0], "tokens_per_step": 2.5}
     case = {"name": "shallow", "accepted": [0.75, 0.5], "tier": "given", "ways": [plain, way, plain]}
     result = {**dict.fromkeys(("texts", "tokens", "commit", "command"), "given"), "cases": [case]}
     result["machine"] = dict.fromkeys(("cpu", "threads"), "given")
     write(tmp_path, "cpu_shallow_drafts", result, monkeypatch)
     assert cpu_shallow_drafts().splitlines()[2] == (
-        "| shallow | 75%, 50% | by cost | 1.25 (1.00–1.50) | 1.50 (1.25–2.00) | 2.50 | 0.50 | 1.50 |"
+        "| shallow | 75%, 50% | by cost | 2.50 | 1.25 (1.00–1.50) | 1.50 (1.25–2.00) |"
     )
 
 
