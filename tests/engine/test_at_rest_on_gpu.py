@@ -16,6 +16,9 @@ pytest.importorskip("cuda.bindings")
 from test_ahead_on_gpu import GREEDY, SEEDED, on_partial_gpu, path
 
 from coldstream.engine import LLM, SamplingParams
+from coldstream.engine.engine import Engine
+from coldstream.engine.events import Delta
+from coldstream.engine.model_steps import LaunchedStep
 from coldstream.engine.submission import Submission
 from host_device import HostDevice
 from host_gpu import ServerOnDemand, gpu_on
@@ -82,3 +85,33 @@ def test_nor_once_an_engine_says_that_it_is_idle(
         while not engine.is_idle:
             engine.step()
         assert not looking
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_nor_after_an_interrupt_that_drops_steps(
+    llm: LLM, looking: set[ServerOnDemand], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """While a step is ended, with the next one in flight or without."""
+    with llm._engine.exclusively() as engine:
+        engine.add(Submission(0, llm._reader.of_prompt([1, 2, 3], "prompt", GREEDY)))
+        for _ in range(at):
+            engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(LaunchedStep, "outcomes", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                take_steps(engine)
+        assert not looking
+        texts = []
+        while not engine.is_idle:
+            texts += [each.piece.text for each in engine.step() if isinstance(each, Delta)]
+        assert texts, "the answer goes on"
+        assert not looking
+
+
+def take_steps(engine: Engine) -> None:
+    while not engine.is_idle:
+        engine.step()
+
+
+def interrupted(step: LaunchedStep) -> None:
+    raise KeyboardInterrupt

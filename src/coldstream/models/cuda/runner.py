@@ -373,6 +373,10 @@ class CudaRunner(ModelRunner):
         else:
             streams.current_stream().synchronize()
 
+    def end_steps(self) -> None:
+        with device_errors():
+            self._settle()
+
     def take_back(self, sequence: Sequence) -> None:
         """See `ModelRunner`."""
         super().take_back(sequence)
