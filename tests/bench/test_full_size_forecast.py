@@ -22,10 +22,13 @@ def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     assert sizes == TYPED_SIZES
 
 
-@pytest.mark.parametrize("name", ["gpu/hybrid", "gpu/hybrid_prefetch"])
+@pytest.mark.parametrize("name", ["gpu/hybrid", "gpu/hybrid_prefetch", "gpu/hybrid_ahead"])
 def test_forecasts_are_within_a_fifth_of_what_was_measured(name: str) -> None:
+    """The first two were measured when other experts were copied ahead, so that those rows say nothing now."""
     result = load(name)
-    for row in result["rows"]:
+    rows = [row for row in result["rows"] if name == "gpu/hybrid_ahead" or not row["prefetch"]]
+    assert len(rows) >= 3
+    for row in rows:
         expected = expected_tok_s(result, row)
         case = (row["experts_share"], row["depth"], row["prefetch"])
         assert expected == pytest.approx(row["tok_s"], rel=0.2), case
