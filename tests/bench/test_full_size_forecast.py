@@ -24,7 +24,7 @@ def test_the_sizes_are_those_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpu/hybrid", "gpu/hybrid_prefetch", "gpu/hybrid_ahead"])
 def test_forecasts_are_within_a_fifth_of_what_was_measured(name: str) -> None:
-    """The first two were measured when other experts were copied ahead, so that those rows say nothing now."""
+    """The first two were measured when other experts were copied ahead: those rows say nothing now."""
     result = load(name)
     rows = [row for row in result["rows"] if name == "gpu/hybrid_ahead" or not row["prefetch"]]
     assert len(rows) >= 3

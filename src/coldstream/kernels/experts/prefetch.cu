@@ -17,7 +17,7 @@ struct Target {
   Stack matrix[num_matrices];
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
-  const MissTimes* times;  // for a single token; null for several
+  const MissTimes* times;   // for a single token; null for several
   const uint32_t* reached;  // how many layers of this step have been shared out
   uint32_t* arrivals;  // [places.room.count], blocks that have finished a place; 0 before and after a launch
   int* tallies;        // see PrefetchNotes
