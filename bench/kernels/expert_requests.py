@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.device import describe
-from bench.kernels.cpu_experts import expert_bytes, layer, numbers
+from bench.kernels.cpu_experts import HIDDEN, expert_bytes, layer, numbers
 from bench.results import write_result
 from coldstream.kernels import _csrc
 
@@ -31,11 +31,10 @@ class Client:
     """A mailbox of one row, and a server of LAYERS layers."""
 
     def __init__(self, num_threads: int) -> None:
-        hidden_size = 2048
         self.request, self.done = np.zeros(1, np.uint32), np.ones(1, np.uint32)
         self.ahead, self.ids = np.zeros(RANKS, np.uint32), np.full((1, RANKS), -1, np.int32)
-        x = np.random.default_rng(0).standard_normal((1, hidden_size), dtype=np.float32)
-        out = np.empty((1, RANKS, hidden_size), np.float32)
+        x = np.random.default_rng(0).standard_normal((1, HIDDEN), dtype=np.float32)
+        out = np.empty((1, RANKS, HIDDEN), np.float32)
         parts = (self.request, self.done, x, self.ids, out)
         self.server = _csrc.ExpertServer(_csrc.Runtime(num_threads), *parts, ahead=self.ahead)
         for _ in range(LAYERS):

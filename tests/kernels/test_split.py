@@ -97,6 +97,7 @@ def test_words_are_what_the_device_reads() -> None:
     assert words[BY_MISSES] == times.by_misses(MAX_RANKS)
     assert not any(words[-MAX_RANKS - 1 :])
     assert times.words(copies_ahead=True) == words, "of a layer that takes an unknown time"
+    assert replace(times, layer=20).words() == words, "where nothing is copied ahead"
     ahead = replace(times, layer=20).words(copies_ahead=True)
     assert ahead[: BY_MISSES.start] == words[: BY_MISSES.start]
     assert not any(ahead[BY_MISSES])

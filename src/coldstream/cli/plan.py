@@ -308,12 +308,15 @@ def _described_misses(run: RunPlan) -> str:
     """What is done about experts that are not in the GPU's memory."""
     threads = f"{run.threads} CPU threads compute"
     num_chosen = run.placement.model.num_experts_per_tok
-    if run.miss_times is not None and run.prefetch and run.miss_times.layer:
-        fetched = (min(each, run.prefetch) for each in run.miss_times.by_fetches(num_chosen)[1:])
+    times = run.miss_times
+    fetched: tuple[int, ...] = ()
+    if times is not None:
+        fetched = tuple(min(each, run.prefetch) for each in times.by_fetches(num_chosen)[1:])
+    if any(fetched):
         missed = f"of 1, 2, … experts that a layer of a token misses {', '.join(map(str, fetched))}"
         first = f"{missed} come over the bus before their router has run, {threads} the others"
-    elif run.miss_times is not None:
-        by_bus = ", ".join(map(str, run.miss_times.by_misses(num_chosen)[1:]))
+    elif times is not None:
+        by_bus = ", ".join(map(str, times.by_misses(num_chosen)[1:]))
         missed = f"of 1, 2, … experts that a token misses {by_bus} come over the bus"
         first = f"{missed} at first, {threads} the others"
     else:

@@ -124,9 +124,8 @@ class DecodeExperts:
         exists = later < len(self._tables.layers)
         is_guessing = ring is not None and exists and self._tables.reads(later)
         is_hinting = is_one_launch and exists and self._hints_at(tokens)
-        ahead = self._ahead(later, tokens, ranks) if is_guessing or is_hinting else None
-        if is_hinting and ahead is not None:
-            ahead = replace(ahead, hints=self._hints(later, ring.num_experts if ring and is_guessing else 0))
+        hints = self._hints(later, ring if is_guessing else None) if is_hinting else None
+        ahead = self._ahead(later, tokens, ranks, hints) if is_guessing or is_hinting else None
         if ring is None:
             sharing = shared_out()
         else:
@@ -142,7 +141,9 @@ class DecodeExperts:
         """Whether the CPU reads ahead what a step's routers guess: that of one token."""
         return tokens == 1 and self._tables.is_mapped and self._can_look_ahead
 
-    def _hints(self, later: int, num_places: int) -> Hints:
+    def _hints(self, later: int, ring: PrefetchRing | None) -> Hints:
+        """ring: into which missing experts of the layer are copied meanwhile."""
+        num_places = ring.num_experts if ring else 0
         return hints_of(self._tables.layers[later], self.times, self._mailbox, later, num_places)
 
     def _staging_for(self, stacks: Stacks, num_pairs: int) -> Staging:
@@ -151,7 +152,7 @@ class DecodeExperts:
         chosen = self._device.empty(1 + most, dtype="int32")
         return Staging(chosen, ExpertPlaces.of(self._staging, stacks, most))
 
-    def _ahead(self, later: int, tokens: int, ranks: int) -> Ahead:
+    def _ahead(self, later: int, tokens: int, ranks: int, hints: Hints | None) -> Ahead:
         router = self._tables.routers[later]
         assert isinstance(router, QuantTensor)
         return Ahead(
@@ -159,6 +160,7 @@ class DecodeExperts:
             self.chosen.guessed[later, :tokens],
             self._device.empty(tokens, router.shape[0]),
             self._device.empty(tokens, ranks),
+            hints,
         )
 
     def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:

@@ -51,16 +51,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Known:
-    """The inputs of a forecast beside the plan."""
+    """The inputs of a forecast beside the plan.
+
+    locked_share: of the layers that lack experts, those whose experts a GPU may read over the bus.
+    """
 
     model: ModelSizes
     rates: Rates
     curve: HitCurve
     uses: Array | None = None  # float [layers, experts]; None: nothing is known
     may_prefetch: bool = True
-    locked_share: float = (
-        1.0  # of the layers that lack experts, those whose experts a GPU may read over the bus
-    )
+    locked_share: float = 1.0
 
 
 def forecast(plan: PlacementPlan, known: Known, context: int = 0, pool: PoolPlan | None = None) -> Forecast:
