@@ -69,9 +69,9 @@ struct Worker {
   // The next task of this stage, or a number >= num_tasks when there is none left.
   int64_t take() { return next_task->fetch_add(1, std::memory_order_relaxed); }
 
-  // The same for a stage of `total` tasks, all of which are taken by this function. A worker gets the tasks of
-  // its own share first, in order, then what the others have left. So it finds in its caches what it read in
-  // an earlier stage of as many tasks.
+  // The same for a stage of `total` tasks, all of which are taken by this function. A worker gets the tasks
+  // of its own share first, in order, then what the others have left. So it finds in its caches what it read
+  // in an earlier stage of as many tasks.
   int64_t take_near(int64_t total) {
     for (; others < count; others++) {
       const int64_t owner = (index + others) % count;
