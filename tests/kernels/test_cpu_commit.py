@@ -49,11 +49,11 @@ def _chain(runtime: _csrc.Runtime, case: DeltaCase, kept_ids: list[int], state_i
 
 
 @pytest.mark.parametrize("head_dim", [7, 16, 64])
-@pytest.mark.parametrize("kept_ids", [[0], [5], [2, 0], [1, 3, 4, 9], list(range(12))])
+@pytest.mark.parametrize("kept_ids", [[0], [5], [2, 0], [1, 3, 4, 9], list(range(16)), list(range(20))])
 def test_sp04_trap_conv_left_behind_a_replay_leaves_both_states_of_a_chain(
     runtimes: Runtimes, head_dim: int, kept_ids: list[int]
 ) -> None:
-    case = DeltaCase(2, 4, head_dim, one_state(12))
+    case = DeltaCase(2, 4, head_dim, one_state(20))
     replayed = run_everywhere(lambda runtime: _replay(runtime, case, kept_ids, 3), runtimes)
     for want, got in zip(_chain(runtimes[-1], case, kept_ids, 3), replayed, strict=True):
         assert same_bits(want, got)

@@ -106,7 +106,7 @@ class GatedDeltaNetOp : public Op {
       uses_[run.state_id] = run.is_tree ? StateUse::read : StateUse::advanced;
       if (const char* fault = mark_later_states(run)) return w.fail(fault);
       if (run.is_tree) plan_copies(run);
-      if (run.num_rows <= max_step_rows && !run.is_tree && !a_.replayed && part_end(run, first) == end) {
+      if (run.num_rows <= max_step_rows && !run.is_tree && part_end(run, first) == end) {
         std::fill(is_step_.begin() + first, is_step_.begin() + end, 1);
         num_steps_++;
         num_step_rows_ += run.num_rows;
@@ -329,8 +329,8 @@ class GatedDeltaNetOp : public Op {
       step.next_state = state_of(steps[next / per_run], next % per_run, columns);
     kernels_.delta_step(step);
     if (run.num_rows > 1) advance_near_state(block.part(1, run.num_rows - 1));
-    for (int64_t row = 0; norms_in_step() && row < run.num_rows; row++)
-      norm_head(run.first_row + row, index % per_run);
+    if (a_.replayed || !norms_in_step()) return;
+    for (int64_t row = 0; row < run.num_rows; row++) norm_head(run.first_row + row, index % per_run);
   }
 
   // The other rows of a step, whose state is in a cache by then.
