@@ -4,6 +4,7 @@ is as local as that of trained models, or of the dense Qwen3.6-27B, about 16 GB.
     python -m bench.full_size_model full.gguf
     python -m bench.full_size_model full.gguf --mix UD-IQ3_S                   the types of another download
     python -m bench.full_size_model full.gguf --shared-popularity             all texts like some experts
+    python -m bench.full_size_model full.gguf --guess-recall 0.8              a fifth of guesses is wrong
     python -m bench.full_size_model dense.gguf --shape 27B
     python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768      the same construction, smaller
 
@@ -15,6 +16,10 @@ the rows of these channels have scale 0. So every layer reads them unchanged but
   Which experts a token takes depends on the token alone, and neighbouring ids take similar ones;
 - the others hold a random signature of the token, and the head's row t + 1 is the signature of t. The most
   likely token after t is t + 1, whatever came before: generation walks through the vocabulary.
+
+A router that reads an earlier layer's input would choose what it does in its own layer. With --guess-recall
+the norms in front of routers weigh the code's channels differently in each layer, so that the stated part of
+guesses two layers ahead is right. All other tensors stay the same.
 
 All other weights are slices of a pool of random blocks, no two experts of a tensor the same one. Threads
 write them straight from the pool, so that memory stays small and the disk sets the time.
@@ -59,9 +64,14 @@ OWN_SHARE = 0.40  # of the token alone
 POPULAR_SHARE = 0.40
 # Four levels of an embedding round the code. This adds to the token's own share, which is drawn smaller.
 ROUNDED_SHARE = {QuantType.Q2_K: 0.14}
+# How much a router's norm weighs a channel of the code more or less than others, as a deviation from 1. These
+# weights drift from layer to layer. So guesses one and three layers ahead are right as often as in a trained
+# model (docs/results/guess_recall.json), if those two layers ahead are.
+NORM_DEVIATION = 0.5
 CODE_STEPS = 3.0  # quantisation steps per standard deviation of the code
 ROUTER_GAIN = 4.0
 
+RECALL_SAMPLES = 2000
 POOL_BYTES = 48 << 20  # at least, and at least twice the largest matrix
 EMBEDDING_DEVIATION = 4.6  # of the protected channels too: levels 0 … 15 in steps of 1
 OUTPUT_GAIN = 0.5  # of matrices that add to the stream, so that the embedding stays a large part of it
@@ -130,6 +140,40 @@ def token_levels(
     return levels
 
 
+def recall_of(likeness: float, experts: int, chosen: int) -> float:
+    """Share of the chosen experts that are guessed from logits with so much correlation to theirs."""
+    rng = np.random.default_rng(0)
+    logits, others = rng.standard_normal((2, RECALL_SAMPLES, experts))
+    guesses = likeness * logits + np.sqrt(max(0.0, 1 - likeness**2)) * others
+    right, guessed = (np.partition(each, -chosen, axis=1)[:, -chosen, None] for each in (logits, guesses))
+    return float(((logits >= right) & (guesses >= guessed)).sum() / (RECALL_SAMPLES * chosen))
+
+
+def code_gains(seed: int, layers: int, recall: float, experts: int, chosen: int) -> np.ndarray:
+    """What each layer's norm multiplies the channels of the code by, float64 [layers, CODE].
+
+    recall: of guesses two layers ahead, 1 for equal weights. Raises ValueError for one out of reach.
+    """
+    variance = NORM_DEVIATION**2
+    least = recall_of(1 / (1 + variance), experts, chosen)
+    if not least < recall <= 1:
+        raise ValueError(f"guesses of which {recall:.0%} are right: more than {least:.0%}, and 100 % at most")
+    if recall == 1:
+        return np.ones((layers, CODE))
+    low, high = 0.0, 1.0  # of the correlation between weights two layers apart
+    for _ in range(12):
+        middle = (low + high) / 2
+        likeness = (1 + variance * middle) / (1 + variance)
+        low, high = (low, middle) if recall_of(likeness, experts, chosen) > recall else (middle, high)
+    keep = np.sqrt(high)
+    steps = np.random.default_rng((seed, layers)).standard_normal((layers, CODE))
+    drift = steps[:1]
+    for step in steps[1:]:
+        drift = np.vstack((drift, keep * drift[-1] + np.sqrt(1 - keep**2) * step))
+    gains = 1 + NORM_DEVIATION * drift
+    return np.asarray(gains / np.sqrt(np.mean(gains**2, axis=1, keepdims=True)))
+
+
 class FullSizeWriter:
     """Plans the tensors of a model of `shape`, then writes them with `threads` threads."""
 
@@ -142,13 +186,18 @@ class FullSizeWriter:
         chat_template: str | None = None,
         mix: Mix = PLAIN,
         popular_share: float = 0.0,
+        guess_recall: float = 1.0,
     ) -> None:
-        """popular_share: see `token_levels`."""
+        """popular_share: see `token_levels`; guess_recall: see `code_gains`, which raises ValueError."""
         self.path, self.shape, self.threads, self.chat_template = path, shape, threads, chat_template
         self.mix = mix
         self.rng = np.random.default_rng(seed)
         rounded_share = ROUNDED_SHARE.get(self.type_of("token_embd.weight"), 0.0)
         self.levels = token_levels(self.rng, shape.vocab, OWN_SHARE - rounded_share, popular_share)
+        self.gains = np.ones((shape.layers, CODE))
+        if guess_recall != 1:
+            sizes = shape.layers, guess_recall, shape.experts, shape.experts_per_token
+            self.gains = code_gains(seed, *sizes)
         self.pools: dict[tuple[QuantType, float], Pool] = {}
         self.tensors: list[Tensor] = []
 
@@ -274,14 +323,16 @@ class FullSizeWriter:
                 self.attention(name)
             else:
                 self.delta_net(name)
-            self.rest_of_block(name)
+            self.rest_of_block(name, self.gains[layer])
         if s.has_nextn:
             self.nextn(f"blk.{s.layers}")
 
-    def rest_of_block(self, name: str) -> None:
-        """Norms and FFN of a block."""
-        self.floats(f"{name}.attn_norm.weight", np.ones(self.shape.hidden))
-        self.floats(f"{name}.post_attention_norm.weight", np.ones(self.shape.hidden))
+    def rest_of_block(self, name: str, gains: np.ndarray) -> None:
+        """Norms and FFN of a block. gains: of the code's channels in front of the FFN."""
+        norm = np.ones(self.shape.hidden)
+        self.floats(f"{name}.attn_norm.weight", norm)
+        norm[:CODE] = gains
+        self.floats(f"{name}.post_attention_norm.weight", norm)
         ffn = self.dense if self.shape.dense_ffn else self.experts
         ffn(name)
 
@@ -289,7 +340,7 @@ class FullSizeWriter:
         """A block for multi-token prediction, whose predictions are random."""
         hidden = self.shape.hidden
         self.attention(name)
-        self.rest_of_block(name)
+        self.rest_of_block(name, np.ones(CODE))
         self.matrix(f"{name}.nextn.eh_proj.weight", hidden, 2 * hidden)
         for norm in ("enorm", "hnorm", "shared_head_norm"):
             self.floats(f"{name}.nextn.{norm}.weight", np.ones(hidden))
@@ -370,6 +421,9 @@ def main() -> int:
     parser.add_argument(
         "--shared-popularity", action="store_true", help="some experts are popular in all texts"
     )
+    parser.add_argument(
+        "--guess-recall", type=float, default=1.0, help="share of guesses two layers ahead that are right"
+    )
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -381,7 +435,14 @@ def main() -> int:
     template = options.chat_template and options.chat_template.read_text()
     popular_share = POPULAR_SHARE if options.shared_popularity else 0.0
     writer = FullSizeWriter(
-        options.path, shape, options.seed, options.threads, template, options.mix, popular_share
+        options.path,
+        shape,
+        options.seed,
+        options.threads,
+        template,
+        options.mix,
+        popular_share,
+        options.guess_recall,
     )
     seconds = writer.write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")

@@ -5,6 +5,8 @@
 For each budget of experts and depth of context, texts that are new to the cache: a prompt, tokens that are
 not timed while the working set comes in, then those that are. Greedy text has to walk through the vocabulary,
 as these files make it do, so that every token is checked. The report adds the forecast of `coldstream plan`.
+A file that full_size_model.py wrote with --guess-recall has guesses that are as often wrong as a trained
+model's.
 """
 
 import argparse
@@ -190,6 +192,7 @@ def measure(
                 guesses, count = guesses_of(llm), llm.opened.config.prefetch
             row = row_of(run.placement, machine, texts, mean_context(depth, WARM_TOKENS, TIMED_TOKENS))
             asked = {"depth": depth, "prefetch": count, "guesses": asdict(guesses) if guesses else None}
+            asked |= {"guess_recall": guesses.recall if guesses else None}
             rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
     return rows

@@ -1,8 +1,10 @@
 """How many of a layer's experts its router names when it sees the input of an earlier layer.
 
     python -m bench.engine.guess_recall --out docs/results/guess_recall.json
+    python -m bench.engine.guess_recall MODEL                            made by full_size_model.py
 
-The bundled model reads source text that comes with Python; everything is computed by the reference. Of the
+The bundled model reads source text that comes with Python, another one consecutive tokens, as its text walks
+through the vocabulary. Everything is computed by the reference. Of the
 uses that are guessed at, those of experts that none of the last tokens used matter most: they are what a
 cache of about that size would have to fetch.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.device import describe
+from bench.engine.gpu import FIRST_ID
 from bench.results import ROOT, write_result
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
@@ -72,18 +75,21 @@ def measure(ops: SeenOps, distance: int, num_experts: int) -> dict[str, float]:
     }
 
 
-def run() -> dict[str, Any]:
+def run(path: Path | None = None) -> dict[str, Any]:
+    """path: of a model of full_size_model.py; None for the bundled one."""
     ops = SeenOps()
-    with GGUFFile.open(demo_model_path()) as file:
+    with GGUFFile.open(path or demo_model_path()) as file:
         spec = read_spec(file.metadata, file.tensors)
         model = CausalLM.load(file, spec, ops)
-        text = inspect.getsource(argparse)
-        ids = Tokenizer.from_metadata(file.metadata).encode(text)[-TOKENS:]
+        if path is None:
+            ids = Tokenizer.from_metadata(file.metadata).encode(inspect.getsource(argparse))[-TOKENS:]
+        else:
+            ids = list(range(FIRST_ID, min(FIRST_ID + TOKENS, spec.vocab_size)))
         cache = ModelCache(spec, ops, 1, len(ids), "f32")
         places = torch.arange(len(ids), dtype=torch.int32)
         model.forward(torch.tensor(ids, dtype=torch.int32), Rows(places, torch.zeros_like(places)), cache)
     return {
-        "command": "python -m bench.engine.guess_recall",
+        "command": " ".join(["python -m bench.engine.guess_recall", *([path.name] if path else [])]),
         "machine": describe("cpu"),
         "tokens": len(ids),
         "recent": RECENT,
@@ -93,9 +99,11 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "guess_recall.json")
+    parser.add_argument("model", type=Path, nargs="?", help="instead of the bundled one")
+    parser.add_argument("--out", type=Path, help="of the bundled one: docs/results/guess_recall.json")
     options = parser.parse_args()
-    write_result(run(), options.out)
+    kept = None if options.model else ROOT / "docs" / "results" / "guess_recall.json"
+    write_result(run(options.model), options.out or kept)
     return 0
 
 

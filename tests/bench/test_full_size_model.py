@@ -246,6 +246,73 @@ def test_routing_depends_on_the_token_alone(path: Path) -> None:
         np.testing.assert_array_equal(one, other[::-1])
 
 
+def floats_of(writer: FullSizeWriter, suffix: str) -> list[np.ndarray]:
+    """The float32 tensors of all layers with this name, which `writer` has planned."""
+    found = [tensor for tensor in writer.tensors if tensor.name.endswith(suffix)]
+    return [next(make())[1]()[0] for make in (tensor.pieces for tensor in found)]
+
+
+def choices(codes: np.ndarray, norm: np.ndarray, router: np.ndarray, count: int) -> np.ndarray:
+    """Whether a router chooses each expert when it reads codes behind a norm: bool [tokens, experts]."""
+    logits = (codes * norm[:CODE]) @ router[:, :CODE].T
+    return np.asarray(logits >= np.partition(logits, -count, axis=1)[:, -count, None])
+
+
+def recall_ahead(writer: FullSizeWriter, distance: int) -> float:
+    """Share of choices that routers make so many layers before their own."""
+    codes = writer.levels[::20, :CODE] - 7.5
+    routers, norms = floats_of(writer, "ffn_gate_inp.weight"), floats_of(writer, "post_attention_norm.weight")
+    layers = range(distance, len(routers))
+    own, guessed = (
+        np.array(
+            [choices(codes, norms[at - back], routers[at], writer.shape.experts_per_token) for at in layers]
+        )
+        for back in (0, distance)
+    )
+    return float((own & guessed).sum() / own.sum())
+
+
+@pytest.mark.sharded(of="measurements")
+@pytest.mark.parametrize("recall", [0.7, 0.8, 0.9, 1.0])
+def test_the_stated_part_of_guesses_is_right(recall: float) -> None:
+    """As in a trained model, fewer of those made farther ahead are."""
+    shape = replace(SMALL, layers=40, experts=256, experts_per_token=8, vocab=4000)
+    writer = FullSizeWriter(Path("unwritten.gguf"), shape, seed=2, threads=1, guess_recall=recall)
+    writer.plan()
+    one, two, three = (recall_ahead(writer, distance) for distance in (1, 2, 3))
+    assert two == pytest.approx(recall, abs=0.02)
+    assert one > two > three or recall == 1
+
+
+def test_guesses_go_wrong_by_norms_alone(path: Path, tmp_path: Path) -> None:
+    """The engine's routers choose what the codes behind these norms say; text still walks."""
+    other = tmp_path / "guessed.gguf"
+    writer = FullSizeWriter(other, SMALL, seed=3, threads=2, guess_recall=0.85)
+    writer.write()
+    tensors = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(each).tensors} for each in (path, other)
+    )
+    before, after = tensors
+    changed = {name for name, data in after.items() if not np.array_equal(data, before[name])}
+    assert changed == {f"blk.{layer}.post_attention_norm.weight" for layer in range(SMALL.layers)}
+    with GGUFFile.open(other) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        ops = RoutingCpuOps(2)
+        found = RoutingReader(spec, ops, CausalLM.load(file, spec, ops)).topk_ids(range(100, 164))
+    routers, norms = floats_of(writer, "ffn_gate_inp.weight"), floats_of(writer, "post_attention_norm.weight")
+    for router, norm, ids in zip(routers, norms, found, strict=True):
+        chosen = choices(writer.levels[100:164, :CODE] - 7.5, norm, router, SMALL.experts_per_token)
+        assert np.take_along_axis(chosen, np.asarray(ids, np.int64), axis=1).all()
+    with LLM(other, device="cpu", ctx_size=2 * WALK_TOKENS) as llm:
+        check_walk(llm)
+
+
+@pytest.mark.parametrize("recall", [0.3, 1.1])
+def test_a_recall_out_of_reach_is_refused(recall: float) -> None:
+    with pytest.raises(ValueError, match="% are right: more than"):
+        FullSizeWriter(Path("unwritten.gguf"), SMALL, seed=0, threads=1, guess_recall=recall)
+
+
 @pytest.mark.sharded(of="measurements")
 def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
