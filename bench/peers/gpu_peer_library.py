@@ -290,9 +290,11 @@ class Context:
         num_sequences: int,
         are_forks: bool,
         threads: int,
+        copies_weights: bool = True,
     ) -> None:
         """num_tokens: in all sequences. are_forks: they share positions, and one may become a fork of
-        another; without, each has its own memory, which is faster.
+        another; without, each has its own memory, which is faster. copies_weights: whether the GPU multiplies
+        large steps with weights of the CPU, which are copied for that.
         """
         library = model.library
         self.model, self.c, self.are_forks = model, library.c, are_forks
@@ -302,6 +304,7 @@ class Context:
         params.n_outputs_max = max(MAX_OUTPUTS, num_sequences)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = FLASH_ATTENTION
+        params.op_offload = copies_weights
         self.handle = self.c.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise library.failed(f"a context of {num_tokens} tokens")
