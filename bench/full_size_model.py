@@ -5,6 +5,7 @@ is as local as that of trained models, or of the dense Qwen3.6-27B, about 16 GB.
     python -m bench.full_size_model full.gguf --mix UD-IQ3_S                   the types of another download
     python -m bench.full_size_model full.gguf --shared-popularity             all texts like some experts
     python -m bench.full_size_model full.gguf --guess-recall 0.8              a fifth of guesses is wrong
+    python -m bench.full_size_model full.gguf --like-neighbours               neighbours share more experts
     python -m bench.full_size_model dense.gguf --shape 27B
     python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768      the same construction, smaller
 
@@ -54,11 +55,7 @@ SHAPES = {"35B-A3B": FULL_SHAPE, "27B": DENSE_SHAPE}
 BLOCK = 256  # elements of a slice's unit: one block, or several of a type with smaller ones
 PROTECTED = 256  # channels that only the embedding writes: one unit
 CODE = 32  # of them the code, which routers read; the rest is the signature, which the head reads
-# The code of a token id is a sum of three parts with these shares of its variance, fitted to published hit
-# rates of LRU caches with routing_locality.py.
-SLOW_SHARE, SLOW_IDS = 0.56, 300  # drifts over this many ids
-FAST_SHARE, FAST_IDS = 0.04, 4
-OWN_SHARE = 0.40  # of the token alone
+SLOW_IDS, FAST_IDS = 300, 4  # over which two parts of the code drift
 # With a shared popularity so much of the variance is common to all tokens instead. It is fitted to 6 to 8 %
 # of missing experts, with room for 37 % and eight interleaved texts, which FreeToken's users report.
 POPULAR_SHARE = 0.40
@@ -81,6 +78,22 @@ ROWS_PER_PIECE = 4096
 
 Buffers = Sequence[np.ndarray]
 Piece = tuple[int, Callable[[], Buffers]]  # (byte within the tensor, what to write there)
+
+
+@dataclass(frozen=True)
+class CodeShares:
+    """The code of a token id is a sum of three parts with these shares of its variance: two that drift over
+    `SLOW_IDS` and `FAST_IDS`, and one of the token alone.
+    """
+
+    slow: float
+    fast: float
+    own: float
+
+
+# Fitted with routing_locality.py: to published hit rates of LRU caches; and to the distinct experts of two to
+# eight neighbouring tokens as well.
+APART, LIKE_NEIGHBOURS = CodeShares(0.56, 0.04, 0.40), CodeShares(0.50, 0.30, 0.20)
 
 
 @dataclass(frozen=True)
@@ -116,14 +129,14 @@ def make_pool(
 
 
 def token_levels(
-    rng: np.random.Generator, vocab: int, own_share: float = OWN_SHARE, popular_share: float = 0.0
+    rng: np.random.Generator, vocab: int, shares: CodeShares = APART, popular_share: float = 0.0
 ) -> np.ndarray:
     """The protected channels of every token, uint8 levels 0 … 15 [vocab, PROTECTED]: code, signature.
 
     popular_share: of the code's variance, for a part that all tokens have in common.
     """
-    code = np.sqrt(own_share) * rng.standard_normal((vocab, CODE))
-    for share, ids in ((SLOW_SHARE, SLOW_IDS), (FAST_SHARE, FAST_IDS)):
+    code = np.sqrt(shares.own) * rng.standard_normal((vocab, CODE))
+    for share, ids in ((shares.slow, SLOW_IDS), (shares.fast, FAST_IDS)):
         keep = np.exp(-1 / ids)
         steps = rng.standard_normal((vocab, CODE)) * np.sqrt(1 - keep**2)
         state = rng.standard_normal(CODE)
@@ -187,13 +200,15 @@ class FullSizeWriter:
         mix: Mix = PLAIN,
         popular_share: float = 0.0,
         guess_recall: float = 1.0,
+        shares: CodeShares = APART,
     ) -> None:
-        """popular_share: see `token_levels`; guess_recall: see `code_gains`, which raises ValueError."""
+        """popular_share, shares: `token_levels`'. guess_recall: `code_gains`', which raises ValueError."""
         self.path, self.shape, self.threads, self.chat_template = path, shape, threads, chat_template
         self.mix = mix
         self.rng = np.random.default_rng(seed)
         rounded_share = ROUNDED_SHARE.get(self.type_of("token_embd.weight"), 0.0)
-        self.levels = token_levels(self.rng, shape.vocab, OWN_SHARE - rounded_share, popular_share)
+        shares = replace(shares, own=shares.own - rounded_share)
+        self.levels = token_levels(self.rng, shape.vocab, shares, popular_share)
         self.gains = np.ones((shape.layers, CODE))
         if guess_recall != 1:
             sizes = shape.layers, guess_recall, shape.experts, shape.experts_per_token
@@ -424,6 +439,9 @@ def main() -> int:
     parser.add_argument(
         "--guess-recall", type=float, default=1.0, help="share of guesses two layers ahead that are right"
     )
+    parser.add_argument(
+        "--like-neighbours", action="store_true", help="neighbours share as many experts as published"
+    )
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -443,6 +461,7 @@ def main() -> int:
         options.mix,
         popular_share,
         options.guess_recall,
+        shares=LIKE_NEIGHBOURS if options.like_neighbours else APART,
     )
     seconds = writer.write()
     print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")

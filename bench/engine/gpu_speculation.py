@@ -1,6 +1,7 @@
 """Drafts of the full-size model on a GPU: tokens per second, by size of the draft and memory for experts.
 
     python -m bench.engine.gpu_speculation full-nextn.gguf  writes the file first if it isn't there (22 GB)
+    python -m bench.engine.gpu_speculation alike.gguf --like-neighbours    where neighbours share more experts
     python -m bench.engine.gpu_speculation full.gguf --drafter dflash --model-draft drafter.gguf     and this
 
 The file's weights are random, and so is what its block for multi-token prediction or a drafter predicts. They
@@ -24,10 +25,10 @@ import numpy as np
 from bench.device import describe
 from bench.engine.gpu import numbers
 from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, StatedDflash, StatedMtp
-from bench.full_size_model import FULL_SHAPE, FullSizeWriter
+from bench.full_size_model import APART, FULL_SHAPE, LIKE_NEIGHBOURS, FullSizeWriter
 from bench.random_drafter import write as write_drafter
 from bench.results import ROOT, write_result
-from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation
+from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, uses_between
 from coldstream.engine import LLM, OpenedModel
 from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.models.dflash.file import DflashFile
@@ -56,7 +57,7 @@ def text(
     opened: OpenedModel, speculation: Speculation | None, first_id: int, warm: int, timed: int
 ) -> dict[str, Any]:
     """Seconds of a token, and what the drafts brought. Raises RuntimeError if the text leaves the walk."""
-    llm = LLM.from_opened(replace(opened, speculation=speculation))
+    llm, before = LLM.from_opened(replace(opened, speculation=speculation)), opened.runner.expert_uses
     prompt = [first_id - SHORT_PROMPT + i for i in range(SHORT_PROMPT)]
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=warm + timed)
     stream, token_ids, times = llm.stream(prompt, params), [], []
@@ -70,10 +71,14 @@ def text(
     count, start = next(each for each in times if each[0] >= warm)
     seconds = (times[-1][1] - start) / (len(token_ids) - count)
     found = None if last is None else last.speculation
+    uses = uses_between(before, opened.runner.expert_uses)
+    # Of all tokens of the text, over all layers; an expert that several rows of a step use counts once.
+    experts = {} if uses is None else {"missing_per_token": uses[1] / len(token_ids)}
     if found is None:
-        return {"seconds": seconds}
+        return {"seconds": seconds, **experts}
     return {
         "seconds": seconds,
+        **experts,
         "tokens_per_step": found.tokens_per_step,
         "nodes_per_step": found.drafted / found.steps,
         "draft_ms": 1e3 * found.draft_s / found.steps,
@@ -190,6 +195,8 @@ def command_of(options: argparse.Namespace) -> list[str]:
         words += ["--drafter", options.drafter, "--model-draft", options.model_draft.name]
     if options.accepted is not None:
         words += ["--accepted", ",".join(map(str, options.accepted))]
+    if options.like_neighbours:
+        words += ["--like-neighbours"]
     if options.tokens != TIMED_TOKENS:
         words += ["--tokens", str(options.tokens)]
     words += ["--by", *options.by]
@@ -207,6 +214,7 @@ def main() -> int:
     parser.add_argument("--drafter", choices=ACCEPTED, default="mtp")
     parser.add_argument("--model-draft", type=Path, help="file of the drafter, for dflash")
     parser.add_argument("--accepted", type=shares, help="of drafted tokens by depth; by default as published")
+    parser.add_argument("--like-neighbours", action="store_true", help="of a file that is written")
     parser.add_argument("--tokens", type=int, default=TIMED_TOKENS, help="of a text that are timed")
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
@@ -216,7 +224,8 @@ def main() -> int:
     options.accepted = options.accepted or list(ACCEPTED[options.drafter])
     if not options.model.exists():
         shape = replace(FULL_SHAPE, has_nextn=options.drafter == "mtp")
-        FullSizeWriter(options.model, shape, 0, len(os.sched_getaffinity(0))).write()
+        threads, kind = len(os.sched_getaffinity(0)), LIKE_NEIGHBOURS if options.like_neighbours else APART
+        FullSizeWriter(options.model, shape, 0, threads, shares=kind).write()
     if options.model_draft is not None and not options.model_draft.exists():
         write_drafter(options.model_draft)
     result = {
@@ -224,6 +233,7 @@ def main() -> int:
         "machine": describe("cuda"),
         "drafter": options.drafter,
         "accepted": options.accepted,
+        "like_neighbours": options.like_neighbours,
         "timed_tokens": options.tokens,
         "cells": [measure(options, vram) for vram in options.vram],
     }

@@ -1,5 +1,5 @@
-"""Hit rates of LRU caches of experts over what a model's routers choose while it generates, beside
-published ones.
+"""Hit rates of LRU caches of experts over what a model's routers choose while it generates, and how many
+experts neighbouring tokens use together, beside published ones.
 
     python -m bench.engine.routing_locality MODEL --out docs/results/routing_locality.json
 
@@ -8,6 +8,7 @@ others:
 
     python -m bench.full_size_model routing.gguf --layers 4 --vocab 32768
     python -m bench.full_size_model popular.gguf --layers 4 --vocab 32768 --shared-popularity
+    python -m bench.full_size_model neighbours.gguf --layers 4 --vocab 32768 --like-neighbours
 
 The CPU engine generates greedily from several prompts; then the tokens go through the same kernels again,
 and what their routers choose is kept. Each layer has a cache of its own, empty at the start, and every
@@ -43,6 +44,13 @@ PUBLISHED_SOURCE = "https://github.com/kekzl/imp/pull/1374"
 # What users of FreeToken report of eight texts side by side: share of the experts in the cache, and misses.
 INTERLEAVED, INTERLEAVED_SHARE, PUBLISHED_MISSES = 8, 0.37, (0.06, 0.08)
 PUBLISHED_MISSES_SOURCE = "https://github.com/FlashML-org/FreeToken/issues/231"
+# Tokens in a row → their distinct experts, in those of one token. Of a trace of Qwen3-30B-A3B.
+PUBLISHED_UNIONS = {2: 1.62, 4: 2.64, 8: 3.96, 16: 5.53}
+# Share of a token's experts that the token before had, by model, and where it is published.
+PUBLISHED_REUSE = {
+    "Qwen3-30B-A3B": (0.38, "https://github.com/Helldez/BigMoeOnEdge/blob/main/docs/expert-prediction.md"),
+    "GLM-4.7-Flash": (0.257, "https://github.com/ml-explore/mlx-lm/pull/1485"),
+}
 
 
 def generate(runner: CpuRunner, prompt: Sequence[int], count: int) -> list[int]:
@@ -100,6 +108,12 @@ def next_token_reuse(topk_ids: np.ndarray) -> float:
     return float(np.mean(shared)) / topk_ids.shape[1]
 
 
+def union(topk_ids: np.ndarray, num_tokens: int) -> float:
+    """Distinct experts of so many tokens in a row, in those of one token."""
+    firsts = range(len(topk_ids) - num_tokens + 1)
+    return float(np.mean([len(np.unique(topk_ids[i : i + num_tokens])) for i in firsts])) / topk_ids.shape[1]
+
+
 def measure(path: Path, threads: int) -> dict[str, object]:
     """All figures; see the module docstring."""
     with GGUFFile.open(path) as file:
@@ -140,6 +154,11 @@ def measure(path: Path, threads: int) -> dict[str, object]:
         "interleaved_misses": 1 - float(np.mean([lru_hit_rate(ids, slots) for ids in interleaved_ids])),
         "published_interleaved_misses": PUBLISHED_MISSES,
         "published_misses_source": PUBLISHED_MISSES_SOURCE,
+        "unions": {
+            str(count): float(np.mean([union(ids, count) for ids in layers])) for count in PUBLISHED_UNIONS
+        },
+        "published_unions": {str(count): times for count, times in PUBLISHED_UNIONS.items()},
+        "published_reuse": PUBLISHED_REUSE,
         "next_token_reuse": float(np.mean([next_token_reuse(ids) for ids in layers])),
         "experts_touched": float(np.mean([len(np.unique(ids)) for ids in layers])),
         "largest_share_of_one_expert": float(uses.max() / uses.sum()),
@@ -157,6 +176,9 @@ def main() -> int:
     print("experts in the cache   hit rate   published")
     for share, rate in dict(result["lru_hit_rate"]).items():
         print(f"{float(share):20.0%} {rate:10.1%} {PUBLISHED[float(share)]:11.1%}")
+    print("tokens in a row   distinct experts / one token's   published")
+    for count, times in dict(result["unions"]).items():
+        print(f"{count:>15} {times:32.2f} {PUBLISHED_UNIONS[int(count)]:11.2f}")
     misses = result["interleaved_misses"]
     print(f"{INTERLEAVED} texts, interleaved, miss {misses:.1%} with {INTERLEAVED_SHARE:.0%} in the cache")
     write_result(result, options.out)

@@ -12,14 +12,24 @@ import torch
 
 import gguf
 from bench.engine.gpu import WALK_TOKENS, check_walk
-from bench.engine.routing_locality import RoutingReader, interleaved, lru_hit_rate, next_token_reuse
+from bench.engine.routing_locality import (
+    PUBLISHED_UNIONS,
+    RoutingReader,
+    interleaved,
+    lru_hit_rate,
+    next_token_reuse,
+    union,
+)
 from bench.full_size_mixes import MIXES, PLAIN, Mix, Rule, UnknownTypeError, mix_named
 from bench.full_size_model import (
+    APART,
     CODE,
     DENSE_SHAPE,
     FULL_SHAPE,
+    LIKE_NEIGHBOURS,
     POPULAR_SHARE,
     PROTECTED,
+    CodeShares,
     FullSizeWriter,
     token_levels,
 )
@@ -337,6 +347,24 @@ def test_popular_experts_are_those_of_all_texts() -> None:
     assert interleaved_misses(POPULAR_SHARE) < 0.12
 
 
+def test_neighbours_share_as_many_experts_as_published() -> None:
+    """And caches hit as often as in the file where neighbours share fewer."""
+
+    def ids(shares: CodeShares) -> np.ndarray:
+        levels = token_levels(np.random.default_rng(3), 4096, shares)
+        directions = np.random.default_rng(5).standard_normal((256, CODE))
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        return np.argsort(-((levels[:, :CODE] - 7.5) @ directions.T), axis=1)[:, :8]
+
+    apart, alike = ids(APART), ids(LIKE_NEIGHBOURS)
+    for count, published in PUBLISHED_UNIONS.items():
+        assert union(alike, count) < union(apart, count)
+        if count <= 8:
+            assert union(alike, count) == pytest.approx(published, rel=0.06)
+            assert union(apart, count) > 1.06 * published
+    assert lru_hit_rate(alike, 49) == pytest.approx(lru_hit_rate(apart, 49), abs=0.04)
+
+
 def test_texts_interleaved_get_a_token_each() -> None:
     assert interleaved([np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])]).tolist() == [
         [0, 1], [4, 5], [2, 3], [6, 7],
@@ -348,3 +376,4 @@ def test_hit_rates_of_a_hand_counted_trace() -> None:
     assert lru_hit_rate(ids, 2) == 2 / 8
     assert lru_hit_rate(ids, 4) == 4 / 8
     assert next_token_reuse(ids) == 0.5
+    assert [union(ids, count) for count in (1, 2, 4)] == [1.0, 1.5, 2.0]
