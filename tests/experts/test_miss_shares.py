@@ -183,6 +183,31 @@ def test_what_was_planned_by_sound_rates_stays_until_it_is_contradicted() -> Non
     assert shares.statistics(RANKS) is not None
 
 
+FETCHES = slice(BY_MISSES.stop, BY_MISSES.stop + MAX_RANKS + 1)
+
+
+@pytest.mark.parametrize("moves", [Moves.NEVER, Moves.ALWAYS])
+def test_copies_ahead_end_while_guesses_are_wrong_and_begin_again(moves: Moves) -> None:
+    """Whether times move or not. The bus then reads missing experts in place."""
+    true, steps, guesses = replace(TRUE, layer=60_000, cpu_left=800), Steps(), [0, 0]
+    shares = MissShares(true, 8, Controls(moves), copies_ahead=True)
+    shares.begin(steps.seen())
+    by_guesses = []
+    for recall in (0.9, 0.05, 0.9):
+        has_moved = False
+        for _ in range(UPDATES):
+            steps.run(shares, true)
+            guesses[0] += 120
+            guesses[1] += round(120 * recall)
+            has_moved |= shares.learn(steps.seen()._replace(guesses=tuple(guesses)))
+        table, _ = shares.words()
+        by_guesses.append((bool(table[FETCHES].any()), bool(table[BY_MISSES].any()), has_moved))
+    assert [each[:2] for each in by_guesses] == [(True, False), (False, True), (True, False)]
+    assert all(has_moved for *_, has_moved in by_guesses[1:]), "the tables are written anew"
+    without = MissShares(true, 8, Controls(moves)).words()[0]
+    assert not without[FETCHES].any()
+
+
 REQUEST_NS = 60_000  # about two experts' time
 WITH_REQUEST = replace(TRUE, answer=TRUE.answer + REQUEST_NS)
 

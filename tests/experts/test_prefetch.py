@@ -10,7 +10,13 @@ pytest.importorskip("cuda.bindings")
 
 import numpy as np
 
-from coldstream.experts.prefetch import MAX_PREFETCHED, GuessCounter, Prefetching, PrefetchStatistics
+from coldstream.experts.prefetch import (
+    MAX_PREFETCHED,
+    GuessCounter,
+    Prefetching,
+    PrefetchStatistics,
+    Recall,
+)
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.kernels.cuda.array import ALIGNMENT
 
@@ -83,6 +89,51 @@ def test_right_guesses_are_counted_as_sets_are_compared(
         is_guessed = layer >= distance
         assert counter.right[layer] == (right if is_guessed else 0)
         assert counter.guessed[layer] == (2 * rows * ranks if is_guessed else 0)
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_guesses_at_missing_experts_are_those_that_have_places(
+    distance: int, num_whole: int, rows: int, num_places: int, seed: int
+) -> None:
+    """The likeliest of each row. Layers that miss none come last, and their guesses may be anything."""
+    generator = np.random.default_rng(seed)
+    guessed, used = (
+        np.stack([[generator.permutation(9)[:4] for _ in range(rows)] for _ in range(5)]) for _ in range(2)
+    )
+    resident = generator.random((5 - num_whole, 9)) < 0.4
+    guessed[5 - num_whole :] = -7
+    counter = GuessCounter(5, distance, num_places)
+    counter.count(guessed, used, resident)
+    counter.count(guessed, used)
+    expected = [0, 0]
+    for layer in range(distance, 5 - num_whole):
+        for row in range(rows):
+            missing = [expert for expert in guessed[layer, row] if not resident[layer, expert]][:num_places]
+            expected[0] += len(missing)
+            expected[1] += len(set(missing) & set(used[layer, row]))
+    assert counter.missing == tuple(expected)
+
+
+@pytest.mark.parametrize("true", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("of_an_update", [3, 40, 5000])
+def test_recall_is_that_of_the_last_guesses(true: float, of_an_update: int) -> None:
+    recall, generator = Recall(0.74), np.random.default_rng(0)
+    assert recall.share == 0.74
+    num_updates = max(3, 4096 // of_an_update)
+    for each in (0.5, true):
+        for _ in range(num_updates):
+            recall.learn(of_an_update, int(generator.binomial(of_an_update, each)))
+        assert recall.share == pytest.approx(each, abs=0.06)
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5000), st.integers(-5, 5000))))
+def test_recall_is_a_share_whatever_is_counted(counts: list[tuple[int, int]]) -> None:
+    recall = Recall(0.74)
+    for guessed, right in counts:
+        before = recall.share
+        recall.learn(guessed, right)
+        assert 0 <= recall.share <= 1
+        assert recall.share == before or 0 <= right <= guessed
 
 
 def test_what_was_fetched_in_vain_is_wasted() -> None:

@@ -59,7 +59,7 @@ def fetch(
 ) -> None:
     """When so many layers have been shared out."""
     ring._reached.fill_(reached)
-    in_time = MissTimes(1, (1000,) * MAX_MAILBOX_ROWS, layer=10**6).words(copies_ahead=True)
+    in_time = MissTimes(1, (1000,) * MAX_MAILBOX_ROWS, layer=10**6).words(recall=1.0)
     times = torch.tensor(in_time, dtype=torch.int32, device=CUDA)
     ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32, device=CUDA), stacks, times)
     torch.cuda.synchronize()

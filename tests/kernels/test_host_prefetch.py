@@ -67,7 +67,7 @@ def fetch(
 ) -> None:
     """When so many layers have been shared out."""
     ring._reached.fill_(reached)
-    words = torch.tensor(times.words(copies_ahead=True), dtype=torch.int32)
+    words = torch.tensor(times.words(recall=1.0), dtype=torch.int32)
     ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32), memory.stacks, words)
     assert not ring._arrivals.any(), "blocks are counted from 0 next time"
 

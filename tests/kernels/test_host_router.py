@@ -237,7 +237,7 @@ def test_the_cpu_gets_a_guess_at_what_a_single_token_will_ask(
     stacks = [ExpertTable(slots, QuantType.F32, 1, 4, True, mapped=mapped, step=16) for _ in range(MATRICES)]
     times = MissTimes(10, tuple(20 * rows for rows in range(1, MAX_MAILBOX_ROWS + 1)), layer=1)
     box = Mailbox.planned(ranks, cols, tokens)
-    words = torch.tensor(times.words(copies_ahead=num_places > 0), dtype=torch.int32)
+    words = torch.tensor(times.words(1.0 if num_places else None), dtype=torch.int32)
     hints = hints_of(stacks, words, box, later, num_places)
     outs, guesses = Outputs(tokens, ranks, experts), Outputs(tokens, ranks, experts)
     ahead = Ahead(guess, guesses.ids.tensor, guesses.logits.tensor, guesses.weights.tensor, hints)

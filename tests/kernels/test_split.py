@@ -96,27 +96,44 @@ def test_words_are_what_the_device_reads() -> None:
     assert words[:7] == (7, 3, 3 * 1024 // 900, 900, 800, 1, 2)
     assert words[BY_MISSES] == times.by_misses(MAX_RANKS)
     assert not any(words[-MAX_RANKS - 1 :])
-    assert times.words(copies_ahead=True) == words, "of a layer that takes an unknown time"
+    assert times.words(recall=1.0) == words, "of a layer that takes an unknown time"
     assert replace(times, layer=20).words() == words, "where nothing is copied ahead"
-    ahead = replace(times, layer=20).words(copies_ahead=True)
+    ahead = replace(times, layer=20).words(recall=1.0)
     assert ahead[: BY_MISSES.start] == words[: BY_MISSES.start]
     assert not any(ahead[BY_MISSES])
     assert ahead[-MAX_RANKS - 1 :] == replace(times, layer=20).by_fetches(MAX_RANKS)
 
 
-@given(times=miss_times(), layer=st.integers(1, 1000))
-def test_what_is_copied_ahead_comes_in_time_and_more_would_not(times: MissTimes, layer: int) -> None:
-    fetches = replace(times, layer=layer).by_fetches(MAX_RANKS)
+@given(times=miss_times(), layer=st.integers(1, 1000), recall=st.sampled_from([0.0, 0.3, 0.74, 0.9, 1.0]))
+def test_what_is_copied_ahead_comes_in_time_and_no_other_number_is_faster(
+    times: MissTimes, layer: int, recall: float
+) -> None:
+    """A copy takes an expert from the CPU as often as its guess is right, and time beside it always."""
+    fetches = replace(times, layer=layer).by_fetches(MAX_RANKS, recall)
     for misses, fetched in enumerate(fetches):
+        taken = []
         for number in range(misses + 1):
-            rest = misses - number
+            rest, left = misses - number, misses - recall * number
+            asked, cpu = min(1.0, left) * times.answer, left * times.cpu[0]
             in_time = layer + (times.answer + rest * times.cpu[0] if rest else 0)
-            if number * times.bus <= in_time:
-                assert fetched >= number
-            elif misses > 1:
-                assert fetched != number
-    assert fetches[:2] == (0, times.bus <= 2 * layer)
-    assert replace(times, layer=0).by_fetches(MAX_RANKS) == (0,) * (MAX_RANKS + 1)
+            is_alone = misses == 1 and times.bus <= 2 * layer
+            if number * times.bus <= in_time or is_alone:
+                beside = min(number * times.bus, cpu)
+                taken.append(asked + beside + (cpu - beside) * times.cpu_left / WHOLE)
+        assert fetched == taken.index(min(taken)), "those that come in time are the first numbers"
+    assert recall > 0 or not any(fetches)
+    assert not any(replace(times, layer=0).by_fetches(MAX_RANKS, recall))
+
+
+def test_guesses_that_are_often_wrong_are_not_worth_the_buss_time() -> None:
+    """The CPU's experts take a fifth longer beside copies."""
+    cpu = (32_000,) * MAX_MAILBOX_ROWS
+    times = MissTimes(56_000, cpu, answer=13_000, cpu_left=821, layer=45_000)
+    tables = [times.by_fetches(8, recall) for recall in (1.0, 0.74, 0.5, 0.3, 0.05)]
+    assert tables[0] == tables[1] == tables[2] == (0, 1, 1, 1, 2, 2, 2, 3, 3)
+    assert tables[3] == (0, 1, 0, 0, 0, 0, 0, 0, 0)
+    assert not any(tables[4]), "so the bus reads missing experts in place"
+    assert times.words(0.05) == times.words()
 
 
 def test_a_slower_cpu_leaves_time_to_copy_more() -> None:

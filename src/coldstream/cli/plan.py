@@ -27,6 +27,7 @@ from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.control import CONTRADICTED
 from coldstream.placement.controls import Controls, Moves
+from coldstream.placement.cost import GUESSED
 from coldstream.placement.forecast import Forecast, forecast, rates_used, shares_used
 from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
@@ -311,7 +312,8 @@ def _described_misses(run: RunPlan) -> str:
     times = run.miss_times
     fetched: tuple[int, ...] = ()
     if times is not None:
-        fetched = tuple(min(each, run.prefetch) for each in times.by_fetches(num_chosen)[1:])
+        fetches = times.by_fetches(num_chosen, GUESSED)[1:]
+        fetched = tuple(min(each, run.prefetch) for each in fetches)
     if any(fetched):
         missed = f"of 1, 2, … experts that a layer of a token misses {', '.join(map(str, fetched))}"
         first = f"{missed} come over the bus before their router has run, {threads} the others"

@@ -42,6 +42,7 @@ from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.router.cuda import Ahead
+from coldstream.placement.cost import GUESSED
 
 
 class DecodeExperts:
@@ -86,7 +87,7 @@ class DecodeExperts:
     def set_times(self, times: MissTimes) -> None:
         """Has all layers share out by these times. No step may be running."""
         for table in (self.times, self.tried_times):
-            write(table, np.array(times.words(copies_ahead=self.copies_ahead), np.int32))
+            write(table, np.array(times.words(GUESSED if self.copies_ahead else None), np.int32))
 
     @property
     def copies_ahead(self) -> bool:

@@ -2,8 +2,9 @@
 
 A plan's times are where a run begins. Every few steps of one row, what the CPU and the GPU have stamped says
 how long an expert really took each of them, and the tables that routers read are written anew. The number of
-the CPU's threads follows the same stamps. Any division and number gives the same bits. Pure; `StampedShares`
-does the same on a device.
+the CPU's threads follows the same stamps. How many guessed experts are copied ahead follows what part of the
+guesses was right. Any division and number gives the same bits. Pure; `StampedShares` does the same on a
+device.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ from coldstream.experts.bus_tilt import BusTilt
 from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
+from coldstream.experts.prefetch import Recall
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
 from coldstream.placement.control import Balance, Contradiction, Overhead, Work
 from coldstream.placement.controls import Controls, Moves
+from coldstream.placement.cost import GUESSED
 from coldstream.placement.run_file import Observed
 
 Array = np.ndarray[Any, Any]
@@ -34,12 +37,14 @@ NO_WORK: Final = Work(0, 0)
 class Seen(NamedTuple):
     """What was stamped since the model was opened.
 
-    cpu: float64 [3, layers], requests, pairs and seconds. sums, bus_pairs: see `StepTimes.of`.
+    cpu: float64 [3, layers], requests, pairs and seconds. sums, bus_pairs: see `StepTimes.of`. guesses: see
+    `GuessCounter.missing`.
     """
 
     cpu: Array
     sums: Array
     bus_pairs: Array
+    guesses: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -65,8 +70,12 @@ class _Totals:
 class MissShares:
     """Times of a missing expert, and a number of threads, moved by what steps of one row took."""
 
-    def __init__(self, times: MissTimes, most_threads: int, controls: Controls) -> None:
-        """times: forecast. most_threads: of the CPU, with which it begins."""
+    def __init__(
+        self, times: MissTimes, most_threads: int, controls: Controls, *, copies_ahead: bool = False
+    ) -> None:
+        """times: forecast. most_threads: of the CPU, with which it begins. copies_ahead: whether guessed
+        experts are copied to the device.
+        """
         self._forecast, self._controls = times, controls
         self._threads, self._contradiction = CpuThreads(most_threads), Contradiction()
         self._bus_ns = times.row_bus or times.bus
@@ -74,6 +83,8 @@ class MissShares:
         self._before: Seen | None = None
         self._totals, self._overhead, self._tilt = _Totals(), Overhead(), BusTilt()
         self._num_updates = 0
+        self._recall = Recall(GUESSED) if copies_ahead else None
+        self._fetches = self._by_fetches()
 
     def begin(self, seen: Seen) -> None:
         """What comes after `seen` is of steps of one row."""
@@ -89,6 +100,18 @@ class MissShares:
         before, self._before = self._before, seen
         if before is None:
             return False
+        if self._recall is not None:
+            guessed, right = (now - then for now, then in zip(seen.guesses, before.guesses, strict=True))
+            self._recall.learn(guessed, right)
+        has_moved = self._learn_times(before, seen)
+        fetches_before, self._fetches = self._fetches, self._by_fetches()
+        return has_moved or self._fetches != fetches_before
+
+    def _by_fetches(self) -> tuple[int, ...]:
+        return () if self._recall is None else self.times.by_fetches(MAX_RANKS, self._recall.share)
+
+    def _learn_times(self, before: Seen, seen: Seen) -> bool:
+        """Of `learn`."""
         steps = StepSums.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
         if steps.steps != STEPS_OF_AN_UPDATE:
             return False
@@ -142,9 +165,10 @@ class MissShares:
             row_bus=_scaled(self._bus_ns, bus * self._tilt.factor),
         )
 
-    def words(self, *, copies_ahead: bool = False) -> tuple[Array, Array]:
+    def words(self) -> tuple[Array, Array]:
         """`MissTimes.words` for all layers, and for the one that tries what the others may never do."""
-        words = np.array(self.times.words(copies_ahead=copies_ahead), np.int32)
+        recall = None if self._recall is None else self._recall.share
+        words = np.array(self.times.words(recall), np.int32)
         tried, by_bus = words.copy(), np.arange(MAX_RANKS + 1, dtype=np.int32)
         by_cpu, by_the_bus = self._balance.probes
         most = np.maximum(by_bus - 1, 0) if by_cpu else by_bus
@@ -187,14 +211,19 @@ class StampsOfAStep(NamedTuple):
 class StampedShares:
     """Moves the times that routers of `decode` read. work: what the CPU did, see `ExpertServer.work`.
 
-    num_layers: that may miss an expert. `launched` and `ended` are called for each step.
+    num_layers: that may miss an expert. guesses: see `Seen`, if there are any. `launched` and `ended` are
+    called for each step.
     """
 
     def __init__(
-        self, decode: DecodeExperts, shares: MissShares, work: Callable[[], CpuWork], num_layers: int
+        self,
+        decode: DecodeExperts,
+        shares: MissShares,
+        work: Callable[[], CpuWork],
+        num_layers: int,
+        guesses: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._work, self._num_layers, self._shares = work, num_layers, shares
-        self._copies_ahead = decode.copies_ahead
+        self._work, self._num_layers, self._shares, self._guesses = work, num_layers, shares, guesses
         self._stamps = ReadBack(decode.stamps)
         self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
         self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
@@ -214,7 +243,8 @@ class StampedShares:
     def ended(self, step: StampsOfAStep) -> None:
         """The step has ended, and the copy of its stamps with it."""
         sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
-        seen = Seen(np.array(self._work(), np.float64).T, sums.copy(), bus_pairs.copy())
+        work = np.array(self._work(), np.float64).T
+        seen = Seen(work, sums.copy(), bus_pairs.copy(), self._guesses())
         if step.is_first:
             self._shares.begin(seen)
         elif self._shares.learn(seen):
@@ -236,8 +266,6 @@ class StampedShares:
 
     def _write(self) -> None:
         """Queues the tables. A running step may read some of both: any division is right."""
-        for ring, words in zip(
-            self._tables, self._shares.words(copies_ahead=self._copies_ahead), strict=True
-        ):
+        for ring, words in zip(self._tables, self._shares.words(), strict=True):
             ring.next_on_host()[:] = words
             ring.copy(len(words))

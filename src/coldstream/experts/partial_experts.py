@@ -82,10 +82,15 @@ def slot_shares(plan: RunPlan) -> SlotShares:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step that may be running. ids: its experts, by row; None if the policy learns nothing from them."""
+    """A step that may be running.
+
+    ids: its experts, by row; None if the policy learns nothing from them. resident: for a step that guesses,
+    which experts have a slot in it.
+    """
 
     ids: ExpertIds | None
     guesses: bool
+    resident: Array | None
     stamps: StampsOfAStep | None
 
 
@@ -124,7 +129,8 @@ class PartialExperts:
         assert isinstance(executor, PartialExecutor)
         self._executor = executor
         if executor.prefetch is not None:
-            self._guesses = GuessCounter(executor.decode.chosen.num_layers, executor.prefetch.distance)
+            prefetch, num_layers = executor.prefetch, executor.decode.chosen.num_layers
+            self._guesses = GuessCounter(num_layers, prefetch.distance, prefetch.num_experts)
 
     def connect(self) -> None:
         """Lets the device read the mapped file in later steps. Waits until it is locked.
@@ -196,9 +202,12 @@ class PartialExperts:
         if self._controls == Controls() or executor is None or times is None or self._residency is None:
             self._shares = None
         elif executor.tables.is_readable:
-            shares = MissShares(times, self.host.ops.threads, self._controls)
-            num_layers = len(executor.tables.layers)
-            self._shares = StampedShares(executor.decode, shares, self.host.server.work, num_layers)
+            decode, num_layers = executor.decode, len(executor.tables.layers)
+            shares = MissShares(
+                times, self.host.ops.threads, self._controls, copies_ahead=decode.copies_ahead
+            )
+            work, guesses = self.host.server.work, lambda: self._guesses.missing if self._guesses else (0, 0)
+            self._shares = StampedShares(decode, shares, work, num_layers, guesses)
 
     def set_times(self, times: MissTimes) -> None:
         """Has missing experts divided by these times, and no longer by the plan's or what steps took. If
@@ -336,7 +345,9 @@ class PartialExperts:
             of_all = executor.decode.chosen.copy()
             ids = ExpertIds(of_all.used[:, :rows], of_all.guessed[:, :rows])
         stamps = self._shares.launched(rows) if self._shares is not None else None
-        self._in_flight.append(_StepInFlight(ids, executor.decode.guesses(rows), stamps))
+        guesses, residency = executor.decode.guesses(rows), self._residency
+        resident = residency.resident.copy() if guesses and residency is not None else None
+        self._in_flight.append(_StepInFlight(ids, guesses, resident, stamps))
         self._is_due = True
         if len(self._in_flight) == 1:
             self._prepare()
@@ -351,7 +362,7 @@ class PartialExperts:
         self._is_due = False
         for step in self._ended:
             if self._guesses is not None and step.guesses and step.ids is not None:
-                self._guesses.count(step.ids.guessed, step.ids.used)
+                self._guesses.count(step.ids.guessed, step.ids.used, step.resident)
         self._ended.clear()
         if self._residency is not None:
             try:

@@ -14,6 +14,9 @@ Array = np.ndarray[Any, Any]
 
 MAX_PREFETCHED: Final = 8  # experts of a layer
 
+GUESSES_OF_EXPECTED: Final = 64  # the beginning of an average counts as so many
+GUESSES_OF_AVERAGE: Final = 1024  # some tokens': earlier guesses count less and less
+
 # Copying an expert takes about as long as computing a layer: guessed one layer ahead, most arrive too late
 # (docs/notes/prefetching.md).
 LAYERS_AHEAD: Final = 2
@@ -93,16 +96,52 @@ class PrefetchStatistics:
 
 
 class GuessCounter:
-    """Compares guesses with what routers chose. The first `distance` layers have no guesses."""
+    """Compares guesses with what routers chose. The first `distance` layers have no guesses.
 
-    def __init__(self, num_layers: int, distance: int) -> None:
-        self._distance = distance
+    missing: of the guesses without a slot, the likeliest ones, as many as have places, and those of them that
+    were right.
+    """
+
+    def __init__(self, num_layers: int, distance: int, num_places: int = MAX_PREFETCHED) -> None:
+        """num_places: of a layer, for experts that are copied ahead."""
+        self._distance, self._num_places = distance, num_places
         self.guessed = np.zeros(num_layers, np.int64)
         self.right = np.zeros(num_layers, np.int64)
+        self.missing = (0, 0)
 
-    def count(self, guessed: Array, used: Array) -> None:
-        """Counts guesses of a step, int32 [layers, rows, K], and those that are right by `used`."""
+    def count(self, guessed: Array, used: Array, resident: Array | None = None) -> None:
+        """Counts guesses of a step, int32 [layers, rows, K], and those that are right by `used`.
+
+        resident: bool [layers that may miss an expert, experts]; None: none is counted as missing.
+        """
         guessed, used = guessed[self._distance :], used[self._distance :]
         hits = (guessed[..., :, None] == used[..., None, :]).any(axis=-1)
         self.guessed[self._distance :] += guessed[0].size if len(guessed) else 0
         self.right[self._distance :] += hits.sum(axis=(1, 2))
+        if resident is None:
+            return
+        has_slot = resident[self._distance :]
+        layers = np.arange(len(has_slot))[:, None, None]
+        missing = ~has_slot[layers, np.clip(guessed[: len(has_slot)], 0, has_slot.shape[1] - 1)]
+        missing &= missing.cumsum(axis=-1) <= self._num_places
+        num_missing, num_right = int(missing.sum()), int((missing & hits[: len(has_slot)]).sum())
+        self.missing = self.missing[0] + num_missing, self.missing[1] + num_right
+
+
+class Recall:
+    """What part of the guesses at missing experts has been right lately. Begins with what is expected."""
+
+    def __init__(self, expected: float) -> None:
+        self._guessed, self._right = float(GUESSES_OF_EXPECTED), expected * GUESSES_OF_EXPECTED
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self._right / self._guessed
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Takes note of new guesses, and of those that were right. What is absurd is left out."""
+        if not (guessed > 0 and 0 <= right <= guessed):
+            return
+        kept = max(0.0, 1.0 - guessed / GUESSES_OF_AVERAGE)
+        self._guessed, self._right = kept * self._guessed + guessed, kept * self._right + right

@@ -214,7 +214,7 @@ def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float
 @lru_cache(maxsize=256)
 def _fetches(most_misses: int, expert_bytes: int, rates: Rates, layer_ns: int) -> tuple[int, ...]:
     """`MissTimes.by_fetches` of layers that take so long without a missing expert."""
-    return replace(miss_times(expert_bytes, rates), layer=layer_ns).by_fetches(most_misses)
+    return replace(miss_times(expert_bytes, rates), layer=layer_ns).by_fetches(most_misses, GUESSED)
 
 
 def disk_seconds(model: ModelSizes, rates: Rates, disk_rates: Sequence[float]) -> float:

@@ -7,8 +7,10 @@ from cuda_runner_cases import open_partly
 from runner_cases import token_ids, write_mixed_layers
 
 from coldstream.experts import miss_shares
+from coldstream.experts.prefetch import Prefetching
 from coldstream.placement.control import MOST_TIMES
 from coldstream.placement.controls import Controls, Moves
+from coldstream.placement.cost import GUESSED
 
 TOKENS = 24
 
@@ -40,3 +42,22 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
         assert observed.seconds > 0
         assert observed.cpu_factor is not None
         assert 1 / MOST_TIMES <= shares.cpu_factor <= MOST_TIMES
+
+
+@pytest.mark.usefixtures("gpu")
+def test_copies_ahead_follow_the_recall_of_guesses_at_missing_experts(path: Path) -> None:
+    with open_partly(path, 0.3, streamed=0.5, prefetching=Prefetching(1, 2)) as runner:
+        runner.runner.control(Controls(Moves.NEVER, Moves.ALWAYS))
+        partial = runner.runner._partial
+        assert partial is not None
+        assert partial._shares is not None
+        recall = partial._shares._shares._recall
+        assert recall is not None
+        assert recall.share == GUESSED
+        for token in token_ids(TOKENS):
+            runner.decode(token)
+        assert partial._guesses is not None
+        guessed, right = partial._guesses.missing
+        assert 0 < right < guessed < int(partial._guesses.guessed.sum())
+        assert recall.share == pytest.approx(right / guessed, abs=0.25)
+        assert recall.share != GUESSED

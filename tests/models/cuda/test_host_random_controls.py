@@ -52,7 +52,7 @@ def random_times(rng: np.random.Generator) -> MissTimes:
 def random_controls(rng: np.random.Generator) -> Iterator[None]:
     """Inside, tables of shares and what the host decides of prompts are drawn each time."""
 
-    def words(shares: MissShares, *, copies_ahead: bool = False) -> tuple[np.ndarray, ...]:
+    def words(shares: MissShares) -> tuple[np.ndarray, ...]:
         tables = [np.array(random_times(rng).words(), np.int32) for _ in range(2)]
         for table in tables:
             for counts in (BY_MISSES, slice(-(MAX_RANKS + 1), None)):

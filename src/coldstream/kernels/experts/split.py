@@ -91,33 +91,48 @@ class MissTimes:
         times = replace(self, bus=self.row_bus or self.bus)
         return tuple(times.num_streamed([1] * misses) for misses in range(most + 1))
 
-    def by_fetches(self, most: int) -> tuple[int, ...]:
-        """How many of the 0, 1, … `most` missing experts of a layer are copied ahead in a step of one row: as
-        many as the bus copies while the CPU computes the others. A single one may take as long as two layers,
-        as it is guessed two layers ahead and few layers miss one.
-        """
-        return tuple(map(self._num_fetched, range(most + 1)))
+    def by_fetches(self, most: int, recall: float = 1.0) -> tuple[int, ...]:
+        """How many of the 0, 1, … `most` missing experts of a layer are copied ahead in a step of one row: of
+        the numbers that the bus copies while the CPU computes the others, the fastest, and the least such.
 
-    def _num_fetched(self, misses: int) -> int:
+        recall: what part of the copied experts will be chosen. The CPU computes the others too, and is slower
+        while the bus copies. In time is what would be if all were chosen, as then the CPU ends first. A
+        single one may take as long as two layers: it is guessed two layers ahead, and few layers miss one.
+        """
+        return tuple(self._num_fetched(misses, recall) for misses in range(most + 1))
+
+    def _num_fetched(self, misses: int, recall: float) -> int:
         if not self.layer:
             return 0
-        in_time = max(
-            number for number in range(misses + 1) if number * self.bus <= self._period(misses - number)
-        )
-        return 1 if misses == 1 and self.bus <= 2 * self.layer else in_time
+        in_time = [
+            number
+            for number in range(misses + 1)
+            if number * self.bus <= self._period(misses - number)
+            or (misses == 1 and self.bus <= 2 * self.layer)
+        ]
+        return min(in_time, key=lambda number: self._behind_copies(number, misses - recall * number))
 
     def _period(self, by_cpu: int) -> int:
         return self.layer + (self.answer + by_cpu * self.cpu[0] if by_cpu else 0)
 
-    def words(self, *, copies_ahead: bool = False) -> tuple[int, ...]:
+    def _behind_copies(self, number: int, by_cpu: float) -> float:
+        """What the CPU takes beside so many copies. by_cpu: its experts on average; fewer than one are one
+        that is not always asked for.
+        """
+        cpu = by_cpu * self.cpu[0]
+        both = min(number * self.bus, cpu)
+        return min(1.0, by_cpu) * self.answer + both + (cpu - both) * self.cpu_left / WHOLE
+
+    def words(self, recall: float | None = None) -> tuple[int, ...]:
         """As `MissTimes` of partition.cuh has them.
 
-        copies_ahead: whether guessed experts are copied to the device. The bus then reads none in place in a
-        step of one row, as it would take as much from the copies.
+        recall: of guessed experts that are copied to the device, see `by_fetches`; None: none is copied. If
+        any is, the bus reads none in place in a step of one row, as it would take as much from the copies.
         """
         times = self.bus, self.answer, self._ahead, self.bus_left, self.cpu_left
-        fetches, none = self.by_fetches(MAX_RANKS), (0,) * (MAX_RANKS + 1)
-        if copies_ahead and any(fetches):
+        none = (0,) * (MAX_RANKS + 1)
+        fetches = none if recall is None else self.by_fetches(MAX_RANKS, recall)
+        if any(fetches):
             return *times, *self.cpu, *none, *fetches
         return *times, *self.cpu, *self.by_misses(MAX_RANKS), *none
 
