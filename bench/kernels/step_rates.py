@@ -43,7 +43,7 @@ from coldstream.kernels.experts.shapes import MEASURED_TYPE
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import measure_product_rates
 from coldstream.placement.forecast import Known, decode_forecast
-from coldstream.placement.hardware import Hardware, read_windows
+from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.kernel_shares import KernelShares
 from coldstream.placement.prompt_cost import prefill_seconds
@@ -76,9 +76,8 @@ class Clock:
 def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
     """The machine with its rates, in the order of `measure_rates`."""
     threads = hardware.num_physical_cores
-    read = max(clock.timed("read", lambda: read_windows(threads, hardware.reader_bytes)))
+    link = clock.timed("reading, and the bus", lambda: measure_link(threads, hardware.reader_bytes))
     products = clock.timed("products of types", lambda: measure_product_rates(threads))
-    link = clock.timed("link", lambda: measure_link(threads, hardware.reader_bytes))
     handshake_s = clock.timed("handshake", lambda: min(measure_handshake(threads) for _ in range(3)))
     experts = clock.timed("experts", lambda: measure_expert_rates(threads, hardware.reader_bytes))
     steps = [
@@ -98,7 +97,9 @@ def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
         steps=steps[-1],
     )
     clock.first_steps = steps[0]
-    return replace(hardware, cpu_flags=(), read_bytes_per_s=read, product_values_per_s=products, gpu=gpu)
+    return replace(
+        hardware, cpu_flags=(), read_bytes_per_s=max(link.windows), product_values_per_s=products, gpu=gpu
+    )
 
 
 def beside_estimates(hardware: Hardware) -> Iterator[Row]:

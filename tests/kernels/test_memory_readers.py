@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from coldstream.kernels import memory_readers
 from coldstream.kernels.memory_readers import MemoryReaders
 
 
@@ -41,3 +42,26 @@ def test_those_that_were_started_do_not_wait_for_one_that_could_not_be(
     assert len(started) == 1
     assert not started[0].is_alive()
     assert readers_alive() == before
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_windows"),
+    [
+        ([10.0, 9.8, 9.9, 20.0], 3),
+        ([5.0, 9.8, 7.0, 10.0, 9.9, 20.0], 5),
+        ([float(rate) for rate in range(1, 41)], 24),
+    ],
+)
+def test_windows_are_read_until_several_agree(
+    monkeypatch: pytest.MonkeyPatch, rates: list[float], num_windows: int
+) -> None:
+    """With a clock that goes on by a second in each, in which the readers read so many bytes."""
+    readers, now = MemoryReaders(1, 8), [0.0]
+    monkeypatch.setattr(MemoryReaders, "num_bytes", property(lambda self: sum(rates[: round(now[0])])))
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(memory_readers.time, "sleep", sleep)
+    monkeypatch.setattr(memory_readers.time, "perf_counter", lambda: now[0])
+    assert readers.windows() == pytest.approx(rates[:num_windows])

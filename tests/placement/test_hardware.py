@@ -1,14 +1,11 @@
 """Measuring the machine, on made-up /proc and /sys trees and on the real one."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from coldstream.placement import hardware
 from coldstream.placement.hardware import Hardware, measure_read_bandwidth
 
 GIB = 2**30
@@ -116,38 +113,3 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_bandwidth_is_a_plausible_number(num_threads: int) -> None:
     assert 1e7 < measure_read_bandwidth(num_threads, 2**20) < 1e14
-
-
-@pytest.mark.parametrize(
-    ("rates", "num_windows", "found"),
-    [
-        ([10.0, 9.8, 9.9, 20.0], 3, 10.0),
-        ([5.0, 9.8, 7.0, 10.0, 9.9, 20.0], 5, 10.0),
-        ([float(rate) for rate in range(1, 21)], 12, 12.0),
-    ],
-)
-def test_windows_are_read_until_several_agree(
-    monkeypatch: pytest.MonkeyPatch, rates: list[float], num_windows: int, found: float
-) -> None:
-    """With a clock that goes on by a second in each, in which the readers read so many bytes."""
-
-    class Readers:
-        num_bytes, now_s = 0.0, 0.0
-
-        @classmethod
-        @contextmanager
-        def running(cls, num_threads: int, num_bytes: int) -> Iterator["Readers"]:
-            yield cls()
-
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        Readers.num_bytes += rates[len(slept)]
-        Readers.now_s += 1.0
-        slept.append(seconds)
-
-    monkeypatch.setattr(hardware, "MemoryReaders", Readers)
-    monkeypatch.setattr(hardware.time, "sleep", sleep)
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: Readers.now_s)
-    assert measure_read_bandwidth(2) == found
-    assert len(slept) == num_windows

@@ -201,10 +201,13 @@ class MeasuredGpu:
         monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [*self.windows])
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
         monkeypatch.setattr(link, "measure_products", lambda: self.products)
-        monkeypatch.setattr(link, "measure_link", lambda threads, num_bytes: self.link)
+        monkeypatch.setattr(link, "measure_link", self.measure_link)
         monkeypatch.setattr(link, "measure_handshake", lambda threads: next(self.handshakes))
         monkeypatch.setattr(cpu_rates, "measure_expert_rates", lambda threads, num_bytes: self.expert_rates)
         monkeypatch.setattr(gpu_rates, "measure_step_rates", self.measure_steps)
+
+    def measure_link(self, threads: int, num_bytes: int) -> LinkRates:
+        return replace(self.link, windows=tuple(self.windows))
 
     def measure_steps(self, threads: int, num_bytes: int) -> StepRates:
         self.num_steps_measured += 1

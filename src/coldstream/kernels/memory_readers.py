@@ -1,11 +1,16 @@
 """Threads that read memory, to measure its bandwidth."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_PIECE_WORDS = 2**21  # a few milliseconds for a thread
+from coldstream.kernels.best_runs import are_alike
+
+_PIECE_WORDS = 2**19  # half a millisecond for a thread: bytes are counted by pieces
+_WINDOW_S = 0.05
+_NUM_WINDOWS = 24  # at most, over a second, as other programs come and go
 
 
 class MemoryReaders:
@@ -49,6 +54,18 @@ class MemoryReaders:
     def num_bytes(self) -> int:
         """Bytes read so far by all threads."""
         return sum(self._counts)
+
+    def windows(self) -> list[float]:
+        """Bytes per second that all threads read together, in each of several windows.
+
+        There are more of them where they differ, as other programs may have slowed them all.
+        """
+        rates: list[float] = []
+        while len(rates) < _NUM_WINDOWS and not are_alike(rates):
+            before, start = self.num_bytes, time.perf_counter()
+            time.sleep(_WINDOW_S)
+            rates.append((self.num_bytes - before) / (time.perf_counter() - start))
+        return rates
 
     def _read(self, index: int, share: Any) -> None:
         share.fill(1)

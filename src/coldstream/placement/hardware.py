@@ -7,19 +7,15 @@ library's answers.
 
 import math
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coldstream.kernels.best_runs import are_alike
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.memory_readers import MemoryReaders
 from coldstream.placement.conditions import Conditions
 
 _BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
-_WINDOW_S = 0.1
-_NUM_WINDOWS = 12  # at most, over a second, as other programs come and go
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -120,17 +116,9 @@ def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> 
 
 
 def read_windows(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> list[float]:
-    """Bytes per second that `num_threads` threads read from memory together, in each of several windows.
-
-    There are more of them where they differ, as other programs may have slowed them all.
-    """
-    rates: list[float] = []
+    """`MemoryReaders.windows` of so many threads."""
     with MemoryReaders.running(num_threads, num_bytes) as readers:
-        while len(rates) < _NUM_WINDOWS and not are_alike(rates):
-            before, start = readers.num_bytes, time.perf_counter()
-            time.sleep(_WINDOW_S)
-            rates.append((readers.num_bytes - before) / (time.perf_counter() - start))
-    return rates
+        return readers.windows()
 
 
 def affinity() -> list[int]:

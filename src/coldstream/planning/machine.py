@@ -6,7 +6,7 @@ point, and is taken again in an idle moment. Where an older file lacks rates of 
 measured.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -274,9 +274,12 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report = progress or (lambda what, done, total: None)
     report("measuring this machine", 0, 6)
     now, watch = datetime.now(UTC).strftime(DATE_FORMAT), LoadWatch(affinity())
-    windows = read_windows(threads, hardware.reader_bytes)
+    windows: Sequence[float]
+    if hardware.gpu is None:
+        gpu, windows = None, read_windows(threads, hardware.reader_bytes)
+    else:  # the same readers, beside the bus and without it
+        gpu, windows = _measured_gpu(hardware, hardware.gpu, report)
     products = measure_product_rates(threads)
-    gpu = None if hardware.gpu is None else _measured_gpu(hardware, hardware.gpu, report)
     conditions = watch.conditions(windows)
     return replace(
         hardware,
@@ -288,8 +291,12 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     )
 
 
-def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> GpuHardware:
-    """The GPU of `hardware` with its rates, and those of the bus and of the CPU beside it."""
+def _measured_gpu(
+    hardware: Hardware, gpu: GpuHardware, report: Progress
+) -> tuple[GpuHardware, Sequence[float]]:
+    """The GPU of `hardware` with its rates, and those of the bus and of the CPU beside it; and the rates of
+    reading without them.
+    """
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
     from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 
@@ -307,7 +314,7 @@ def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> Gpu
     with suppress(DeviceError, OutOfMemoryError):  # estimates stay in their place
         steps = _measured_steps(hardware)
     report("measuring this machine", 5, 6)
-    return replace(
+    measured = replace(
         gpu,
         copy_bytes_per_s=measure_copy_bandwidth(),
         product_ops_per_s=measure_products(),
@@ -318,3 +325,4 @@ def _measured_gpu(hardware: Hardware, gpu: GpuHardware, report: Progress) -> Gpu
         expert_bytes_per_s=expert_rates,
         steps=steps,
     )
+    return measured, link.windows

@@ -1,6 +1,7 @@
 """Measures rates between RAM and the GPU, alone and while CPU threads read, for placement."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from coldstream.kernels.memory_readers import MemoryReaders
 BUFFER_BYTES = 256 * 2**20
 PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
 BURST_S = 0.03  # of copies at a time, which the device times
-BURST_BESIDE_S = 0.1  # beside readers, which count by pieces of some milliseconds
+BURST_BESIDE_S = 0.05  # beside readers, which count by pieces
 NUM_BURSTS = 3
 
 # Products of large matrices by a library run at 0.80e15 on an H200, and those of the kernel here at 1.07e15.
 _LARGE_MATRICES = 0.75
-_NUM_PRODUCTS = 20
+_NUM_PRODUCTS = 10
 _PRODUCT_STEPS = 4096  # of a warp, in each of the kernel's chains
 _PRODUCT_THREADS, _WARP_SIZE = 256, 32
 _BLOCKS_PER_PROCESSOR = 4
@@ -50,10 +51,11 @@ class LinkRates:
     alone: float  # copies from page-locked RAM to the device
     beside_read: float  # the same while CPU threads read RAM
     read_beside: float  # what these threads read together during copies
+    windows: Sequence[float] = ()  # what they read without copies: `MemoryReaders.windows`
 
 
 def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
-    """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. About 1 s.
+    """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. Half a second.
 
     reader_bytes: memory that the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
@@ -69,13 +71,14 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
         )
         both = []
         with MemoryReaders.running(num_threads, reader_bytes) as readers:
+            windows = readers.windows()
             for _ in range(NUM_BURSTS):
                 before, start = readers.num_bytes, time.perf_counter()
                 copied = num_beside * BUFFER_BYTES / _copy_for(source, target, num_beside)
                 read = (readers.num_bytes - before) / (time.perf_counter() - start)
                 both.append((copied + read, copied, read))
     _, beside_read, read_beside = max(both)
-    return LinkRates(alone, beside_read, read_beside)
+    return LinkRates(alone, beside_read, read_beside, windows)
 
 
 def measure_handshake(num_threads: int) -> float:

@@ -5,7 +5,7 @@ other cores, so that it is measured, with weights that lie in memory as a model'
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,14 +36,18 @@ def random_codes(quant_type: QuantType, num_bytes: int) -> "np.ndarray[tuple[int
     No scale is near the ends of float32. Some processors take a hundred times as long for a product that is
     not a normal number.
     """
-    generator = np.random.default_rng(0)
-    pattern = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
-    pattern[1::2] = pattern[1::2] & 0x1F | 0x10  # the high bytes of float16 scales
-    data = np.resize(pattern, num_bytes)
+    data = np.resize(_pattern(), num_bytes)
     if quant_type == QuantType.MXFP4:
         exponents = data[:: quant_type.block_bytes]
         exponents[:] = exponents & 0x07 | 0x70
     return data
+
+
+@cache
+def _pattern() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    pattern = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
+    pattern[1::2] = pattern[1::2] & 0x1F | 0x10  # the high bytes of float16 scales
+    return pattern
 
 
 def experts_of_rows(num_experts: int, rows: int) -> Ids:

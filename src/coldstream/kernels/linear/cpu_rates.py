@@ -4,8 +4,9 @@ A type is bound by its bytes or by the instructions that unpack its codes, and a
 one. The bytes are measured by readers of memory; here it is the instructions, with weights in caches.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
 from coldstream.kernels.experts.cpu_rates import random_weight
+
+Array = np.ndarray[Any, Any]
 
 PRODUCT_ROWS: Final = (1, 8, 64)  # of activations: decoding, a draft or several answers, a prompt
 
@@ -27,15 +30,19 @@ def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
     Takes a second or two at most, but where the machine has no vector instructions.
     """
     runtime = _csrc.Runtime(num_threads)
-    return tuple(_rates_of(runtime, quant_type, num_threads) for quant_type in QuantType)
+    generator = np.random.default_rng(1)
+    inputs = [generator.standard_normal((rows, _COLS), dtype=np.float32) for rows in PRODUCT_ROWS]
+    return tuple(_rates_of(runtime, quant_type, num_threads, inputs) for quant_type in QuantType)
 
 
-def _rates_of(runtime: "_csrc.Runtime", quant_type: QuantType, num_threads: int) -> tuple[float, ...]:
+def _rates_of(
+    runtime: "_csrc.Runtime", quant_type: QuantType, num_threads: int, inputs: Sequence[Array]
+) -> tuple[float, ...]:
     num_weights = _ROWS_OF_A_CORE * num_threads
     weight = random_weight(quant_type, num_weights, _COLS)
     rates = []
-    for rows in PRODUCT_ROWS:
-        x = np.random.default_rng(1).standard_normal((rows, _COLS), dtype=np.float32)
+    for x in inputs:
+        rows = len(x)
         out = np.empty((rows, num_weights), np.float32)
         seconds = best_seconds(partial(_csrc.linear, runtime, x, [weight], [out]), _LEAST_S, _MOST_S)
         rates.append(num_weights * _COLS * rows / seconds)
