@@ -169,6 +169,48 @@ def test_an_expert_of_the_gpu_goes_before_one_that_nobody_has_used(file: GGUFFil
         assert held(pool) == {1, 2, 4}
 
 
+@given(data=st.data())
+def test_an_expert_that_leaves_the_gpu_takes_the_place_of_one_that_is_worth_less(
+    file: GGUFFile, data: st.DataObject
+) -> None:
+    """Of the one that is worth least; and none, where all others are worth more."""
+    num_slots = 6
+    with opened(file, num_slots) as (_, pool):
+        before = data.draw(st.permutations(range(NUM_ALL)), "experts")[:num_slots]
+        pool.load(
+            [sorted(n % NUM_EXPERTS for n in before if n // NUM_EXPERTS == i) for i in range(NUM_LAYERS)]
+        )
+        scores = np.array(data.draw(st.permutations(range(NUM_ALL)), "scores"), np.float64)
+        number = data.draw(st.integers(0, NUM_ALL - 1), "leaves")
+        on_gpu = np.zeros(NUM_ALL, bool)
+        on_gpu[before[: data.draw(st.integers(0, 3), "on gpu")]] = True
+        on_gpu[number] = False
+        pool.order(scores, on_gpu)
+        room = pool.room_for(*divmod(number, NUM_EXPERTS))
+        worst = min(before, key=lambda each: (not on_gpu[each], scores[each]))
+        if number in before or not (on_gpu[worst] or scores[worst] < scores[number]):
+            assert room is None
+            assert held(pool) == set(before)
+            return
+        assert room is not None
+        assert held(pool) == set(before) - {worst}
+        is_whole = data.draw(st.booleans(), "whole")
+        pool.take_back(room, is_whole=is_whole)
+        assert held(pool) == set(before) - {worst} | ({number} if is_whole else set())
+        if is_whole:
+            assert pool.hold(*divmod(number, NUM_EXPERTS)) == room.addresses
+            pool.release(*divmod(number, NUM_EXPERTS))
+
+
+def test_nothing_comes_back_to_memory_that_is_not_locked(
+    file: GGUFFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RegisteredMemory, "register", lambda *_, **__: None)
+    with opened(file, 6) as (_, pool):
+        pool.order(np.arange(NUM_ALL, dtype=np.float64), np.zeros(NUM_ALL, bool))
+        assert pool.room_for(1, 2) is None
+
+
 def test_what_was_done_before_the_pool_was_emptied_does_not_count(file: GGUFFile) -> None:
     with opened(file, 6) as (host, pool):
         ask(host, 0, [1, 2])

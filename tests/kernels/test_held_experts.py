@@ -141,7 +141,7 @@ def test_a_server_computes_what_a_pool_reads(file: ExpertFile, num_slots: int, i
 
 @pytest.mark.sharded(of="kernels")
 def test_two_servers_and_holds_of_other_threads_share_a_pool(file: ExpertFile) -> None:
-    """Servers alternate by layers; holds, orders and counts come at any time."""
+    """Servers alternate by layers; holds, orders, counts and bytes from elsewhere come at any time."""
     pool, ends = file.pool(5), threading.Event()
     clients = [Client(pool, file), Client(pool, file, is_prefill=True)]
     problems: list[str] = []
@@ -155,6 +155,11 @@ def test_two_servers_and_holds_of_other_threads_share_a_pool(file: ExpertFile) -
                 if bytes_at(file, layer, found) != bytes_of(file, layer, expert):
                     problems.append(f"expert {expert} of layer {layer}")
                 pool.release(layer, expert)
+            if (reserved := pool.reserve(layer, expert, 5)) is not None:
+                slot, addresses = reserved
+                for address, content in zip(addresses, bytes_of(file, layer, expert), strict=True):
+                    ctypes.memmove(address, content, len(content))
+                pool.deliver(layer, expert, slot, True)
             pool.owners(0)
             pool.count()
 

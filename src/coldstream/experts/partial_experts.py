@@ -185,7 +185,7 @@ class PartialExperts:
         if pool is not None and plan.pool is not None:
             parts = zip(plan.pool.loaded, plan.pool.expert_bytes, strict=True)
             pool.load([ids for ids, size in parts if size], progress)
-            self._order_pool(self._residency)
+            pool.order(self._residency.cache.scores, self._residency.resident.reshape(-1))
         # The steps before are not counted.
         clear(executor.decode.stamps)
         if executor.prefetch is not None:
@@ -365,16 +365,8 @@ class PartialExperts:
                 self._guesses.count(step.ids.guessed, step.ids.used, step.resident)
         self._ended.clear()
         if self._residency is not None:
-            try:
-                self._residency.prepare()
-            finally:
-                self._order_pool(self._residency)
+            self._residency.prepare()
             self._grow_in_time(self._residency)
-
-    def _order_pool(self, residency: ExpertResidency) -> None:
-        """Orders the experts in RAM by which the next ones from the disk replace first."""
-        if self.host.pool is not None:
-            self.host.pool.order(residency.cache.scores, residency.resident.reshape(-1))
 
     def shrink(self) -> int:
         """Frees the memory of some slots, when the device is idle. Returns the bytes, 0 if none are left."""

@@ -3,13 +3,14 @@
 The CPU's threads read the experts that the GPU asks for into the pool, and compute them there
 (`kernels/csrc/hybrid/expert_server.h`). This module keeps an expert in place while a copy to the GPU reads
 it. Between steps it says which slots are overwritten first: those of experts that the GPU holds by now, whose
-bytes are there twice, and then those of the lowest scores.
+bytes are there twice, and then those of the lowest scores. An expert that leaves the GPU comes back in place
+of one that is worth less, so that nobody reads it from the disk again.
 
 Layers are numbered as by `partial_experts.py:slot_shares`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +24,16 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.experts.table import ExpertTable
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A place for an expert that comes back from the GPU: its slot, and addresses of gate, up and down."""
+
+    layer: int
+    expert: int
+    slot: int
+    addresses: tuple[int, ...]
 
 
 class RamPool:
@@ -67,20 +78,39 @@ class RamPool:
         None if it is on the disk, or too few slots would be left for others.
         """
         parts = self.stacks.pool.hold(layer, expert)
-        if parts is None:
-            return None
+        return None if parts is None else self._matrices_in(layer, parts)
+
+    def _matrices_in(self, layer: int, parts: Sequence[int]) -> tuple[int, ...]:
         return tuple(parts[part] + first for part, first in self._matrices[layer])
 
     def release(self, layer: int, expert: int) -> None:
         """Ends one `hold`."""
         self.stacks.pool.release(layer, expert)
 
+    def room_for(self, layer: int, expert: int) -> Room | None:
+        """A place for an expert that leaves the GPU, until `take_back`.
+
+        None if the pool has it, or only experts that `order` says are worth more, or if the memory is not
+        locked as a whole: a copy to it would wait for the running step.
+        """
+        if self._registered is None or not self._registered.is_whole:
+            return None
+        found = self.stacks.pool.reserve(layer, expert, self.stacks.num_worse(layer, expert))
+        if found is None:
+            return None
+        slot, parts = found
+        return Room(layer, expert, slot, self._matrices_in(layer, parts))
+
+    def take_back(self, room: Room, *, is_whole: bool) -> None:
+        """Ends `room_for`. is_whole: whether the expert's bytes are there."""
+        self.stacks.pool.deliver(room.layer, room.expert, room.slot, is_whole)
+
     def empty(self) -> None:
         """Forgets all experts and locks the memory. Call once between steps, before the pool is filled."""
         self.stacks.pool.clear()
         self._before = DiskStatistics.of(self.stacks)
         self._is_emptied = True
-        # None: the system refuses. Copies from it are slower then, and nothing else changes.
+        # None: the system refuses. Copies from it are slower then, and none come back to it.
         self._registered = RegisteredMemory.register(*self.stacks.pool.memory(), is_read_only=False)
 
     @property

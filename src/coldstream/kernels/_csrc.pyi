@@ -142,6 +142,16 @@ class ExpertPool:
     def release(self, layer: int, expert: int) -> None:
         """Ends one `hold` of an expert. Raises ValueError if there is none."""
 
+    def reserve(self, layer: int, expert: int, num_worse: int) -> tuple[int, list[int]] | None:
+        """
+        (slot, addresses of the matrices) of a place for an expert that is not in memory, until `deliver`: a free one, or that of one of the first num_worse in the order. None if there is no such place.
+        """
+
+    def deliver(self, layer: int, expert: int, slot: int, is_whole: bool) -> None:
+        """
+        Ends `reserve`. is_whole: whether the bytes are there; otherwise the slot is free again. Raises ValueError for a slot that is not reserved.
+        """
+
     def keep(self, layer: int) -> None:
         """
         From now on the layer's experts give their slots to no other. There must be slots for all of them.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from coldstream.experts.ram_pool import Room
 from coldstream.experts.slots.residency import expert_bytes
 from coldstream.experts.slots.segments import SlotSegments
 from coldstream.gguf.quant_types import QuantType
@@ -69,9 +70,14 @@ def make_slots(segment_bytes: int, of_a_size: int = SLOTS_OF_A_SIZE) -> SlotSegm
 
 
 class SmallPool:
-    """In place of a `RamPool` for LAYERS: pieces that are overwritten at any moment unless they are held."""
+    """In place of a `RamPool` for LAYERS: pieces that are overwritten at any moment unless they are held.
+
+    num_back: experts that came back from the GPU.
+    """
 
     def __init__(self, num_pieces: int, seed: int) -> None:
+        self.num_back = 0
+        self._rooms: dict[int, Room] = {}  # by piece
         self._rng = np.random.default_rng(seed)
         self._pieces = [np.zeros(max(SIZES), np.uint8) for _ in range(num_pieces)]
         self._owners: list[tuple[int, int] | None] = [None] * num_pieces
@@ -80,6 +86,8 @@ class SmallPool:
     def stir(self) -> None:
         """Others need pieces."""
         for index, owner in enumerate(self._owners):
+            if index in self._rooms:
+                continue
             if (owner is None or not self.holds[owner]) and self._rng.random() < 0.7:
                 self._pieces[index].fill(255)
                 self._owners[index] = None
@@ -108,13 +116,49 @@ class SmallPool:
         if (layer, expert) not in self._owners:
             return None
         self.holds[layer, expert] += 1
-        begin = self._pieces[self._owners.index((layer, expert))].ctypes.data
-        sizes = [stack.matrix_bytes for stack in LAYERS[layer]]
-        return tuple((begin + np.cumsum([0, *sizes[:-1]])).tolist())
+        return self._matrices(layer, self._pieces[self._owners.index((layer, expert))].ctypes.data)
 
     def release(self, layer: int, expert: int) -> None:
         assert self.holds[layer, expert] > 0, "it is held"
         self.holds[layer, expert] -= 1
+
+    def order(self, scores: np.ndarray, on_gpu: np.ndarray) -> None:
+        """Any piece is overwritten first."""
+
+    def room_for(self, layer: int, expert: int) -> Room | None:
+        free = [
+            index
+            for index, owner in enumerate(self._owners)
+            if index not in self._rooms and (owner is None or not self.holds[owner])
+        ]
+        if (layer, expert) in self._owners or not free:
+            return None
+        index = int(self._rng.choice(free))
+        self._owners[index] = None
+        self._pieces[index].fill(255)
+        begin = self._pieces[index].ctypes.data
+        room = self._rooms[index] = Room(layer, expert, index, self._matrices(layer, begin))
+        return room
+
+    def take_back(self, room: Room, *, is_whole: bool) -> None:
+        assert self._rooms.pop(room.slot) is room
+        key = (room.layer, room.expert)
+        if not is_whole or key in self._owners:
+            return
+        self._owners[room.slot] = key
+        self.num_back += 1
+        for address, stack in zip(room.addresses, LAYERS[room.layer], strict=True):
+            assert read(address, stack.step) == stack.host.values[room.expert].numpy().tobytes()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a piece is kept for an expert that comes back."""
+        return bool(self._rooms)
+
+    @staticmethod
+    def _matrices(layer: int, begin: int) -> tuple[int, ...]:
+        sizes = [stack.matrix_bytes for stack in LAYERS[layer]]
+        return tuple((begin + np.cumsum([0, *sizes[:-1]])).tolist())
 
     def brought(self, experts: Iterable[int]) -> Iterator[list[int]]:
         for number in experts:

@@ -313,6 +313,33 @@ def test_ex04_experts_are_copied_from_a_pool_that_overwrites_all_others(
 
 
 @any_schedule
+@given(
+    seed=seeds,
+    num_pieces=st.sampled_from([2, 9]),
+    events=st.lists(st.sampled_from(["step", "step", "shrink", "grow"]), min_size=10, max_size=25),
+)
+def test_ex04_experts_that_leave_their_slots_come_back_to_a_pool(
+    seed: int, num_pieces: int, events: list[str]
+) -> None:
+    """Before others are copied into their slots, and before the slots' memory is given back."""
+    pool = SmallPool(num_pieces, seed)
+    with steps_of(ONE_SEGMENT, seed, pool=pool) as steps:
+        for event in events:
+            getattr(steps, event)()
+        for _ in range(12):
+            steps.step()
+            steps.device.synchronize()
+        assert pool.num_back > 0
+        for _ in range(5):
+            steps.step(trains=False)
+            steps.device.synchronize()
+        assert not pool.is_waiting
+        for _ in range(3):
+            steps.step()  # whose copies may be under way at the end
+    assert not pool.is_waiting
+
+
+@any_schedule
 @given(seed=seeds)
 def test_ex01_a_copy_that_is_refused_twice_is_an_error_and_all_else_goes_on(seed: int) -> None:
     with steps_of(ONE_SEGMENT, seed, refused=0.3) as steps:

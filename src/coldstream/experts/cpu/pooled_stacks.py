@@ -38,6 +38,8 @@ class PooledStacks:
         }
         self.num_layers = len(layers)
         self.num_slots: tuple[int, ...] = ()  # by size, as `pool.slot_bytes`
+        self._worth: Array = np.zeros(0)  # of the last `order`
+        self._ordered: list[Array] = []  # by size: ascending, of the experts in slots
 
     @property
     def expert_bytes(self) -> tuple[int, ...]:
@@ -70,8 +72,16 @@ class PooledStacks:
 
     def order(self, worth: Array) -> None:
         """Has slots overwritten first whose experts are worth least. worth: by number of the expert."""
+        self._worth, self._ordered = worth, []
         for size_class in range(len(self.num_slots)):
             owners = self.pool.owners(size_class)
             in_use = np.flatnonzero(owners >= 0)
             scores = worth[owners[in_use]]
-            self.pool.set_order(size_class, in_use[np.argsort(scores, kind="stable")])
+            order = np.argsort(scores, kind="stable")
+            self._ordered.append(scores[order])
+            self.pool.set_order(size_class, in_use[order])
+
+    def num_worse(self, layer: int, expert: int) -> int:
+        """How many of the slots that `order` named had experts of less worth than this one."""
+        worth = self._worth[layer * self.num_experts + expert]
+        return int(np.searchsorted(self._ordered[self.pool.class_of(layer)], worth))

@@ -46,13 +46,15 @@ class StepStart:
     """What has to be done where step `step` starts.
 
     arrived, slots: int64 [n], experts that may be read from this step on, and their slots. withdrawn: int64
-    [m], experts that may no longer be read. copies: to be queued now, each behind its `after_step`.
+    [m], experts that may no longer be read; left: int64 [m], the slots where their bytes are until `copies`.
+    copies: to be queued now, each behind its `after_step`.
     """
 
     step: int
     arrived: Array
     slots: Array
     withdrawn: Array
+    left: Array
     copies: tuple[Copy, ...]
 
 
@@ -116,7 +118,7 @@ class ExpertCache:
         self._wanted: deque[int] = deque()  # to be copied, in this order
         self._failed_once: set[int] = set()
         self._arrived: list[int] = []
-        self._withdrawn: list[int] = []
+        self._withdrawn: dict[int, int] = {}  # experts, and the slots that they leave
         self._bytes_in_flight = 0
         self._last_started = self._last_finished = -1
         self._tables: deque[Array] = deque()  # what each unfinished step may read
@@ -148,12 +150,14 @@ class ExpertCache:
     def start_step(self) -> StepStart:
         """Called right before a step is launched."""
         self._last_started += 1
-        arrived, withdrawn = np.array(self._arrived, np.int64), np.array(self._withdrawn, np.int64)
-        self._arrived, self._withdrawn = [], []
+        arrived = np.array(self._arrived, np.int64)
+        withdrawn = np.fromiter(self._withdrawn.keys(), np.int64)
+        left = np.fromiter(self._withdrawn.values(), np.int64)
+        self._arrived, self._withdrawn = [], {}
         self._readable[arrived] = True
         self._tables.append(self._readable.copy())
         copies = self._begin(self._due())
-        return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, copies)
+        return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, left, copies)
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
         """Takes note that a copy has ended and writes no more; a second call for it has no effect.
@@ -320,7 +324,7 @@ class ExpertCache:
         pool, index = self._pool(expert), int(self._slot[expert])
         if self._readable[expert]:
             self._readable[expert] = False
-            self._withdrawn.append(expert)
+            self._withdrawn[expert] = index
             pool.withdraw(index, self._last_started)
         else:
             self._arrived.remove(expert)

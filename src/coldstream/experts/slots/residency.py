@@ -9,10 +9,10 @@ import numpy as np
 from cuda.bindings import driver
 
 from coldstream.errors import DeviceError
-from coldstream.experts.ram_pool import RamPool
-from coldstream.experts.slots.cache import Copy, ExpertCache
+from coldstream.experts.ram_pool import RamPool, Room
+from coldstream.experts.slots.cache import Copy, ExpertCache, StepStart
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.kernels.cuda.host_memory import from_host
+from coldstream.kernels.cuda.host_memory import from_host, to_host
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
@@ -30,10 +30,14 @@ def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
 
 @dataclass(frozen=True)
 class _QueuedCopies:
-    """Copies with one event behind all. begun: also copies of which only a part could be queued."""
+    """Copies with one event behind all. begun: also copies of which only a part could be queued.
+
+    back: places of experts that go back to the pool, and whether all copies to a place could be queued.
+    """
 
     queued: tuple[Copy, ...]
     begun: tuple[Copy, ...]
+    back: tuple[tuple[Room, bool], ...]
     event: streams.Event
 
 
@@ -41,8 +45,8 @@ class ExpertResidency:
     """Carries out the decisions of an `ExpertCache`, on the current stream and a copy stream.
 
     layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. pool:
-    holds the experts that can be copied, and keeps them in place meanwhile. None: all can be copied, from the
-    mapped file.
+    holds the experts that can be copied, and keeps them in place meanwhile. Experts that leave their slots go
+    back to it, if it has room for them. None: all can be copied, from the mapped file.
 
         residency.start_step()      # the tables are those of this step; launch it
         residency.ended(ids)        # of a step before, in order
@@ -133,6 +137,7 @@ class ExpertResidency:
         self._next_step = self._begin_step()
         if self._running:
             self._running[-1] = self._next_step
+        self._stream.synchronize()  # experts of these slots may be on their way back to the pool
         assert self.cache.reclaimed(size), "slots are neither read nor written between two steps"
         return self._slots.drop_last(size)
 
@@ -161,14 +166,41 @@ class ExpertResidency:
         """Starts the next step of the cache, with its copies and table entries. Returns its number."""
         self._note_copied()
         start = self.cache.start_step()
-        if start.copies:
+        self.resident.reshape(-1)[start.withdrawn] = False
+        self.resident.reshape(-1)[start.arrived] = True
+        if self._pool is not None:
+            self._pool.order(self.cache.scores, self.resident.reshape(-1))
+        if start.copies or start.withdrawn.size:
             self._stream.wait_stream(streams.current_stream())
+            self._send_back(start)  # before other experts are copied into their slots
             self._begin(start.copies)
         if start.arrived.size + start.withdrawn.size:
             self._writer.write(*self._addresses.entries(start.arrived, start.slots, start.withdrawn))
-            self.resident.reshape(-1)[start.withdrawn] = False
-            self.resident.reshape(-1)[start.arrived] = True
         return start.step
+
+    def _send_back(self, start: StepStart) -> None:
+        """Queues copies of the experts that leave their slots to places in the pool."""
+        if self._pool is None:
+            return
+        rooms = []
+        for expert, slot in zip(start.withdrawn.tolist(), start.left.tolist(), strict=True):
+            room = self._pool.room_for(*divmod(expert, self.num_experts))
+            if room is not None:
+                rooms.append((room, self._queue_back(room, expert, slot)))
+        if rooms:
+            event = streams.Event()
+            event.record(self._stream)
+            self._in_flight.append(_QueuedCopies((), (), tuple(rooms), event))
+
+    def _queue_back(self, room: Room, expert: int, slot: int) -> bool:
+        """Whether all copies could be queued. Keeps the error of one that could not."""
+        sources, sizes = self._addresses.of_slot(expert, slot)
+        for target, source, size in zip(room.addresses, sources, sizes, strict=True):
+            status = to_host(target, source, size, self._stream)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                self._failure = DeviceError(f"an expert cannot come from the GPU: {_described(status)}")
+                return False
+        return True
 
     def _note_copied(self) -> None:
         """Takes note of copies that have ended."""
@@ -176,13 +208,15 @@ class ExpertResidency:
             copies = self._in_flight.popleft()
             for copy in copies.queued:
                 self.cache.copied(copy)
-            self._release(copies.begun)
+            self._release(copies)
 
-    def _release(self, copies: Iterable[Copy]) -> None:
-        """Lets the pool overwrite experts that are no longer read."""
+    def _release(self, copies: _QueuedCopies) -> None:
+        """Lets the pool overwrite experts that are no longer read, and use those that are there again."""
         if self._pool is not None:
-            for copy in copies:
+            for copy in copies.begun:
                 self._pool.release(*divmod(copy.expert, self.num_experts))
+            for room, is_whole in copies.back:
+                self._pool.take_back(room, is_whole=is_whole)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -193,7 +227,7 @@ class ExpertResidency:
         """Waits for copies in flight, so that the slots may be freed."""
         self._stream.synchronize()
         while self._in_flight:
-            self._release(self._in_flight.popleft().begun)
+            self._release(self._in_flight.popleft())
 
     def _experts_of(self, ids: Array) -> Array:
         """The distinct numbers, in the cache's sense, of expert ids [layers, rows, K]."""
@@ -219,7 +253,7 @@ class ExpertResidency:
                     self._failure = error
         event = streams.Event()
         event.record(self._stream)
-        self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), event))
+        self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), (), event))
 
     def _sources_of(self, expert: int) -> Sequence[int] | None:
         """Where the matrices of an expert are read; None if they are on the disk."""
@@ -232,8 +266,11 @@ class ExpertResidency:
         for source, target, size in zip(sources, targets, sizes, strict=True):
             status = from_host(target, source, size, self._stream)
             if status != driver.CUresult.CUDA_SUCCESS:
-                reason = driver.cuGetErrorString(status)[1].decode()
-                raise DeviceError(f"an expert cannot be copied to the GPU: {reason}")
+                raise DeviceError(f"an expert cannot be copied to the GPU: {_described(status)}")
+
+
+def _described(status: driver.CUresult) -> str:
+    return str(driver.cuGetErrorString(status)[1].decode())
 
 
 class _ExpertAddresses:

@@ -46,6 +46,16 @@ def from_host(target: int, source: int, num_bytes: int, stream: streams.Stream) 
     return status
 
 
+def to_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":
+    """Queues a copy of the device's memory to registered or page-locked memory; the driver's status."""
+    status = driver.CUresult.CUDA_SUCCESS
+    for offset, size in parts_of(target, num_bytes):
+        (status,) = driver.cuMemcpyDtoHAsync(target + offset, source + offset, size, stream.handle)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            break
+    return status
+
+
 class RegisteredMemory:
     """A mapping of host memory that the device may read until `close`, or its beginning.
 

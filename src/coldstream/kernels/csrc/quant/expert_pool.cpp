@@ -17,9 +17,6 @@ constexpr const char* read_failed = "experts could not be read";
 constexpr const char* no_slots = "the pool has no slots: call allocate first";
 constexpr const char* bad_id = "an expert id lies outside the experts of the layer";
 
-// Room for a part's bytes with those around them that an aligned read includes.
-uint64_t part_room(const ExpertPool::Part& p) { return io_ceil(p.bytes + io_alignment - 1); }
-
 }  // namespace
 
 ExpertPool::ExpertPool(std::unique_ptr<FileReader> reader, std::vector<std::vector<Part>> layers,
@@ -35,7 +32,7 @@ ExpertPool::ExpertPool(std::unique_ptr<FileReader> reader, std::vector<std::vect
           __builtin_add_overflow(p.offset, all, &end) || end > INT64_MAX / 2) {
         throw std::invalid_argument("the experts of a layer do not fit into 63 bits");
       }
-      bytes += part_room(p);
+      bytes += room_of(p);
     }
     const auto found = std::find(slot_bytes_.begin(), slot_bytes_.end(), bytes);
     const int size_class = static_cast<int>(found - slot_bytes_.begin());
@@ -174,7 +171,7 @@ const char* ExpertPool::preload(int layer, const std::vector<int32_t>& experts) 
   if (reader_->failed()) return read_failed;
   lock.lock();
   for (int32_t expert : loading_) {
-    publish(expert);
+    publish(layer, expert);
     slot_with(expert).is_pinned = false;
   }
   loading_.clear();
@@ -207,9 +204,7 @@ const char* ExpertPool::request(int layer, const int32_t* ids, int rows, int ran
         missing_.push_back(id);
         continue;
       }
-      slot_with(id).is_pinned = true;
-      slot_with(id).used_step = step_;
-      in_pass_.push_back(id);
+      pin(id);
     }
   }
   counters_.hits += in_pass_.size();
@@ -237,7 +232,7 @@ const char* ExpertPool::next_pass() {
     counters_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   }
   const auto first = std::stable_partition(loading_.begin(), loading_.end(), std::not_fn(arrived));
-  for (auto next = first; next != loading_.end(); ++next) publish(*next);
+  for (auto next = first; next != loading_.end(); ++next) publish(layer_, *next);
   in_pass_.insert(in_pass_.end(), first, loading_.end());
   loading_.erase(first, loading_.end());
   for (int32_t expert : in_pass_) pass_of_[expert] = pass_;
@@ -256,11 +251,23 @@ void ExpertPool::release_pass() {
   in_pass_.clear();
 }
 
+// Has an expert in memory computed in the next pass.
+void ExpertPool::pin(int32_t expert) {
+  slot_with(expert).is_pinned = true;
+  slot_with(expert).used_step = step_;
+  in_pass_.push_back(expert);
+}
+
 void ExpertPool::load_missing() {
   while (!missing_.empty()) {
-    const int index = take_slot();
-    if (index < 0) return;
-    load(missing_.back(), index);
+    const int32_t expert = missing_.back();
+    if (slot_of_[number(expert)] >= 0) {  // delivered since it was requested
+      pin(expert);
+    } else {
+      const int index = take_slot();
+      if (index < 0) return;
+      load(expert, index);
+    }
     missing_.pop_back();
   }
 }
@@ -280,7 +287,7 @@ void ExpertPool::load(int32_t expert, int index) {
   for (const Part& p : of.parts) {
     const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
     reader_->submit({p.file, begin, begin + p.bytes, memory, &to.pending});
-    memory += part_room(p);
+    memory += room_of(p);
   }
 }
 
@@ -294,16 +301,12 @@ void ExpertPool::evict(Slot& from) {
   from.owner = -1;
 }
 
-void ExpertPool::publish(int32_t expert) {
-  Layer& of = layers_[layer_];
-  const std::byte* memory = slot_with(expert).memory;
-  for (size_t i = 0; i < of.parts.size(); i++) {
-    const Part& p = of.parts[i];
-    const uint64_t begin = p.offset + static_cast<uint64_t>(expert) * p.bytes;
-    of.addresses[i * num_experts_ + expert] =
-        reinterpret_cast<const uint8_t*>(memory + (begin - io_floor(begin)));
-    memory += part_room(p);
-  }
+// Enters where the bytes of an expert are, which are all in its slot.
+void ExpertPool::publish(int layer, int32_t expert) {
+  Layer& of = layers_[layer];
+  const int64_t owner = int64_t{layer} * num_experts_ + expert;
+  for_parts(layer, expert, classes_[of.size_class].slots[slot_of_[owner]].memory,
+            [&](size_t i, const uint8_t* address) { of.addresses[i * num_experts_ + expert] = address; });
 }
 
 }  // namespace coldstream

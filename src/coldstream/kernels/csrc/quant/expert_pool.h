@@ -12,9 +12,11 @@
 // Experts of a kept layer are replaced only if a prompt finds no other slot.
 //
 // `hold` keeps an expert where it is while others than the running step read it, a copy engine for example.
+// `reserve` gives a slot to an expert whose bytes come from elsewhere than the file: out of a GPU's memory.
 //
-// Any thread may call `hold`, `release`, `owners`, `set_order` and `count` at any time; all else is called by
-// one thread at a time: one of a stage or, with several clients, the one that has `clients` locked.
+// Any thread may call `hold`, `release`, `reserve`, `deliver`, `owners`, `set_order` and `count` at any time;
+// all else is called by one thread at a time: one of a stage or, with several clients, the one that has
+// `clients` locked.
 #pragma once
 
 #include <atomic>
@@ -22,6 +24,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -35,6 +38,11 @@ class ExpertPool {
   struct Part {
     int file;
     uint64_t offset, bytes;
+  };
+  // A slot that waits for its bytes: its index, and where the parts of the expert begin in it.
+  struct Reserved {
+    int slot;
+    std::vector<uint8_t*> parts;
   };
   struct Counters {
     uint64_t hits, misses;  // of experts of a layer in a step
@@ -76,6 +84,14 @@ class ExpertPool {
   std::vector<const uint8_t*> hold(int layer, int32_t expert);
   // Throws std::invalid_argument for an expert that is not held.
   void release(int layer, int32_t expert);
+
+  // A slot for an expert that is not in memory, until `deliver`: a free one, or that of one of the first
+  // `num_worse` in the order. None for an expert that is in memory, or if no slot may be taken; as many are
+  // left for others as by `hold`. Throws std::out_of_range.
+  std::optional<Reserved> reserve(int layer, int32_t expert, size_t num_worse);
+  // Ends `reserve`. is_whole: whether the bytes have been written; otherwise, and if the expert was read from
+  // the file meanwhile, the slot is free again. Throws std::invalid_argument for a slot that is not reserved.
+  void deliver(int layer, int32_t expert, int slot, bool is_whole);
 
   // Between steps: reads experts of a layer into free slots, and waits for them. Returns null or the reason
   // of a failure, a literal; reads that it leaves under way end with the next step. Throws std::out_of_range
@@ -130,6 +146,7 @@ class ExpertPool {
     int64_t used_step = -1;  // the last step that used it
     bool is_pinned = false;  // until the running layer has computed it
     bool is_staging = false;
+    bool is_reserved = false;  // has no owner, and is not free
     int num_holds = 0;
     std::atomic<int> pending{0};  // reads under way
   };
@@ -143,7 +160,7 @@ class ExpertPool {
     int hand = 0;              // next slot to try after the end of `order`
     std::vector<int> staging;  // slots that prefill reuses
     int num_staging = 0, max_staging = 0;
-    int num_held = 0;  // slots with holds
+    int num_held = 0;  // slots with holds, and reserved ones
   };
 
   int64_t number(int32_t expert) const { return int64_t{layer_} * num_experts_ + expert; }
@@ -152,7 +169,7 @@ class ExpertPool {
   bool has_arrived(int32_t expert) { return slot_with(expert).pending.load(std::memory_order_acquire) == 0; }
   bool has_kept(const Slot& of) const { return of.owner >= 0 && layers_[of.owner / num_experts_].is_kept; }
   bool may_overwrite(const Slot& of) const {
-    return !of.is_pinned && !of.is_staging && of.num_holds == 0 && !has_kept(of);
+    return !of.is_pinned && !of.is_staging && !of.is_reserved && of.num_holds == 0 && !has_kept(of);
   }
   int index_of(int layer, int32_t expert) const;
   void settle();
@@ -160,11 +177,24 @@ class ExpertPool {
   void load_missing();
   void load(int32_t expert, int index);
   void evict(Slot& from);
-  void publish(int32_t expert);
+  void publish(int layer, int32_t expert);
+  void pin(int32_t expert);
+  // Room for a part's bytes with those around them that an aligned read includes.
+  static uint64_t room_of(const Part& p) { return io_ceil(p.bytes + io_alignment - 1); }
+  // Calls visit(index, address) with the first byte of each part of an expert in the slot at `memory`.
+  template <typename F>
+  void for_parts(int layer, int32_t expert, std::byte* memory, F&& visit) const {
+    const auto& parts = layers_[layer].parts;
+    for (size_t i = 0; i < parts.size(); i++) {
+      const uint64_t begin = parts[i].offset + static_cast<uint64_t>(expert) * parts[i].bytes;
+      visit(i, reinterpret_cast<uint8_t*>(memory + (begin - io_floor(begin))));
+      memory += room_of(parts[i]);
+    }
+  }
   int take_slot();
   int take_staging(SizeClass& of);
   int take_free(SizeClass& of);
-  int take_in_order(SizeClass& of, bool spare_used);
+  int take_in_order(SizeClass& of, bool spare_used, size_t end);
   int take_any(SizeClass& of);
 
   std::unique_ptr<FileReader> reader_;

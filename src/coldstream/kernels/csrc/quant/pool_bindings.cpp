@@ -66,6 +66,15 @@ std::optional<std::vector<uintptr_t>> hold(ExpertPool& pool, int layer, int32_t 
   return parts.empty() ? std::nullopt : std::make_optional(parts);
 }
 
+std::optional<std::pair<int, std::vector<uintptr_t>>> reserve(ExpertPool& pool, int layer, int32_t expert,
+                                                              size_t num_worse) {
+  const auto found = pool.reserve(layer, expert, num_worse);
+  if (!found) return std::nullopt;
+  std::vector<uintptr_t> parts;
+  for (uint8_t* part : found->parts) parts.push_back(reinterpret_cast<uintptr_t>(part));
+  return std::make_pair(found->slot, parts);
+}
+
 }  // namespace
 
 void bind_expert_pool(nb::module_& m) {
@@ -102,6 +111,13 @@ void bind_expert_pool(nb::module_& m) {
           "held, if it is not in memory or too few slots would be left for other experts.")
       .def("release", &ExpertPool::release, "layer"_a, "expert"_a,
            "Ends one `hold` of an expert. Raises ValueError if there is none.")
+      .def(
+          "reserve", reserve, "layer"_a, "expert"_a, "num_worse"_a,
+          "(slot, addresses of the matrices) of a place for an expert that is not in memory, until `deliver`: "
+          "a free one, or that of one of the first num_worse in the order. None if there is no such place.")
+      .def("deliver", &ExpertPool::deliver, "layer"_a, "expert"_a, "slot"_a, "is_whole"_a,
+           "Ends `reserve`. is_whole: whether the bytes are there; otherwise the slot is free again. Raises "
+           "ValueError for a slot that is not reserved.")
       .def(
           "keep", &ExpertPool::keep, "layer"_a,
           "From now on the layer's experts give their slots to no other. There must be slots for all of them.")

@@ -67,6 +67,40 @@ void ExpertPool::release(int layer, int32_t expert) {
   if (--of.slots[index].num_holds == 0) of.num_held--;
 }
 
+std::optional<ExpertPool::Reserved> ExpertPool::reserve(int layer, int32_t expert, size_t num_worse) {
+  std::lock_guard lock(mutex_);
+  if (index_of(layer, expert) >= 0) return std::nullopt;
+  SizeClass& of = classes_[layers_[layer].size_class];
+  if (of.num_slots - of.num_held <= of.max_staging) return std::nullopt;
+  int index = take_free(of);
+  if (index < 0) index = take_in_order(of, false, num_worse);
+  if (index < 0) return std::nullopt;
+  Slot& to = of.slots[index];
+  evict(to);
+  to.is_reserved = true;
+  of.num_held++;
+  Reserved found = {index, {}};
+  for_parts(layer, expert, to.memory, [&](size_t, uint8_t* address) { found.parts.push_back(address); });
+  return found;
+}
+
+void ExpertPool::deliver(int layer, int32_t expert, int slot, bool is_whole) {
+  std::lock_guard lock(mutex_);
+  const bool is_there = index_of(layer, expert) >= 0;
+  SizeClass& of = classes_[layers_[layer].size_class];
+  if (slot < 0 || slot >= of.num_slots || !of.slots[slot].is_reserved) {
+    throw std::invalid_argument("the slot is not reserved");
+  }
+  Slot& to = of.slots[slot];
+  to.is_reserved = false;
+  of.num_held--;
+  if (!is_whole || is_there) return of.free.push_back(slot);
+  to.owner = int64_t{layer} * num_experts_ + expert;
+  slot_of_[to.owner] = slot;
+  layers_[layer].num_resident++;
+  publish(layer, expert);
+}
+
 // A slot for the running layer, or -1 if there is none until some of its experts are computed.
 int ExpertPool::take_slot() {
   SizeClass& of = current();
@@ -77,7 +111,7 @@ int ExpertPool::take_slot() {
     return index >= 0 ? index : take_staging(of);
   }
   int index = take_free(of);
-  if (index < 0) index = take_in_order(of, true);
+  if (index < 0) index = take_in_order(of, true, of.order.size());
   if (index < 0) index = take_any(of);
   return index < 0 && is_prefill_ ? take_staging(of) : index;
 }
@@ -90,7 +124,7 @@ int ExpertPool::take_staging(SizeClass& of) {
   }
   if (of.num_staging == of.max_staging) return -1;
   int index = take_free(of);
-  if (index < 0) index = take_in_order(of, false);
+  if (index < 0) index = take_in_order(of, false, of.order.size());
   if (index < 0) index = take_any(of);
   if (index < 0) return -1;
   of.slots[index].is_staging = true;
@@ -106,8 +140,8 @@ int ExpertPool::take_free(SizeClass& of) {
 }
 
 // spare_used: not from experts that this step has used, as the next step likely uses them too.
-int ExpertPool::take_in_order(SizeClass& of, bool spare_used) {
-  while (of.next < of.order.size()) {
+int ExpertPool::take_in_order(SizeClass& of, bool spare_used, size_t end) {
+  while (of.next < std::min(end, of.order.size())) {
     const int index = of.order[of.next++];
     const Slot& from = of.slots[index];
     const bool is_free = from.owner < 0;
