@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.full_size_forecast import FULL_SIZES
+from coldstream.placement import cost
 from coldstream.placement.cost import (
     decode_seconds,
     decode_seconds_on_cpu,
     miss_times,
+    miss_times_of,
     prefetch_gain,
     split_misses,
 )
@@ -171,6 +173,33 @@ def test_prefetching_gains_less_than_more_memory(hit_rate: float, machine: Rates
     before = decode_seconds(FULL_SIZES, machine, (hit_rate,) * 40)
     whole = decode_seconds(FULL_SIZES, machine, (1.0,) * 40)
     assert prefetch_gain(FULL_SIZES, machine, (hit_rate,) * 40) <= (before - whole) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hit_rate", [0.0, 0.6, 0.9])
+def test_what_a_guess_saves_is_as_likely_as_the_guess_is_right(
+    hit_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one expert that comes ahead, whatever the number of those that are missing."""
+    monkeypatch.setattr(cost, "_fetches", lambda chosen, *_: (0, *(1,) * chosen))
+
+    def gain(recall: float) -> float:
+        monkeypatch.setattr(cost, "GUESSED", recall)
+        return prefetch_gain(FULL_SIZES, H200, (hit_rate,) * 40)
+
+    never, always = gain(0.0), gain(1.0)
+    assert always > never
+    for recall in (0.2, 0.45, 0.74):
+        assert gain(recall) == pytest.approx(recall * always + (1 - recall) * never)
+
+
+def test_a_layer_takes_as_long_whatever_is_behind_all_layers() -> None:
+    assert FULL_SIZES.head is not None
+    head = replace(FULL_SIZES.head, num_bytes=3 * FULL_SIZES.head.num_bytes)
+    more = head.num_bytes - FULL_SIZES.head.num_bytes
+    larger = replace(FULL_SIZES, head=head, dense_token_bytes=FULL_SIZES.dense_token_bytes + more)
+    slow, fast = (decode_seconds(sizes, H200, (1.0,) * 40) for sizes in (larger, FULL_SIZES))
+    assert slow > 1.1 * fast
+    assert abs(miss_times_of(larger, H200).layer - miss_times_of(FULL_SIZES, H200).layer) <= 1
 
 
 def test_a_forecast_counts_prefetching_where_it_pays_and_is_allowed() -> None:

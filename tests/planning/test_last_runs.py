@@ -14,7 +14,7 @@ from coldstream.engine.opened_model import OpenedModel
 from coldstream.placement.lock_file import last_refusal, lock_path
 from coldstream.placement.run_file import LastRun, Observed, last_runs, runs_path
 from coldstream.planning import last_runs as module
-from coldstream.planning.last_runs import LEAST_STEPS, keep_lock, keep_observed
+from coldstream.planning.last_runs import LEAST_STEPS, decode_of_runs, keep_lock, keep_observed
 from host_device import HostDevice
 from host_gpu import MACHINE, opened_on
 
@@ -68,6 +68,22 @@ def test_a_run_that_says_nothing_is_not_kept(opened: OpenedModel) -> None:
     assert kept(opened) == ()
     keep_observed(planned, OBSERVED, (1, 3))
     assert [(run.hit_rate, run.cpu_factor) for run in kept(opened)] == [(0.25, 2.0)]
+
+
+def test_decoding_as_the_last_runs_went_is_of_the_same_plan(opened: OpenedModel, tmp_path: Path) -> None:
+    planned, path = opened.planned, tmp_path / "runs.json"
+    opened.close()
+    assert decode_of_runs(planned, path) is None
+    for seconds in (0.4, 0.5, 3.0):
+        keep_observed(planned, replace(OBSERVED, seconds=seconds * LEAST_STEPS), None, path)
+    tok_s, number = decode_of_runs(planned, path) or (0.0, 0)
+    assert number == 3
+    assert 0.9 / 0.5 < tok_s < 1 / 0.5, "the median, and what is outside of the layers"
+    placement = replace(planned.plan, budget_bytes=planned.plan.budget_bytes + 1)
+    assert decode_of_runs(replace(planned, run=replace(planned.run, placement=placement)), path) is None
+    assert planned.hardware.gpu is not None
+    slower = replace(planned.hardware, gpu=replace(planned.hardware.gpu, copy_bytes_per_s=1e9))
+    assert decode_of_runs(replace(planned, hardware=slower), path) is None, "another forecast"
 
 
 def test_a_place_that_cannot_be_written_disturbs_nobody(opened: OpenedModel, tmp_path: Path) -> None:

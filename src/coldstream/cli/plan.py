@@ -202,6 +202,11 @@ def _described_runs(planned: "Planned") -> Iterator[str]:
     state, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path)
     if state in ("damaged", "unreadable"):
         yield f"warning: the kept runs in {path} are {state}, and left out"
+    from coldstream.planning.last_runs import decode_of_runs
+
+    if found := decode_of_runs(planned, path):
+        which = "run" if found[1] == 1 else f"{found[1]} runs"
+        yield f"decoding as the last {which} with this plan went: {found[0]:.1f} tok/s"
     yield from map(described, runs)
 
 
@@ -217,12 +222,16 @@ def _document(
     """
     longer = planned.longer_steps
     _, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, runs_path())
+    from coldstream.planning.last_runs import decode_of_runs
+
+    seen = decode_of_runs(planned)
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "hardware": asdict(planned.hardware),
         "rates": asdict(planned.known.rates),
         "hit_rates_from": planned.known.curve.source,
         "last_runs": [asdict(run) for run in runs],
+        "decode_of_last_runs": seen[0] if seen else None,
         "forecast": asdict(expected),
         "forecast_with_next_gib": asdict(richer) if richer else None,
         "forecast_with_next_gib_of_ram": asdict(more_ram) if more_ram else None,

@@ -116,8 +116,28 @@ def miss_times_of(model: ModelSizes, rates: Rates, *, is_layer: bool = False) ->
 
 
 def _layer_seconds(model: ModelSizes, rates: Rates) -> float:
-    """A token's, of a layer whose experts are all on the GPU, with its share of what is behind the layers."""
-    return decode_seconds(model, rates, [1.0] * model.num_layers) / model.num_layers
+    """A token's, of a layer whose experts are all on the GPU."""
+    token_s = decode_seconds(model, rates, [1.0] * model.num_layers)
+    return (token_s - head_seconds(model, rates)) / model.num_layers
+
+
+def head_seconds(model: ModelSizes, rates: Rates) -> float:
+    """A token's, of the head, which is behind all layers; 0 where its weights are not known."""
+    if model.head is None:
+        return 0.0
+    known = (model.head,) if model.dense_products else ()
+    num_bytes = _bytes_on_gpu(model.head.num_bytes, known, are_experts=False)
+    return num_bytes / (rates.shares.vram * rates.vram_bytes_per_s)
+
+
+def unstamped_seconds(model: ModelSizes, rates: Rates) -> float:
+    """A token's, of a model with routed experts: before the first layer's router, and behind all layers."""
+    chosen, on_gpu = model.num_experts_per_tok, [1.0] * model.num_layers
+    experts_s = sum(
+        count * _layer_experts_seconds(size, hit_rate, chosen, of_layer, streams=True)
+        for count, size, hit_rate, of_layer in _kinds_of_layers(model, on_gpu, rates)
+    )
+    return head_seconds(model, rates) + _layer_seconds(model, rates) - experts_s / model.num_layers
 
 
 def expert_seconds(expert_bytes: int, rates: Rates) -> Array:
@@ -171,7 +191,7 @@ def decode_seconds(
 
 def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates, *, streams: bool) -> float:
     """Of the experts of a layer in `decode_seconds`."""
-    odds = _odds_of_misses(chosen, 1.0 - hit_rate)
+    odds = _binomial(chosen, 1.0 - hit_rate)
     seconds = sum(
         odd * _experts_seconds(chosen - misses, misses, size, rates, streams=streams)
         for misses, odd in enumerate(odds)
@@ -182,7 +202,8 @@ def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds per token that prefetching up to PREFETCHED experts of a layer saves; may be negative.
 
-    As many are copied as come in time (`MissTimes.by_fetches`), and of the others the bus reads none.
+    As many are copied as come in time (`MissTimes.by_fetches`), and of the others the bus reads none. Each of
+    them is right by itself, with the odds of GUESSED.
     """
     if model.is_dense:
         return 0.0
@@ -198,15 +219,11 @@ def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float
     """Of one layer in `prefetch_gain`. layer_s: the time of a layer that misses no expert."""
     fetched = _fetches(chosen, size, rates, _nanoseconds(layer_s))
     gain = -GUESS_LAUNCHES * rates.shares.launch_s
-    for misses, odd in enumerate(_odds_of_misses(chosen, 1.0 - hit_rate)):
-        right = GUESSED * min(fetched[misses], PREFETCHED)
-        # Fewer than one expert that is left is one whose request is not always made.
-        left = misses - right
-        asked = min(1.0, left) * _experts_seconds(
-            chosen - misses, max(1, round(left)), size, rates, streams=False
+    for misses, odd in enumerate(_binomial(chosen, 1.0 - hit_rate)):
+        after = sum(
+            odd_of_right * _experts_seconds(chosen - misses, misses - right, size, rates, streams=False)
+            for right, odd_of_right in enumerate(_binomial(min(fetched[misses], PREFETCHED), GUESSED))
         )
-        on_gpu = _experts_seconds(chosen - misses, 0, size, rates)
-        after = asked + (1.0 - min(1.0, left)) * on_gpu
         gain += odd * (_experts_seconds(chosen - misses, misses, size, rates) - after)
     return gain
 
@@ -404,9 +421,6 @@ def _layers_seconds(model: ModelSizes, rates: Rates, hit_rates: Sequence[float])
     return seconds + 1e-9 * times.nanoseconds(num_bus, missing[num_bus:])
 
 
-def _odds_of_misses(num_experts: int, miss_rate: float) -> list[float]:
-    """Probabilities of 0 to `num_experts` misses, assumed independent."""
-    return [
-        comb(num_experts, misses) * miss_rate**misses * (1 - miss_rate) ** (num_experts - misses)
-        for misses in range(num_experts + 1)
-    ]
+def _binomial(number: int, odds: float) -> list[float]:
+    """Probabilities that 0 to `number` experts miss, or are guessed, each by itself with the same odds."""
+    return [comb(number, count) * odds**count * (1 - odds) ** (number - count) for count in range(number + 1)]

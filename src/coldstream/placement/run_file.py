@@ -1,7 +1,7 @@
 """A file of what the last runs took, beside what was planned, by machine and model file.
 
-For people who ask whether a forecast holds here. Nothing is planned by it. What is damaged, or of another
-version, is left out and written anew by the next run.
+For people who ask whether a forecast holds here, and for what `plan` says of decoding as it went. Nothing is
+placed by it. What is damaged, or of another version, is left out and written anew by the next run.
 """
 
 import json
