@@ -333,3 +333,18 @@ def test_the_device_reads_all_of_a_model_or_not(refused: set[int], tmp_path: Pat
 def test_a_ring_that_no_expert_fits_into_is_refused(path: Path) -> None:
     with prompts_of(path, seed=1) as prompts, pytest.raises(ValueError, match="too small"):
         prefill.ExpertStream(prompts.host, prompts.ring[: BUFFER_BYTES // 2]).add_layer(prompts.layers[0])
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_the_copy_engine_alone_copies_what_a_locked_pool_holds(path: Path, registers: bool) -> None:
+    """Threads bring what is on the disk, and all that is in memory which is not locked."""
+    with prompts_of(path, seed=3, registers=registers, num_slots=NUM_LAYERS * NUM_EXPERTS) as prompts:
+        pool, stream = prompts.host.pool, prompts.stream
+        assert pool is not None
+        for layer in range(NUM_LAYERS):
+            pool.stacks.pool.preload(layer, list(range(NUM_EXPERTS)))
+        prompts.step(CHUNK)
+        assert set(stream._copies) == {registers}
+        pool.stacks.pool.clear()
+        prompts.step(CHUNK)
+        assert False in stream._copies

@@ -18,7 +18,7 @@ from stream_cases import NUM_EXPERTS, NUM_LAYERS, open_host
 
 from builders import write_gguf
 from coldstream.errors import ModelChangedError
-from coldstream.experts.cpu.pooled_stacks import PooledStacks
+from coldstream.experts.cpu.pooled_stacks import PooledStacks, _least
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.ram_pool import RamPool
@@ -260,3 +260,13 @@ def test_memory_is_locked_once_and_given_back(file: GGUFFile, monkeypatch: pytes
         assert torch.tensor(pool.stacks.slot_bytes) == num_bytes
     pool.close()
     assert closed == [address]
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), max_size=40),
+    most=st.integers(1, 30),
+)
+def test_the_least_values_come_first(values: list[float], most: int) -> None:
+    found = _least(np.array(values), most)
+    assert len(set(found.tolist())) == len(found)
+    assert [values[place] for place in found] == sorted(values)[:most]

@@ -22,7 +22,7 @@ from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
 from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead, bus_order, likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
-from coldstream.experts.staging import LayerShape, RingShape, StagingRing, least_ring
+from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.runtime import copies, streams
@@ -264,17 +264,19 @@ class ExpertStream:
         buffer = self._ring.take()
         held = self._host.hold(layer, experts)
         copies = list(self._layers[layer].copies(experts, held))
-        transfer = self._copies_of(layer).begin(copies, self._address(buffer), self._read[buffer])
+        transfer = self._copies_for(layer, copies).begin(copies, self._address(buffer), self._read[buffer])
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
 
-    def _copies_of(self, layer: int) -> Copies:
-        """What copies the experts of a layer: the copy engine alone if they are locked where they are mapped,
-        or threads through page-locked buffers.
+    def _copies_for(self, layer: int, copies: Sequence[StagingCopy]) -> Copies:
+        """What makes these copies of a layer's experts: the copy engine alone, if the layer is locked where
+        it is mapped, or if all of them are held in a locked pool; or threads, through page-locked buffers.
         """
-        is_locked = self._host.pool is None and all(
-            self._host.is_locked_at(*each) for each in self._layers[layer].ranges(self.resident.shape[1])
-        )
+        if (pool := self._host.pool) is not None:
+            is_locked = pool.is_registered and all(copy.is_held for copy in copies)
+        else:
+            ranges = self._layers[layer].ranges(self.resident.shape[1])
+            is_locked = all(self._host.is_locked_at(*each) for each in ranges)
         if is_locked not in self._copies:
             by_file = partial(FileCopies, self._host, self._shape.buffer_bytes)
             self._copies[is_locked] = DirectCopies() if is_locked else by_file()

@@ -93,7 +93,7 @@ class RamPool:
         None if the pool has it, or only experts that `order` says are worth more, or if the memory is not
         locked as a whole: a copy to it would wait for the running step.
         """
-        if self._registered is None or not self._registered.is_whole:
+        if not self.is_registered:
             return None
         found = self.stacks.pool.reserve(layer, expert, self.stacks.num_worse(layer, expert))
         if found is None:
@@ -114,9 +114,14 @@ class RamPool:
         self._registered = RegisteredMemory.register(*self.stacks.pool.memory(), is_read_only=False)
 
     @property
+    def is_registered(self) -> bool:
+        """Whether all of the memory is page-locked by now."""
+        return self._registered is not None and self._registered.is_whole
+
+    @property
     def is_locked(self) -> bool:
         """Whether all of the memory is page-locked; assumed until `empty`."""
-        return not self._is_emptied or (self._registered is not None and self._registered.is_whole)
+        return not self._is_emptied or self.is_registered
 
     @property
     def locked_bytes(self) -> int:
