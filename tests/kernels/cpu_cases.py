@@ -6,7 +6,7 @@ import torch
 
 from coldstream.kernels import _csrc
 
-AWKWARD_SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100)
+AWKWARD_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100)
 GUARD = 17  # elements before, after and between the rows of an output
 SENTINEL = -1234.5
 

@@ -88,7 +88,7 @@ def test_extreme_blocks(quant_type: QuantType, tier: str, byte: int) -> None:
     x[1] = 3.0
     generic, fast = _csrc.Runtime(1, "generic"), _csrc.Runtime(1, tier)
     expected = linear_any(generic, x, load(weight))
-    for batch in (1, 7, rows):
+    for batch in (1, 4, 7, rows):
         assert same_numbers(linear_any(fast, x[:batch], load(weight)), expected[:batch])
 
 
@@ -132,7 +132,7 @@ def test_several_weights_share_one_input(tier: str) -> None:
     types = list(QuantType)
     weights = [random_weight(t, (3 + 8 * i, 256), i) for i, t in enumerate(types)]
     runtime = _csrc.Runtime(2, tier)
-    for rows in (1, 2, 40, 130):
+    for rows in (1, 2, 8, 20, 40, 130):
         x = activations(rows, rows, 256)
         together = linear(runtime, x, [load(weight) for weight in weights])
         for weight, result in zip(weights, together, strict=True):

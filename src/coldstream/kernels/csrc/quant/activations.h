@@ -88,8 +88,9 @@ class ActivationForms {
 };
 
 // One group of 16 rows with the row innermost: the layout for GEMM. Lanes of a vector register, and
-// columns of a matrix tile, are rows. A tier may have eight consecutive inputs of each row together in a
-// narrow tile, which has at most half of the rows: then q is [32][8][8].
+// columns of a matrix tile, are rows. A tier may have more consecutive inputs of each row together in a
+// narrow tile, which has at most half of the rows: eight, so that q is [32][8][8], or 16 of four rows and
+// then of the other four, [2][16][4][16].
 inline constexpr int narrow_tile_rows = tile_rows / 2;
 struct alignas(64) ActivationTile {
   int8_t q[64][tile_rows][4];  // four consecutive inputs of each row

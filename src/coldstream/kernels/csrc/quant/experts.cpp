@@ -10,19 +10,28 @@ namespace coldstream {
 
 namespace {
 
-// Weight rows of a task of a long job.
-constexpr int64_t max_slice = 64;
+// Weight rows of a task of long jobs, if these are not alike. The first rows of a task come late from memory.
+constexpr int64_t least_most = 64;
+// Of the work of a worker, the most that a task may be is one of so many parts.
+constexpr int64_t parts_of_share = 8;
+// Reading a weight takes as long as multiplying it with so many rows.
+constexpr int64_t rows_of_reading = 8;
 // Values of gate, and as many of up, that a task keeps in private memory.
-constexpr int64_t kept_values = pass_rows * max_slice;
+constexpr int64_t kept_values = pass_rows * 64;
 
 }  // namespace
 
 RoutedExpertsOp::RoutedExpertsOp(const QuantKernels& kernels, RoutedExpertsArgs args, int capacity)
-    : kernels_(kernels), args_(std::move(args)), tiled_(prefers_tiles(kernels, capacity)) {
+    : kernels_(kernels), args_(std::move(args)), tiled_(may_be_tiled(capacity)) {
   x_forms_.add(args_.gate.type);
   x_forms_.add(args_.up.type);
   h_forms_.add(args_.down.type);
   layout_ = make_layout(capacity);
+}
+
+bool RoutedExpertsOp::may_be_tiled(int rows) const {
+  return prefers_tiles(kernels_, args_.gate.type, rows) || prefers_tiles(kernels_, args_.up.type, rows) ||
+         prefers_tiles(kernels_, args_.down.type, rows);
 }
 
 RoutedExpertsOp::Layout RoutedExpertsOp::make_layout(int capacity) const {
@@ -78,7 +87,7 @@ bool RoutedExpertsOp::runs_alone(int stage, int rows) const {
     case 0:
       return rows * args_.gate.num_cols <= small_work;
     case 1:
-      return !prefers_tiles(kernels_, rows);  // no expert has more rows, so that there is nothing to pack
+      return !may_be_tiled(rows);  // no expert has more rows, so that there is nothing to pack
     case 3:
       return rows * args_.num_experts_per_tok * args_.down.num_cols <= small_work;
     default:
@@ -99,7 +108,7 @@ ActivationRow RoutedExpertsOp::h_row(const Worker& w, int64_t pair) const {
 
 // Activation tiles of a job for gate or up; null if the product reads rows.
 const ActivationTile* RoutedExpertsOp::x_tiles(const Worker& w, const Job& j, QuantType weight) const {
-  if (!is_tiled(j) || !quant_is_integer(weight)) return nullptr;
+  if (!is_tiled(j, weight)) return nullptr;
   const size_t form_at = static_cast<size_t>(x_forms_.index(form_of(weight))) * layout_.x_form_bytes;
   return at<ActivationTile>(w, layout_.x_tiles + form_at) + j.first_tile * num_groups(args_.gate.num_cols);
 }
@@ -139,7 +148,7 @@ void RoutedExpertsOp::group_pairs(int rows, Worker& w) const {
   auto* pairs = at<int32_t>(w, layout_.pairs);
   std::memset(ends, 0, static_cast<size_t>(num_experts) * sizeof(int32_t));
   auto& found = *at<Groups>(w, layout_.groups);
-  found = {0, 0};
+  found = {};
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
       const int64_t id = args_.topk_ids[t * args_.topk_stride + k];
@@ -152,6 +161,7 @@ void RoutedExpertsOp::group_pairs(int rows, Worker& w) const {
     const int32_t count = ends[e];
     for (int32_t i = 0; i < count; i += pass_rows) {
       const auto in_job = std::min(static_cast<int32_t>(pass_rows), count - i);
+      found.longest = std::max(found.longest, in_job);
       at<Job>(w, layout_.jobs)[found.num_jobs] = {e, first + i, in_job, found.num_tiles};
       for (int32_t r = 0; r < in_job; r += tile_rows) {
         const auto in_tile = std::min(tile_rows, in_job - r);
@@ -161,6 +171,7 @@ void RoutedExpertsOp::group_pairs(int rows, Worker& w) const {
     }
     ends[e] = first;
     first += count;
+    found.num_pairs = first;
   }
   for (int t = 0; t < rows; t++) {
     for (int k = 0; k < ranks; k++) {
@@ -179,7 +190,9 @@ void RoutedExpertsOp::pack_x(Worker& w) const {
 void RoutedExpertsOp::pack_x_tile(int64_t i, ActivationForm form, Worker& w) const {
   const int64_t cols = args_.gate.num_cols;
   const Tile& next = at<Tile>(w, layout_.tiles)[i];
-  if (!is_tiled(at<Job>(w, layout_.jobs)[next.job])) return;
+  const Job& job = at<Job>(w, layout_.jobs)[next.job];
+  const auto reads = [&](QuantType weight) { return is_tiled(job, weight) && form_of(weight) == form; };
+  if (!reads(args_.gate.type) && !reads(args_.up.type)) return;
   ActivationRow rows[tile_rows];
   for (int r = 0; r < next.count; r++) rows[r] = x_row(w, token_of(w, next.first_pair + r), form);
   const size_t form_at = static_cast<size_t>(x_forms_.index(form)) * layout_.x_form_bytes;
@@ -187,13 +200,21 @@ void RoutedExpertsOp::pack_x_tile(int64_t i, ActivationForm form, Worker& w) con
                 at<ActivationTile>(w, layout_.x_tiles + form_at) + i * num_groups(cols));
 }
 
+// The most weight rows of a task, of `total` rows of all jobs. Long jobs are not equally long: no task of the
+// longest may be a large share of all.
+int64_t RoutedExpertsOp::most_rows(int64_t total, const Worker& w) const {
+  const Groups& all = *at<Groups>(w, layout_.groups);
+  const int64_t work = total * (rows_of_reading * all.num_jobs + all.num_pairs);
+  const int64_t row_of_longest = (rows_of_reading + all.longest) * std::max(all.num_jobs, 1);
+  return std::max(least_most, work / (row_of_longest * parts_of_share * w.count));
+}
+
 // Calls run_slice(job, begin, end) for every slice of `num_rows` weight rows of every job.
 template <typename F>
 void RoutedExpertsOp::for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const {
   const int64_t total = at<Groups>(w, layout_.groups)->num_jobs * num_rows;
-  // Long jobs are not equally long: no task may be a large share of all.
   const bool has_long_jobs = rows > gemv_max_rows;
-  ShrinkingSlices slices(total, w.count, has_long_jobs ? 32 : 8, has_long_jobs ? max_slice : total);
+  ShrinkingSlices slices(total, w.count, has_long_jobs ? 32 : 8, has_long_jobs ? most_rows(total, w) : total);
   for (auto next = slices.of(w.take()); !next.is_empty(); next = slices.of(w.take())) {
     for (int64_t first = next.begin, end; first < next.end; first = end) {
       const Job& job = at<Job>(w, layout_.jobs)[first / num_rows];
@@ -247,7 +268,7 @@ void RoutedExpertsOp::quantize_hidden(Worker& w) const {
       rows[r] = h_row(w, next.first_pair + r);
       kernels_.quantize_row(hidden_row(w, next.first_pair + r), cols, rows[r]);
     }
-    if (is_tiled(at<Job>(w, layout_.jobs)[next.job])) {
+    if (is_tiled(at<Job>(w, layout_.jobs)[next.job], args_.down.type)) {
       kernels_.pack(rows, next.count, cols, at<ActivationTile>(w, layout_.h_tiles) + i * num_groups(cols));
     }
   }
@@ -270,7 +291,7 @@ void RoutedExpertsOp::down_slice(const Job& j, int64_t begin, int64_t end, Worke
              source % args_.num_experts_per_tok * args_.out_rank_stride + begin;
   }
   const ActivationTile* tiles = nullptr;
-  if (is_tiled(j))
+  if (is_tiled(j, args_.down.type))
     tiles = at<ActivationTile>(w, layout_.h_tiles) + j.first_tile * num_groups(args_.down.num_cols);
   multiply(kernels_, slice_of(args_.down, j.expert, begin, end), {x, q, tiles, out, j.count},
            w.memory->data());

@@ -44,7 +44,8 @@ class RoutedExpertsOp : public Op {
     int32_t job, first_pair, count;
   };
   struct Groups {
-    int32_t num_jobs, num_tiles;
+    int32_t num_jobs, num_tiles, num_pairs;
+    int32_t longest;  // pairs of a job
   };
   // Offsets into the shared memory.
   struct Layout {
@@ -57,7 +58,9 @@ class RoutedExpertsOp : public Op {
   T* at(const Worker& w, size_t offset) const {
     return reinterpret_cast<T*>(w.shared->data() + offset);
   }
-  bool is_tiled(const Job& j) const { return tiled_ && prefers_tiles(kernels_, j.count); }
+  bool is_tiled(const Job& j, QuantType weight) const { return prefers_tiles(kernels_, weight, j.count); }
+  // Whether a product with any of the weights may be computed in tiles.
+  bool may_be_tiled(int rows) const;
   ActivationRow x_row(const Worker& w, int64_t token, ActivationForm form) const;
   ActivationRow h_row(const Worker& w, int64_t pair) const;
   const ActivationTile* x_tiles(const Worker& w, const Job& j, QuantType weight) const;
@@ -74,6 +77,7 @@ class RoutedExpertsOp : public Op {
   void quantize_hidden(Worker& w) const;
   void down(int rows, Worker& w) const;
   void down_slice(const Job& j, int64_t begin, int64_t end, Worker& w) const;
+  int64_t most_rows(int64_t total, const Worker& w) const;
   template <typename F>
   void for_each_slice(int64_t num_rows, int rows, Worker& w, F&& run_slice) const;
 

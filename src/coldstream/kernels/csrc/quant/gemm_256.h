@@ -210,15 +210,15 @@ void gemm_256(const WeightRows& w, const ActivationTile* x, int num_tiles, float
 }
 
 // The table of a tier that multiplies bytes as `Form` says.
-template <template <QuantType> class Form>
-constexpr QuantKernels kernels_256(int gemm_min_rows) {
+template <template <QuantType> class Form, int gemm_min_rows>
+constexpr QuantKernels kernels_256() {
   return {
       .quantize_row = quantize_row_avx2,
       .interleaves_blocks = true,
       .gemv = gemv_avx2,
       .gemm = gemm_256<Form>,
       .gemm_bytes = panel_memory<Panel256>(),
-      .gemm_min_rows = gemm_min_rows,
+      .gemm_min_rows = [](QuantType) { return gemm_min_rows; },
       .pack = pack_avx2,
       .float_product = float_product_avx2,
       .dequantize_row = dequantize_row_avx2,

@@ -51,18 +51,44 @@ inline __attribute__((always_inline)) void store_mins(const SpreadScales<Q>& sca
 
 }  // namespace
 
+// A narrow tile in quarters as one with `inputs` consecutive inputs of a row together, of eight or 16 rows.
+template <int inputs>
+inline __attribute__((always_inline)) void regroup_quarters(const ActivationTile& from, ActivationTile& to) {
+  static_assert(inputs == 4 || inputs == 8);
+  constexpr int per_step = 16 / inputs;
+  const __m512i fours = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i eights = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+  const int8_t* q = from.q[0][0];
+  for (int step = 0; step < 16; step++, q += 64) {
+    const __m512i low = _mm512_load_si512(q), high = _mm512_load_si512(q + 16 * 64);
+    for (int i = 0; i < per_step; i++) {
+      const __m512i v =
+          inputs == 8 ? _mm512_permutex2var_epi64(low, _mm512_add_epi64(eights, _mm512_set1_epi64(i)), high)
+                      : _mm512_maskz_permutex2var_epi32(0xff, low,
+                                                        _mm512_add_epi32(fours, _mm512_set1_epi32(i)), high);
+      _mm512_store_si512(to.q[per_step * step + i], v);
+    }
+  }
+  std::memcpy(to.sums_16, from.sums_16, sizeof from.sums_16);
+  std::memcpy(to.sums_32, from.sums_32, sizeof from.sums_32);
+  std::memcpy(to.scales, from.scales, sizeof from.scales);
+}
+
+// The sums of the first `num_lanes` accumulators of 16 lanes, where [i][at] is the i-th.
+static inline __attribute__((always_inline)) __m512i sum_accumulators_at(const Accumulators& p, int at,
+                                                                         int num_lanes) {
+  __m512 lane[8];
+  for (int j = 0; j < 8; j++) lane[j] = j < num_lanes ? _mm512_load_ps(p.lane[j][at]) : _mm512_setzero_ps();
+  const __m512 even = _mm512_add_ps(_mm512_add_ps(lane[0], lane[4]), _mm512_add_ps(lane[2], lane[6]));
+  const __m512 odd = _mm512_add_ps(_mm512_add_ps(lane[1], lane[5]), _mm512_add_ps(lane[3], lane[7]));
+  return _mm512_castps_si512(_mm512_add_ps(even, odd));
+}
+
 // Weight rows i … i + 15 of a panel, of which `num_rows` exist, to n … n + 15.
 static inline void store_half_panel(const Accumulators& p, int num_lanes, int i, int num_rows,
                                     float* const* out, int64_t n) {
   __m512i sums[16];
-  for (int r = 0; r < 16; r++) {
-    __m512 lane[8];
-    for (int j = 0; j < 8; j++)
-      lane[j] = j < num_lanes ? _mm512_load_ps(p.lane[j][i + r]) : _mm512_setzero_ps();
-    const __m512 even = _mm512_add_ps(_mm512_add_ps(lane[0], lane[4]), _mm512_add_ps(lane[2], lane[6]));
-    const __m512 odd = _mm512_add_ps(_mm512_add_ps(lane[1], lane[5]), _mm512_add_ps(lane[3], lane[7]));
-    sums[r] = _mm512_castps_si512(_mm512_add_ps(even, odd));
-  }
+  for (int r = 0; r < 16; r++) sums[r] = sum_accumulators_at(p, i + r, num_lanes);
   transpose_16x16(sums);
   const auto present = static_cast<__mmask16>(num_rows >= 16 ? 0xffff : (1 << num_rows) - 1);
   for (int t = 0; t < tile_rows; t++) {

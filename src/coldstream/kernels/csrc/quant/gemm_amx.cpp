@@ -11,6 +11,7 @@
 #include "quant/dispatch.h"
 #include "quant/gemv_avx512.h"
 #include "quant/gemm_512.h"
+#include "quant/gemm_quarters.h"
 #include "quant/rows_avx512.h"
 
 namespace coldstream {
@@ -32,6 +33,7 @@ struct alignas(64) PanelK {
   int32_t results[4][16][tile_rows];  // of the four accumulator tiles
   int32_t mins[panel_rows][8];        // two int16 minimums each
   float d[panel_rows], dmin[panel_rows];
+  ActivationTile narrow;  // a tile of quarters with four inputs of a row together
 };
 
 template <QuantType Q>
@@ -68,13 +70,18 @@ struct KernelK : Kernel512 {
   static void multiply(Panel& w, const ActivationTile* x, int64_t stride, int num_rows, int64_t g,
                        int /*num_blocks*/, Accumulators* p) {
     const int last = num_tiles(num_rows) - 1, lane = static_cast<int>(g % 8);
+    const bool ends_early = num_rows - last * tile_rows <= narrow_tile_rows;
+    if (ends_early) regroup_quarters<4>(x[last * stride], w.narrow);
+    const auto inputs = [&](int tile) -> const ActivationTile& {
+      return ends_early && tile == last ? w.narrow : x[tile * stride];
+    };
     for (int tile = 0; tile <= last; tile++) {
-      multiply_tile(w, x[tile * stride]);
+      multiply_tile(w, inputs(tile));
       // The vector units scale the previous tile's results while the tile unit is busy with this one.
       if (tile > 0) add_results(w, x[(tile - 1) * stride], g < 8, p[tile - 1].lane[lane]);
       store_results(w);
     }
-    add_results(w, x[last * stride], g < 8, p[last].lane[lane]);
+    add_results(w, inputs(last), g < 8, p[last].lane[lane]);
   }
 
   static void multiply_tile(const Panel& w, const ActivationTile& x) {
@@ -212,6 +219,7 @@ struct Kernel32 : Kernel512 {
 };
 
 void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+  if (gemm_quarters(w, x, num_tiles, out, memory)) return;
   dispatch_integer(w.type, [&]<QuantType Q>() {
     if constexpr (Traits<Q>::super_block) {
       const TileConfig<64> config;
@@ -233,8 +241,8 @@ constinit const QuantKernels quant_kernels_amx = {
     .interleaves_blocks = true,
     .gemv = gemv_avx512,
     .gemm = gemm,
-    .gemm_bytes = std::max(panel_memory<PanelK>(), panel_memory<Panel32>()),
-    .gemm_min_rows = 8,
+    .gemm_bytes = std::max({panel_memory<PanelK>(), panel_memory<Panel32>(), panel_memory<PanelQuarters>()}),
+    .gemm_min_rows = [](QuantType type) { return std::min(8, quarters_min_rows(type)); },
     .pack = pack_avx512,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,

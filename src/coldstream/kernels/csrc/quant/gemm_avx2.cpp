@@ -59,7 +59,7 @@ struct PairForm {
 
 }  // namespace
 
-constinit const QuantKernels quant_kernels_avx2 = kernels_256<PairForm>(6);
+constinit const QuantKernels quant_kernels_avx2 = kernels_256<PairForm, 6>();
 
 }  // namespace coldstream
 

@@ -9,6 +9,7 @@
 #if defined(__AVX512VNNI__)
 
 #include "quant/gemm_512.h"
+#include "quant/gemm_quarters.h"
 #include "quant/vnni_lanes.h"
 
 namespace coldstream {
@@ -24,6 +25,7 @@ struct alignas(64) PanelVnni {
   float dmin[8][panel_rows];    // likewise
   // Of up to three tiles: minus the offset of the codes times the sum over each sub-block.
   int32_t starts[3][16][tile_rows];
+  ActivationTile narrow;  // a tile of quarters with eight inputs of a row together
 };
 
 // Codes that still fit a byte once they are multiplied by the scale of their sub-block, which makes one sum
@@ -99,7 +101,13 @@ struct KernelVnni : Kernel512 {
     if (tile < last + !ends_early) {
       multiply_tiles<Lanes16, 8, 1>(w, x + tile * stride, stride, g, num_blocks, p + tile);
     }
-    if (ends_early) multiply_tiles<Lanes8, 8, 1>(w, x + last * stride, stride, g, num_blocks, p + last);
+    if (!ends_early) return;
+    const ActivationTile* narrow = x + last * stride;
+    if constexpr (T::super_block) {
+      regroup_quarters<8>(*narrow, w.narrow);
+      narrow = &w.narrow;
+    }
+    multiply_tiles<Lanes8, 8, 1>(w, narrow, stride, g, num_blocks, p + last);
   }
 
   template <typename L, int rows, int tiles>
@@ -249,6 +257,7 @@ struct KernelVnni : Kernel512 {
 };
 
 void gemm(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out, std::byte* memory) {
+  if (gemm_quarters(w, x, num_tiles, out, memory)) return;
   dispatch_integer(w.type,
                    [&]<QuantType Q>() { gemm_of_type<Q, KernelVnni<Q>>(w, x, num_tiles, out, memory); });
 }
@@ -260,8 +269,8 @@ constinit const QuantKernels quant_kernels_avx512 = {
     .interleaves_blocks = true,
     .gemv = gemv_avx512,
     .gemm = gemm,
-    .gemm_bytes = panel_memory<PanelVnni>(),
-    .gemm_min_rows = 7,
+    .gemm_bytes = std::max(panel_memory<PanelVnni>(), panel_memory<PanelQuarters>()),
+    .gemm_min_rows = [](QuantType type) { return std::min(7, quarters_min_rows(type)); },
     .pack = pack_vnni,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,

@@ -55,7 +55,7 @@ struct VnniForm {
 
 }  // namespace
 
-constinit const QuantKernels quant_kernels_avx_vnni = kernels_256<VnniForm>(4);
+constinit const QuantKernels quant_kernels_avx_vnni = kernels_256<VnniForm, 4>();
 
 }  // namespace coldstream
 

@@ -27,6 +27,28 @@ static inline __attribute__((always_inline)) void prefetch_bytes(const uint8_t* 
   for (size_t i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
+// The bytes of a group of a weight row.
+template <QuantType Q>
+inline constexpr size_t group_bytes =
+    group_elements / Traits<Q>::block_inputs * sizeof(typename Traits<Q>::Block);
+
+// What is prefetched while a group of a panel's rows is multiplied, a share with each row. All at once would
+// be more loads than a core has under way, and would wait for memory while nothing is computed.
+struct WeightsAhead {
+  const uint8_t* of_rows;  // of the first panel: a later group of its rows; null otherwise
+  int64_t row_bytes;
+  const uint8_t* of_next;  // a share of the next panel, which lies behind this one; null if there is none
+
+  template <QuantType Q>
+  inline __attribute__((always_inline)) void prefetch(int row, int count) const {
+    for (int i = row; of_rows != nullptr && i < row + count; i++)
+      prefetch_bytes(of_rows + i * row_bytes, group_bytes<Q>);
+    if (of_next != nullptr)
+      prefetch_bytes(of_next + static_cast<size_t>(row) * group_bytes<Q>,
+                     static_cast<size_t>(count) * group_bytes<Q>);
+  }
+};
+
 // Rows that are not padding; these come first.
 static inline int present_rows(float* const* out, int num_rows) {
   while (num_rows > 0 && out[num_rows - 1] == nullptr) num_rows--;
@@ -45,7 +67,7 @@ __attribute__((noinline)) void gemm_of_type(const WeightRows& w, const Activatio
   using T = Traits<Q>;
   using Block = typename T::Block;
   constexpr int step_blocks = group_elements / T::block_inputs;
-  constexpr int64_t step_bytes = step_blocks * static_cast<int64_t>(sizeof(Block));
+  constexpr auto step_bytes = static_cast<int64_t>(group_bytes<Q>);
   const int64_t groups = num_groups(w.cols), num_blocks = w.cols / T::block_inputs;
   const int64_t num_scaled = w.cols / (T::super_block ? group_elements : block_elements);
   const int num_rows = present_rows(out, num_tiles * tile_rows);
@@ -59,9 +81,16 @@ __attribute__((noinline)) void gemm_of_type(const WeightRows& w, const Activatio
       // Behind its last group, a panel's rows are followed by those of the next one.
       const int64_t to_ahead =
           ahead < groups ? ahead * step_bytes : panel_rows * w.row_bytes + (ahead - groups) * step_bytes;
+      constexpr bool prefetches_later = requires { panel.ahead; };
+      if constexpr (prefetches_later) {
+        panel.ahead = {n == 0 && ahead < groups ? w.data + to_ahead : nullptr, w.row_bytes,
+                       n + 2 * panel_rows <= w.count
+                           ? w.data + (n + panel_rows) * w.row_bytes + g * panel_rows * step_bytes
+                           : nullptr};
+      }
       for (int i = 0; i < rows; i++) {
         const uint8_t* data = w.data + (n + i) * w.row_bytes;
-        prefetch_bytes(data + to_ahead, step_bytes);
+        if constexpr (!prefetches_later) prefetch_bytes(data + to_ahead, step_bytes);
         const auto* row = reinterpret_cast<const Block*>(data);
         if (first + step_blocks <= num_blocks) {
           Kernel::load(panel, i, row + first);

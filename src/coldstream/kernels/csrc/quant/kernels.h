@@ -43,7 +43,7 @@ struct QuantKernels {
   void (*gemm)(const WeightRows& w, const ActivationTile* x, int num_tiles, float* const* out,
                std::byte* memory);
   size_t gemm_bytes;
-  int gemm_min_rows;  // the least rows for which `gemm` is faster
+  int (*gemm_min_rows)(QuantType type);  // the least rows for which `gemm` is faster
   // Rows of activations (num_rows <= 16, all of the first one's form) to one tile per group; missing rows
   // become zeros.
   void (*pack)(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);

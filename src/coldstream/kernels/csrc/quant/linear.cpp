@@ -27,22 +27,25 @@ LinearOp::LinearOp(const QuantKernels& kernels, FloatRowsIn x, int64_t cols, std
   }
 }
 
+bool LinearOp::is_tiled(int rows) const {
+  return forms_.any() && std::all_of(parts_.begin(), parts_.end(), [&](const LinearPart& part) {
+           return !quant_is_integer(part.w.type) || prefers_tiles(kernels_, part.w.type, rows);
+         });
+}
+
 bool LinearOp::quantizes_apart() const {
-  return forms_.any() &&
-         (prefers_tiles(kernels_, capacity_) || capacity_ * cols_ > private_quantize_elements);
+  return forms_.any() && (is_tiled(capacity_) || capacity_ * cols_ > private_quantize_elements);
 }
 
 size_t LinearOp::scratch_bytes() const {
-  const size_t rows_kept =
-      quantizes_apart() ? (prefers_tiles(kernels_, capacity_) ? tile_rows : 0) : capacity_;
+  const size_t rows_kept = quantizes_apart() ? (is_tiled(capacity_) ? tile_rows : 0) : capacity_;
   return multiply_bytes(kernels_, cols_) + rows_kept * forms_.row_bytes(cols_);
 }
 
 size_t LinearOp::shared_bytes() const {
   if (!quantizes_apart()) return 0;
-  const int64_t num_tiles = prefers_tiles(kernels_, capacity_)
-                                ? ceil_div(capacity_, tile_rows) * num_groups(cols_) * forms_.count()
-                                : 0;
+  const int64_t num_tiles =
+      is_tiled(capacity_) ? ceil_div(capacity_, tile_rows) * num_groups(cols_) * forms_.count() : 0;
   return std::max(static_cast<size_t>(num_tiles) * sizeof(ActivationTile),
                   static_cast<size_t>(capacity_) * forms_.row_bytes(cols_));
 }
@@ -61,7 +64,7 @@ bool LinearOp::runs_alone(int stage, int rows) const {
 }
 
 void LinearOp::quantize(int rows, Worker& w) const {
-  if (!prefers_tiles(kernels_, rows)) {
+  if (!is_tiled(rows)) {
     for (int64_t t = w.take(); t < rows; t = w.take())
       quantize_row(t, w.shared->data() + t * forms_.row_bytes(cols_));
     return;
@@ -92,7 +95,7 @@ ActivationTile* LinearOp::tiles_of(ActivationForm form, int rows, Worker& w) con
 }
 
 void LinearOp::multiply_slices(int rows, Worker& w) const {
-  const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
+  const bool tiled = is_tiled(rows);
   std::byte* quantized = w.shared->data();
   std::byte* memory = w.memory->data();
   if (forms_.any() && !quantizes_apart()) {
@@ -110,7 +113,7 @@ void LinearOp::multiply_slices(int rows, Worker& w) const {
 // Of the rows of all weights, for one pass over the activation rows after the other.
 void LinearOp::multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
                               Worker& w) const {
-  const bool tiled = forms_.any() && prefers_tiles(kernels_, rows);
+  const bool tiled = is_tiled(rows);
   for (int64_t pass = begin / total_rows_; pass * total_rows_ < end; pass++) {
     const int first_row = static_cast<int>(pass * pass_rows);
     const int num_rows = std::min(static_cast<int>(pass_rows), rows - first_row);

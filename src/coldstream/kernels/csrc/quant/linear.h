@@ -40,6 +40,8 @@ class LinearOp : public Op {
   bool runs_alone(int stage, int rows) const override;
 
  private:
+  // Rows are packed into tiles if all integer weights are better multiplied so.
+  bool is_tiled(int rows) const;
   bool quantizes_apart() const;
   void quantize(int rows, Worker& w) const;
   void multiply_slices(int rows, Worker& w) const;

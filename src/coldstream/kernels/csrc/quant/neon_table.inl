@@ -4,7 +4,7 @@
 .gemv = gemv,
 .gemm = gemm,
 .gemm_bytes = panel_memory<PanelNeon>(),
-.gemm_min_rows = 6,
+.gemm_min_rows = [](QuantType) { return 6; },
 .pack = pack_neon,
 .float_product = float_product_neon,
 .dequantize_row = dequantize_row_neon,

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "quant/blocks.h"
 #include "quant/kernels.h"
 
 namespace coldstream {
@@ -12,9 +13,9 @@ namespace coldstream {
 // Private memory that `multiply` needs for products over `cols` inputs, 64-byte aligned.
 size_t multiply_bytes(const QuantKernels& k, int64_t cols);
 
-// Whether a batch of `num_rows` rows is better packed into tiles.
-inline bool prefers_tiles(const QuantKernels& k, int64_t num_rows) {
-  return k.gemm != nullptr && num_rows >= k.gemm_min_rows;
+// Whether a batch of `num_rows` rows is better packed into tiles for weights of this type.
+inline bool prefers_tiles(const QuantKernels& k, QuantType type, int64_t num_rows) {
+  return k.gemm != nullptr && quant_is_integer(type) && num_rows >= k.gemm_min_rows(type);
 }
 
 inline constexpr int64_t pass_rows = int64_t{gemm_max_tiles} * tile_rows;

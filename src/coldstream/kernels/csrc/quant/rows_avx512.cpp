@@ -111,14 +111,34 @@ inline __attribute__((always_inline)) void pack_inputs(const ActivationRow* x, i
   }
 }
 
-template <bool has_narrow_tiles>
+// The same of a narrow tile in quarters.
+inline __attribute__((always_inline)) void pack_quarters(const ActivationRow* x, int num_rows, int64_t g,
+                                                         ActivationTile& tile) {
+  int8_t* q = tile.q[0][0];
+  for (int first = 0; first < narrow_tile_rows; first += 4) {
+    for (int part = 0; part < 4; part++, q += 256) {
+      __m512i v[4];
+      for (int t = 0; t < 4; t++) {
+        v[t] = first + t < num_rows ? _mm512_loadu_si512(x[first + t].q + g * group_elements + 64 * part)
+                                    : _mm512_setzero_si512();
+      }
+      transpose_4x4_128(v);
+      for (int i = 0; i < 4; i++) _mm512_store_si512(q + 64 * i, v[i]);
+    }
+  }
+}
+
+template <bool has_narrow_blocks>
 inline __attribute__((always_inline)) void pack(const ActivationRow* x, int num_rows, int64_t cols,
                                                 ActivationTile* out) {
   const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi16(1),
                 low_half = _mm512_set1_epi32(0xffff);
   for (int64_t g = 0; g < num_groups(cols); g++) {
     ActivationTile& tile = out[g];
-    if (has_narrow_tiles && num_rows <= narrow_tile_rows) {
+    const bool is_narrow = num_rows <= narrow_tile_rows, by_group = x[0].form == ActivationForm::by_group;
+    if (is_narrow && by_group) {
+      pack_quarters(x, num_rows, g, tile);
+    } else if (is_narrow && has_narrow_blocks) {
       pack_inputs<true>(x, num_rows, g, tile);
     } else {
       pack_inputs<false>(x, num_rows, g, tile);

@@ -6,8 +6,10 @@
 namespace coldstream {
 
 void quantize_row_avx512(const float* x, int64_t cols, ActivationRow out);
+// Narrow tiles by group are quarters of four rows.
 void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);
-void pack_vnni(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);  // with narrow tiles
+// Narrow tiles by block have eight inputs of a row together.
+void pack_vnni(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);
 void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                           int num_rows, float* const* out);
 void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out);

@@ -51,6 +51,16 @@ static inline void transpose_8x8_64(__m512i v[8]) {
   }
 }
 
+// 4 rows of 4 128-bit values, in place.
+static inline __attribute__((always_inline)) void transpose_4x4_128(__m512i v[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[0], v[1], 0xee);
+  const __m512i c = _mm512_shuffle_i32x4(v[2], v[3], 0x44), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+  v[0] = _mm512_shuffle_i32x4(a, c, 0x88);
+  v[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+  v[2] = _mm512_shuffle_i32x4(b, d, 0x88);
+  v[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
+}
+
 // 256 bytes as 8 rows of 4 64-bit values, to 4 rows of 8, in place.
 static inline void transpose_8x4_64(__m512i v[4]) {
   const __m512i first = _mm512_setr_epi64(0, 4, 8, 12, 1, 5, 9, 13),
