@@ -3,7 +3,8 @@
     python -m bench.engine.forecast_again docs/results/gpu/mixes.json docs/results/gpu/hybrid_ahead.json
     python -m bench.engine.forecast_again docs/results/gpu/*streaming*.json --keep /tmp/headers
 
-Reads results of plan_forecast.py, gpu_hybrid.py and gpu_streaming.py, which have the rates of their machine.
+Reads results of plan_forecast.py, gpu_hybrid.py, gpu_streaming.py and desktop.py, which have the rates of
+their machine.
 The plan is made anew, of a file that has the right header and holes in place of its weights. Each line has
 the commit that measured; the JSON has it beside the commit whose forecast this is. So a changed cost model
 can be held against all machines that were ever measured.
@@ -183,6 +184,37 @@ def of_prompts(result: Row, headers: Headers) -> Iterator[Row]:
         }
 
 
+def of_desktop(result: Row, headers: Headers) -> Iterator[Row]:
+    """Our rows of desktop.py."""
+    path, work = headers.of(PLAIN, FULL_SHAPE.layers, FULL_SHAPE.vocab), Work(**result["work"])
+    for row in result["rows"]:
+        if "forecast" not in row:
+            continue
+        planned = planned_again(path, result, row | {"budget": row["vram_bytes"]}, work)
+        known = replace(planned.known, rates=rates_of(row))
+        run = {name: figure["tok_s"] for name, figure in row["figures"].items()}
+        bus = sum(row["bus_bytes_per_s"]) / len(row["bus_bytes_per_s"]) / 1e9
+        yield {
+            "what": f"{PLAIN.name}, {row['cores']} cores, {bus:.1f} GB/s, {row['experts_gib']:g} GiB",
+            "experts_share": planned.plan.resident_bytes / planned.sizes.all_expert_bytes,
+            "measured_share": row["experts_share"],
+            "figures": compared(expected(planned, known, work), run),
+        }
+
+
+def conditions_of(result: Row) -> Row:
+    """The bus of a result's machine, as text, and whether its kernels' shares were measured."""
+    if "hardware" in result:
+        gpu = result["hardware"]["gpu"]
+        return {"bus": f"{gpu['link_bytes_per_s'] / 1e9:.0f}", "has_steps": bool(gpu.get("steps"))}
+    rows = [row for mix in result.get("mixes", {}).values() for row in mix["rows"]] or result["rows"]
+    rates = [row["rates"] for row in rows if "rates" in row]
+    links = sorted(each["link_bytes_per_s"] / 1e9 for each in rates)
+    bus = f"{links[0]:.0f}" if round(links[0]) == round(links[-1]) else f"{links[0]:.0f}–{links[-1]:.0f}"
+    has_steps = all("shares" in each and not each["shares"]["estimated"] for each in rates)
+    return {"bus": bus, "has_steps": has_steps}
+
+
 def resident_with(sizes: ModelSizes, gib: float | None) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """bool [layers, experts]: those of so many GiB; None: all."""
     fixed = FixedPart(1, KV_TYPE, 1, 0, 0, 0)
@@ -194,18 +226,22 @@ def resident_with(sizes: ModelSizes, gib: float | None) -> "np.ndarray[Any, np.d
 
 
 def again(result: Row, headers: Headers) -> list[Row]:
-    """Present forecasts beside the runs of a result of any of the three programs.
+    """Present forecasts beside the runs of a result of any of the four programs.
 
     Raises ValueError for another result.
     """
     if "mixes" in result:
         return list(of_mixes(result, headers))
     rows = result.get("rows", [{}])
+    if "work" in result and "forecast" in rows[0]:
+        return list(of_desktop(result, headers))
     if "hardware" in result and "chunk_size" in result and "tokens" in rows[0]:
         return list(of_prompts(result, headers))
     if "hardware" in result and "experts_share" in rows[0]:
         return list(of_decoding(result, headers))
-    raise ValueError("no result of plan_forecast, gpu_hybrid or gpu_streaming with the rates of its machine")
+    raise ValueError(
+        "no result of plan_forecast, gpu_hybrid, gpu_streaming or desktop with the rates of its machine"
+    )
 
 
 def lines(name: str, measured: Row, rows: list[Row]) -> Iterator[str]:
@@ -238,7 +274,7 @@ def main() -> int:
             result = json.loads(path.read_text())
             measured = {name: result[name] for name in ("commit", "date", "command", "machine")}
             rows = again(result, headers)
-            found.append({"result": path.name, "measured": measured, "rows": rows})
+            found.append({"result": path.name, "measured": measured, **conditions_of(result), "rows": rows})
             print(*lines(path.name, measured, rows), sep="\n", file=sys.stderr, flush=True)
     write_result({"forecasts": found}, options.out, options.commit)
     figures = [both for each in found for row in each["rows"] for both in row["figures"].values()]

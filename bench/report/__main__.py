@@ -20,6 +20,7 @@ from bench.report.bodies import bad_bodies
 from bench.report.cards import cards_decode, cards_prompts
 from bench.report.commits import commit_bits, house, versus_commits
 from bench.report.cpu import cpu_attention, cpu_pairs, cpu_rows, disk_tier, side_by_side
+from bench.report.desktop import desktop_bus, forecasts
 from bench.report.drafts import (
     cpu_drafts,
     cpu_drafts_by_size,
@@ -91,6 +92,7 @@ PAGES = (
     ROOT / "docs" / "notes" / "experts-placement.md",
     ROOT / "docs" / "notes" / "history.md",
     ROOT / "docs" / "notes" / "profiles.md",
+    ROOT / "docs" / "notes" / "startup.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "server.md",
     ROOT / "docs" / "testing.md",
@@ -411,6 +413,8 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "gpu_mixes": gpu_mixes,
     "gpu_types": gpu_types,
     "desktop_mix": desktop_mix,
+    "desktop_bus": desktop_bus,
+    "forecasts": forecasts,
     "versus_commits": versus_commits,
     "wheels": wheels,
     "commit_bits": commit_bits,

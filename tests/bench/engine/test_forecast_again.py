@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.engine import forecast_again, plan_forecast
-from bench.engine.forecast_again import Headers, again, rates_of
+from bench.engine.forecast_again import Headers, again, conditions_of, rates_of
 from bench.report.tables import load
 from coldstream.placement.rates import Rates
 from small_shape import SMALL
@@ -85,6 +85,44 @@ def test_rates_that_this_version_does_not_know_are_left_out() -> None:
     assert isinstance(found, Rates)
     assert len(found.product_values_per_s) == len(row["rates"]["product_values_per_s"])
     assert hash(found)  # forecasts keep what they found for a machine
+
+
+@pytest.mark.sharded(of="measurements")
+def test_lines_of_a_desktop_are_forecast_by_their_own_rates(headers: Headers) -> None:
+    mixes = load("gpu/mixes")
+    row = next(row for row in mixes["mixes"]["Q4_K_M"]["rows"] if row["budget"] == "4G")
+    figures = {"decode": {"tok_s": 100.0}, "512": {"tok_s": 2000.0}}
+    line = {
+        "cores": 6,
+        "experts_gib": 3,
+        "vram_bytes": 4 << 30,
+        "experts_share": 0.1,
+        "bus_bytes_per_s": [1.2e10, 1.3e10],
+        "figures": figures,
+        "forecast": {},
+    }
+    work = {"prompts": [512], "warm_tokens": 64, "timed_tokens": 32, "texts": 1}
+    result = {"machine": mixes["machine"], "work": work}
+    slower = row["rates"] | {"vram_bytes_per_s": row["rates"]["vram_bytes_per_s"] / 100}
+    lines = [line | {"rates": rates} for rates in (row["rates"], slower)]
+    fast, slow = again(result | {"rows": [*lines, {"side": "llama.cpp"}]}, headers)
+    assert fast["figures"]["decode"]["measured_tok_s"] == 100.0
+    assert list(fast["figures"]) == list(figures)
+    assert slow["figures"]["decode"]["forecast_tok_s"] < fast["figures"]["decode"]["forecast_tok_s"] / 2
+
+
+def test_the_bus_of_a_result_and_whether_its_shares_were_measured() -> None:
+    assert conditions_of(load("gpu/hybrid_ahead")) == {"bus": "52", "has_steps": True}
+    assert conditions_of(load("gpu/desktop_hybrid_slow_bus")) == {"bus": "26", "has_steps": False}
+    rates = [
+        {"link_bytes_per_s": rate, "shares": {"estimated": estimated}}
+        for rate, estimated in ((6.4e9, []), (1.3e10, []), (1.3e10, ["vram"]))
+    ]
+    assert conditions_of({"rows": [{"rates": each} for each in rates[:2]]}) == {
+        "bus": "6–13",
+        "has_steps": True,
+    }
+    assert not conditions_of({"rows": [{"rates": each} for each in rates]})["has_steps"]
 
 
 def test_other_results_are_refused(headers: Headers) -> None:
