@@ -8,9 +8,10 @@ are random: drafted tokens are right as often as published, or never (`wrong`); 
 demo model drafts by its own block, after pieces of code.
 
 For each text all ways run in turn, each time beginning with another, over one runner. `auto` is sizes by
-cost; what they learned of a text they know in the next. A ratio is of a text to itself without drafts, timed
-twice. Beside wall time there is the CPU time of all threads, which others disturb less: with one thread, that
-is, as several wait for each other. Tokens that differ end the run.
+cost whose losses are bounded, as by default; what they learned of a text they know in the next. On a machine
+that others use, `--sizes-by-cpu-time` lets them decide as on one of their own. A ratio is of a text to itself
+without drafts, timed twice. Beside wall time there is the CPU time of all threads, which others disturb less:
+with one thread, that is, as several wait for each other. Tokens that differ end the run.
 """
 
 import argparse
@@ -30,7 +31,15 @@ from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import ROOT, write_result
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_model_path
-from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation, SpeculationStatistics
+from coldstream.decoding import (
+    Drafter,
+    FixedSizes,
+    SizesByCost,
+    Speculation,
+    SpeculationStatistics,
+    TokenTree,
+    TriedDraft,
+)
 from coldstream.decoding.drafters import MtpDrafter
 from coldstream.engine import EngineConfig, OpenedModel, open_model
 from coldstream.models.cpu.mtp import CpuMtp
@@ -40,13 +49,30 @@ from coldstream.placement.hardware import Hardware
 _SHALLOW: Final = replace(FULL_SHAPE, experts=16, experts_per_token=4, vocab=16_384, has_nextn=True)
 SHALLOW: Final = {
     "layers-4": replace(_SHALLOW, layers=4),
+    "layers-8": replace(_SHALLOW, layers=8),
     "layers-12": replace(_SHALLOW, layers=12),
+    "layers-40": replace(_SHALLOW, layers=40),
     "layers-12-vocab": replace(_SHALLOW, layers=12, vocab=FULL_SHAPE.vocab),
 }
-CASES: Final = (*SHALLOW, "layers-4-wrong", "layers-12-wrong", "demo")
+CASES: Final = (*SHALLOW, *(f"{name}-wrong" for name in SHALLOW), "demo")
 WRONG: Final = Acceptance((0.0,))
 PROMPT_TOKENS, CTX_SIZE, MAX_STEPS = 64, 2048, 8
 Prompt = str | list[int]
+
+
+class SizesByCpuTime(SizesByCost):
+    """Sizes by what steps and drafts take of the CPU: the same decisions as on a machine of its own."""
+
+    def budget(self, most: int, num_sequences: int = 1) -> int:
+        self._begin_s = time.process_time()
+        return super().budget(most, num_sequences)
+
+    def sizes(self, trees: Sequence[TokenTree], draft_s: float) -> list[int]:
+        begin_s, self._begin_s = self._begin_s, time.process_time()
+        return super().sizes(trees, self._begin_s - begin_s)
+
+    def record(self, drafts: Sequence[TriedDraft], seconds: float, *, is_usual: bool = True) -> None:
+        super().record(drafts, time.process_time() - self._begin_s, is_usual=is_usual)
 
 
 @dataclass
@@ -133,8 +159,10 @@ class Case:
         stated.acceptance = self.acceptance
         return stated
 
-    def measure(self, budgets: Sequence[int], threads: int) -> dict[str, Any]:
-        """Raises RuntimeError if a text's tokens differ."""
+    def measure(
+        self, budgets: Sequence[int], threads: int, by_cost: type[SizesByCost] = SizesByCost
+    ) -> dict[str, Any]:
+        """by_cost: how `auto` decides. Raises RuntimeError if a text's tokens differ."""
         config = EngineConfig(
             str(self.path), device="cpu", threads=threads, ctx_size=CTX_SIZE, spec_type="mtp"
         )
@@ -145,7 +173,7 @@ class Case:
             ways = [Way(0, None)]
             ways += [Way(size, Speculation(self.drafter(block), FixedSizes(size))) for size in budgets]
             ways += [
-                Way("auto", Speculation(self.drafter(block), SizesByCost("mtp"))),
+                Way("auto", Speculation(self.drafter(block), by_cost("mtp", is_bounded=True))),
                 Way(0, None),
             ]
             ways[0].run(opened, self.prompts[0], self.num_tokens // 4)  # the first text reads the file
@@ -172,20 +200,27 @@ class Case:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("."), help="of files with few layers")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=["layers-4", "layers-12", "layers-12-wrong"]
+    )
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 3, 5], help="fixed sizes, in nodes")
     parser.add_argument("--texts", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--sizes-by-cpu-time", action="store_true", help="auto decides by CPU time, with one thread"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     words = ["python", "-m", "bench.engine.cpu_drafts", "--cases", *options.cases]
     words += ["--budgets", *map(str, options.budgets), "--texts", str(options.texts)]
     words += ["--tokens", str(options.tokens), "--threads", str(options.threads)]
+    words += ["--sizes-by-cpu-time"] * options.sizes_by_cpu_time
+    by_cost = SizesByCpuTime if options.sizes_by_cpu_time else SizesByCost
     found = []
     for name in options.cases:
         case = Case(name, options.folder, options.texts, options.tokens)
-        found.append(case.measure(options.budgets, options.threads))
+        found.append(case.measure(options.budgets, options.threads, by_cost))
         for way in found[-1]["ways"]:
             ratios = ", ".join(f"{key} {way[f'{key}_ratio']:.2f}" for key in ("wall", "cpu"))
             print(

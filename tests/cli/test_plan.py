@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.placement.hardware_file import default_path
@@ -86,6 +86,21 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
         assert re.search(row, shown), row
     assert "prefill of 168" not in shown  # which does not fit the context
     assert "hit rates: published" in error
+
+
+def test_a_plan_says_what_drafts_and_why(run: Run, model: Path, tmp_path: Path) -> None:
+    deep = write_gguf(tmp_path / "deep.gguf", nextn=True, dims=Dims(layers=16, experts=4, vocab=300))[0]
+    asked = ("--device", "cpu", "--ram", "2G", "-c", "100")
+    for path, options, said in (
+        (model, (), "none: the file has no block for multi-token prediction"),
+        (deep, (), r"mtp, as far as they pay: a token that .* drafts reads [1-9]% of the bytes of .*"),
+        (deep, ("--spec-type", "none"), "none, as asked for"),
+    ):
+        _, _, error = run("plan", str(path), *asked, *options)
+        assert re.search(f"drafts: {said}", error), error
+        document = as_json(run, str(path), *asked, *options)
+        assert re.fullmatch(said, document["draft_reason"])
+        assert document["plan"]["spec_type"] == re.split("[,:]", document["draft_reason"])[0]
 
 
 def test_contexts_side_by_side_are_those_of_a_server(run: Run, model: Path) -> None:

@@ -49,6 +49,9 @@ RESIDENT = {1: 1.7, 2: 2.65, 4: 3.25, 5: 3.5, 9: 5.0, 17: 7.7}
 MISSING = {1: 7.0, 2: 11.0, 4: 16.0, 5: 18.0, 9: 27.0, 17: 41.0}
 CPU = {1: 1.0, 2: 1.5, 4: 2.1, 5: 2.4, 9: 3.6, 17: 6.0}
 BY_NODE, AT_ONCE = (0.26, 0.17), (0.8, 0.0)
+# The full-size model with 12 layers and the demo model on two cores, and their blocks, in plain steps.
+LAYERS, BY_LAYERS = {1: 1.0, 2: 1.45, 3: 1.75, 4: 2.0, 5: 2.2, 6: 2.6, 8: 3.1, 17: 6.3}, (0.03, 0.15)
+DEMO, BY_DEMO = {1: 1.0, 2: 1.9, 3: 2.4, 4: 2.9, 5: 3.4, 9: 4.5, 17: 7.0}, (0.1, 0.25)
 
 
 def seconds_per_token(machine: Machine, text: Text, sizes: TreeSizes, seed: int) -> float:
@@ -125,3 +128,28 @@ def test_sizes_by_cost_are_about_as_fast_as_the_best_fixed_one(
 def test_where_drafts_do_not_pay_little_is_lost(machine: Machine, text: Text) -> None:
     over_plain, _ = speeds(machine, text)
     assert over_plain >= 0.98
+
+
+def bounded(machine: Machine, text: Text) -> list[float]:
+    """Speeds over plain steps where what drafts lose is bounded, in a first text and a second one."""
+    plain = statistics.mean(seconds_per_token(machine, text, FixedSizes(0), seed) for seed in SEEDS)
+    taken: list[list[float]] = [[], []]
+    for seed in SEEDS:
+        sizes = SizesByCost("mtp", is_bounded=True)
+        for turn, each in enumerate(taken):
+            each.append(seconds_per_token(machine, text, sizes, seed + 1000 * turn))
+    return [plain / statistics.mean(each) for each in taken]
+
+
+@pytest.mark.parametrize("text", [Text(0.88), Text(0.6), Text(0.05)])
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_bounded_drafts_that_do_not_pay_lose_almost_nothing(text: Text, noise: float) -> None:
+    first, second = bounded(Machine(DEMO, BY_DEMO, noise=noise), text)
+    assert first >= 0.985
+    assert second >= 0.99
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_bounded_drafts_are_used_where_they_pay(noise: float) -> None:
+    for speed in bounded(Machine(LAYERS, BY_LAYERS, noise=noise), Text(0.87)):
+        assert speed >= 1.15

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scripted_drafts import BUDGETS, KINDS, Scripted, check_same
 
-from builders import make_model, write_gguf, write_model
+from builders import Dims, make_model, write_gguf, write_model
 from coldstream.assets import demo_model_path
 from coldstream.decoding import FixedSizes, SizesByCost, Speculation, TokenTree
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
@@ -17,6 +17,7 @@ from coldstream.engine import LLM, EngineConfig, RequestOutput, SamplingParams, 
 from coldstream.errors import ConfigError, InconsistentError, InvalidRequestError
 from coldstream.models.cpu.runner import CpuRunner
 
+NOT_DRAFTED = {"spec_type": "none"}
 PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main() -> None:\n    ", "class Shape:"]
 
 
@@ -284,3 +285,34 @@ def test_the_memory_of_drafts_is_in_the_plan(demo: Pair) -> None:
     assert scarce.plan.spec_type == "mtp"
     assert not scarce.plan.placement.is_all_resident
     scarce.close()
+
+
+def deep_model(folder: Path) -> str:
+    """Of which the block is a small part, so that it drafts by default."""
+    return str(write_gguf(folder / "deep.gguf", nextn=True, dims=Dims(layers=16, experts=4, vocab=300))[0])
+
+
+def test_a_block_that_drafts_by_default_changes_no_token(tmp_path: Path) -> None:
+    """It drafts a little at first, whatever pays, so that this is seen."""
+    path = deep_model(tmp_path)
+    by_default, without = (LLM(path, device="cpu", ctx_size=256, **each) for each in ({}, NOT_DRAFTED))
+    with by_default, without:
+        assert (by_default.opened.plan.spec_type, without.opened.plan.spec_type) == ("mtp", "none")
+        params = replace(PARAMS["greedy"], max_tokens=64, ignore_eos=True)
+        for each in (params, replace(PARAMS["seeded"], max_tokens=24)):
+            (found,), (expected,) = (llm.generate("def", each) for llm in (by_default, without))
+            assert found.token_ids == expected.token_ids
+            assert expected.statistics.speculation is None
+        (found,) = by_default.generate("def", params)
+        assert found.statistics.speculation is not None
+        assert found.statistics.speculation.steps > 0
+
+
+def test_what_drafts_lose_is_bounded_where_nobody_asked_for_them(tmp_path: Path) -> None:
+    path = deep_model(tmp_path)
+    for options, is_bounded in (({}, True), ({"spec_type": "mtp"}, False)):
+        with LLM(path, device="cpu", ctx_size=256, **options) as llm:
+            speculation = llm.opened.speculation
+            assert speculation is not None
+            assert isinstance(speculation.sizes, SizesByCost)
+            assert speculation.sizes.is_bounded is is_bounded

@@ -1,4 +1,4 @@
-"""What drafts if nothing is asked for: a model's own block, where a GPU has room for it beside everything."""
+"""What drafts if nothing is asked for: a model's own block, where there is room for it beside everything."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_gather import MACHINE
 
-from builders import make_model, write_gguf, write_model
+from builders import Dims, make_model, write_gguf, write_model
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
@@ -33,6 +33,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return planner(write_gguf(folder / "a.gguf", nextn=True, types={"*_exps.weight": "Q4_K"})[0])
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Of a model of which the block is a small part."""
+    path = tmp_path_factory.mktemp("deep") / "a.gguf"
+    return planner(write_gguf(path, nextn=True, dims=Dims(layers=16, experts=4, vocab=300))[0])
+
+
 def test_a_gpu_with_room_for_everything_drafts_by_the_models_own_block(plan: Plan) -> None:
     found, without = plan(device="cuda"), plan(device="cuda", spec_type="none")
     assert (found.run.spec_type, without.run.spec_type) == ("mtp", "none")
@@ -41,15 +48,49 @@ def test_a_gpu_with_room_for_everything_drafts_by_the_models_own_block(plan: Pla
     assert found.plan.fixed.num_tree_rows > 0
     assert found.plan.fixed.ctx_size == without.plan.fixed.ctx_size
     assert found.warnings == ()
+    assert found.draft_reason.startswith("mtp")
+    assert without.draft_reason == "none, as asked for"
 
 
-def test_a_cpu_drafts_nothing(plan: Plan) -> None:
-    assert plan(device="cpu").run.spec_type == "none"
+def test_a_cpu_with_room_for_everything_may_draft_by_the_models_own_block(deep: Plan) -> None:
+    found, without = (deep(device="cpu", **drafts) for drafts in ({}, {"spec_type": "none"}))
+    assert (found.run.spec_type, without.run.spec_type) == ("mtp", "none")
+    assert found.run == deep(device="cpu", spec_type="mtp").run
+    assert found.plan.is_all_resident
+    assert found.plan.fixed.ctx_size == without.plan.fixed.ctx_size
+    assert found.config.parallel == without.config.parallel
+    assert found.draft_reason.startswith("mtp, as far as they pay")
+
+
+def test_a_cpu_drafts_nothing_where_a_drafted_token_reads_much(plan: Plan) -> None:
+    found = plan(device="cpu")
+    assert found.run.spec_type == "none"
+    assert "pays on no CPU" in found.draft_reason
+    assert plan(device="cpu", spec_type="mtp").run.spec_type == "mtp"  # which may be asked for
+
+
+def test_drafts_on_a_cpu_cost_neither_experts_nor_context(deep: Plan) -> None:
+    """With budgets from those where only some experts are in RAM to those of everything."""
+    whole = deep(device="cpu", spec_type="mtp").plan
+    most = whole.fixed.total + whole.resident_bytes
+    kinds = []
+    for ram in range(most * 3 // 4, most * 2, most // 16):
+        found, without = (deep(device="cpu", ram=ram, **drafts) for drafts in ({}, {"spec_type": "none"}))
+        kinds.append(found.run.spec_type)
+        assert found.config.ctx_size == without.config.ctx_size
+        assert found.config.parallel == without.config.parallel
+        assert found.plan.is_all_resident == without.plan.is_all_resident
+        assert kinds[-1] == "none" or found.plan.is_all_resident
+        assert found.draft_reason.startswith(kinds[-1])
+    assert {"none", "mtp"} == set(kinds)
 
 
 def test_a_model_without_a_block_drafts_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf")[0]
-    assert planner(path)(device="cuda").run.spec_type == "none"
+    for device in ("cuda", "cpu"):
+        found = planner(path)(device=device)
+        assert found.run.spec_type == "none"
+        assert found.draft_reason == "none: the file has no block for multi-token prediction"
 
 
 def test_drafts_cost_no_experts(plan: Plan) -> None:

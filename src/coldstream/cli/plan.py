@@ -152,6 +152,7 @@ def command(
         _print_speeds(expected, {"with 1 GiB more": richer})
     else:
         _print_speeds(expected, {"1 GiB more on GPU": richer, "1 GiB more RAM": more_ram}, has_disk=True)
+    note(f"drafts: {planned.draft_reason}")
     if faster is not None and (steps := _described_steps(planned, expected, faster)):
         note(steps)
     if planned.run.threads and not plan.is_all_resident and plan.tier == "vram":
@@ -227,6 +228,7 @@ def _document(
     seen = decode_of_runs(planned)
     return {
         "plan": json.loads(plan_to_json(planned.run)),
+        "draft_reason": planned.draft_reason,
         "hardware": asdict(planned.hardware),
         "rates": asdict(planned.known.rates),
         "hit_rates_from": planned.known.curve.source,

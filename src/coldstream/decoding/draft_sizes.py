@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 from coldstream.decoding.acceptance import AcceptanceModel
 from coldstream.decoding.backoff import OBSERVED_STEPS, Backoff
 from coldstream.decoding.fused_sizes import FixedFusedSizes, FusedSizes, FusedSizesByCost
+from coldstream.decoding.loss_bound import LossBound
 from coldstream.decoding.row_times import RowTimes, row_range
 from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize
@@ -97,14 +98,16 @@ class SizesByCost:
 
     Observing tokens costs a drafter time too. A drafter whose next draft is more than 64 steps away observes
     none. Once drafts have not paid for 512 steps, it is asked in 512 of 4,096 steps only.
+
+    is_bounded: whether what drafts lose is bounded, by `LossBound`.
     """
 
     # The time of steps with prompts says nothing of other steps.
     drafts_beside_prompts: ClassVar[bool] = False
 
-    def __init__(self, drafter_name: str) -> None:
+    def __init__(self, drafter_name: str, *, is_bounded: bool = False) -> None:
         self.fused: FusedSizes = FusedSizesByCost()
-        self._name = drafter_name
+        self._name, self.is_bounded = drafter_name, is_bounded
         self._acceptance = AcceptanceModel()
         self._learned: dict[int, _Learned] = {}  # by range of sequences
         self.reason = SizeReason.NOT_ASKED
@@ -144,15 +147,15 @@ class SizesByCost:
     def _of(self, num_sequences: int) -> "_Learned":
         size = row_range(num_sequences)
         if size not in self._learned:  # asked in every step, and made of many objects
-            self._learned[size] = _Learned()
+            self._learned[size] = _Learned(LossBound() if self.is_bounded else None)
         return self._learned[size]
 
 
 class _Learned:
     """Of steps with about as many sequences."""
 
-    def __init__(self) -> None:
-        self.policy = SizePolicy(RowTimes())
+    def __init__(self, bound: LossBound | None) -> None:
+        self.policy = SizePolicy(RowTimes(), bound=bound)
         self.chosen: TreeSize | None = None  # for the next step
         self._backoff = Backoff()
 

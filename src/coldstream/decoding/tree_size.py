@@ -43,9 +43,11 @@ from itertools import accumulate, pairwise
 from math import ceil, sqrt
 from typing import Final
 
+from coldstream.decoding.loss_bound import LossBound
 from coldstream.decoding.row_times import MAX_ROWS, RowTimes, last_rows, row_range
 
 _FIRST: Final = 4  # nodes asked for before anything is known
+_BOUND_FIRST: Final = 3  # the same where what drafts lose is bounded, and one bad draft would spend it all
 _MORE_DISTANCE: Final = 2  # drafts between two that have one node more than is best
 _ASKED_WEIGHT: Final = 1 / 16  # weight of the newest draft
 _LEAST_S: Final = 1e-9
@@ -54,7 +56,8 @@ _LEAST_S: Final = 1e-9
 class AskedNodes:
     """Learns from drafts how many nodes to ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = _FIRST) -> None:
+        self._first = first
         self._times = RowTimes()
         self._brought: list[float] = []  # by node: tokens that it brought beyond the nodes before it
         self._num_asked = 1  # nodes that were asked for in the last draft
@@ -87,7 +90,7 @@ class AskedNodes:
         only where they are asked for.
         """
         if not self._times.has_any:
-            return min(most, _FIRST)
+            return min(most, self._first)
         gains = accumulate(self._brought[: min(most, MAX_ROWS)])
         worths = [gain - tokens_s * self._seconds(1 + node) for node, gain in enumerate(gains)]
         best = 1 + worths.index(max(worths))
@@ -112,6 +115,7 @@ _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes; at half a percent that is the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
+_BOUND_PLAIN_STEPS: Final = 12  # the first where what drafts lose is bounded
 # Steps that are recorded together: many enough to take no time, few enough for times to be new.
 
 
@@ -164,14 +168,14 @@ class SizePolicy:
 
     times: may be shared with the policies of other drafters, one of which records each step. probe_share:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
-    the whole is neither.
+    the whole is neither. bound: of what drafts may lose; None: of none.
 
     For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`.
     """
 
-    def __init__(self, times: RowTimes, *, probe_share: float = 0.01) -> None:
-        self._times = times
-        self._asked = AskedNodes()
+    def __init__(self, times: RowTimes, *, probe_share: float = 0.01, bound: LossBound | None = None) -> None:
+        self._times, self._bound = times, bound
+        self._asked = AskedNodes() if bound is None else AskedNodes(_BOUND_FIRST)
         self._num_asked = 0  # nodes asked for in the next draft of each sequence
         self._mean_tokens = self._mean_s = 0.0  # means over steps with drafts
         self._gain, self._gain_variance = _FIRST_GAIN, 0.0  # of drafts, in plain steps
@@ -201,9 +205,12 @@ class SizePolicy:
 
         Where drafts have not paid, of steps with so many roots that take as long as such steps did lately.
         """
-        if not self._times.has_any or self._num_steps < _FIRST_PLAIN_STEPS:
-            return max(1, _FIRST_PLAIN_STEPS - self._num_steps)
+        first = _FIRST_PLAIN_STEPS if self._bound is None else _BOUND_PLAIN_STEPS
+        if not self._times.has_any or self._num_steps < first:
+            return max(1, first - self._num_steps)
         planned = max(0, _PLAIN_STEPS - self._num_steps % _PLAIN_DISTANCE)
+        if self._bound is not None:
+            planned = max(planned, self._bound.num_steps_until_any(self._known_s(num_roots)))
         if self.pays:
             return planned
         return max(planned, self._for_drafts.num_steps_until(self._asked.draft_s, self._known_s(num_roots)))
@@ -266,6 +273,9 @@ class SizePolicy:
         self._count(1, step_s, num_roots + size.num_nodes, says_more=is_usual and size.num_nodes > 0)
         self._num_plain = 0
         taken_s = size.draft_s + step_s
+        if self._bound is not None:
+            plain_s = self._known_s(num_roots)
+            self._bound.gained(tokens / num_roots * plain_s - taken_s, plain_s)
         if size.best_rate is not None:
             if size.reason is SizeReason.PROBE:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
@@ -277,7 +287,7 @@ class SizePolicy:
                 if is_usual:
                     self._learn_gain(gain_s / self._known_s(num_roots), tokens, taken_s)
         self._has_explored = size.is_exploration
-        self._earn(1, taken_s)
+        self._earn(1, taken_s, num_roots)
 
     def went_on(self, num_steps: int, seconds: float, num_roots: int = 1, *, is_usual: bool = True) -> None:
         """So many steps with so many roots, all without a draft, took so long together.
@@ -289,7 +299,7 @@ class SizePolicy:
         if self._has_explored:
             self._for_drafts.spend(max(0.0, seconds - num_steps * self._known_s(num_roots)))
         self._has_explored = False
-        self._earn(num_steps, seconds)
+        self._earn(num_steps, seconds, num_roots)
 
     def _count(self, num_steps: int, seconds: float, num_rows: int, *, says_more: bool) -> None:
         """says_more: whether the time is one of such steps."""
@@ -300,9 +310,11 @@ class SizePolicy:
         self._num_steps += num_steps
         self._num_since_probe += num_steps
 
-    def _earn(self, num_steps: int, seconds: float) -> None:
+    def _earn(self, num_steps: int, seconds: float, num_roots: int) -> None:
         self._for_drafts.earn(num_steps, seconds)
         self._for_probes.earn(num_steps, seconds)
+        if self._bound is not None and self._times.has_any:
+            self._bound.earn(num_steps, seconds, self._known_s(num_roots))
 
     def _gain_s(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
         """A draft's gain over so many plain steps."""

@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 
 def open_speculation(
-    plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None" = None
+    plan: RunPlan, runner: ModelRunner, draft: "DflashFile | None" = None, *, is_bounded: bool = False
 ) -> Speculation | None:
     """Drafts for sequences of the runner; None without.
 
-    draft: an open drafter for the model, which may be closed afterwards. Raises as `ModelRunner.load_mtp`,
-    `CpuDflash` and `CudaDflash`.
+    draft: an open drafter for the model, which may be closed afterwards. is_bounded: whether what drafts lose
+    is bounded, as it should be where nobody asked for any. Raises as `ModelRunner.load_mtp`, `CpuDflash` and
+    `CudaDflash`.
     """
     if plan.spec_type == "none":
         return None
     new_drafter = _maker(plan, runner, draft)
     drafter = new_drafter()
-    sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else SizesByCost(drafter.name)
+    by_cost = SizesByCost(drafter.name, is_bounded=is_bounded)
+    sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else by_cost
     # A device that runs fused steps has room for those of one sequence.
     more = None if with_fused_steps(drafter) else new_drafter
     return Speculation(drafter, sizes, more)

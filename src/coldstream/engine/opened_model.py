@@ -309,7 +309,8 @@ def _speculation(
 ) -> tuple[Speculation | None, tuple[str, ...]]:
     """What drafts by `plan`, and why nothing does. Raises as `open_speculation` unless `is_auto`."""
     try:
-        speculation = open_speculation(plan, runner, drafter)
+        is_bounded = is_auto and plan.spec_type == "mtp" and plan.placement.tier == "ram"
+        speculation = open_speculation(plan, runner, drafter, is_bounded=is_bounded)
     except (ModelFormatError, OutOfMemoryError) as error:
         if not is_auto:
             raise

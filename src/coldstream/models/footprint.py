@@ -19,6 +19,7 @@ FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
 _FFN_ENDS = tuple(f".{name}.weight" for name in FFN_MATRICES)
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_NEXTN_EMBEDDING, _NEXTN_HEAD = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
 
 
 def num_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -50,6 +51,23 @@ def nextn_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of all weights of blocks for multi-token prediction, without shared ones."""
     blocks = ((_BLOCK.match(info.name), info.num_bytes) for info in tensors.values())
     return sum(size for block, size in blocks if block and int(block[1]) >= spec.num_layers)
+
+
+def drafted_share(spec: ModelSpec, tensors: Mapping[str, TensorInfo], most_ids: int) -> float:
+    """Of `bytes_per_token`, the share that a token drafted by the block for multi-token prediction reads.
+
+    most_ids: how many of the first tokens are candidates, whose rows of the head are read.
+    """
+    blocks = ((info, _BLOCK.match(info.name)) for info in tensors.values())
+    own = [info for info, block in blocks if block and int(block[1]) >= spec.num_layers]
+    heads = [info for info in own if info.name.endswith(_NEXTN_HEAD)]
+    head = heads[0] if heads else tensors[_EMBEDDING if spec.tied_output else _HEAD]
+    chosen = Fraction(spec.num_experts_per_tok, spec.num_experts) if spec.is_moe else Fraction(1)
+    num_bytes = Fraction(min(most_ids, spec.vocab_size), spec.vocab_size) * head.num_bytes
+    for info in own:
+        if not info.name.endswith((_NEXTN_EMBEDDING, _NEXTN_HEAD)):  # one row of a table is next to nothing
+            num_bytes += (chosen if "_exps." in info.name else 1) * info.num_bytes
+    return float(num_bytes / bytes_per_token(spec, tensors))
 
 
 def file_bytes(matrix_bytes: int) -> int:

@@ -41,6 +41,9 @@ DEFAULT_CTX_SIZE: Final = 32768
 DEFAULT_CACHE_SHARE: Final = 0.25  # share of available memory for the cache of a default context
 # Share of what is free beside all weights, for a context beyond DEFAULT_CTX_SIZE.
 SPARE_CACHE_SHARE: Final = 0.5
+# Of the bytes that a plain token reads, the most that a drafted one may read for drafts by default on a CPU.
+# With more, no size of draft gained a tenth over plain steps; see docs/notes/drafts-cpu.md.
+MOST_DRAFTED_SHARE: Final = 0.2
 PARALLEL_SHARE: Final = 0.125  # share of the budget for the caches of whole contexts
 _MOST_BESIDE_FILE: Final = 4 * 2**30  # RAM of a runner on a GPU beside the mapped file
 _AUTO_RAM_SHARE: Final = 0.9  # share of available RAM; the rest is for all other programs
@@ -197,27 +200,35 @@ class _Chooser:
         """`config` with concrete drafts, threads, context and number of contexts."""
         budget = budget_bytes(config, self.facts.hardware)
         if config.spec_type == "auto":
-            has_room = self._has_room_for_mtp(config, budget)
-            config = replace(config, spec_type="mtp" if has_room else "none")
+            config = replace(config, spec_type="mtp" if self._has_room_for_mtp(config, budget) else "none")
         return self._with_context(config, budget)
 
     def _has_room_for_mtp(self, config: EngineConfig, budget: int) -> bool:
-        """Whether a GPU has room for the file's block for multi-token prediction beside all weights and the
-        same contexts, and so drafts, verifies and accepts by itself.
+        """Whether there is room for the file's block for multi-token prediction beside all weights and the
+        same contexts. A GPU then drafts, verifies and accepts by itself. On a CPU, where a drafted token may
+        read no more than `MOST_DRAFTED_SHARE`, the times of steps decide how much is drafted.
 
-        Otherwise nothing drafts unless it is asked for: where experts are missing, or on a CPU, drafts of
-        most texts gain nothing.
+        Otherwise nothing drafts unless it is asked for: where experts are missing, drafts of most texts gain
+        nothing.
         """
-        if config.device != "cuda" or self.spec.num_nextn_layers != 1:
+        if self.spec.num_nextn_layers != 1:
             return False
-        sizes = self.facts.model.on_gpu
-        if least_bytes(self.spec, sizes) + sizes.all_expert_bytes > budget:
+        sizes, is_gpu = self.facts.model.on_gpu, config.device == "cuda"
+        share = self.facts.model.drafted_share
+        if not is_gpu and (share is None or share > MOST_DRAFTED_SHARE):
+            return False
+        if is_gpu and least_bytes(self.spec, sizes) + sizes.all_expert_bytes > budget:
             return False  # known before anything is counted, which takes a part of a start
         try:
             drafting = self._with_context(replace(config, spec_type="mtp"), budget)
-            return self._placed(drafting, budget).is_all_resident
+            if not self._placed(drafting, budget).is_all_resident:
+                return False
         except (OutOfMemoryError, ModelFormatError):
             return False
+        if is_gpu:
+            return True
+        plain = self._with_context(replace(config, spec_type="none"), budget)
+        return (plain.ctx_size, plain.parallel) == (drafting.ctx_size, drafting.parallel)
 
     def _with_context(self, config: EngineConfig, budget: int) -> EngineConfig:
         """`config` with threads, a context and how many. A requested context is not reduced: planning then

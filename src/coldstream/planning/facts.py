@@ -47,6 +47,7 @@ class ModelFacts:
     mapped: ModelSizes  # with experts mapped in RAM
     in_slots: ModelSizes  # with experts in slots in RAM; for a dense model the same as `mapped`
     nextn_bytes: int  # weights of the block for multi-token prediction
+    drafted_share: float | None  # of a plain token's bytes, what a token drafted by that block reads, if any
     layer_shards: tuple[frozenset[int], ...]  # parts of the file with what a GPU may lack, by layer
     shard_bytes: tuple[int, ...]
 
@@ -99,7 +100,7 @@ class Counts:
     """
 
     on_gpu: Mapping[GpuShape, FixedPart | ModelFormatError] = field(default_factory=_nothing)
-    in_ram: Mapping[RamShape, RamParts] = field(default_factory=_nothing)
+    in_ram: Mapping[RamShape, RamParts | ModelFormatError] = field(default_factory=_nothing)
     workspaces: Mapping[WorkspaceShape, int] = field(default_factory=_nothing)
 
 
@@ -133,10 +134,13 @@ class Facts:
         return self.hardware
 
     def ram_parts(self, shape: RamShape) -> RamParts:
-        """Raises NotKnownError."""
-        if shape not in self.counts.in_ram:
+        """Raises NotKnownError, and the error of a file that cannot be counted."""
+        found = self.counts.in_ram.get(shape)
+        if found is None:
             raise NotKnownError(shape)
-        return self.counts.in_ram[shape]
+        if isinstance(found, ModelFormatError):
+            raise found
+        return found
 
     def workspace_bytes(self, shape: WorkspaceShape) -> int:
         """Raises NotKnownError."""

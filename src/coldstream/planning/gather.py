@@ -10,9 +10,10 @@ counted over tensors without memory, which takes some tenths of a second for a l
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -29,7 +30,8 @@ from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.cuda.capacity import mailbox_ranks
 from coldstream.models.expert_stacks import disk_tier, expert_stacks, placed_stacks
-from coldstream.models.footprint import file_bytes, model_sizes, nextn_bytes, routed_model
+from coldstream.models.footprint import drafted_share, file_bytes, model_sizes, nextn_bytes, routed_model
+from coldstream.models.mtp.model import MAX_DRAFT_IDS
 from coldstream.models.read_spec import read_spec
 from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
@@ -48,6 +50,7 @@ from coldstream.planning.choose import TooSmall, choose, concrete_config, place,
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.draft_reason import draft_reason
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
 from coldstream.planning.machine import hardware_of, measured_hardware, why_unusable
 from coldstream.planning.memory import SHORT_CHUNK
@@ -63,6 +66,7 @@ from coldstream.planning.unknowns import (
 )
 
 _MIB: Final = 2**20
+Counted = TypeVar("Counted")
 
 
 def count_on_gpu(
@@ -206,10 +210,11 @@ class Gathered:
             return
         counts = facts.counts
         if isinstance(what, GpuShape):
-            counted = _count_or_error(self._sources, facts.model, what)
+            sizes, is_kept = facts.model.on_gpu, self._sources.keeps_counts
+            counted = _or_error(partial(count_on_gpu, file, spec, sizes, what, is_kept=is_kept))
             counts = replace(counts, on_gpu=MappingProxyType({**counts.on_gpu, what: counted}))
         elif isinstance(what, RamShape):
-            in_ram = count_in_ram(file, spec, what)
+            in_ram = _or_error(partial(count_in_ram, file, spec, what))
             counts = replace(counts, in_ram=MappingProxyType({**counts.in_ram, what: in_ram}))
         else:
             workspace = count_workspace(file, spec, what)
@@ -217,9 +222,9 @@ class Gathered:
         self.facts = replace(facts, counts=counts)
 
 
-def _count_or_error(sources: Sources, model: ModelFacts, shape: GpuShape) -> FixedPart | ModelFormatError:
+def _or_error(count: Callable[[], Counted]) -> Counted | ModelFormatError:
     try:
-        return count_on_gpu(sources.file, sources.spec, model.on_gpu, shape, is_kept=sources.keeps_counts)
+        return count()
     except ModelFormatError as error:  # of a block for drafts, perhaps, without which the model can run
         return error.with_traceback(None)  # its frames would keep what was counted
 
@@ -237,6 +242,7 @@ def model_facts(file: GGUFFile, spec: ModelSpec) -> ModelFacts:
         mapped,
         in_slots,
         nextn_bytes(spec, file.tensors),
+        drafted_share(spec, file.tensors, MAX_DRAFT_IDS) if spec.num_nextn_layers else None,
         tuple(frozenset(info.shard for info in layer) for layer in placed_stacks(file, spec)),
         tuple(file.shard_bytes),
     )
@@ -286,6 +292,7 @@ def _planned(run: RunPlan, config: EngineConfig, facts: Facts) -> Planned:
         facts.hardware,
         facts.trace,
         warnings=_draft_warnings(facts),
+        draft_reason=draft_reason(config, run, facts),
         locked_bytes=locked,
         refusal=facts.refusal,
     )
@@ -293,7 +300,8 @@ def _planned(run: RunPlan, config: EngineConfig, facts: Facts) -> Planned:
 
 def _draft_warnings(facts: Facts) -> tuple[str, ...]:
     """Why the model's own block does not draft, if it cannot."""
-    problems = [count for count in facts.counts.on_gpu.values() if isinstance(count, ModelFormatError)]
+    counts = [*facts.counts.on_gpu.values(), *facts.counts.in_ram.values()]
+    problems = [count for count in counts if isinstance(count, ModelFormatError)]
     return tuple(NOTHING_IS_DRAFTED.format(error) for error in problems)
 
 

@@ -33,6 +33,7 @@ class Planned:
     # than was asked about would be needed.
     longer_steps: PlacementPlan | None = None
     warnings: tuple[str, ...] = ()  # about the device and drafts, for people
+    draft_reason: str = ""  # what drafts, and why
     locked_bytes: int = 0  # of RAM that are to be page-locked for a GPU, of the file or for a pool
     refusal: LockRefusal | None = None  # what the machine refused to page-lock last
 

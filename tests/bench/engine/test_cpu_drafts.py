@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from bench.engine import cpu_drafts
-from bench.engine.cpu_drafts import SHALLOW, Case
+from bench.engine.cpu_drafts import SHALLOW, Case, SizesByCpuTime
 from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, Acceptance
+from coldstream.decoding import SizesByCost
 
 SMALL = replace(
     SHALLOW["layers-4"], hidden=512, expert_ffn=256, heads=4, head_dim=64, key_heads=2, value_heads=4,
@@ -16,13 +17,13 @@ SMALL = replace(
 
 
 @pytest.mark.sharded(of="measurements")
-@pytest.mark.parametrize("name", ["small", "small-wrong"])
+@pytest.mark.parametrize(("name", "by_cost"), [("small", SizesByCost), ("small-wrong", SizesByCpuTime)])
 def test_all_ways_give_the_same_text_and_are_compared_with_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by_cost: type[SizesByCost]
 ) -> None:
     monkeypatch.setitem(cpu_drafts.SHALLOW, "small", SMALL)
     case = Case(name, tmp_path, 2, 96)
-    found = case.measure([2], threads=1)
+    found = case.measure([2], threads=1, by_cost=by_cost)
     none, fixed, by_cost, again = found["ways"]
     assert [way["budget"] for way in found["ways"]] == [0, 2, "auto", 0]
     assert fixed["nodes_per_step"] == pytest.approx(2, rel=0.1)

@@ -1,0 +1,39 @@
+"""What drafts may lose beside plain steps, whatever a text is like.
+
+An estimate of what drafts bring comes too late for a short text, and it may be wrong. So losses are counted
+as they come, and bounded: by a share of the time so far, by a stake of a few plain steps, and by what drafts
+gained lately. When nothing is left, steps are plain until something is earned again. Only the last draft can
+lose more than was left.
+"""
+
+from math import ceil
+from typing import Final
+
+_SHARE: Final = 0.005  # of the time so far
+_STAKE_STEPS: Final = 3.0
+_MOST_STEPS: Final = 16.0  # what is saved at most
+
+
+class LossBound:
+    """Seconds that drafts may lose, of which a plain step takes `plain_s`."""
+
+    def __init__(self) -> None:
+        self._left_s: float | None = None  # None: nothing is known of plain steps
+
+    def earn(self, num_steps: int, seconds: float, plain_s: float) -> None:
+        """So many steps took so long together, with drafts or without."""
+        if self._left_s is None:
+            self._left_s = _STAKE_STEPS * plain_s
+        self._keep(_SHARE * seconds, plain_s)
+
+    def gained(self, gain_s: float, plain_s: float) -> None:
+        """A draft brought so much, less than 0 if it lost."""
+        self._keep(gain_s, plain_s)
+
+    def num_steps_until_any(self, plain_s: float) -> int:
+        """After how many more plain steps something may be lost: 0 if it may."""
+        return 0 if self._left_s is None else max(0, ceil(-self._left_s / (_SHARE * plain_s)))
+
+    def _keep(self, seconds: float, plain_s: float) -> None:
+        assert self._left_s is not None, "steps are earned before drafts gain"
+        self._left_s = min(self._left_s + seconds, _MOST_STEPS * plain_s)
