@@ -58,7 +58,10 @@ class RoutedExpertsOp : public Op {
   T* at(const Worker& w, size_t offset) const {
     return reinterpret_cast<T*>(w.shared->data() + offset);
   }
-  bool is_tiled(const Job& j, QuantType weight) const { return prefers_tiles(kernels_, weight, j.count); }
+  // A job may have more rows than the op if a row names an expert twice.
+  bool is_tiled(const Job& j, QuantType weight) const {
+    return tiled_ && prefers_tiles(kernels_, weight, j.count);
+  }
   // Whether a product with any of the weights may be computed in tiles.
   bool may_be_tiled(int rows) const;
   ActivationRow x_row(const Worker& w, int64_t token, ActivationForm form) const;
