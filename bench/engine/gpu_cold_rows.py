@@ -8,7 +8,8 @@ set comes in, then those that are timed, with their logits on the host. Beside e
 experts that the step's rows want and no slot has, each once, over what RAM and bus read together. The logits
 behind the same tokens must be the same whatever the rows of a step. With --old the sources in that folder,
 with their extension built, are measured after these. With --cpu-times experts are shared out as if the
-CPU took so many times as long for one as the plan says: whether the plan's rates share them well.
+CPU took so many times as long for one as the plan says: whether the plan's rates share them well. With
+--prefetch guessed experts come ahead, up to that many of a layer, or as the plan says.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -118,7 +119,11 @@ def share_by(runner: Any, times: Any, scale: float) -> None:
 
 
 def measure(
-    path: Path, budgets: Sequence[float], rows: Sequence[int], scales: Sequence[float]
+    path: Path,
+    budgets: Sequence[float],
+    rows: Sequence[int],
+    scales: Sequence[float],
+    prefetch: int | Literal["auto"] = 0,
 ) -> list[dict[str, Any]]:
     """A row for each budget, in GiB, scale of the CPU's times (none: as planned) and number of rows."""
     hardware, ctx_size = measured_hardware(find_gpu()), DEPTH + max(map(num_tokens, rows))
@@ -133,7 +138,7 @@ def measure(
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder, "plan.json")
             save_plan(run, kept)
-            with LLM(path, device="cuda", plan=str(kept), prefetch=0) as llm:
+            with LLM(path, device="cuda", plan=str(kept), prefetch=prefetch) as llm:
                 steps = Steps(llm.opened.runner, run.placement.expert_bytes, both)
                 for scale, count in itertools.product(scales or [None], rows):
                     if scale is not None:
@@ -143,6 +148,7 @@ def measure(
                         "resident_bytes": run.placement.resident_bytes,
                         "expert_bytes": sizes.all_expert_bytes,
                         "cpu_times": scale,
+                        "prefetch": llm.opened.config.prefetch,
                     }
                     found.append(given | steps.of(count))
                     print(found[-1], file=sys.stderr, flush=True)
@@ -172,7 +178,13 @@ def measured_in(root: Path, options: argparse.Namespace, scales: Sequence[float]
 
 def words(options: argparse.Namespace, scales: Sequence[float]) -> list[str]:
     asked = ["--experts", *map(str, options.experts), "--rows", ",".join(map(str, options.rows))]
+    if options.prefetch:
+        asked += ["--prefetch", str(options.prefetch)]
     return [*asked, "--cpu-times", *map(str, scales)] if scales else asked
+
+
+def prefetch_of(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 def check_logits(rows: Sequence[dict[str, Any]]) -> None:
@@ -189,6 +201,7 @@ def main() -> int:
     parser.add_argument("--experts", type=float, nargs="*", default=[0.25, 3.0], help="GiB")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 24, 32, 64])
     parser.add_argument("--cpu-times", type=float, nargs="*", default=[], help="as many times the plan's")
+    parser.add_argument("--prefetch", type=prefetch_of, default=0, help="experts of a layer, or auto")
     parser.add_argument("--old", type=Path, help="the older sources, with their extension built")
     parser.add_argument("--old-commit")
     parser.add_argument("--out", type=Path)
@@ -196,7 +209,7 @@ def main() -> int:
     parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)  # of one side, in its own process
     options = parser.parse_args()
     if options.kept is not None:
-        rows = measure(options.model, options.experts, options.rows, options.cpu_times)
+        rows = measure(options.model, options.experts, options.rows, options.cpu_times, options.prefetch)
         options.kept.write_text(json.dumps(rows))
         return 0
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)

@@ -79,7 +79,7 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     partial = executor_of(ops)
     partial.number_layers(zip(layers.routers, layers.experts, strict=True))
     if not is_plan:
-        partial.decode.set_times(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS))
+        partial.decode.set_times(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS, layer=MAX_NS))
     return ops
 
 

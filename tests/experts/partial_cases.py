@@ -54,6 +54,7 @@ class DecodeSteps:
             "ask_for_experts": self._ask,
             "router_choose": lambda *args: None,
             "prefetch_experts": self._fetch,
+            "expect_experts": self._expect,
             "stage_experts": self._stage,
         }
         self.file = GGUFFile.open(path)
@@ -82,6 +83,7 @@ class DecodeSteps:
         self.partial.connect()
         self.cap_bytes = prefetching.cap_bytes
         self.fetches: dict[int, Operation] = {}  # of the running step, by layer
+        self.expected: list[int] = []  # layers at which the CPU got hints by a launch of their own
         self.sharing: Any = None
         self.num_asked = 0  # times that the CPU was asked by a launch of its own
         self.staged = b""  # the last staging into which experts were copied
@@ -100,6 +102,7 @@ class DecodeSteps:
     def queue(self, rows: int) -> None:
         """Queues all layers of a step."""
         self.fetches.clear()
+        self.expected.clear()
         for layer in range(len(self.weights)):
             self.route(layer, rows)
             room = self.sharing.prefetched.room
@@ -188,6 +191,12 @@ class DecodeSteps:
             reads=guesses,
             writes=[(places.data, size), (target.arrivals, 4)],
         )
+
+    def _expect(self, target: Any, *_: Any) -> None:
+        """Like prefetch.cu: reads guesses, those of a router before."""
+        assert target.guesses == self.executor.decode.chosen.guessed[target.layer].data_ptr()
+        self.expected.append(target.layer)
+        self.device.queue(f"expect {target.layer}", reads=[(target.guesses, 4 * target.num_guesses)])
 
     def close(self) -> None:
         self.device.synchronize()

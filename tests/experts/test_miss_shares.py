@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings")
 
 from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
-from coldstream.kernels.experts.split import BY_MISSES, NUM_WORDS, MissTimes
+from coldstream.kernels.experts.split import BY_FETCHES, BY_MISSES, NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import SUMS
 from coldstream.placement.controls import Controls, Moves
 
@@ -183,9 +183,6 @@ def test_what_was_planned_by_sound_rates_stays_until_it_is_contradicted() -> Non
     assert shares.statistics(RANKS) is not None
 
 
-FETCHES = slice(BY_MISSES.stop, BY_MISSES.stop + MAX_RANKS + 1)
-
-
 @pytest.mark.parametrize("moves", [Moves.NEVER, Moves.ALWAYS])
 def test_copies_ahead_end_while_guesses_are_wrong_and_begin_again(moves: Moves) -> None:
     """Whether times move or not. The bus then reads missing experts in place."""
@@ -201,11 +198,11 @@ def test_copies_ahead_end_while_guesses_are_wrong_and_begin_again(moves: Moves) 
             guesses[1] += round(120 * recall)
             has_moved |= shares.learn(steps.seen()._replace(guesses=tuple(guesses)))
         table, _ = shares.words()
-        by_guesses.append((bool(table[FETCHES].any()), bool(table[BY_MISSES].any()), has_moved))
+        by_guesses.append((bool(table[BY_FETCHES].any()), bool(table[BY_MISSES].any()), has_moved))
     assert [each[:2] for each in by_guesses] == [(True, False), (False, True), (True, False)]
     assert all(has_moved for *_, has_moved in by_guesses[1:]), "the tables are written anew"
     without = MissShares(true, 8, Controls(moves)).words()[0]
-    assert not without[FETCHES].any()
+    assert not without[BY_FETCHES].any()
 
 
 REQUEST_NS = 60_000  # about two experts' time

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from cuda_row_cases import CUDA, check_compiles, for_each_architecture, random
@@ -16,8 +17,8 @@ from coldstream.kernels.cuda.array import ALIGNMENT
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import Partition, partition_experts_cuda, sharing_of
 from coldstream.kernels.experts.prefetch import PROGRAM
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
+from coldstream.kernels.experts.split import BY_FETCHES, BY_SHARED_FETCHES, NUM_WORDS, MissTimes
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
@@ -59,18 +60,24 @@ def fetch(
 ) -> None:
     """When so many layers have been shared out."""
     ring._reached.fill_(reached)
-    in_time = MissTimes(1, (1000,) * MAX_MAILBOX_ROWS, layer=10**6).words(recall=1.0)
-    times = torch.tensor(in_time, dtype=torch.int32, device=CUDA)
+    words = np.array(MissTimes(1, (1000,) * MAX_MAILBOX_ROWS).words())
+    words[BY_FETCHES] = words[BY_SHARED_FETCHES] = np.arange(MAX_RANKS + 1)  # all come in time
+    times = torch.tensor(words, dtype=torch.int32, device=CUDA)
     ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32, device=CUDA), stacks, times)
     torch.cuda.synchronize()
     assert not ring._arrivals.any()
 
 
-def wanted(guesses: Sequence[int], with_slots: set[int], count: int) -> list[int]:
-    """The most wanted that have no slot; of equals, the first guessed."""
-    missing = [guess for guess in guesses if 0 <= guess < EXPERTS and guess not in with_slots]
-    demand = Counter(missing)
-    return sorted(demand, key=lambda expert: (-demand[expert], missing.index(expert)))[:count]
+def wanted(guesses: Sequence[Sequence[int]], with_slots: set[int], count: int) -> list[int]:
+    """The most wanted that have no slot; of equals, the likeliest of the first token that guesses it."""
+    demand: Counter[int] = Counter()
+    first: dict[int, tuple[int, int]] = {}
+    for token, row in enumerate(guesses):
+        for rank, guess in enumerate(row):
+            if 0 <= guess < EXPERTS and guess not in with_slots:
+                demand[guess] += 1
+                first.setdefault(guess, (rank, token))
+    return sorted(demand, key=lambda expert: (-demand[expert], *first[expert]))[:count]
 
 
 def brought(ring: PrefetchRing, layer: int, memories: list[torch.Tensor]) -> list[int]:
@@ -115,7 +122,7 @@ def test_trap_16_the_most_wanted_without_a_slot_arrive_whole(rows: int, quant_ty
         else:
             with_slots = set()
         fetch(ring, 3, guesses.tolist(), stacks, 3)
-        assert brought(ring, 3, memories) == wanted(guesses.view(-1).tolist(), with_slots, count)
+        assert brought(ring, 3, memories) == wanted(guesses.tolist(), with_slots, count)
 
 
 @pytest.mark.gpu

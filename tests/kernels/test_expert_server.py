@@ -147,6 +147,26 @@ def test_what_is_expected_is_read_ahead_and_changes_nothing() -> None:
     client.server.check()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_of_several_rows_an_expected_expert_is_right_once(rows: int) -> None:
+    client, weights = Client(), experts()
+    client.server.add_layer(*weights)
+    client.server.begin()
+    expected, right, asked = 0, 0, 0
+    for seed in range(20):
+        ids, guess = random_ids(rows, 0.4, seed), random_ids(1, 0.2, 100 + seed)[0].tolist()
+        client.expect(0, guess)
+        client.read_ahead()
+        client.ask(0, activations(seed, rows, E), ids)
+        wanted = set(ids.flatten().tolist()) - {-1}
+        expected += len({*guess} - {-1})
+        right += len(wanted & {*guess})
+        asked += len(wanted)
+    assert client.server.expected() == [(expected, right, asked)]
+    client.server.end()
+    client.server.check()
+
+
 def test_each_expected_expert_has_a_word() -> None:
     client = Client()
     parts = (client.request, client.done, client.x, client.ids, client.out)

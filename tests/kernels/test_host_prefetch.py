@@ -1,10 +1,11 @@
 """Prefetched experts on the host: which ones, complete or not at all, keys and counts."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_cuda_prefetch import wanted
 
@@ -12,9 +13,10 @@ from coldstream.experts.prefetch import MAX_PREFETCHED, Prefetching
 from coldstream.experts.prefetch_ring import PrefetchRing
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.prefetch import TALLIES
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
-from coldstream.kernels.experts.split import MissTimes
+from coldstream.kernels.experts.shapes import MAX_RANKS
+from coldstream.kernels.experts.split import BY_FETCHES, BY_SHARED_CPU, BY_SHARED_FETCHES, NUM_WORDS
 from coldstream.kernels.experts.table import ExpertTable
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -54,7 +56,16 @@ def ring_of(distance: int, count: int, memory: Memory) -> PrefetchRing:
     return PrefetchRing(Prefetching(distance, count), data, zeros, LAYERS)
 
 
-ALL_IN_TIME = MissTimes(1, (1000,) * MAX_MAILBOX_ROWS, layer=10**6)
+def table(*counts: tuple[slice, Sequence[int]]) -> torch.Tensor:
+    """`MissTimes` of the device with these counts by numbers of missing experts."""
+    words = torch.zeros(NUM_WORDS, dtype=torch.int32)
+    for where, numbers in counts:
+        words[where] = torch.tensor(numbers, dtype=torch.int32)
+    return words
+
+
+ANY = range(MAX_RANKS + 1)
+ALL_IN_TIME = table((BY_FETCHES, ANY), (BY_SHARED_FETCHES, ANY))
 
 
 def fetch(
@@ -63,12 +74,11 @@ def fetch(
     guesses: Sequence[Sequence[int]],
     memory: Memory,
     reached: int,
-    times: MissTimes = ALL_IN_TIME,
+    times: torch.Tensor = ALL_IN_TIME,
 ) -> None:
     """When so many layers have been shared out."""
     ring._reached.fill_(reached)
-    words = torch.tensor(times.words(recall=1.0), dtype=torch.int32)
-    ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32), memory.stacks, words)
+    ring.fetch(layer, torch.tensor(guesses, dtype=torch.int32), memory.stacks, times)
     assert not ring._arrivals.any(), "blocks are counted from 0 next time"
 
 
@@ -102,7 +112,7 @@ guess_rows = st.lists(
     quant_type=st.sampled_from(list(ROWS)),
     with_slots=st.sets(st.integers(0, EXPERTS - 1)),
     with_some=st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(0, 2)),
-    layer_ns=st.sampled_from([0, 10, 60, 10**6]),
+    in_time=st.lists(st.integers(0, MAX_PREFETCHED), min_size=MAX_RANKS + 1, max_size=MAX_RANKS + 1),
 )
 @settings(max_examples=100)
 def test_the_most_wanted_without_a_slot_arrive_whole(
@@ -112,10 +122,10 @@ def test_the_most_wanted_without_a_slot_arrive_whole(
     quant_type: QuantType,
     with_slots: set[int],
     with_some: dict[int, int],
-    layer_ns: int,
+    in_time: list[int],
 ) -> None:
-    """Repeated and impossible guesses among them. An expert with one slot of three is missing. Of a single
-    token no more are copied than come in time.
+    """Repeated and impossible guesses among them. An expert with one slot of three is missing. No more are
+    copied than come in time by the table of as many tokens.
     """
     memory, layer = Memory(quant_type, count), 3
     for expert in with_slots:
@@ -125,12 +135,11 @@ def test_the_most_wanted_without_a_slot_arrive_whole(
         if expert not in with_slots:
             memory.stacks[matrix].addresses[expert] = 1
     ring = ring_of(distance, count, memory)
-    times = MissTimes(30, (10,) * MAX_MAILBOX_ROWS, layer=layer_ns)
-    fetch(ring, layer, guesses, memory, layer, times)
-    flat = [guess for row in guesses for guess in row]
-    missing = wanted(flat, with_slots, len(flat))
-    in_time = times.by_fetches(RANKS)[len(missing)] if len(guesses) == 1 else count
-    assert brought(ring, layer, memory) == missing[: min(count, in_time)]
+    in_time = [min(each, misses) for misses, each in enumerate(in_time)]
+    right, wrong = (BY_FETCHES, BY_SHARED_FETCHES)[:: 1 if len(guesses) == 1 else -1]
+    fetch(ring, layer, guesses, memory, layer, table((right, in_time), (wrong, in_time[::-1])))
+    missing = wanted(guesses, with_slots, EXPERTS)
+    assert brought(ring, layer, memory) == missing[: min(count, in_time[min(len(missing), MAX_RANKS)])]
     others = [each for each in range(distance + 1) if each != layer % (distance + 1)]
     assert not ring._keys[others].any(), "nor any place of another layer"
 
@@ -145,3 +154,45 @@ def test_nothing_arrives_once_its_layer_has_been_shared_out() -> None:
     assert brought(ring, 4, memory) == [7, 8, 9]
     assert ring.tallies.sum() == 3
     assert len(TALLIES) == ring.tallies.shape[1]
+
+
+@given(
+    guesses=guess_rows.filter(lambda rows: len(rows) > 1),
+    count=st.integers(1, MAX_PREFETCHED),
+    with_slots=st.sets(st.integers(0, EXPERTS - 1)),
+    num_fetched=st.integers(0, 3),
+    num_on_cpu=st.integers(0, MAX_RANKS),
+    reached=st.sampled_from([3, 4]),
+)
+@example(
+    guesses=[[0, 1, 2, 3]] * 2, count=2, with_slots=set(), num_fetched=2, num_on_cpu=MAX_RANKS, reached=3
+)
+@settings(max_examples=60)
+def test_the_cpu_expects_of_several_tokens_what_is_left_for_it(
+    guesses: list[list[int]],
+    count: int,
+    with_slots: set[int],
+    num_fetched: int,
+    num_on_cpu: int,
+    reached: int,
+) -> None:
+    """Of what is neither in a slot nor copied: those of the fewest tokens, which the bus reads last."""
+    memory, layer, box = Memory(QuantType.F32, count), 3, Mailbox.planned(RANKS, COLS, 8)
+    for expert in with_slots:
+        for stack in memory.stacks:
+            stack.addresses[expert] = 1
+    ring, width = ring_of(2, count, memory), MAX_RANKS + 1
+    ring._reached.fill_(reached)
+    times = table((BY_SHARED_FETCHES, [num_fetched] * width), (BY_SHARED_CPU, [num_on_cpu] * width))
+    ring.expect(layer, torch.tensor(guesses, dtype=torch.int32), memory.stacks, times, box)
+    words = box.ahead.numpy().tolist()
+    if reached > layer:
+        assert not any(words), "its experts have been asked for"
+        return
+    rest = wanted(guesses, with_slots, EXPERTS)[min(count, num_fetched) :]
+    demand = Counter(guess for row in guesses for guess in row)
+    expected = sorted(rest, key=lambda expert: (demand[expert], -expert))[: min(RANKS, num_on_cpu)]
+    padded = expected + [-1] * (RANKS - len(expected))
+    assert words[:RANKS] == [(layer + 1) << 16 | (expert + 1) for expert in padded]
+    assert not any(words[RANKS:])
+    assert not ring._keys.any()

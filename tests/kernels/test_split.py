@@ -3,12 +3,23 @@
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
-from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, NUM_WORDS, WHOLE, MissTimes, streamed_experts
+from coldstream.kernels.experts.split import (
+    BY_FETCHES,
+    BY_MISSES,
+    BY_SHARED_CPU,
+    BY_SHARED_FETCHES,
+    MAX_NS,
+    NUM_WORDS,
+    WHOLE,
+    MissTimes,
+    streamed_experts,
+)
 
 FLAT = (50,) * MAX_MAILBOX_ROWS
 rows = st.lists(st.one_of(st.integers(1, 12), st.integers(60, 512)), max_size=10)
@@ -95,13 +106,16 @@ def test_words_are_what_the_device_reads() -> None:
     assert len(words) == NUM_WORDS
     assert words[:7] == (7, 3, 3 * 1024 // 900, 900, 800, 1, 2)
     assert words[BY_MISSES] == times.by_misses(MAX_RANKS)
-    assert not any(words[-MAX_RANKS - 1 :])
+    assert not any((*words[BY_FETCHES], *words[BY_SHARED_FETCHES]))
     assert times.words(recall=1.0) == words, "of a layer that takes an unknown time"
     assert replace(times, layer=20).words() == words, "where nothing is copied ahead"
     ahead = replace(times, layer=20).words(recall=1.0)
     assert ahead[: BY_MISSES.start] == words[: BY_MISSES.start]
     assert not any(ahead[BY_MISSES])
-    assert ahead[-MAX_RANKS - 1 :] == replace(times, layer=20).by_fetches(MAX_RANKS)
+    assert ahead[BY_FETCHES] == replace(times, layer=20).by_fetches(MAX_RANKS)
+    shared = replace(times, layer=20).by_shared_fetches(MAX_RANKS)
+    assert ahead[BY_SHARED_FETCHES] == shared
+    assert ahead[BY_SHARED_CPU] == replace(times, layer=20).by_shared_cpu(shared)
 
 
 @given(times=miss_times(), layer=st.integers(1, 1000), recall=st.sampled_from([0.0, 0.3, 0.74, 0.9, 1.0]))
@@ -123,6 +137,35 @@ def test_what_is_copied_ahead_comes_in_time_and_no_other_number_is_faster(
         assert fetched == taken.index(min(taken)), "those that come in time are the first numbers"
     assert recall > 0 or not any(fetches)
     assert not any(replace(times, layer=0).by_fetches(MAX_RANKS, recall))
+
+
+@given(times=miss_times(), layer=st.integers(1, 1000), recall=st.sampled_from([0.0, 0.3, 0.74, 1.0]))
+def test_no_other_number_of_copies_for_several_rows_ends_earlier(
+    times: MissTimes, layer: int, recall: float
+) -> None:
+    """Found by trying: the bus copies first what was guessed, then what it is given of the rest."""
+    fetches = replace(times, layer=layer).by_shared_fetches(MAX_RANKS, recall)
+    for misses in range(MAX_RANKS + 1):
+        ends = []
+        for number in range(misses + 1):
+            left, late = misses - recall * number, max(0, number * times.bus - layer)
+            parts = np.linspace(0, left, 2001)  # the CPU's
+            of_all = np.maximum(late + (left - parts) * times.bus, times.answer + parts * times.cpu[0])
+            ends.append(of_all.min())
+        assert ends[fetches[misses]] == pytest.approx(min(ends), rel=0.01, abs=1 + times.answer / 500)
+    assert recall > 0 or not any(fetches)
+    assert not any(replace(times, layer=0).by_shared_fetches(MAX_RANKS, recall))
+
+
+def test_of_several_rows_the_bus_copies_ahead_while_the_gpu_computes() -> None:
+    """Where many are missing, CPU and bus are both busy otherwise."""
+    times = MissTimes(56_000, (32_000,) * MAX_MAILBOX_ROWS, answer=13_000, layer=45_000)
+    for recall in (1.0, 0.8, 0.5):
+        assert times.by_shared_fetches(16, recall) == (0,) + (1,) * 16
+    assert not any(times.by_shared_fetches(16, 0.15))
+    on_cpu = times.by_shared_cpu((0,) + (1,) * 16)
+    assert (on_cpu[1], on_cpu[8], on_cpu[16]) == (0, 4, 9)
+    assert not any(replace(times, bus=200_000).by_shared_fetches(16, 0.6)), "its copies would be late"
 
 
 def test_guesses_that_are_often_wrong_are_not_worth_the_buss_time() -> None:

@@ -11,6 +11,7 @@ The router's launch, or one behind it, decides where each chosen expert is compu
 The whole step can be captured in a graph.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -134,8 +135,8 @@ class DecodeExperts:
         routing = self._kernels.route(x, weights, sharing, ahead)
         if staging is not None and self._tables.reads(layer):
             self._device.launch(stage_experts_cuda, stacks, staging)
-        if ring is not None and is_guessing:
-            self._fetch(ring, later, tokens)
+        if ring is not None:
+            self._look_ahead(ring, layer, tokens, later if is_guessing else None)
         return replace(routing, places=places)
 
     def _hints_at(self, tokens: int) -> bool:
@@ -164,16 +165,32 @@ class DecodeExperts:
             hints,
         )
 
-    def _fetch(self, ring: PrefetchRing, later: int, tokens: int) -> None:
-        """Queues prefetches for layer `later`. The layers before it run beside them and do not wait."""
-        stacks, guesses = self._tables.layers[later], self.chosen.guessed[later, :tokens]
+    def _look_ahead(self, ring: PrefetchRing, layer: int, tokens: int, later: int | None) -> None:
+        """Queues what guesses are for behind the router of `layer`: prefetches for layer `later`, if any, and
+        of several rows hints at the next layer. The layers before it run beside them and do not wait.
+
+        Hints come a layer later than prefetches: what the CPU computes for a layer of several rows would push
+        from its caches what it has read for the one after.
+        """
+        work: list[Callable[[], None]] = []
+        following = layer + 1
+        is_guessed = ring.distance <= following < len(self._tables.layers) and self._tables.reads(following)
+        if tokens > 1 and is_guessed and self._tables.is_mapped:
+            work.append(partial(ring.expect, *self._guess(following, tokens), self.times, self._mailbox))
+        if later is not None:
+            work.append(partial(ring.fetch, *self._guess(later, tokens), self.times))
         if self._beside is None:
-            self._device.launch(ring.fetch, later, guesses, stacks, self.times)
-            return
-        self._beside.wait_stream(streams.current_stream())
-        with streams.on_stream(self._beside):
-            ring.fetch(later, guesses, stacks, self.times)
-        self._has_forked = True
+            for launch in work:
+                self._device.launch(launch)
+        elif work:
+            self._beside.wait_stream(streams.current_stream())
+            with streams.on_stream(self._beside):
+                for launch in work:
+                    launch()
+            self._has_forked = True
+
+    def _guess(self, layer: int, tokens: int) -> tuple[int, DeviceArray, Stacks]:
+        return layer, self.chosen.guessed[layer, :tokens], self._tables.layers[layer]
 
     def finish_step(self) -> None:
         """See `ModelExecutor`."""

@@ -195,8 +195,8 @@ class GpuExpertStatistics:
     copies, copied_bytes, evictions: of slots. cpu_pairs: (token, expert) pairs that the CPU computed for
     cpu_requests, in cpu_s seconds, beside the GPU. cpu_expected: experts that earlier layers guessed, so that
     the CPU read them ahead; cpu_right: those of them that it was asked for; cpu_asked: all that it was asked
-    for by decoded tokens. prompt_streamed: experts of prefill steps copied over the
-    bus. prompt_unused: streamed experts that no token chose; their copy began before their router had run.
+    for, each once in a step. prompt_streamed: experts of prefill steps copied over the bus. prompt_unused:
+    streamed experts that no token chose; their copy began before their router had run.
     prompt_on_cpu: experts of prefill steps that the CPU computed. step_times: of decoded tokens. prefetch:
     None if nothing is prefetched. shares: None if they stay as planned.
     """

@@ -16,8 +16,15 @@ from collections.abc import Sequence
 from coldstream.experts.chosen_experts import AllocateZeros
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
+from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.partition import ExpertPlaces, Prefetched, PrefetchNotes
-from coldstream.kernels.experts.prefetch import TALLIES, prefetch_experts_cuda
+from coldstream.kernels.experts.prefetch import (
+    TALLIES,
+    Target,
+    expect_experts_cuda,
+    prefetch_experts_cuda,
+    target_of,
+)
 from coldstream.kernels.experts.table import ExpertTable
 
 
@@ -49,16 +56,24 @@ class PrefetchRing:
         stacks: gate, up and down of the layer, which the device reads over the bus. times: see `sharing_of`.
         The stream must have no other work at the same time.
         """
-        prefetch_experts_cuda(
-            guesses,
-            layer,
-            stacks,
-            self.prefetched(layer, stacks),
-            self._reached,
-            self._arrivals,
-            self.tallies,
-            times,
-        )
+        prefetch_experts_cuda(self._target(layer, guesses, stacks, times))
+
+    def expect(
+        self,
+        layer: int,
+        guesses: DeviceArray,
+        stacks: Sequence[ExpertTable],
+        times: DeviceArray,
+        mailbox: Mailbox,
+    ) -> None:
+        """Queues hints to the CPU at experts in guesses of several rows that `fetch` does not copy."""
+        expect_experts_cuda(self._target(layer, guesses, stacks, times), times, mailbox)
+
+    def _target(
+        self, layer: int, guesses: DeviceArray, stacks: Sequence[ExpertTable], times: DeviceArray
+    ) -> Target:
+        places = self.prefetched(layer, stacks)
+        return target_of(guesses, layer, stacks, places, self._reached, self._arrivals, self.tallies, times)
 
     def prefetched(self, layer: int, stacks: Sequence[ExpertTable]) -> Prefetched:
         """The places of `layer`. The first `distance` layers have none, as nothing guesses at them.

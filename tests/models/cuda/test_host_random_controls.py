@@ -16,7 +16,14 @@ from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead
 from coldstream.experts.miss_shares import MissShares
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS, MAX_SHARED_ROWS
-from coldstream.kernels.experts.split import BY_MISSES, WHOLE, MissTimes
+from coldstream.kernels.experts.split import (
+    BY_FETCHES,
+    BY_MISSES,
+    BY_SHARED_CPU,
+    BY_SHARED_FETCHES,
+    WHOLE,
+    MissTimes,
+)
 from coldstream.placement.controls import Controls, Moves
 
 CONTEXT, MIB, THREADS = 512, 2**20, 4
@@ -55,7 +62,7 @@ def random_controls(rng: np.random.Generator) -> Iterator[None]:
     def words(shares: MissShares) -> tuple[np.ndarray, ...]:
         tables = [np.array(random_times(rng).words(), np.int32) for _ in range(2)]
         for table in tables:
-            for counts in (BY_MISSES, slice(-(MAX_RANKS + 1), None)):
+            for counts in (BY_MISSES, BY_FETCHES, BY_SHARED_FETCHES, BY_SHARED_CPU):
                 table[counts] = rng.integers(0, np.arange(MAX_RANKS + 1) + 1)
         return tuple(tables)
 

@@ -35,6 +35,8 @@ struct MissTimes {
   int cpu[most_rows];            // of 1, 2, … rows of an expert
   int streamed[most_ranks + 1];  // how many of one token's n missing experts are read over the bus
   int fetched[most_ranks + 1];   // how many of a layer's n missing experts are copied ahead for one token
+  int shared_fetched[most_ranks + 1];  // the same for several tokens; of more than most_ranks, as of so many
+  int shared_on_cpu[most_ranks + 1];   // and how many, at least, the CPU will compute
 };
 
 // See csrc/hybrid/expert_server.h.

@@ -1,5 +1,5 @@
-// Copies experts that a later layer will probably choose over the bus, before that layer's router has run;
-// see prefetch.py.
+// Copies experts that a later layer will probably choose over the bus, before that layer's router has run,
+// and tells the CPU which others it will probably compute; see prefetch.py.
 #include "experts/bus_copies.cuh"
 #include "experts/partition.cuh"
 
@@ -12,28 +12,44 @@ constexpr uint32_t one_failed = 1u << 16;  // in `arrivals`, above the number of
 // The layer whose experts are guessed.
 struct Target {
   const int* guesses;  // [num_guesses], the likeliest of each token first; may contain duplicates
-  int num_guesses, num_experts;
+  int num_guesses, num_ranks, num_experts;
   uint32_t layer;
   Stack matrix[num_matrices];
   int64_t bytes[num_matrices];  // of an expert
   Prefetched places;
-  const MissTimes* times;   // for a single token; null for several
+  const int* fetched;       // [most_ranks + 1], how many of so many missing experts are copied
   const uint32_t* reached;  // how many layers of this step have been shared out
   uint32_t* arrivals;  // [places.room.count], blocks that have finished a place; 0 before and after a launch
   int* tallies;        // see PrefetchNotes
 };
 
-// How many of the missing experts are copied: as many as there are places, and of a single token no more than
-// come in time.
+// How many of the missing experts are copied: as many as there are places, and no more than come in time.
 __device__ __forceinline__ int num_copied(const Target& target, int num_missing) {
-  const int most = min(num_missing, target.places.room.count);
-  return target.times ? min(most, target.times->fetched[num_missing]) : most;
+  return min(target.places.room.count, target.fetched[min(num_missing, most_ranks)]);
 }
 
-// Lists in `chosen` the guessed experts that have no slot, those guessed most often first, as many as are
-// copied. Returns their number.
-__device__ __forceinline__ int choose_missing(const Target& target, int* missing, int* demand, int* chosen) {
+// What the warp knows of the guesses, by guess.
+struct Guesses {
+  int missing[most_guesses];  // the expert, if it has no slot; −1 for others, and once it is among the chosen
+  int weight[most_guesses];   // of the first guess at a missing expert: `demand` and how likely; 0 for others
+};
+
+constexpr int most_tokens = 16;
+constexpr int demand_shift = 8;  // of a weight: below is less for a lower rank, and then for a later token
+static_assert(most_tokens * most_ranks <= 1 << demand_shift, "of all ranks of all tokens");
+
+__device__ __forceinline__ int demand(int weight) { return weight >> demand_shift; }
+
+struct Counts {
+  int missing, copied;
+};
+
+// Lists in `chosen` the guessed experts that have no slot, those guessed most often first and of equals the
+// likeliest, as many as are copied.
+__device__ __forceinline__ Counts choose_missing(const Target& target, Guesses& of, int* chosen) {
   const int lane = threadIdx.x, num_guesses = target.num_guesses;
+  int *missing = of.missing, *weight = of.weight;
+#pragma unroll 1
   for (int i = lane; i < num_guesses; i += warp_size) {
     const int guess = __ldcg(target.guesses + i);
     bool is_missing = guess >= 0 && guess < target.num_experts;
@@ -47,6 +63,7 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
   }
   __syncwarp();
   int num_missing = 0;
+#pragma unroll 1
   for (int first = 0; first < num_guesses; first += warp_size) {
     const int i = first + lane;
     const int id = i < num_guesses ? missing[i] : -1;
@@ -58,19 +75,23 @@ __device__ __forceinline__ int choose_missing(const Target& target, int* missing
         break;
       }
     }
-    if (i < num_guesses) demand[i] = uses;  // 0 but for the first of equals
+    const int order = i % target.num_ranks * most_tokens + i / target.num_ranks;
+    if (i < num_guesses) weight[i] = uses > 0 ? ((uses + 1) << demand_shift) - 1 - order : 0;
     num_missing += __popc(__ballot_sync(all_lanes, uses > 0));
   }
   __syncwarp();
   const int count = num_copied(target, num_missing);
+#pragma unroll 1
   for (int i = lane; i < num_guesses; i += warp_size) {
-    if (demand[i] == 0) continue;
+    if (weight[i] == 0) continue;
     int place = 0;
-    for (int j = 0; j < num_guesses; j++) place += demand[j] > demand[i] || (demand[j] == demand[i] && j < i);
-    if (place < count) chosen[place] = missing[i];
+    for (int j = 0; j < num_guesses; j++) place += weight[j] > weight[i];
+    if (place >= count) continue;
+    chosen[place] = missing[i];
+    missing[i] = -1;
   }
   __syncwarp();
-  return count;
+  return {num_missing, count};
 }
 
 // Copies the block's share of words. False if it stopped because the layer's pairs have been shared out in
@@ -126,11 +147,45 @@ __device__ __forceinline__ void arrive(const Target& target, int id, int place, 
 // One warp a block; any number of blocks, each of which copies a share of every chosen expert.
 extern "C" __global__ void __launch_bounds__(warp_size)
     prefetch_experts(const __grid_constant__ Target target) {
-  __shared__ int missing[most_guesses], demand[most_guesses], chosen[most_guesses];
-  const int count = choose_missing(target, missing, demand, chosen);
+  __shared__ Guesses guesses;
+  __shared__ int chosen[most_guesses];
+  const int count = choose_missing(target, guesses, chosen).copied;
   bool is_whole = true;
   for (int place = 0; place < count; place++) {
     is_whole = is_whole && copy_expert(target, chosen[place], place);
     arrive(target, chosen[place], place, is_whole);
   }
+}
+
+// Of several tokens: which of the guessed experts that are not copied the CPU will compute. grid (1): one
+// warp. They are those of the fewest tokens, and of equals the highest numbers; see partition.cu. `words` is
+// as in Hints.
+extern "C" __global__ void __launch_bounds__(warp_size)
+    expect_experts(const __grid_constant__ Target target, const MissTimes* times, uint32_t* words) {
+  __shared__ Guesses guesses;
+  __shared__ int chosen[most_guesses], expected[most_ranks];
+  const int lane = threadIdx.x;
+  if (lane < most_ranks) expected[lane] = -1;
+  const Counts counts = choose_missing(target, guesses, chosen);
+  const int most = min(target.num_ranks, times->shared_on_cpu[min(counts.missing, most_ranks)]);
+#pragma unroll 1
+  for (int i = lane; i < target.num_guesses; i += warp_size) {
+    const int id = guesses.missing[i], mine = demand(guesses.weight[i]);
+    if (id < 0 || mine == 0) continue;
+    int before = 0;
+    for (int j = 0; j < target.num_guesses; j++) {
+      const int other = demand(guesses.weight[j]);
+      if (guesses.missing[j] < 0 || other == 0) continue;
+      before += other < mine || (other == mine && guesses.missing[j] > id);
+    }
+    if (before < most) expected[before] = id;
+  }
+  __syncwarp();
+  if (*reinterpret_cast<const volatile uint32_t*>(target.reached) > target.layer) return;
+  const uint32_t word = (target.layer + 1) << 16 | (lane < most_ranks ? expected[lane] + 1 : 0);
+  // The CPU looks at the first word, and then at all.
+  if (lane > 0 && lane < target.num_ranks) *reinterpret_cast<volatile uint32_t*>(words + lane) = word;
+  __threadfence_system();
+  __syncwarp();
+  if (lane == 0) *reinterpret_cast<volatile uint32_t*>(words) = word;
 }

@@ -123,6 +123,41 @@ class MissTimes:
         both = min(number * self.bus, cpu)
         return min(1.0, by_cpu) * self.answer + both + (cpu - both) * self.cpu_left / WHOLE
 
+    def by_shared_fetches(self, most: int, recall: float = 1.0) -> tuple[int, ...]:
+        """How many of a layer's 0, 1, … `most` missing experts are copied ahead in a step of several rows:
+        the fastest number, and the least such.
+
+        The bus copies them while the GPU computes the layer. What it has left then delays the experts that it
+        is given when the layer's router has run. recall: see `by_fetches`.
+        """
+        return tuple(self._num_shared_fetched(misses, recall) for misses in range(most + 1))
+
+    def _num_shared_fetched(self, misses: int, recall: float) -> int:
+        best = 0, self._shared(misses, 0)[1]
+        for number in range(1, misses + 1 if self.layer else 0):
+            _, time = self._shared(misses - recall * number, number)
+            if time >= best[1]:
+                break
+            best = number, time
+        return best[0]
+
+    def _shared(self, misses: float, num_fetched: int) -> tuple[float, int]:
+        """How many of so many experts of a row each the CPU computes, and nanoseconds, if it ends when the
+        bus does, which copies others before.
+        """
+        left = max(0, num_fetched * self.bus - self.layer)
+        by_bus = (self.answer + misses * self.cpu[0] - left) / (self.bus + self.cpu[0])
+        by_cpu = misses - min(misses, max(0.0, by_bus))
+        return by_cpu, max(left, round(self.answer + by_cpu * self.cpu[0]))
+
+    def by_shared_cpu(self, fetches: Sequence[int]) -> tuple[int, ...]:
+        """How many of 0, 1, … missing experts of a step of several rows the CPU computes at least, if so many
+        are copied ahead.
+        """
+        return tuple(
+            int(self._shared(misses - fetched, fetched)[0]) for misses, fetched in enumerate(fetches)
+        )
+
     def words(self, recall: float | None = None) -> tuple[int, ...]:
         """As `MissTimes` of partition.cuh has them.
 
@@ -131,14 +166,23 @@ class MissTimes:
         """
         times = self.bus, self.answer, self._ahead, self.bus_left, self.cpu_left
         none = (0,) * (MAX_RANKS + 1)
-        fetches = none if recall is None else self.by_fetches(MAX_RANKS, recall)
-        if any(fetches):
-            return *times, *self.cpu, *none, *fetches
-        return *times, *self.cpu, *self.by_misses(MAX_RANKS), *none
+        fetches, shared_fetches = none, none
+        if recall is not None:
+            fetches = self.by_fetches(MAX_RANKS, recall)
+            shared_fetches = self.by_shared_fetches(MAX_RANKS, recall)
+        in_place = none if any(fetches) else self.by_misses(MAX_RANKS)
+        shared = *shared_fetches, *self.by_shared_cpu(shared_fetches)
+        return *times, *self.cpu, *in_place, *fetches, *shared
 
 
-NUM_WORDS: Final = 5 + MAX_MAILBOX_ROWS + 2 * (MAX_RANKS + 1)
-BY_MISSES: Final = slice(5 + MAX_MAILBOX_ROWS, 5 + MAX_MAILBOX_ROWS + MAX_RANKS + 1)  # of the words
+def _table(number: int) -> slice:
+    """Of the words: one of those by numbers of missing experts."""
+    first = 5 + MAX_MAILBOX_ROWS + number * (MAX_RANKS + 1)
+    return slice(first, first + MAX_RANKS + 1)
+
+
+BY_MISSES, BY_FETCHES, BY_SHARED_FETCHES, BY_SHARED_CPU = map(_table, range(4))
+NUM_WORDS: Final = BY_SHARED_CPU.stop
 
 
 def streamed_experts(

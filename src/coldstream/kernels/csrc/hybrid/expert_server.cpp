@@ -1,6 +1,7 @@
 #include "hybrid/expert_server.h"
 
 #include <algorithm>
+#include <bitset>
 #include <chrono>
 #include <optional>
 #include <stdexcept>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int rows_shift = 16;
 constexpr uint32_t layer_mask = (1u << rows_shift) - 1;
+constexpr int most_counted = 1024;  // experts of a layer: those beyond are not counted
 // Polling for a request, between two checks of the phase.
 constexpr auto look = std::chrono::microseconds(200);
 // Longer than the time between two tokens.
@@ -155,13 +157,16 @@ void ExpertServer::read_ahead() {
   }
 }
 
-// Of a request with one row.
-void ExpertServer::count_expected(uint32_t layer) {
-  const auto& ids = layers_[layer].expected_ids;
-  for (int rank = 0; rank < box_.num_ranks; rank++) {
-    if (box_.ids[rank] == not_here) continue;
-    expected_[layer].asked++;
-    expected_[layer].right += std::count(ids.begin(), ids.end(), box_.ids[rank]);
+// Of a request: each expert once, however many rows chose it.
+void ExpertServer::count_expected(uint32_t layer, uint32_t rows) {
+  std::bitset<most_counted> asked;
+  for (int64_t pair = 0; pair < int64_t{rows} * box_.num_ranks; pair++) {
+    const int32_t id = box_.ids[pair];
+    if (id >= 0 && id < most_counted) asked.set(id);
+  }
+  expected_[layer].asked += asked.count();
+  for (const int32_t id : layers_[layer].expected_ids) {
+    if (id < most_counted) expected_[layer].right += asked.test(id);
   }
   layers_[layer].expected_ids.clear();
 }
@@ -185,7 +190,7 @@ void ExpertServer::compute(uint32_t layer, uint32_t rows) {
     throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
                                 std::to_string(rows) + " rows, which the mailbox does not have");
   }
-  if (box_.ahead != nullptr && rows == 1) count_expected(layer);
+  if (box_.ahead != nullptr) count_expected(layer, rows);
   const auto& of = layers_[layer];
   of.pool == nullptr ? compute(of, static_cast<int>(rows)) : compute_pooled(of, static_cast<int>(rows));
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;

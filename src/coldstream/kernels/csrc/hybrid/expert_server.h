@@ -40,7 +40,7 @@ struct Mailbox {
 };
 
 // Of a layer so far: experts that the client expected, those of them that it then asked for, and how many it
-// asked for with one row.
+// asked for, each once in a request.
 struct Expected {
   int64_t experts, right, asked;
 };
@@ -83,7 +83,7 @@ class ExpertServer {
   void answer(uint32_t request);
   bool is_expecting() const;
   void read_ahead();
-  void count_expected(uint32_t layer);
+  void count_expected(uint32_t layer, uint32_t rows);
   void compute(uint32_t layer, uint32_t rows);
 
   std::shared_ptr<ThreadPool> threads_;
